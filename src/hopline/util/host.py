@@ -17,8 +17,11 @@ CGROUP = Path("/sys/fs/cgroup")
 
 def num_cores(cgroup: Path = CGROUP) -> int:
     """Cores that the system lets this process run on, within the share that its container is given."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(allowed, _quota(cgroup) or allowed)
+    if hasattr(os, "sched_getaffinity"):
+        allowed = len(os.sched_getaffinity(0))
+    else:
+        allowed = os.cpu_count() or 1
+    return min(allowed, _cgroup_cores(cgroup) or allowed)
 
 
 def host_identity() -> str:
@@ -59,10 +62,11 @@ def who_set_threads(proc: Path = Path("/proc")) -> Literal["user", "launcher"] |
     if launcher_process is None:
         return "user"
     try:
-        started_with = (proc / str(launcher_process) / "environ").read_bytes().split(b"\0")
+        initial_environment = (proc / str(launcher_process) / "environ").read_bytes().split(b"\0")
     except OSError:  # another system, or a process of somebody else
         return "user"
-    return "user" if any(entry.startswith(f"{THREADS}=".encode()) for entry in started_with) else "launcher"
+    had_variable = any(entry.startswith(f"{THREADS}=".encode()) for entry in initial_environment)
+    return "user" if had_variable else "launcher"
 
 
 def queued_s() -> float:
@@ -77,17 +81,18 @@ def queued_s() -> float:
         os.close(file)
 
 
-def _quota(cgroup: Path) -> int | None:
+def _cgroup_cores(cgroup: Path) -> int | None:
     """Whole cores of a container's share, of version 2 (cpu.max) or 1 of control groups; None without a limit."""
     try:
-        limit, period = (cgroup / "cpu.max").read_text().split()
+        quota, period = (cgroup / "cpu.max").read_text().split()
     except (OSError, ValueError):
         try:
-            limit, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            quota = (cgroup / "cpu" / "cpu.cfs_quota_us").read_text()
+            period = (cgroup / "cpu" / "cpu.cfs_period_us").read_text()
         except OSError:
             return None
     try:
-        return max(1, round(int(limit) / int(period))) if int(limit) > 0 else None
+        return max(1, round(int(quota) / int(period))) if int(quota) > 0 else None
     except (ValueError, ZeroDivisionError):  # "max"
         return None
 
@@ -98,8 +103,12 @@ KEPT_BYTES = (1 << 31) - 1
 """Free memory at the top of the heap that is kept: the most that glibc can be told, in bytes."""
 GLIBC_LARGEST_BYTES = 32 << 20
 """glibc's own limit for blocks that stay in the process, once larger ones were freed (DEFAULT_MMAP_THRESHOLD_MAX)."""
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-"""glibc's numbers for three of its settings."""
+_M_TRIM_THRESHOLD = -1
+"""glibc's number of a setting in `mallopt`: the free memory at the top of the heap that is kept, in bytes."""
+_M_MMAP_THRESHOLD = -3
+"""glibc's number of a setting in `mallopt`: the size of blocks, in bytes, from which each is a mapping of its own."""
+_M_ARENA_MAX = -8
+"""glibc's number of a setting in `mallopt`: the most heaps that the threads of a process have."""
 
 
 class _Heap:
@@ -121,7 +130,7 @@ class _Heap:
             return False
         with self._lock:
             self._num_users += 1
-            _set(library, largest_bytes=MAX_KEPT_BLOCK_BYTES, kept_bytes=KEPT_BYTES)
+            _set_thresholds(library, max_block_bytes=MAX_KEPT_BLOCK_BYTES, max_free_bytes=KEPT_BYTES)
         return True
 
     def leave(self) -> None:
@@ -130,7 +139,8 @@ class _Heap:
         with self._lock:
             self._num_users -= 1
             if library is not None and self._num_users == 0:
-                _set(library, largest_bytes=GLIBC_LARGEST_BYTES, kept_bytes=2 * GLIBC_LARGEST_BYTES)
+                # glibc's own rule: twice the largest block that stays.
+                _set_thresholds(library, max_block_bytes=GLIBC_LARGEST_BYTES, max_free_bytes=2 * GLIBC_LARGEST_BYTES)
                 library.malloc_trim(0)
 
 
@@ -161,21 +171,25 @@ def keep_freed_memory() -> bool:
     own hold no block over 64 MB. glibc cannot undo that, so `Trainer.fit` leaves it alone.
     """
     library = _glibc()
-    return library is not None and bool(library.mallopt(_M_ARENA_MAX, 1)) and _heap.enter()
+    if library is None:
+        return False
+    shares_one_heap = bool(library.mallopt(_M_ARENA_MAX, 1))
+    return shares_one_heap and _heap.enter()
 
 
-def _set(library: ctypes.CDLL, *, largest_bytes: int, kept_bytes: int) -> None:
-    library.mallopt(_M_TRIM_THRESHOLD, kept_bytes)
-    library.mallopt(_M_MMAP_THRESHOLD, largest_bytes)
+def _set_thresholds(library: ctypes.CDLL, *, max_block_bytes: int, max_free_bytes: int) -> None:
+    library.mallopt(_M_TRIM_THRESHOLD, max_free_bytes)
+    library.mallopt(_M_MMAP_THRESHOLD, max_block_bytes)
 
 
 def _glibc() -> ctypes.CDLL | None:
     """The C library, if it is glibc and the user has set nothing for its heap."""
-    if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
+    user_has_set = any(name.startswith("MALLOC_") for name in os.environ)
+    if not sys.platform.startswith("linux") or user_has_set:
         return None
     try:
         library = ctypes.CDLL(None)
-        _ = library.mallopt, library.malloc_trim
+        _ = library.mallopt, library.malloc_trim  # raises AttributeError where one is missing
     except (OSError, AttributeError):  # another C library
         return None
     return library

@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def on_first_use(
@@ -22,40 +22,49 @@ def on_first_use(
     elsewhere: as users type it -> a package whose names were once this one's: asked for here, such a name says where it
     is. moved: names that have another name there.
     """
-    home: dict[str, tuple[str, str | None]] = {}
+    sources: dict[str, _Source] = {}
     for module, names in names_of.items():
         if not names:
-            home[module.rpartition(".")[2]] = (module, None)
+            sources[module.rpartition(".")[2]] = _Source(module, None)
         for name in names:
             public, _, original = name.partition("=")
-            home[public] = (module, original or public)
+            sources[public] = _Source(module, None if original == "." else original or public)
 
     def get(name: str) -> Any:
-        if name not in home and not name.startswith("_"):
-            found = [f"{public}.{name}" for public, other in elsewhere.items() if name in _names_of(other)]
-            if name in moved or found:
-                raise AttributeError(f"hl.{name} has moved: use {moved.get(name) or found[0]}")
-        if name not in home:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}{_meant(name, home)}")
-        path, original = home[name]
-        module = importlib.import_module(path)
-        value = module if original in (None, ".") else getattr(module, original)
+        if name not in sources:
+            raise _missing_name(package, name, sources, elsewhere, moved)
+        source = sources[name]
+        module = importlib.import_module(source.module)
+        value = module if source.name is None else getattr(module, source.name)
         # Kept in the package's namespace: Python asks `__getattr__` only for names that are not there.
         setattr(sys.modules[package], name, value)
         return value
 
-    return get, lambda: sorted(home)
+    return get, lambda: sorted(sources)
 
 
-def _names_of(package: str) -> Sequence[str]:
-    return importlib.import_module(package).__all__
+class _Source(NamedTuple):
+    """Where a public name comes from."""
+
+    module: str
+    """The module's whole path."""
+    name: str | None
+    """The name in that module; None: the module itself."""
 
 
-def _meant(name: str, names: Iterable[str]) -> str:
-    """A hint for a misspelt name; none for the many that Python and its tools look for, which begin with "_"."""
-    if name.startswith("_"):
-        return ""
+def _missing_name(
+    package: str, name: str, names: Iterable[str], elsewhere: Mapping[str, str], moved: Mapping[str, str]
+) -> AttributeError:
+    """An error for a name that a package does not have: it says where the name is now, or which one is similar."""
+    message = f"module {package!r} has no attribute {name!r}"
+    if name.startswith("_"):  # Python and its tools look for many of these, and expect no advice
+        return AttributeError(message)
+    if name in moved:
+        return AttributeError(f"hl.{name} has moved: use {moved[name]}")
+    for public, other in elsewhere.items():
+        if name in importlib.import_module(other).__all__:
+            return AttributeError(f"hl.{name} has moved: use {public}.{name}")
     from hopline.util.config import nearest
 
     hint = nearest(name, names)
-    return f".{hint}" if hint else ""
+    return AttributeError(f"{message}.{hint}" if hint else message)

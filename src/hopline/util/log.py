@@ -19,10 +19,13 @@ class _StdoutHandler(logging.Handler):
 @contextmanager
 def print_messages(enabled: bool = True) -> Iterator[None]:
     """Print messages while the context lasts, as the command line does; a program sets up `logging` as it likes."""
-    if not enabled or any(isinstance(handler, _StdoutHandler) for handler in logger.handlers):
+    is_printing = any(isinstance(handler, _StdoutHandler) for handler in logger.handlers)
+    if not enabled or is_printing:
         yield
         return
-    handler, level, propagate = _StdoutHandler(), logger.level, logger.propagate
+    handler = _StdoutHandler()
+    level_before = logger.level
+    propagate_before = logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -30,5 +33,5 @@ def print_messages(enabled: bool = True) -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagate
+        logger.setLevel(level_before)
+        logger.propagate = propagate_before

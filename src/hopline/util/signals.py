@@ -17,7 +17,8 @@ class Interrupted(KeyboardInterrupt):
     """A signal ended the run, after its checkpoint was written."""
 
     def __init__(self, number: int) -> None:
-        self.number, self.name = number, signal.Signals(number).name
+        self.number = number
+        self.name = signal.Signals(number).name
         super().__init__(f"{self.name}: resume=True continues from the last checkpoint")
 
 
@@ -31,8 +32,8 @@ class Signals:
     def __init__(self) -> None:
         self.received: int | None = None
         self.at_once = True
-        self._before: dict[int, Any] = {}
-        self._tell_dropped: Callable[[sys.UnraisableHookArgs], Any] | None = None
+        self._handlers_before: dict[int, Any] = {}
+        self._hook_before: Callable[[sys.UnraisableHookArgs], Any] | None = None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -40,25 +41,29 @@ class Signals:
                 # What the process was started to ignore (nohup), it goes on ignoring. A handler that Python did not
                 # install (None) stays: it could not be installed again.
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                    self._before[number] = signal.signal(number, self._note)
-            self._tell_dropped, sys.unraisablehook = sys.unraisablehook, self._dropped
+                    self._handlers_before[number] = signal.signal(number, self._note)
+            self._hook_before = sys.unraisablehook
+            sys.unraisablehook = self._report_unraisable
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
-        if self._tell_dropped is not None:
-            sys.unraisablehook = self._tell_dropped
+        if self._hook_before is not None:
+            sys.unraisablehook = self._hook_before
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        again, self.received = self.received is not None, self.received or number
-        if self.at_once or (again and number == signal.SIGINT):
+        is_first = self.received is None
+        if is_first:
+            self.received = number
+        is_second_ctrl_c = not is_first and number == signal.SIGINT
+        if self.at_once or is_second_ctrl_c:
             # Python drops what is raised while it deletes an object: then the run ends after its next step.
             raise Interrupted(number)
 
-    def _dropped(self, what: sys.UnraisableHookArgs) -> None:
+    def _report_unraisable(self, dropped: sys.UnraisableHookArgs) -> None:
         """Say what Python dropped, unless it is what was noted above."""
-        if self._tell_dropped is not None and not isinstance(what.exc_value, Interrupted):
-            self._tell_dropped(what)
+        if self._hook_before is not None and not isinstance(dropped.exc_value, Interrupted):
+            self._hook_before(dropped)

@@ -1,5 +1,8 @@
 """Spans and counters: `with span("sample"):`, `count("bytes.h2d", n)`; no-ops unless someone listens."""
 
+from __future__ import annotations
+
+import itertools
 import math
 import statistics
 import threading
@@ -8,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -39,6 +42,16 @@ class Listener(Protocol):
         ...
 
 
+class _DeviceSpan(NamedTuple):
+    """A span of a GPU's work whose duration was not asked yet."""
+
+    name: str
+    start_s: float
+    thread: str
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+
+
 class _Trace:
     """Who listens, and spans of GPUs that are not reported yet. `_trace` is the one object of the process.
 
@@ -49,8 +62,8 @@ class _Trace:
     def __init__(self) -> None:
         # A tuple that is replaced, never changed: readers on other threads need no lock.
         self.listeners: tuple[Listener, ...] = ()
-        self.pending: deque[tuple[str, float, str, Any, Any]] = deque()
-        """(name, start_s, thread, first event, last event), the oldest first; its methods are atomic."""
+        self.pending: deque[_DeviceSpan] = deque()
+        """The oldest first; its methods are atomic."""
         self._lock = threading.Lock()
 
     def add(self, listener: Listener) -> None:
@@ -59,8 +72,9 @@ class _Trace:
 
     def remove(self, listener: Listener) -> None:
         with self._lock:
-            at = next(i for i, other in enumerate(self.listeners) if other is listener)
-            self.listeners = self.listeners[:at] + self.listeners[at + 1 :]
+            # By identity: two listeners may be equal. Of one that listens twice, the first is removed.
+            index = next(i for i, other in enumerate(self.listeners) if other is listener)
+            self.listeners = self.listeners[:index] + self.listeners[index + 1 :]
             if not self.listeners:
                 self.pending.clear()
 
@@ -110,9 +124,10 @@ _SILENT = _Silent()
 
 def tell(name: str, start_s: float, duration_s: float) -> None:
     """Report a stretch of work that somebody else has timed, in the name of this thread."""
-    ended = Span(name, start_s, duration_s, threading.current_thread().name)
+    thread = threading.current_thread().name
+    span = Span(name=name, start_s=start_s, duration_s=duration_s, thread=thread)
     for listener in _trace.listeners:
-        listener.on_span(ended)
+        listener.on_span(span)
 
 
 class _DeviceSpanTimer:
@@ -124,13 +139,17 @@ class _DeviceSpanTimer:
         self.name = name
 
     def __enter__(self) -> None:
-        self.start_s, self.start = time.perf_counter(), torch.cuda.Event(enable_timing=True)
+        self.start_s = time.perf_counter()
+        self.start = torch.cuda.Event(enable_timing=True)
         self.start.record()
 
     def __exit__(self, *error: object) -> None:
         end = torch.cuda.Event(enable_timing=True)
         end.record()
-        _trace.pending.append((self.name, self.start_s, threading.current_thread().name, self.start, end))
+        thread = threading.current_thread().name
+        _trace.pending.append(
+            _DeviceSpan(name=self.name, start_s=self.start_s, thread=thread, start=self.start, end=end)
+        )
         for _ in range(2):  # while the GPU has work to do, so that less is left to ask when it has none
             _report_oldest()
 
@@ -150,26 +169,30 @@ def span(name: str, device: torch.device | None = None) -> AbstractContextManage
 
 def end_device_spans() -> None:
     """Report the spans of GPUs that have ended; waits for the work that this thread asked for, and for no other's."""
-    here = threading.current_thread().name
+    this_thread = threading.current_thread().name
     for _ in range(len(_trace.pending)):  # others may add to it meanwhile
-        _report_oldest(here)
+        _report_oldest(wait_for_thread=this_thread)
 
 
-def _report_oldest(waiting_for: str | None = None) -> None:
+def _report_oldest(wait_for_thread: str | None = None) -> None:
     """Report the span of a GPU that began first, if it has ended; waits for it if it is of that thread."""
     pending = _trace.pending
     try:
-        name, start_s, thread, start, end = spanned = pending.popleft()
+        oldest = pending.popleft()
     except IndexError:
         return
-    if thread == waiting_for:
-        end.synchronize()
-    elif not end.query():
-        # Behind the others where somebody waits for these; else its turn is next time.
-        (pending.append if waiting_for else pending.appendleft)(spanned)
+    if oldest.thread == wait_for_thread:
+        oldest.end.synchronize()
+    elif not oldest.end.query():
+        if wait_for_thread is None:
+            pending.appendleft(oldest)  # the next call asks for it again
+        else:
+            pending.append(oldest)  # behind the others, for which somebody waits
         return
+    duration_s = oldest.start.elapsed_time(oldest.end) / 1e3
+    span = Span(name=oldest.name, start_s=oldest.start_s, duration_s=duration_s, thread=oldest.thread)
     for listener in _trace.listeners:
-        listener.on_span(Span(name, start_s, start.elapsed_time(end) / 1e3, thread))
+        listener.on_span(span)
 
 
 def count(name: str, amount: float) -> None:
@@ -194,6 +217,13 @@ class RegionStatistics:
     """Sample standard deviation over the later epochs; nan with fewer than two."""
 
 
+class _RegionTime(NamedTuple):
+    """The time of one region in one epoch."""
+
+    seconds: float
+    calls: int
+
+
 class Timers:
     """Named regions timed over epochs; also a listener that collects every span.
 
@@ -208,8 +238,8 @@ class Timers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[str, tuple[float, int]] = {}
-        self._closed: list[dict[str, tuple[float, int]]] = []
+        self._open: dict[str, _RegionTime] = {}
+        self._closed: list[dict[str, _RegionTime]] = []
 
     @contextmanager
     def region(self, name: str) -> Iterator[None]:
@@ -237,25 +267,26 @@ class Timers:
         """Return the seconds of each region in the epoch last closed."""
         with self._lock:
             epoch = self._closed[-1] if self._closed else {}
-        return {name: seconds for name, (seconds, _) in epoch.items()}
+        return {name: region.seconds for name, region in epoch.items()}
 
     def this_epoch(self) -> dict[str, float]:
         """Return the seconds of each region so far in the epoch that is not closed yet."""
         with self._lock:
-            return {name: seconds for name, (seconds, _) in self._open.items()}
+            return {name: region.seconds for name, region in self._open.items()}
 
     def slowest(self, among: Collection[str] | None = None) -> str | None:
         """Return the region that took most of the epoch last closed, or None when none was timed."""
-        totals = {n: s for n, s in self.last_epoch().items() if among is None or n in among}
-        return max(totals, key=totals.__getitem__, default=None)
+        seconds = {name: s for name, s in self.last_epoch().items() if among is None or name in among}
+        return max(seconds, key=seconds.__getitem__, default=None)
 
     def statistics(self) -> list[RegionStatistics]:
         """Return the seconds per epoch of each region, in the order they first ran."""
         with self._lock:
             # Someone who never closes an epoch means one epoch.
             epochs = list(self._closed) or [dict(self._open)]
-        names = dict.fromkeys(name for epoch in epochs for name in epoch)
-        return [_region_statistics(name, [epoch.get(name, (0.0, 0)) for epoch in epochs]) for name in names]
+        names = dict.fromkeys(itertools.chain.from_iterable(epochs))  # each once, in the order of first use
+        unused = _RegionTime(seconds=0.0, calls=0)
+        return [_region_statistics(name, [epoch.get(name, unused) for epoch in epochs]) for name in names]
 
     def table(self) -> str:
         """Return the statistics as a plain-text table, mean ± standard deviation."""
@@ -265,25 +296,26 @@ class Timers:
             spread = "" if math.isnan(region.std_s) else f" ± {region.std_s:.4f}"
             rows.append((region.name, str(region.calls), f"{region.first_epoch_s:.4f} s", later + spread))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        )
+        lines = []
+        for row in rows:
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join(lines)
 
     def _add(self, name: str, seconds: float) -> None:
         with self._lock:
-            total, calls = self._open.get(name, (0.0, 0))
-            self._open[name] = (total + seconds, calls + 1)
+            before = self._open.get(name, _RegionTime(seconds=0.0, calls=0))
+            self._open[name] = _RegionTime(seconds=before.seconds + seconds, calls=before.calls + 1)
 
 
-def _region_statistics(name: str, epochs: list[tuple[float, int]]) -> RegionStatistics:
-    seconds = [total for total, _ in epochs]
-    later = seconds[1:]
+def _region_statistics(name: str, epochs: list[_RegionTime]) -> RegionStatistics:
+    later_s = [epoch.seconds for epoch in epochs[1:]]
     return RegionStatistics(
         name=name,
-        calls=sum(calls for _, calls in epochs),
-        first_epoch_s=seconds[0],
-        mean_s=statistics.fmean(later) if later else math.nan,
-        std_s=statistics.stdev(later) if len(later) > 1 else math.nan,
+        calls=sum(epoch.calls for epoch in epochs),
+        first_epoch_s=epochs[0].seconds,
+        mean_s=statistics.fmean(later_s) if later_s else math.nan,
+        std_s=statistics.stdev(later_s) if len(later_s) > 1 else math.nan,
     )
 
 
@@ -328,5 +360,5 @@ class Counters:
         """Return each counter's total over all epochs, with the one still open."""
         with self._lock:
             epochs = [*self._closed, dict(self._open)]
-        names = dict.fromkeys(name for epoch in epochs for name in epoch)
+        names = dict.fromkeys(itertools.chain.from_iterable(epochs))
         return {name: sum(epoch.get(name, 0) for epoch in epochs) for name in names}
