@@ -179,7 +179,7 @@ def test_a_run_of_the_library_is_not_one_of_the_command(tmp_path: Path):
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"is not a run folder: there is no config.json in it"):
+    with pytest.raises(ValueError, match=r"is not a run folder: it has no config.json"):
         predictions(tmp_path)
 
 

@@ -54,26 +54,32 @@ def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
     check_conversion(source, folder, config)
     path = Path(source).expanduser()
     suffix = path.suffix.lower()
-    options = {f.name: getattr(config, f.name) for f in dataclasses.fields(EdgeOptions)}
-    changed = {k: v for k, v in options.items() if v != getattr(EdgeOptions(), k)}
-    known: dict[str, Any] = {} if config.split is None else {"split_shares": config.split}
+    edge_options = {field.name: getattr(config, field.name) for field in dataclasses.fields(EdgeOptions)}
+    changed_options = {key: value for key, value in edge_options.items() if value != getattr(EdgeOptions(), key)}
+    typed_options: dict[str, Any] = {}
+    if config.split is not None:
+        typed_options["split_shares"] = config.split
     if config.num_nodes is not None:
-        known["num_nodes"] = config.num_nodes
+        typed_options["num_nodes"] = config.num_nodes
+
     if suffix in EDGE_LISTS:
-        from_csv(path, config.nodes, folder=folder, columns=config.columns, ids=config.ids, **known, **options)
+        from_csv(
+            path, config.nodes, folder=folder, columns=config.columns, ids=config.ids, **typed_options, **edge_options
+        )
     elif suffix == ".npz":
-        from_npz(path, folder=folder, **known, **changed)
+        from_npz(path, folder=folder, **typed_options, **changed_options)
     elif suffix == ".npy":
-        from_csv(path, config.nodes, folder=folder, columns=config.columns, **known, **options)
+        from_csv(path, config.nodes, folder=folder, columns=config.columns, **typed_options, **edge_options)
     elif is_dgl_folder(path):
-        from_dgl(path, folder=folder, **known, **changed)
+        from_dgl(path, folder=folder, **typed_options, **changed_options)
     elif is_ogb_folder(path):
-        from_ogb_folder(path, folder=folder, **known, **changed)
+        from_ogb_folder(path, folder=folder, **typed_options, **changed_options)
     else:
         if config.num_nodes is not None:
             raise ValueError(f"num_nodes= cannot be changed in {source}: leave it out")
-        data = open_dataset(source, **changed)
-        data = data if config.split is None else random_split(data, config.split)
+        data = open_dataset(source, **changed_options)
+        if config.split is not None:
+            data = random_split(data, config.split)
         dataclasses.replace(data, name=default_name(folder, data.name)).save(folder)
     verify(folder)
     return open_dataset(str(folder))
@@ -86,28 +92,31 @@ def partition_dataset(source: str, folder: Path, config: PartitionConfig) -> str
     if is_dataset(folder) and not config.overwrite:
         raise ValueError(f"{folder} is not empty: choose another folder, or replace it with overwrite=true")
     data = open_dataset(source)
-    made = make_partition(
+    by_labels = config.how == "labels"
+    partition = make_partition(
         data.graph,
         config.shards,
-        "metis" if config.how == "labels" else config.how,
-        labels=_labels(data, config.labels) if config.how == "labels" else None,
+        "metis" if by_labels else config.how,  # not used where there are labels
+        labels=_labels(data, config.labels) if by_labels else None,
         seed=config.seed,
         slack=config.slack,
         passes=config.passes,
         show=True,
     )
-    cut(data, made, folder, show=True)
-    return describe(data.graph, made)
+    cut(data, partition, folder, show=True)
+    return describe(data.graph, partition)
 
 
 def _labels(data: Dataset, name: str) -> Tensor:
     """A label per node, by name."""
-    found = data.y
-    if name != "y":
-        found = data.tables[name].read(torch.arange(data.num_nodes)) if name in data.tables else None
-    if found is not None and found.dim() == 2 and found.size(1) == 1:
-        found = found.view(-1)
-    if found is None or found.dim() > 1 or found.is_floating_point():
+    labels: Tensor | None = None
+    if name == "y":
+        labels = data.y
+    elif name in data.tables:
+        labels = data.tables[name].read(torch.arange(data.num_nodes))
+    if labels is not None and labels.dim() == 2 and labels.size(1) == 1:
+        labels = labels.view(-1)
+    if labels is None or labels.dim() > 1 or labels.is_floating_point():
         names = ", ".join(["y", *data.tables])
-        raise ValueError(f"there are no labels {name!r}, one whole number per node: choose labels= of {names}")
-    return found
+        raise ValueError(f"labels={name} must name one whole number per node, and does not: choose labels= of {names}")
+    return labels

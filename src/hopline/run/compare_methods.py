@@ -33,8 +33,10 @@ from hopline.units.batch_unit import own_threads
 from hopline.units.job import make_job
 from hopline.util.config import format_size, kind_of
 
-TIMED, LONG_S = 3, 5.0
-"""Steps that are timed, after one that is not, and the seconds after which no other is."""
+NUM_TIMED_STEPS = 3
+"""Steps that are timed for an estimate, after one that warms up. A rule of thumb."""
+MAX_TIMED_S = 5.0
+"""Seconds after which no further step is timed, the one that warms up included. A rule of thumb."""
 MAX_TIMED_EDGES = 1 << 23
 """Of the graph on which methods that go over all of it are timed; larger ones are timed on a part of theirs."""
 
@@ -45,9 +47,11 @@ def outline_of_run(
     """What a run with the usual loss is planned from."""
     device = find_device(settings.device)
     job = make_job(model, data, seed=settings.seed, device=device, bf16=settings.precision == "bf16")
-    beside = settings.evaluate == "async"
     return RunOutline(
-        job=job, optimizer=settings.optimizer, placement=placement or Placement(), async_evaluation=beside
+        job=job,
+        optimizer=settings.optimizer,
+        placement=placement or Placement(),
+        async_evaluation=settings.evaluate == "async",
     )
 
 
@@ -60,12 +64,39 @@ class Candidate:
     """None if it does not fit;"""
     refusal: str = ""
     """this is why."""
-    seconds: float = math.nan
+    epoch_s: float = math.nan
     """Of an epoch, by a few steps; nan where none was run."""
 
     @property
     def name(self) -> str:
         return kind_of(type(self.method))
+
+
+def compare(method: Method | None, outline: RunOutline, budget: Budget, *, probe: bool = True) -> list[Candidate]:
+    """The method and all others: each as it fits, in memory if it can, with the seconds of an epoch if `probe`."""
+    if probe:
+        depths: set[int] = set()
+        if isinstance(method, Sampled):
+            depths.add(len(method.fanout_per_layer))
+        depths.add(getattr(outline.model, "num_layers", 3))
+        for num_blocks in depths:
+            learn(outline, num_blocks)
+
+    methods = alternatives(method, outline)
+    if method is not None:
+        methods = [method, *methods]
+    candidates: dict[str, Candidate] = {}  # by the kind of method: one form of each is compared
+    for form in methods:
+        earlier = candidates.get(kind_of(type(form)))
+        if earlier is not None and earlier.plan is not None:
+            continue
+        candidate = _plan(form, outline, budget)
+        # Of forms that do not fit, the first one's refusal is shown.
+        if earlier is None or candidate.plan is not None:
+            candidates[candidate.name] = candidate
+    if not probe:
+        return list(candidates.values())
+    return [_with_epoch_time(candidate, budget, outline) for candidate in candidates.values()]
 
 
 def _plan(method: Method, outline: RunOutline, budget: Budget) -> Candidate:
@@ -75,26 +106,11 @@ def _plan(method: Method, outline: RunOutline, budget: Budget) -> Candidate:
         return Candidate(method=method, refusal=str(error))
 
 
-def compare(method: Method | None, outline: RunOutline, budget: Budget, *, probe: bool = True) -> list[Candidate]:
-    """The method and all others: each as it fits, in memory if it can, with the seconds of an epoch if `probe`."""
-    if probe:
-        blocks = {len(method.fanout_per_layer)} if isinstance(method, Sampled) else set()
-        for num_blocks in blocks | {getattr(outline.model, "num_layers", 3)}:
-            learn(outline, num_blocks)
-    found: dict[str, Candidate] = {}
-    for one in [*([] if method is None else [method]), *alternatives(method, outline)]:
-        before = found.get(kind_of(type(one)))
-        if before is None or before.plan is None:
-            planned = _plan(one, outline, budget)
-            found[planned.name] = planned if planned.plan is not None or before is None else before
-    return [_with_seconds(candidate, budget, outline) if probe else candidate for candidate in found.values()]
-
-
-def _with_seconds(candidate: Candidate, budget: Budget, outline: RunOutline) -> Candidate:
+def _with_epoch_time(candidate: Candidate, budget: Budget, outline: RunOutline) -> Candidate:
     if candidate.plan is None:
         return candidate
     try:
-        return replace(candidate, seconds=_seconds(candidate.plan, budget, outline))
+        return replace(candidate, epoch_s=_estimate_epoch_s(candidate.plan, budget, outline))
     except ValueError as error:  # a step of it was refused
         return replace(candidate, plan=None, refusal=str(error))
 
@@ -102,89 +118,112 @@ def _with_seconds(candidate: Candidate, budget: Budget, outline: RunOutline) -> 
 def recommend(candidates: Sequence[Candidate]) -> Candidate | None:
     """The one whose optimizer steps are the fastest: epochs are of a few, of many, or of one step."""
 
-    def lasts(candidate: Candidate) -> float:
+    def step_s(candidate: Candidate) -> float:
         assert candidate.plan is not None
-        return math.inf if math.isnan(candidate.seconds) else candidate.seconds / candidate.plan.steps
+        return math.inf if math.isnan(candidate.epoch_s) else candidate.epoch_s / candidate.plan.steps
 
-    return min((c for c in candidates if c.plan is not None), key=lasts, default=None)
+    fitting = [candidate for candidate in candidates if candidate.plan is not None]
+    return min(fitting, key=step_s, default=None)
 
 
 def choose(outline: RunOutline, budget: Budget) -> tuple[Method, str]:
     """What `method=auto` takes, and a line that says why."""
-    found = compare(None, outline, budget)
-    best = recommend(found)
+    candidates = compare(None, outline, budget)
+    best = recommend(candidates)
     if best is None or best.plan is None:
-        reasons = "; ".join(candidate.refusal for candidate in found)
+        reasons = "; ".join(candidate.refusal for candidate in candidates)
         raise ValueError(f"no method fits this budget: {reasons}")
-    beside = [f"{c.name} {c.seconds:.2g} s" if c.plan else f"{c.name} does not fit" for c in found if c is not best]
-    sentence = f"method={best.name}: an epoch takes about {best.seconds:.2g} s ({', '.join(beside)})"
-    return best.method, sentence
+    others = []
+    for candidate in candidates:
+        if candidate is not best:
+            verdict = f"{candidate.epoch_s:.2g} s" if candidate.plan else "does not fit"
+            others.append(f"{candidate.name} {verdict}")
+    reason = f"method={best.name}: an epoch takes about {best.epoch_s:.2g} s ({', '.join(others)})"
+    return best.method, reason
 
 
 # ---- seconds
 
 
-def _seconds(plan: Plan, budget: Budget, outline: RunOutline) -> float:
+def _estimate_epoch_s(plan: Plan, budget: Budget, outline: RunOutline) -> float:
     """Of an epoch, by some steps of a copy of the model."""
-    outline, scale = _smaller(outline) if not isinstance(plan.method, Sampled) else (outline, 1.0)
+    scale = 1.0
+    if not isinstance(plan.method, Sampled):
+        outline, scale = _shrink(outline)
     if outline.device.type == "cuda":
-        data = place(outline.data, plan.placement or plan.method.placement(outline.placement), outline.device)
+        placement = plan.placement or plan.method.placement(outline.placement)
+        data = place(outline.data, placement, outline.device)
         outline = replace(outline, job=replace(outline.job, data=data))
-    method, job = plan.method, job_of(outline)
+
+    method = plan.method
+    job = job_of(outline)
     if isinstance(method, Historical):
         method = replace(method, warm_up=False)
     with TemporaryDirectory() as folder:
         if isinstance(method, Historical | FullBatch) and method.folder is not None:
             method = replace(method, folder=Path(folder))
         with limit_cuda_memory(budget, job.device):
-            work, guard = method.bind(job), guard_of(plan, budget, job, outline)
-            lasted = _time_steps(work if guard is None else work.guarded(guard, plan), job)
-    return scale * plan.steps * sum(lasted) / len(lasted)
+            work = method.bind(job)
+            guard = guard_of(plan, budget, job, outline)
+            if guard is not None:
+                work = work.guarded(guard, plan)
+            durations_s = _time_steps(work, job)
+    return scale * plan.steps * sum(durations_s) / len(durations_s)
 
 
 def _time_steps(work: Work, job: Job) -> list[float]:
     """Seconds of some steps."""
-    epochs, lasted = (units_from(work, epoch) for epoch in count(1)), []
+    units = chain.from_iterable(units_from(work, epoch) for epoch in count(1))
+    durations_s: list[float] = []
     with preserve_rng(job.device), own_threads(job):
-        for unit in islice(chain.from_iterable(epochs), 1 + TIMED):
-            began = time.perf_counter()
-            unit.forward_backward((unit.size if unit.total_size is None else unit.total_size) or 1)
+        for unit in islice(units, 1 + NUM_TIMED_STEPS):
+            start_s = time.perf_counter()
+            total = unit.size if unit.total_size is None else unit.total_size
+            unit.forward_backward(total or 1)
             unit.commit()
             job.module.zero_grad(set_to_none=True)
             if job.device.type == "cuda":
                 torch.cuda.synchronize(job.device)
-            lasted.append(time.perf_counter() - began)
-            if sum(lasted) > LONG_S:
+            durations_s.append(time.perf_counter() - start_s)
+            if sum(durations_s) > MAX_TIMED_S:
                 break
-    return lasted[1:] or lasted
+    return durations_s[1:] or durations_s
 
 
-def _smaller(outline: RunOutline) -> tuple[RunOutline, float]:
+def _shrink(outline: RunOutline) -> tuple[RunOutline, float]:
     """The run on the first nodes of its graph, and by how much the whole of it is larger."""
     data = outline.data
     if data.num_edges <= MAX_TIMED_EDGES:
         return outline, 1.0
     num_nodes = max(1, int(torch.searchsorted(data.graph.indptr, MAX_TIMED_EDGES)))
     part = first_nodes(data, num_nodes)
-    ids = outline.train_ids[outline.train_ids < num_nodes]
-    ids = ids if ids.numel() else torch.zeros(1, dtype=torch.int64)
-    job = replace(outline.job, data=part, train_ids=ids)
+    train_ids = outline.train_ids[outline.train_ids < num_nodes]
+    if not train_ids.numel():
+        train_ids = torch.zeros(1, dtype=torch.int64)
+    job = replace(outline.job, data=part, train_ids=train_ids)
     return replace(outline, job=job), data.num_edges / max(1, part.num_edges)
 
 
 def first_nodes(data: Dataset, num_nodes: int) -> Dataset:
     """The first nodes of a dataset and the edges between them, in memory."""
     graph = data.graph
-    stop = int(graph.indptr[num_nodes])
-    inside = graph.indices[:stop] < num_nodes
-    indptr = torch.cat([inside.new_zeros(1, dtype=torch.int64), inside.cumsum(0)])[graph.indptr[: num_nodes + 1]]
-    edge = {name: rows[:stop][inside] for name, rows in graph.edge.items()}
+    num_in_edges = int(graph.indptr[num_nodes])
+    is_inside = graph.indices[:num_in_edges] < num_nodes
+    num_inside_before = torch.cat([is_inside.new_zeros(1, dtype=torch.int64), is_inside.cumsum(0)])
+    indptr = num_inside_before[graph.indptr[: num_nodes + 1]]
+    indices = graph.indices[:num_in_edges][is_inside]
+    edge_arrays = {name: rows[:num_in_edges][is_inside] for name, rows in graph.edge.items()}
+
     ids = torch.arange(num_nodes)
-    tables = {name: TensorTable(table.read(ids)) for name, table in data.tables.items()}
-    splits = {name: nodes[nodes < num_nodes] for name, nodes in data.splits.items()}
-    y = None if data.y is None else data.y[:num_nodes]
-    new = Graph(indptr, graph.indices[:stop][inside], edge)
-    return replace(data, graph=new, tables=tables, y=y, splits=splits, alternatives=(), folder=None)
+    return replace(
+        data,
+        graph=Graph(indptr, indices, edge_arrays),
+        tables={name: TensorTable(table.read(ids)) for name, table in data.tables.items()},
+        y=None if data.y is None else data.y[:num_nodes],
+        splits={name: nodes[nodes < num_nodes] for name, nodes in data.splits.items()},
+        alternatives=(),
+        folder=None,
+    )
 
 
 def table_of(candidates: Sequence[Candidate]) -> list[list[str]]:
@@ -195,7 +234,10 @@ def table_of(candidates: Sequence[Candidate]) -> list[list[str]]:
         if plan is None:
             rows.append([candidate.name, *["-"] * 5, candidate.refusal])
             continue
-        peaks = [format_size(plan.peak_bytes(place)) if plan.peak_bytes(place) else "-" for place in PLACES]
-        seconds = "-" if math.isnan(candidate.seconds) else f"{candidate.seconds:.3g} s"
-        rows.append([candidate.name, *peaks, seconds, str(plan.steps), plan.whole])
+        peaks = []
+        for memory in PLACES:
+            peak_bytes = plan.peak_bytes(memory)
+            peaks.append(format_size(peak_bytes) if peak_bytes else "-")
+        epoch = "-" if math.isnan(candidate.epoch_s) else f"{candidate.epoch_s:.3g} s"
+        rows.append([candidate.name, *peaks, epoch, str(plan.steps), plan.whole])
     return rows

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -25,51 +26,62 @@ PACKAGES = (
     "scipy",
     "triton",
 )
+OPTIONAL_PACKAGES = {"pyarrow", "scipy", "triton", "hopline", "pymetis"}
 
 
-def examine() -> Iterator[tuple[str, str, bool]]:
+class Finding(NamedTuple):
+    """One line of `hopline doctor`."""
+
+    subject: str
+    """What was looked at, such as "numba" or "memory"."""
+    text: str
+    """What was found."""
+    is_fine: bool
+    """Whether hopline can run with it."""
+
+
+def examine() -> Iterator[Finding]:
     """(what, finding, whether it is fine), one after the other."""
-    yield "python", platform.python_version(), True
+    yield Finding("python", platform.python_version(), True)
     for package in PACKAGES:
-        yield package, *_version(package)
-    yield "cores", f"{os.cpu_count()} ({torch.get_num_threads()} used by torch)", True
+        yield _check_package(package)
+    yield Finding("cores", f"{os.cpu_count()} ({torch.get_num_threads()} used by torch)", True)
     memory = psutil.virtual_memory()
-    yield "memory", f"{format_size(memory.available)} free of {format_size(memory.total)}", True
-    yield (
-        "gpu",
-        torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none: hopline runs on the CPU",
-        True,
-    )
-    for name, check in (("kernels", _kernels), ("kernel cache", _kernel_cache)):
+    yield Finding("memory", f"{format_size(memory.available)} free of {format_size(memory.total)}", True)
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none: hopline runs on the CPU"
+    yield Finding("gpu", gpu, True)
+    for name, check in (("kernels", _check_kernels), ("kernel cache", _check_kernel_cache)):
         try:
-            yield name, check(), True
+            yield Finding(name, check(), True)
         except Exception as error:
-            yield name, f"{type(error).__name__}: {error}", False
+            yield Finding(name, f"{type(error).__name__}: {error}", False)
 
 
-def _version(package: str) -> tuple[str, bool]:
-    optional = {"pyarrow", "scipy", "triton", "hopline", "pymetis"}
+def _check_package(package: str) -> Finding:
     try:
-        return importlib.metadata.version(package), True
+        return Finding(package, importlib.metadata.version(package), True)
     except importlib.metadata.PackageNotFoundError:
-        hint = "not installed" + (" (optional)" if package in optional else f": pip install {package}")
-        return hint, package in optional
+        if package in OPTIONAL_PACKAGES:
+            return Finding(package, "not installed (optional)", True)
+        return Finding(package, f"not installed: pip install {package}", False)
 
 
-def _kernels() -> str:
+def _check_kernels() -> str:
     """Compile and run the kernels once, and compare them with their definitions."""
     indptr = torch.arange(0, 41, 4)
     indices = (torch.arange(40) * 7 % 10).int()
     nodes = torch.arange(10)
     compiled = ops.sample_neighbors(indptr, indices, nodes, 2, 1)
     defined = reference.sample_neighbors(indptr, indices, nodes, 2, 1)
-    if not all(torch.equal(a, b) for a, b in zip(compiled, defined, strict=True)):
+    is_equal = all(torch.equal(a, b) for a, b in zip(compiled, defined, strict=True))
+    if not is_equal:
         raise RuntimeError("the compiled sampler differs from its definition: please report this machine")
     return "compiled, and equal to their definitions"
 
 
-def _kernel_cache() -> str:
+def _check_kernel_cache() -> str:
     path = ops.kernel_cache()
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    folder = path if path.exists() else path.parent
+    if not os.access(folder, os.W_OK):
         raise RuntimeError(f"{path} cannot be written, so kernels are compiled in every process: set NUMBA_CACHE_DIR")
     return "compiled kernels are kept"
