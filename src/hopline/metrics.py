@@ -21,7 +21,7 @@ _FALLS = {
     *("bce", "brier", "ce", "entropy", "err", "error", "errors", "kl", "logloss", "loss", "mae", "mape", "mse", "nll"),
     *("perplexity", "rmse", "rmsle"),
 }
-_TURNS = {"inverse", "minus", "neg", "negative"}
+_NEGATIONS = {"inverse", "minus", "neg", "negative"}
 
 
 def mode_of(name: str) -> Mode | None:
@@ -35,8 +35,10 @@ def mode_of(name: str) -> Mode | None:
         ('min', 'max', None)
     """
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
-    rises, falls = bool(words & _RISES), bool(words & _FALLS)
-    if rises == falls or words & _TURNS:
+    rises = bool(words & _RISES)
+    falls = bool(words & _FALLS)
+    is_unclear = rises == falls or words & _NEGATIONS
+    if is_unclear:
         return None
     return "max" if rises else "min"
 
@@ -58,7 +60,7 @@ def accuracy(scores: Tensor, y: Tensor) -> float:
     _check("accuracy", scores, y)
     predicted = scores.argmax(dim=-1) if scores.dim() == 2 else scores
     if predicted.shape != y.shape:
-        raise ValueError(_shapes("accuracy", scores, y, "scores [n, C] or class ids [n], and y [n]"))
+        raise _shape_error("accuracy", scores, y, "scores [n, C] or class ids [n], and y [n]")
     return (predicted == y).double().mean().item()
 
 
@@ -78,11 +80,12 @@ def micro_f1(scores: Tensor, y: Tensor) -> float:
     """
     _check("micro_f1", scores, y)
     if scores.shape != y.shape or scores.dim() != 2:
-        raise ValueError(_shapes("micro_f1", scores, y, "scores [n, C] and y [n, C]"))
-    predicted, present = scores > 0, _binary("micro_f1", y)
-    hits = (predicted & present).sum().item()
-    total = (predicted.sum() + present.sum()).item()
-    return 2 * hits / total if total else 0.0
+        raise _shape_error("micro_f1", scores, y, "scores [n, C] and y [n, C]")
+    is_predicted = scores > 0
+    is_present = _is_positive("micro_f1", y)
+    num_hits = (is_predicted & is_present).sum().item()
+    total = (is_predicted.sum() + is_present.sum()).item()
+    return 2 * num_hits / total if total else 0.0
 
 
 def roc_auc(scores: Tensor, y: Tensor) -> float:
@@ -103,17 +106,17 @@ def roc_auc(scores: Tensor, y: Tensor) -> float:
     if scores.dim() == 2 and scores.shape[1] == 2:
         scores = scores[:, 1].double() - scores[:, 0].double()
     if scores.shape != y.shape or scores.dim() != 1:
-        raise ValueError(_shapes("roc_auc", scores, y, "scores [n] or [n, 2], and y [n]"))
-    positive = _binary("roc_auc", y)
-    num_positive = int(positive.sum())
+        raise _shape_error("roc_auc", scores, y, "scores [n] or [n, 2], and y [n]")
+    is_positive = _is_positive("roc_auc", y)
+    num_positive = int(is_positive.sum())
     num_negative = len(y) - num_positive
     if not num_positive or not num_negative:
-        raise ValueError("roc_auc needs rows of both classes; y holds only one: evaluate on more rows.")
+        raise ValueError("roc_auc needs rows of both classes, and y holds only one: evaluate on more rows.")
     _, group, size = scores.unique(return_inverse=True, return_counts=True)
     # Equal scores share the mean of the ranks that they take up.
     rank = (size.cumsum(0).double() - (size.double() - 1) / 2)[group]
-    wins = rank[positive].sum().item() - num_positive * (num_positive + 1) / 2
-    return wins / (num_positive * num_negative)
+    num_wins = rank[is_positive].sum().item() - num_positive * (num_positive + 1) / 2
+    return num_wins / (num_positive * num_negative)
 
 
 def mrr(scores: Tensor) -> float:
@@ -131,11 +134,12 @@ def mrr(scores: Tensor) -> float:
     """
     _check("mrr", scores)
     if scores.dim() != 2 or scores.shape[1] < 2:
-        raise ValueError(f"mrr needs scores [n, 1 + k], the positive first; these are {list(scores.shape)}.")
-    positive, negatives = scores[:, :1], scores[:, 1:]
-    above = (negatives > positive).sum(dim=1).double()
-    tied = (negatives == positive).sum(dim=1).double()
-    return (1 / (1 + above + tied / 2)).mean().item()
+        raise ValueError(f"mrr needs scores [n, 1 + k], the positive first, not {list(scores.shape)}.")
+    positive = scores[:, :1]
+    negatives = scores[:, 1:]
+    num_above = (negatives > positive).sum(dim=1).double()
+    num_tied = (negatives == positive).sum(dim=1).double()
+    return (1 / (1 + num_above + num_tied / 2)).mean().item()
 
 
 METRICS: dict[str, Callable[..., float]] = {
@@ -153,12 +157,12 @@ def _check(name: str, scores: Tensor, y: Tensor | None = None) -> None:
         raise ValueError(f"{name} of NaN scores is undefined: lower the learning rate, or check the features.")
 
 
-def _binary(name: str, y: Tensor) -> Tensor:
-    positive = y == 1
-    if not (positive | (y == 0)).all():
+def _is_positive(name: str, y: Tensor) -> Tensor:
+    is_positive = y == 1
+    if not (is_positive | (y == 0)).all():
         raise ValueError(f"{name} needs y of 0 and 1 only: leave unlabelled rows out.")
-    return positive
+    return is_positive
 
 
-def _shapes(name: str, scores: Tensor, y: Tensor, expected: str) -> str:
-    return f"{name} needs {expected}; these are {list(scores.shape)} and {list(y.shape)}."
+def _shape_error(name: str, scores: Tensor, y: Tensor, expected: str) -> ValueError:
+    return ValueError(f"{name} needs {expected}, not {list(scores.shape)} and {list(y.shape)}.")

@@ -8,7 +8,7 @@ Tables are filled exactly before every epoch, as its evaluation does after every
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hopline.methods.historical.settings import Historical
@@ -38,9 +38,9 @@ CONVS: dict[str, dict[str, Any]] = {
     "pna-jk": {"scalers": ["identity", "amplification"]},
 }
 """What all convs of a model have in common: keyword arguments of PyG's conv."""
-MODEL = {field.name for field in fields(ModelSpec)}
-METHOD = {field.name for field in fields(Historical)}
-RUN = {field.name for field in fields(RunConfig)}
+MODEL_KEYS = {field.name for field in fields(ModelSpec)}
+METHOD_KEYS = {field.name for field in fields(Historical)}
+RUN_KEYS = {field.name for field in fields(RunConfig)}
 
 
 @dataclass(frozen=True)
@@ -67,42 +67,47 @@ class Row:
         return f"{PREFIX}{self.model}-{self.data}"
 
     def config(self) -> RunConfig:
-        num_parts, parts_per_batch = self.parts
         spec = {"name": self.model, "layers": self.layers, "hidden": self.hidden, "dropout": self.dropout}
         spec |= SPECS.get(self.model, {})
-        spec |= {key: value for key, value in self.more.items() if key in MODEL}
-        conv = CONVS.get(self.model, {}) | {
-            key: value for key, value in self.more.items() if key not in MODEL | METHOD | RUN
-        }
+        spec |= {key: value for key, value in self.more.items() if key in MODEL_KEYS}
+        conv = dict(CONVS.get(self.model, {}))
+        conv |= {key: value for key, value in self.more.items() if key not in MODEL_KEYS | METHOD_KEYS | RUN_KEYS}
         if self.model == "gat":  # attention weights are dropped out as rows are
             conv["dropout"] = self.dropout
+
+        num_parts, parts_per_batch = self.parts
+        method = Historical(
+            num_parts=num_parts,
+            parts_per_batch=parts_per_batch,
+            refresh_every=1,
+            **{key: value for key, value in self.more.items() if key in METHOD_KEYS},
+        )
+        weight_decay, weight_decay_rest = self.decay
         return RunConfig(
             **DATA.get(self.data, {"data": self.data}),
-            **{key: value for key, value in self.more.items() if key in RUN},
+            **{key: value for key, value in self.more.items() if key in RUN_KEYS},
             model=ModelSpec(**spec, conv=conv),
-            method=Historical(
-                num_parts=num_parts,
-                parts_per_batch=parts_per_batch,
-                refresh_every=1,
-                **{key: value for key, value in self.more.items() if key in METHOD},
-            ),
+            method=method,
             epochs=self.epochs,
             lr=self.lr,
-            weight_decay=self.decay[0],
-            weight_decay_rest=self.decay[1],
+            weight_decay=weight_decay,
+            weight_decay_rest=weight_decay_rest,
             clip_norm=self.clip,
         )
 
 
-def _small(model: str, data: str, layers: int, hidden: int, dropout: float, lr: float, *rest: Any, **more: Any) -> Row:
+def _small(*columns: Any, **more: Any) -> Row:
     """A row of the table for small graphs: input features are dropped out too."""
-    return Row(model, data, layers, hidden, dropout, lr, *rest, more=more | {"input_dropout": dropout})
+    row = Row(*columns, more=more)
+    return replace(row, more=more | {"input_dropout": row.dropout})
 
 
 def _large(model: str, data: str, layers: int, hidden: int, dropout: float, lr: float, *rest: Any, **more: Any) -> Row:
     """A row of the table for large graphs: no weight decay, and one weight each for both halves of GCNII."""
-    more |= {"shared_weights": more.get("shared_weights", False)} if model == "gcnii" else {}
-    return Row(model, data, layers, hidden, dropout, lr, (0.0, None), *rest, more=more)
+    if model == "gcnii":
+        more.setdefault("shared_weights", False)
+    no_decay = (0.0, None)
+    return Row(model, data, layers, hidden, dropout, lr, no_decay, *rest, more=more)
 
 
 # fmt: off
@@ -182,13 +187,17 @@ def history(name: str) -> RunConfig:
 
 def _choices(name: str) -> Iterator[str]:
     """What there is instead: for the model that a name begins with, and for the dataset it ends with."""
-    models = list(dict.fromkeys(row.model for row in ROWS.values()))
-    given = name.removeprefix(PREFIX)
-    model = max((m for m in models if given.startswith(f"{m}-")), key=len, default=None)
-    data = next((row.data for row in ROWS.values() if given.endswith(f"-{row.data}")), None)
+    rows = list(ROWS.values())
+    models = list(dict.fromkeys(row.model for row in rows))
+    typed = name.removeprefix(PREFIX)
+    # The longest: "pna-jk-reddit" begins with "pna-" too.
+    model = max((model for model in models if typed.startswith(f"{model}-")), key=len, default=None)
+    data = next((row.data for row in rows if typed.endswith(f"-{row.data}")), None)
     if model is None:
         yield f"models are {', '.join(models)}"
     else:
-        yield f"{model} is there for {', '.join(row.data for row in ROWS.values() if row.model == model)}"
+        datasets = [row.data for row in rows if row.model == model]
+        yield f"{model} has runs on {', '.join(datasets)}"
     if data is not None:
-        yield f"{data} is there for {', '.join(row.model for row in ROWS.values() if row.data == data)}"
+        models_of_data = [row.model for row in rows if row.data == data]
+        yield f"{data} has runs of {', '.join(models_of_data)}"
