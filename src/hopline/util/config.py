@@ -1,4 +1,24 @@
-"""Settings: frozen dataclasses that check their fields, to and from JSON and `key=value`; sizes such as "20GiB"."""
+"""Read settings from `key=value` and JSON, write them, check them, and describe them for help.
+
+Settings are frozen dataclasses:
+
+    "method.fanouts=10,10"   -- override -->      RunConfig(...)   -- to_dict -->    config.json of a run
+    config.json of a run     -- from_dict -->     RunConfig(...)
+    the class RunConfig      -- settings_of -->   the lines of `hopline train --keys`
+
+All of it is driven by the type annotations of the fields, so a new setting is one field with a sentence
+under it:
+
+- A field whose annotation is a dataclass is a group: `model.hidden=64`.
+- A union of dataclasses is a choice, made by *kind*, the class name in snake case: `method=full_batch`.
+  JSON stores the kind as "kind".
+- A base class with an attribute `OWN` in such a union admits classes of the user:
+  `method=package.module:Class`.
+- A text is read by the strictest alternative of a union that accepts it (`_precedence`).
+
+Every refusal names the key as the user types it, and says what to type instead. These messages are what
+users see, and tests match them. The module imports no torch, so that help and refusals come at once.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +43,35 @@ from hopline.util.own_code import name_of_class, own_settings
 
 T = TypeVar("T")
 _Reader = Callable[[Any, Any], Any]
+"""read_as(value, member): a value as one alternative of a union. Raises `_Mismatch` if it is not one."""
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+"""The power of 1000 or 1024 that a prefix of a size stands for."""
 _TRUE = ("true", "yes", "on", "1")
+"""Texts that a setting of type bool reads as True, in lower case."""
 _FALSE = ("false", "no", "off", "0")
+"""Texts that a setting of type bool reads as False, in lower case."""
 _NONE = ("none", "null")
+"""Texts that a setting which may be None reads as None, in lower case."""
 _BRACKETS = ("()", "[]")
+"""Pairs of brackets that a list may be typed in: the first and the last character."""
 
 Plain = int | float | bool | str | None
-"""A value whose type its text says: 8, 0.5, true, none, or any other text."""
+"""A value without an annotation. The text decides on the type: 8, 0.5, true, none, or any other text."""
 Keywords = Mapping[str, Plain | list[Plain]]
-"""A setting that is a mapping: keyword arguments of something else, typed one by one as `model.conv.heads=8`."""
+"""A setting that is a mapping: keyword arguments of something else, typed one by one as
+`model.conv.heads=8`."""
 
 
 class _Mismatch(Exception):
-    """A value that is not of the annotated type; carries what else the message should say."""
+    """A value is not of the annotated type. The exception's text is a hint for the message, or empty."""
 
 
 def parse_size(text: str | int) -> int:
-    """Return the bytes in a size such as "20GiB", ".1G", "3GB" (decimal), "512" or 1024."""
+    """Return the number of bytes of a size such as "20GiB", ".1G", "3GB", "512" or 1024.
+
+    G, Gi and GiB are binary (1024). GB alone is decimal (1000).
+    """
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([kmgt]?)(i?)(b?)\s*", str(text), re.IGNORECASE)
     if isinstance(text, bool) or match is None or (match[3] and not match[2]):
         raise ValueError(f"Cannot read {text!r} as a size: write it as 20GiB, 0.5G, 3GB or plain bytes.")
@@ -52,7 +82,7 @@ def parse_size(text: str | int) -> int:
 
 
 def format_size(num_bytes: float) -> str:
-    """Write a number of bytes for people, in binary units: "1.5 GiB"."""
+    """Format a number of bytes for people, in binary units: "1.5 GiB"."""
     value = float(num_bytes)
     unit = "B"
     for larger_unit in ("KiB", "MiB", "GiB", "TiB"):
@@ -72,22 +102,25 @@ def nearest(name: str, options: Iterable[str]) -> str:
 
 
 class RemovedSetting(typing.NamedTuple):
-    """A setting that earlier versions had: an entry of a settings class's `REMOVED`, by the setting's name.
+    """A setting, or a value of one, that earlier versions had.
 
-    By "name=value" it is a value that a setting, which is still there, no longer has.
+    A settings class lists them in its `REMOVED`, by the name of a setting that is gone, or by "name=value"
+    for a value that is gone.
     """
 
     default: Any
-    """Its default, as JSON holds it. A stored run with this value is read as if it did not name the setting."""
+    """The default of the setting, as JSON holds it. A stored run with this value is read without the
+    setting."""
     instead: str
-    """What to do now: "set refresh_every=1"."""
+    """Advice for the user, such as "set refresh_every=1"."""
 
     def refusal(self, key: str) -> str:
+        """The message for a user who types the setting. key: as typed, such as method.compress."""
         return f"{key} was removed: {self.instead}"
 
 
 def removed_settings(cls: type) -> Mapping[str, RemovedSetting]:
-    """The settings that a class, or one that it inherits from, no longer has."""
+    """The removed settings of a class and of its base classes, by name. A class overrides its bases."""
     removed: dict[str, RemovedSetting] = {}
     for base in reversed(cls.__mro__):
         removed |= vars(base).get("REMOVED", {})
@@ -95,7 +128,7 @@ def removed_settings(cls: type) -> Mapping[str, RemovedSetting]:
 
 
 def _refuse_removed_value(cls: type, name: str, value: Any, key: str) -> None:
-    """Refuse a value that a setting no longer has. key: the setting as one types it, such as method.compress."""
+    """Raise ValueError for a value that a setting no longer has. key: as typed, such as method.compress."""
     removed = removed_settings(cls).get(f"{name}={value}")
     if removed is not None:
         raise ValueError(removed.refusal(f"{key}={value}"))
@@ -113,12 +146,15 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 
 def _kinds(annotation: Any) -> dict[str, type]:
-    """The dataclasses an annotation admits, by kind."""
+    """The dataclasses that an annotation admits, by kind."""
     return {kind_of(member): member for member in _members(annotation) if _is_settings(member)}
 
 
 def _own_base(annotation: Any) -> type | None:
-    """The class of which an annotation admits any subclass, one of the user's own too: it says so by `OWN`."""
+    """The class of which an annotation admits any subclass, the user's too; None if there is none.
+
+    Such a class has an attribute `OWN`, the name by which messages call it.
+    """
     for member in _members(annotation):
         if isinstance(member, type) and "OWN" in vars(member):
             return member
@@ -126,7 +162,7 @@ def _own_base(annotation: Any) -> type | None:
 
 
 def _kind_in(cls: type, annotation: Any) -> str:
-    """The kind by which a class is picked: one of the user's own by the module that it is in."""
+    """The text that picks a class in settings: its kind, or "module:Class" for a class of the user."""
     return kind_of(cls) if cls in _kinds(annotation).values() else name_of_class(cls)
 
 
@@ -137,7 +173,7 @@ def _settable(cls: type) -> dict[str, Any]:
 
 
 def _item_types(annotation: Any, length: int) -> list[Any]:
-    """The annotation of each item of a tuple or list of that length."""
+    """The annotation of each item of a tuple or list. Raises `_Mismatch` if it must have another length."""
     args = typing.get_args(annotation)
     if not args:
         return [Any] * length
@@ -162,7 +198,10 @@ def _is_mapping(annotation: Any) -> bool:
 
 
 def _describe(annotation: Any) -> str:
-    """Say in words what an annotation admits."""
+    """The values that an annotation admits, in words of the command line.
+
+    `_describe_for_python` is for programs.
+    """
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
     words[type(None)] = "none"
     plural = {int: "integers", float: "numbers", str: "words"}
@@ -188,11 +227,15 @@ def _describe(annotation: Any) -> str:
 
 
 def to_dict(obj: Any) -> dict[str, Any]:
-    """Turn a dataclass, with the dataclasses in it, into a dictionary that JSON can hold."""
+    """Return a settings object, with the settings inside it, as a dictionary that JSON can hold."""
     return {name: _to_json(getattr(obj, name), hint) for name, hint in _settable(type(obj)).items()}
 
 
 def _to_json(value: Any, annotation: Any) -> Any:
+    """A value of a field as JSON holds it.
+
+    The annotation decides whether a "kind" is needed to read it back.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         has_choice = len(_kinds(annotation)) > 1
         kind = {"kind": _kind_in(type(value), annotation)} if has_choice else {}
@@ -207,15 +250,19 @@ def _to_json(value: Any, annotation: Any) -> Any:
 
 
 def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
-    """Rebuild a dataclass from what `to_dict` returned, refusing unknown keys and wrong types."""
+    """Return the settings object that `to_dict` was given.
+
+    Raises ValueError for unknown keys and wrong types.
+    """
     return _from_dict(cls, data, "")
 
 
 def _from_dict(cls: type[Any], data: Mapping[str, Any], prefix: str) -> Any:
+    """`from_dict` for a class whose keys have a prefix, such as "model."."""
     hints = _settable(cls)
     removed = removed_settings(cls)
-    # A run of an earlier version names every setting. One that was removed is refused if its value is not the default,
-    # which is what hopline now does.
+    # The config.json of an earlier version names every setting, removed ones too. Their default is what
+    # hopline does now, so that only another value is refused.
     for key in set(data) & set(removed):
         if data[key] != removed[key].default:
             raise ValueError(removed[key].refusal(prefix + key))
@@ -230,6 +277,10 @@ def _from_dict(cls: type[Any], data: Mapping[str, Any], prefix: str) -> Any:
 
 
 def _construct(cls: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
+    """An object of a class, whose `__post_init__` checks the values.
+
+    Raises ValueError if a field has no value.
+    """
     defaults = defaults_of(cls)
     for name in _settable(cls):
         if name not in values and name not in defaults:
@@ -250,6 +301,7 @@ def defaults_of(cls: type[Any]) -> dict[str, Any]:
 
 
 def _from_json(value: Any, annotation: Any, key: str) -> Any:
+    """A value of config.json as the annotation admits it. Raises ValueError."""
     kinds = _kinds(annotation)
     if len(kinds) > 1 and isinstance(value, Mapping) and "kind" not in value:
         raise ValueError(f"{key} does not say its kind: add 'kind', one of {', '.join(kinds)}.")
@@ -257,7 +309,7 @@ def _from_json(value: Any, annotation: Any, key: str) -> Any:
 
 
 def _json_as(value: Any, member: Any, key: str) -> Any:
-    """Return a JSON value as one alternative of an annotation."""
+    """Return a JSON value as one alternative of an annotation. Raises `_Mismatch` if it is not one."""
     if _is_settings(member) and isinstance(value, Mapping):
         names_kind = "kind" in value and "kind" not in _settable(member)
         if not names_kind:
@@ -290,7 +342,10 @@ def _without_kind(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(value: Any, annotation: Any, key: str, read_as: _Reader) -> Any:
-    """Return a value as what the annotation admits, or say what that is."""
+    """Return a value as the annotation admits it.
+
+    Raises ValueError, which says what the annotation admits.
+    """
     try:
         return _read_first(value, annotation, read_as)
     except _Mismatch as mismatch:
@@ -303,7 +358,7 @@ def _read(value: Any, annotation: Any, key: str, read_as: _Reader) -> Any:
 
 
 def _read_first(value: Any, annotation: Any, read_as: _Reader) -> Any:
-    """Return the value as the first alternative that takes it, the strict ones first."""
+    """Return a value as the first alternative that accepts it, strict ones first. Raises `_Mismatch`."""
     hint = ""
     for member in sorted(_members(annotation), key=_precedence):
         try:
@@ -314,7 +369,7 @@ def _read_first(value: Any, annotation: Any, read_as: _Reader) -> Any:
 
 
 def _items(values: Sequence[Any], annotation: Any, read_as: _Reader) -> Any:
-    """Return values as the tuple or list that the annotation admits."""
+    """Return values as the tuple or list that the annotation admits. Raises `_Mismatch`."""
     item_types = _item_types(annotation, len(values))
     make_sequence = typing.get_origin(annotation) or annotation
     pairs = zip(values, item_types, strict=True)
@@ -323,11 +378,14 @@ def _items(values: Sequence[Any], annotation: Any, read_as: _Reader) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Assignment:
-    """One `key=value`, seen from the dataclass that `path` starts in."""
+    """One `key=value`, seen from one level of nested settings."""
 
     key: str
+    """The whole key as typed, for messages: "model.conv.heads"."""
     path: tuple[str, ...]
+    """Names from this level down: ("conv", "heads") at the level of `model`."""
     text: str
+    """The value as typed."""
 
     @property
     def is_whole(self) -> bool:
@@ -335,21 +393,24 @@ class _Assignment:
         return len(self.path) == 1
 
     def inside(self) -> _Assignment:
-        """The same assignment seen from one level further down."""
+        """The assignment seen from one level further down."""
         return dataclasses.replace(self, path=self.path[1:])
 
     def to_inner(self, name: str) -> _Assignment:
-        """The assignment to a field, where this one is to the whole."""
+        """The assignment to a field inside, if this one is to the whole: `model.name=gcn` for `model=gcn`."""
         return dataclasses.replace(self, path=(*self.path, name)) if self.is_whole else self
 
 
 def override(obj: T, assignments: Sequence[str]) -> T:
-    """Return the settings with `key=value` texts applied: `override(run, ["method.fanouts=10,10"])`."""
+    """Return settings with `key=value` texts applied: `override(run, ["method.fanouts=10,10"])`.
+
+    Of two texts with one key the later wins. Raises ValueError.
+    """
     items = []
     for text in assignments:
         key, equals, value = text.partition("=")
         key = key.strip()
-        value = value.strip() or value  # a space or a tab can be meant
+        value = value.strip() or value  # a space or a tab alone is a value: columns.delimiter
         if not equals or not key:
             example = next(iter(_settable(type(obj))))
             raise ValueError(f"Cannot read '{text}': write key=value, such as {example}=VALUE.")
@@ -358,7 +419,13 @@ def override(obj: T, assignments: Sequence[str]) -> T:
 
 
 def _apply(cls: type[Any], base: Any, items: Sequence[_Assignment], prefix: str, root: Any) -> Any:
-    """Apply all assignments of one level at once, so that checks over several fields see them together."""
+    """Return settings of a class with all assignments of one level applied.
+
+    They are applied at once, so that checks over several fields see them together.
+
+    base: the settings to change; None for a new object of `cls`. prefix: of the level, such as "model.".
+    root: the outermost settings, whose keys are searched for suggestions.
+    """
     hints = _settable(cls)
     groups: dict[str, list[_Assignment]] = {}
     removed = removed_settings(cls)
@@ -379,17 +446,20 @@ def _apply(cls: type[Any], base: Any, items: Sequence[_Assignment], prefix: str,
 
 
 def _field_value(annotation: Any, current: Any, group: Sequence[_Assignment], key: str, root: Any) -> Any:
-    """The new value of one field: the last assignment to it, then those to the fields inside it."""
+    """The new value of one field: by the last assignment to the whole, then by those to fields inside it."""
     if _is_mapping(annotation):
         return _keywords(current, group, key)
     kinds = list(_kinds(annotation).values())
     is_listed = type(current) in kinds
     is_own = not is_listed and _own_base(annotation) is not None and current is not None
+    # The class whose fields are assigned. Where the current value is None, it is the first dataclass of the
+    # union.
     cls = type(current) if is_listed or is_own else next(iter(kinds), None)
 
     short = _short_field(annotation)
     if short is not None:
-        # `model=gcn` is short for `model.name=gcn`; kept in its place, so that the later of the two wins.
+        # `model=gcn` is short for `model.name=gcn`. It stays where it was typed, so that the later of the
+        # two wins.
         none_words = _NONE if type(None) in _members(annotation) else ()
         group = [item if item.text.lower() in none_words else item.to_inner(short) for item in group]
     whole = [item.text for item in group if item.is_whole]
@@ -404,6 +474,8 @@ def _field_value(annotation: Any, current: Any, group: Sequence[_Assignment], ke
             return value
         if picked is None and value is not None:
             raise ValueError(f"{key}={whole[-1]} leaves no place for {inner[0].key}: write one of the two.")
+        # `method=sampled` starts from the defaults of the class, even where the current value is of that
+        # class.
         cls = picked or cls
         current = None
     assert cls is not None
@@ -411,7 +483,12 @@ def _field_value(annotation: Any, current: Any, group: Sequence[_Assignment], ke
 
 
 def _short_field(annotation: Any) -> str | None:
-    """The field that is meant where the whole is assigned: `model=gcn` is `model.name=gcn`."""
+    """The field that an assignment to the whole means: `model=gcn` is `model.name=gcn`.
+
+    None if there is none.
+
+    A settings class names the field in `SHORT`. By default it is `name`, if the class has one.
+    """
     kinds = list(_kinds(annotation).values())
     if len(kinds) != 1:
         return None
@@ -420,7 +497,7 @@ def _short_field(annotation: Any) -> str | None:
 
 
 def _keywords(current: Mapping[str, Any] | None, group: Sequence[_Assignment], key: str) -> dict[str, Any]:
-    """A mapping with assignments to some of its names; `key=none` empties it."""
+    """A setting that is a mapping, with assignments to single names applied. `key=none` empties it."""
     values = dict(current or {})
     for item in group:
         if len(item.path) == 2:
@@ -435,10 +512,10 @@ def _keywords(current: Mapping[str, Any] | None, group: Sequence[_Assignment], k
 
 
 def _plain_value(text: str) -> Any:
-    """Read a text whose type no annotation says. With a comma or in brackets it is a list."""
+    """The value of a text without an annotation. A text with a comma, or in brackets, is a list."""
     if "," in text or _is_bracketed(text):
         return [_plain_value(part) for part in _split(text)]
-    # The reader of `int` would take 1.0 as well, which is meant to be a float.
+    # Not by `_text_as(text, int)`, which accepts 1.0 too. Here 1.0 must stay a float.
     if re.fullmatch("[+-]?[0-9]+", text):
         return int(text)
     return _read_first(text, float | bool | str | None, _text_as)
@@ -457,7 +534,7 @@ def _is_bracketed(text: str) -> bool:
 
 
 def _precedence(member: Any) -> int:
-    """Strict types before lenient ones: everything is also a str."""
+    """The rank of an alternative of a union: strict types are tried first, since every text is also a str."""
     if typing.get_origin(member) is Literal:
         return 1
     if _is_sequence(member):
@@ -466,7 +543,11 @@ def _precedence(member: Any) -> int:
 
 
 def _text_as(text: str, member: Any) -> Any:
-    """Read a text as one alternative of an annotation; a dataclass named by its kind is that class."""
+    """Return a text as one alternative of an annotation. Raises `_Mismatch` if it is not one.
+
+    For a settings class, the text is its kind and the result is the class itself: its fields are assigned
+    later.
+    """
     if typing.get_origin(member) is Literal:
         options = {str(option): option for option in typing.get_args(member)}
         if text in options:
@@ -494,6 +575,10 @@ def _text_as(text: str, member: Any) -> Any:
 
 
 def _number(text: str, member: type[int] | type[float]) -> float:
+    """Return a text as a number. Raises `_Mismatch` for NaN, and for a fraction where an int is expected.
+
+    An int may be typed as 1e6 or 1_000_000.
+    """
     try:
         number = int(text) if member is int and re.fullmatch(r"[+-]?[0-9_]+", text) else float(text)
     except ValueError:
@@ -505,6 +590,11 @@ def _number(text: str, member: type[int] | type[float]) -> float:
 
 
 def _unknown_key(key: str, prefix: str, valid: Iterable[str], root: Any) -> ValueError:
+    """An error for a key that does not exist at its level, with the best suggestion among all keys.
+
+    prefix: of the level, such as "model.". valid: names of the level's fields. root: the outermost
+    settings.
+    """
     level_keys = [prefix + name for name in valid]
     group_of_key = {setting.key: setting.group for setting in _walk(type(root))}
     same_ending = [option for option in group_of_key if option.rpartition(".")[2] == key]
@@ -522,27 +612,32 @@ class Setting(typing.NamedTuple):
     """One key of a settings class, as help shows it."""
 
     key: str
-    """Dotted, as one types it."""
+    """The dotted key as typed: "model.hidden"."""
     group: str
-    """Of a plain setting, the class that declares it; of a nested one, its field or kind: "model", "method=sampled"."""
+    """The title under which help lists the setting.
+
+    A plain setting has the class that declares it ("train"), a nested one its field or kind ("model",
+    "method=sampled").
+    """
     expected: str
-    """What its values are, in words."""
+    """The values that the setting admits, in words."""
     default: str | None
-    """As one would type it; None for one that must be given."""
+    """The default as typed; None if the setting is required."""
     sentence: str
+    """The string literal under the field, on one line; empty if there is none."""
 
 
 def settings_of(cls: type, values: Any = None, own: Mapping[str, type] = MappingProxyType({})) -> list[Setting]:
-    """Every dotted key of a settings class with what help says about it, group by group: its own settings first.
+    """Return every setting of a class as help shows it, group by group: the class's own settings first.
 
-    values: an object of the class, whose settings are shown in place of the defaults. own: classes of the user's own,
-    by what picks them: "method=package.module:Class".
+    values: an object of the class, whose values are shown in place of the defaults. own: settings classes
+    of the user, each by the assignment that picks it ("method=package.module:Class").
     """
     all_settings = list(_walk(cls, values=values))
     for title, own_class in own.items():
         field = title.partition("=")[0]
         all_settings += _walk(own_class, f"{field}.", title)
-    # `fromkeys` keeps the first of equal titles, in order.
+    # The class itself comes first in its __mro__, then its bases, then nested groups as they are declared.
     groups = list(dict.fromkeys([_title(owner) for owner in cls.__mro__] + [setting.group for setting in all_settings]))
     return sorted(all_settings, key=lambda setting: groups.index(setting.group))
 
@@ -550,7 +645,13 @@ def settings_of(cls: type, values: Any = None, own: Mapping[str, type] = Mapping
 def _walk(
     cls: type, prefix: str = "", group: str = "", values: Any = None, short: str | None = None
 ) -> Iterator[Setting]:
-    """short: the field that is shown as the whole, as `model=sage` in place of `model.name=sage`."""
+    """The settings of a class, then those of the settings classes inside it.
+
+    prefix: of the keys, such as "model.". group: the title of all settings; empty: by the class that
+    declares each.
+    values: as in `settings_of`. short: the field that is shown as the whole (`model=sage`, not
+    `model.name=sage`).
+    """
     sentences = _sentences(cls)
     defaults = defaults_of(cls)
     if isinstance(values, cls):
@@ -563,14 +664,15 @@ def _walk(
         sentence = sentences.get(name, "")
 
         kinds = _kinds(hint)
-        # One class of settings, which is always there: the whole is the same as its short field, or cannot be set.
+        # A group that can neither be None nor of another class gets no line of its own. Its short field
+        # stands for the whole, and a group without a short field cannot be assigned as a whole.
         is_always = len(kinds) == 1 and default is not None and type(None) not in _members(hint)
         for kind, kind_class in kinds.items():
             nested_title = f"{key}={kind}" if len(kinds) > 1 else key
             nested_short = _short_field(hint) if is_always else None
             nested.append(_walk(kind_class, f"{key}.", nested_title, defaults.get(name), nested_short))
 
-        if _is_mapping(hint) and defaults.get(name):  # one line for each name that has a value
+        if _is_mapping(hint) and defaults.get(name):
             for keyword, value in defaults[name].items():
                 yield Setting(
                     key=f"{key}.{keyword}",
@@ -591,12 +693,12 @@ def _owner(cls: type, name: str) -> type:
 
 
 def _title(cls: type) -> str:
-    """A class of settings as the title of a group: TrainSettings is "train"."""
+    """The title of the group of a settings class: "train" for TrainSettings."""
     return re.sub("_(settings|config|options)$", "", kind_of(cls))
 
 
 def _format_value(value: Any) -> str:
-    """A default, written as one would type it."""
+    """A value as a user would type it."""
     if dataclasses.is_dataclass(value):
         return getattr(value, "name", None) or kind_of(type(value))
     if isinstance(value, (tuple, list)):
@@ -609,12 +711,15 @@ def _format_value(value: Any) -> str:
 
 
 def _sentences(cls: type) -> dict[str, str]:
-    """The string literal under each field, of the class and of those it inherits from."""
+    """The string literal under each field of a class and its bases, by field name.
+
+    Python does not keep these literals, so they are read from the source.
+    """
     sentences: dict[str, str] = {}
     for owner in reversed(cls.__mro__[:-1]):
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
-        except (OSError, TypeError, SyntaxError):  # defined where there is no source to read
+        except (OSError, TypeError, SyntaxError):  # no source, as at a prompt
             continue
         body = typing.cast(ast.ClassDef, tree.body[0]).body
         for statement, below in itertools.pairwise(body):
@@ -627,8 +732,11 @@ def _sentences(cls: type) -> dict[str, str]:
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 def settings(cls: type[T]) -> type[T]:
-    """Make a class of settings: a frozen dataclass with keyword arguments, which answers a misspelt one with the name
-    that was probably meant."""
+    """Decorate a settings class: a frozen dataclass with keyword arguments only.
+
+    Its constructor answers a misspelt keyword with the nearest name, and a removed one with what to use
+    instead.
+    """
     settings_class = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     construct = settings_class.__init__
 
@@ -652,7 +760,11 @@ def check_names(
     valid: Collection[str],
     removed: Mapping[str, RemovedSetting] = MappingProxyType({}),
 ) -> None:
-    """Refuse a keyword argument that the owner does not have."""
+    """Raise TypeError for a keyword argument that the owner does not have.
+
+    owner: the name of the class or function, for the message. names: keywords that the caller passed.
+    valid: keywords that exist.
+    """
     for name in names:
         if name in removed:
             raise TypeError(f"{owner}: {removed[name].refusal(name)}")
@@ -662,7 +774,10 @@ def check_names(
 
 
 def check_fields(obj: Any) -> None:
-    """Refuse a field whose value is not of its annotated type; called from `__post_init__`."""
+    """Raise ValueError for a field whose value is not of its annotated type.
+
+    Called from `__post_init__`.
+    """
     hints = _hints(type(obj))
     for field in dataclasses.fields(obj):
         value = getattr(obj, field.name)
@@ -671,7 +786,7 @@ def check_fields(obj: Any) -> None:
 
 
 def check_value(name: str, value: Any, hint: Any) -> None:
-    """Refuse a value that is not of the annotated type."""
+    """Raise ValueError for a value that is not of the annotated type, or for an infinite or NaN number."""
     if _fits(value, hint):
         return
     if isinstance(value, float) and not math.isfinite(value):
@@ -681,10 +796,15 @@ def check_value(name: str, value: Any, hint: Any) -> None:
 
 @functools.cache
 def _hints(kind: type) -> dict[str, Any]:
+    """The annotations of a class as types. Cached, since `check_fields` runs whenever settings are made."""
     return typing.get_type_hints(kind)
 
 
 def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value in Python is of an annotated type.
+
+    Annotations that are not understood admit everything.
+    """
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
     if origin is Literal:
@@ -700,7 +820,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is type(None):
         return value is None
     if hint is float:
-        # Neither infinity nor NaN: JSON, in which a run keeps its settings, has no word for them.
+        # Neither infinity nor NaN: a run stores its settings as JSON, which has no word for them.
         return isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
@@ -708,6 +828,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _describe_for_python(hint: Any) -> str:
+    """The values that an annotation admits, in words of a Python program."""
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
     if origin is Literal:
@@ -725,7 +846,7 @@ def _describe_for_python(hint: Any) -> str:
 
 
 def parse_chunk_bytes(chunk_bytes: int | str | None) -> int | None:
-    """The bytes that a chunk of exact inference may take, as a number; None where nothing was said."""
+    """Return the limit of a chunk of exact inference in bytes; None if it is not set."""
     limit_bytes = None if chunk_bytes is None else parse_size(chunk_bytes)
     if limit_bytes is not None and limit_bytes < 1:
         raise ValueError(f"chunk_bytes must be at least 1, not {chunk_bytes}")
@@ -733,7 +854,7 @@ def parse_chunk_bytes(chunk_bytes: int | str | None) -> int | None:
 
 
 def check_fanouts(fanouts: Sequence[int], replace: bool = False) -> None:
-    """Refuse fan-outs that name no layer, or that no sampler can draw."""
+    """Raise ValueError for fan-outs that name no layer, or that no sampler can draw."""
     if isinstance(fanouts, int) or not fanouts:
         raise ValueError("fanouts must name one number per layer, for example fanouts=(15, 10, 5)")
     for fanout in fanouts:

@@ -1,4 +1,9 @@
-"""Names of a package that are imported on first use, so that importing the package costs nothing."""
+"""Names of a package that are imported on first use, so that `import hopline` does not import torch.
+
+A package sets `__getattr__, __dir__ = on_first_use(...)`. Python calls a module's `__getattr__` for a name
+that the module does not have (PEP 562). The call imports the name's module and stores the value in the
+package, so that it is made once per name.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +20,15 @@ def on_first_use(
     elsewhere: Mapping[str, str] = MappingProxyType({}),
     moved: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's `__getattr__` and `__dir__` (PEP 562).
+    """Return a package's `__getattr__` and `__dir__`.
 
-    names_of: module -> names that the package takes from it. A module without names is itself a public name: the last
-    part of its path. "new=old" takes the module's `old` under the name `new`, and "new=." the module itself.
-    elsewhere: as users type it -> a package whose names were once this one's: asked for here, such a name says where it
-    is. moved: names that have another name there.
+    package: the name of the package, its `__name__`.
+    names_of: module -> names that the package takes from it. "new=old" takes the module's `old` under the
+        name `new`, and "new=." the module itself. A module without names is itself a public name, the last
+        part of its path.
+    elsewhere: text that users type ("hl.extend") -> a package that has names which were once in this one.
+        The error for such a name says where it is now.
+    moved: former name -> text that users type now, for names that were also renamed.
     """
     sources: dict[str, _Source] = {}
     for module, names in names_of.items():
@@ -36,7 +44,7 @@ def on_first_use(
         source = sources[name]
         module = importlib.import_module(source.module)
         value = module if source.name is None else getattr(module, source.name)
-        # Kept in the package's namespace: Python asks `__getattr__` only for names that are not there.
+        # Stored in the package: Python calls `__getattr__` only for names that a module does not have.
         setattr(sys.modules[package], name, value)
         return value
 
@@ -44,20 +52,23 @@ def on_first_use(
 
 
 class _Source(NamedTuple):
-    """Where a public name comes from."""
+    """The origin of a public name."""
 
     module: str
-    """The module's whole path."""
+    """The dotted path of the module."""
     name: str | None
-    """The name in that module; None: the module itself."""
+    """The name in the module; None for the module itself."""
 
 
 def _missing_name(
     package: str, name: str, names: Iterable[str], elsewhere: Mapping[str, str], moved: Mapping[str, str]
 ) -> AttributeError:
-    """An error for a name that a package does not have: it says where the name is now, or which one is similar."""
+    """An error for a name that a package does not have.
+
+    It says where the name is now, or which name is similar.
+    """
     message = f"module {package!r} has no attribute {name!r}"
-    if name.startswith("_"):  # Python and its tools look for many of these, and expect no advice
+    if name.startswith("_"):  # Python and its tools look for many such names: no advice for them
         return AttributeError(message)
     if name in moved:
         return AttributeError(f"hl.{name} has moved: use {moved[name]}")

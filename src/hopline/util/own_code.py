@@ -1,4 +1,12 @@
-"""Code of the user's own that a setting names: `package.module:Name`, or `file.py:Name`. Importing a module runs it."""
+"""Code of the user that a setting names: `package.module:Name` or `file.py:Name`.
+
+`model=my_models.py:make` names a function, `method=my_package.methods:MyMethod` a class of settings.
+Importing a module runs it. A run folder may come from somebody else, so the names in it are imported only
+if the user agrees (`load_trusted` and `load_config` of `run/settings.py`). Every failure is a ValueError
+that repeats the setting as typed.
+
+In all functions, `key` is the setting ("model", "method") and `name` its value.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +27,10 @@ MAX_REASON_CHARACTERS = 300
 
 
 def import_own(key: str, name: str) -> Any:
-    """What `key=package.module:Name` or `key=file.py:Name` names.
+    """Import and return the object that `key=package.module:Name` or `key=file.py:Name` names.
 
     Raises:
-        ValueError: There is no such module, file or name in it, or the module raises an error.
+        ValueError: The module, the file or the name does not exist, or the module raises an error.
     """
     source, _, attribute = name.rpartition(":")
     if not source or not attribute:
@@ -41,7 +49,10 @@ def import_own(key: str, name: str) -> Any:
 
 
 def whole_name(name: str) -> str:
-    """The same name with the whole path of its file, so that it means the same in every folder."""
+    """Return a name with the absolute path of its file, so that it means the same in every folder.
+
+    A name in a package is returned as it is.
+    """
     source, _, attribute = name.rpartition(":")
     if not source.endswith(".py"):
         return name
@@ -49,15 +60,17 @@ def whole_name(name: str) -> str:
 
 
 def name_of_class(cls: type) -> str:
-    """The name by which `import_own` finds a class again."""
+    """Return the name by which `import_own` finds a class again."""
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def _import_module(key: str, name: str, source: str) -> ModuleType:
+    """The module `source`, a dotted path."""
     try:
         return importlib.import_module(source)
     except Exception as error:
-        # A module that it imports itself may be missing too, which is another mistake.
+        # Whether `source`, or a package that it is in, is missing. If `source` exists and imports a module
+        # that is missing, the mistake is inside `source`.
         is_missing = isinstance(error, ModuleNotFoundError) and f"{source}.".startswith(f"{error.name}.")
         if is_missing:
             attribute = name.rpartition(":")[2]
@@ -69,7 +82,11 @@ def _import_module(key: str, name: str, source: str) -> ModuleType:
 
 
 def _import_file(key: str, name: str, typed_path: Path) -> ModuleType:
-    """The module of a file. It is known by its whole path, from which a class in it tells where it came from."""
+    """The module of a file, imported once per process.
+
+    Its name in `sys.modules` is the absolute path of the file. So `__module__` of a class in it is the path
+    too, and `name_of_class` gives a name that can be imported again.
+    """
     path = typed_path.expanduser().resolve()
     if str(path) in sys.modules:
         return sys.modules[str(path)]
@@ -80,8 +97,10 @@ def _import_file(key: str, name: str, typed_path: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # it finds the modules beside it, as a script does
-    sys.modules[str(path)] = module  # before it runs: its dataclasses look for the names of their types there
+        # The file may import modules of its folder, as a script may.
+        sys.path.append(str(path.parent))
+    # Before the module runs: its dataclasses look up the types of their fields in `sys.modules`.
+    sys.modules[str(path)] = module
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -91,6 +110,7 @@ def _import_file(key: str, name: str, typed_path: Path) -> ModuleType:
 
 
 def _import_error(key: str, name: str, source: str, error: Exception) -> ValueError:
+    """An error for a module or file that exists and raises an error when it is imported."""
     reason = " ".join(str(error).split())[:MAX_REASON_CHARACTERS]
     return ValueError(
         f"{key}={name} cannot be used, since {source} fails when it is imported ({type(error).__name__}: {reason}). "
@@ -99,12 +119,13 @@ def _import_error(key: str, name: str, source: str, error: Exception) -> ValueEr
 
 
 def own_settings(key: str, name: str, base: type) -> type:
-    """The class of settings that `key=name` names: a dataclass derived from `base` whose settings can be typed.
+    """Import and return the settings class that `key=name` names: a dataclass derived from `base`.
 
-    base: has its name for users as `OWN`.
+    base: has an attribute `OWN`, the name by which messages call it.
 
     Raises:
-        ValueError: It cannot be imported, or is no such class.
+        ValueError: The class cannot be imported, is not derived from `base`, is abstract or is not a
+            dataclass. Or its settings could not be typed or stored.
     """
     cls = import_own(key, name)
     class_name = name.rpartition(":")[2]
@@ -123,8 +144,8 @@ def own_settings(key: str, name: str, base: type) -> type:
         raise ValueError(
             f"{key}={name} has no {missing[0]}: define it in the class {class_name}, or name another class"
         )
-    # A class inherits the mark of a dataclass from `base`. Without @dataclass of its own, annotations that it adds
-    # would be no settings.
+    # A class derived from a dataclass counts as one, even without @dataclass. Then the fields that it
+    # declares itself would be no settings.
     declares_fields = any(not annotation.startswith("_") for annotation in inspect.get_annotations(cls))
     is_decorated = "__dataclass_fields__" in vars(cls)
     if not dataclasses.is_dataclass(cls) or (declares_fields and not is_decorated):
@@ -137,7 +158,7 @@ def own_settings(key: str, name: str, base: type) -> type:
 
 
 def _check_fields(key: str, name: str, cls: type) -> None:
-    """Refuse settings that neither a command nor config.json could hold."""
+    """Raise ValueError for settings that a command cannot read or config.json cannot hold."""
     try:
         typing.get_type_hints(cls)
     except Exception as error:

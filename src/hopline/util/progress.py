@@ -1,4 +1,11 @@
-"""Progress of long work: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of long work on standard error: a bar on a terminal, a line every ten seconds elsewhere.
+
+    with progress("convert", total=num_edges, unit="edges") as shown:
+        shown.advance(1000, loss=0.7)
+
+A terminal can hold one live display, so all bars of a console share one `_Display`. The first bar starts it
+and the last one stops it. Any thread may advance any bar.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +23,30 @@ from rich.table import Column
 from rich.text import Text
 
 PLAIN_INTERVAL_S = 10.0
+"""Least seconds from one plain line to the next, where there is no terminal. A rule of thumb."""
 REFRESH_INTERVAL_S = 0.1
+"""Least seconds from one drawing of the bars to the next. A rule of thumb."""
 
 _lock = threading.RLock()
+"""Held while `_displays`, a display or one of its bars is read or changed."""
 _displays: dict[Console, _Display] = {}
+"""The display of each console that shows a bar at the moment."""
 
 
 class Progress:
-    """What the work reports to; this one stays silent, and is the base of those that show something."""
+    """The object that work reports its progress to.
+
+    This one is silent, and the base class of those that show it.
+    """
 
     def advance(self, n: float = 1, **info: Any) -> None:
-        """Say that n more units are done, with values to show, such as `loss=0.71`."""
+        """Report that n more units are done, with values to show, such as `loss=0.71`."""
 
     def info(self, **values: Any) -> None:
-        """Show values beside the progress."""
+        """Report values to show next to the progress."""
 
     def close(self, completed: bool) -> None:
-        """Show the last state; `completed` is False when the work was cut short."""
+        """Show the final state. completed: False if an error or an interruption ended the work."""
 
 
 @contextmanager
@@ -48,12 +62,13 @@ def progress(
     """Show the progress of the body of a `with` statement on standard error.
 
     Args:
-        label: What is being done.
-        total: How many units there are, or None when unknown.
-        unit: What is counted, such as "batches".
+        label: Name of the work.
+        total: Number of units; None if it is not known.
+        unit: Name of the units, such as "batches".
         enabled: False shows nothing, for ranks other than the first.
-        brief: True leaves nothing behind at the end, for work that the caller sums up itself.
-        console: Where to show it instead.
+        brief: True removes the bar, or leaves out the last line, when the work completes. For work that the
+            caller sums up itself.
+        console: Console to use in place of standard error.
     """
     if console is None:
         console = _standard_error()
@@ -72,6 +87,7 @@ def progress(
 
 
 def _open_bar(console: Console, label: str, total: int | None, unit: str, brief: bool) -> _Bar:
+    """A new bar in the display of a console, which is created if the console has none."""
     with _lock:
         display = _displays.get(console)
         if display is None:
@@ -82,11 +98,12 @@ def _open_bar(console: Console, label: str, total: int | None, unit: str, brief:
 
 @functools.cache
 def _standard_error() -> Console:
+    """The console of standard error. One object, because displays are found by console."""
     return Console(stderr=True)
 
 
 class _Lines(Progress):
-    """Plain lines: one every few seconds, and a last one."""
+    """Progress as plain lines: one every `PLAIN_INTERVAL_S`, and a last one. Any thread may call."""
 
     def __init__(self, console: Console, label: str, total: int | None, unit: str, brief: bool) -> None:
         self._console = console
@@ -126,7 +143,7 @@ class _Lines(Progress):
             return
         with self._lock:
             elapsed_s = max(time.monotonic() - self._start_s, 1e-9)
-            # What completed needs no "of how many".
+            # Completed work needs no total: all of it is done.
             amount = _format_amount(self._num_done, None if completed else self._total, self._unit)
             stopped = "" if completed else "stopped at "
             parts = [f"{stopped}{amount} in {elapsed_s:.1f} s"]
@@ -135,6 +152,7 @@ class _Lines(Progress):
             self._write(*parts)
 
     def _write(self, *parts: str) -> None:
+        """Write a line of the label, the parts and the latest values."""
         texts = list(parts)
         if self._values:
             texts.append(_format_values(self._values))
@@ -144,13 +162,17 @@ class _Lines(Progress):
 
 
 class _Display:
-    """The live display that all bars of one console share, for a terminal can hold only one."""
+    """The live display that all bars of one console share, since a terminal can hold only one.
+
+    It lives from the first bar to the last one. Callers hold `_lock`.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._num_bars = 0
         self._refreshed_s = 0.0
-        # Refreshed by those who advance: a refreshing thread would outlive a display that is stopped.
+        # No automatic refresh: `advance` refreshes. rich's own refreshing thread would outlive a stopped
+        # display.
         self.rich = RichDisplay(
             TextColumn("{task.description}", markup=False, style="bold"),
             BarColumn(bar_width=20),
@@ -160,11 +182,13 @@ class _Display:
         )
 
     def enter(self) -> None:
+        """Count a new bar. The first one starts the display."""
         self._num_bars += 1
         if self._num_bars == 1:
             self.rich.start()
 
     def leave(self, task_id: TaskID, remove: bool) -> None:
+        """End a bar. The last one stops the display. remove: leave no trace of the bar on the terminal."""
         self._num_bars -= 1
         if remove:
             self.rich.update(task_id, visible=False)
@@ -174,15 +198,18 @@ class _Display:
         elif remove:
             self.rich.remove_task(task_id)
         else:
-            # Moved above the live bars, which stay few however many have come and gone.
+            # Printed above the live bars, where it scrolls away. So the live part of the screen stays
+            # small, however many bars have ended.
             task = self.task(task_id)
             self.rich.remove_task(task_id)
             self._console.print(self.rich.make_tasks_table([task]))
 
     def task(self, task_id: TaskID) -> Task:
+        """rich's record of a bar."""
         return next(task for task in self.rich.tasks if task.id == task_id)
 
     def refresh(self) -> None:
+        """Draw the bars, unless they were drawn less than `REFRESH_INTERVAL_S` ago."""
         now_s = time.monotonic()
         if now_s - self._refreshed_s >= REFRESH_INTERVAL_S:
             self._refreshed_s = now_s
@@ -190,7 +217,7 @@ class _Display:
 
 
 class _Bar(Progress):
-    """One bar of the shared display."""
+    """Progress as one bar of the shared display. Any thread may call; calls after `close` do nothing."""
 
     def __init__(self, display: _Display, label: str, total: int | None, unit: str, brief: bool) -> None:
         self._display = display
@@ -217,14 +244,14 @@ class _Bar(Progress):
             rich = self._display.rich
             rich.stop_task(self._task_id)
             if completed and self._total is None:
-                # A full bar, rather than one that pulses for ever.
+                # A bar without a total pulses. With a total it is shown as full.
                 num_done = self._display.task(self._task_id).completed
                 rich.update(self._task_id, total=num_done)
             self._display.leave(self._task_id, remove=self._brief and completed)
 
 
 class _AmountColumn(ProgressColumn):
-    """How much is done."""
+    """The column of units done, out of the total if it is known."""
 
     def render(self, task: Task) -> Text:
         total = None if task.total is None else int(task.total)
@@ -232,7 +259,7 @@ class _AmountColumn(ProgressColumn):
 
 
 class _TimeColumn(ProgressColumn):
-    """The rate, the time since the start and the time left."""
+    """The column of the rate, the time since the start and the estimated time left."""
 
     def render(self, task: Task) -> Text:
         elapsed_s = task.elapsed or 0.0
@@ -247,34 +274,42 @@ class _TimeColumn(ProgressColumn):
 
 
 class _ValuesColumn(ProgressColumn):
-    """The values given with `advance` and `info`."""
+    """The column of values that `advance` and `info` report."""
 
     def render(self, task: Task) -> Text:
         return Text(_format_values(task.fields["values"]), style="cyan")
 
 
 def _format_amount(num_done: float, total: int | None, unit: str) -> str:
+    """Such as "1,024/4,096 batches"."""
     of_total = "" if total is None else f"/{total:,}"
     return f"{round(num_done):,}{of_total} {unit}".rstrip()
 
 
 def _format_rate(per_second: float, unit: str) -> str:
+    """Such as "12.5 batches/s"."""
     number = f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
     return f"{number} {unit}/s" if unit else f"{number}/s"
 
 
 def _format_clock(duration_s: float) -> str:
+    """Such as "2:05", or "1:02:05" from an hour."""
     minutes, seconds = divmod(round(duration_s), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def _format_values(values: dict[str, Any]) -> str:
+    """Such as "loss 0.71, lr 0.01"."""
     return ", ".join(f"{name} {_format_value(value)}" for name, value in values.items())
 
 
 def _format_value(value: Any) -> str:
-    """A number to four digits; formatted only when shown, since reading a device tensor waits for it."""
+    """A value for people, numbers with four digits.
+
+    Values are formatted when they are shown, not when they are reported: reading a tensor of a GPU
+    synchronises.
+    """
     if isinstance(value, (str, int)):
         return str(value)
     try:

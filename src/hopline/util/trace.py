@@ -1,4 +1,18 @@
-"""Spans and counters: `with span("sample"):`, `count("bytes.h2d", n)`; no-ops unless someone listens."""
+"""Spans and counters of all threads: `with span("sample"):`, `count("bytes.h2d", n)`.
+
+Code is traced wherever it runs, and does not know who listens. Without a listener a span or a count does
+nothing:
+
+    span, count, tell  (any thread)   ->   every listener of `listen`: Timers, Counters, the report
+
+A span of a GPU lies between two CUDA events. Asking for its duration would synchronise with the GPU, so the
+events wait in a queue until the GPU has passed them:
+
+    span(name, device)  ->  queue of `_DeviceSpan`  ->  `_report_oldest`  ->  every listener
+
+Each later span reports up to two of the oldest, and `end_device_spans` reports the rest at the end of an
+epoch.
+"""
 
 from __future__ import annotations
 
@@ -21,58 +35,73 @@ class Span:
     """One timed stretch of work."""
 
     name: str
-    """What was done."""
+    """The name of the work, such as "sample"."""
     start_s: float
-    """When it began, by `time.perf_counter`."""
+    """The start by `time.perf_counter`, in seconds. For a GPU's work, the moment at which the host asked
+    for it."""
     duration_s: float
-    """How long it took."""
+    """The duration in seconds."""
     thread: str
-    """The name of the thread that did it."""
+    """The name of the thread that did the work, or asked a GPU for it."""
 
 
 class Listener(Protocol):
-    """What receives spans and counts; called on the thread that did the work, so it must be thread-safe."""
+    """An object that receives spans and counts.
+
+    It is called on the thread that did the work, by several threads at once, so it must be thread-safe.
+    """
 
     def on_span(self, span: Span) -> None:
-        """Take a span that has just ended."""
+        """Receive a span that has ended."""
         ...
 
     def on_count(self, name: str, amount: float) -> None:
-        """Take an amount to add to a counter."""
+        """Receive an amount to add to a counter."""
         ...
 
 
 class _DeviceSpan(NamedTuple):
-    """A span of a GPU's work whose duration was not asked yet."""
+    """A span of a GPU's work that is not reported yet."""
 
     name: str
+    """The name of the work."""
     start_s: float
+    """The start on the host by `time.perf_counter`, in seconds."""
     thread: str
+    """The name of the thread that asked for the work."""
     start: torch.cuda.Event
+    """Recorded on the stream before the work."""
     end: torch.cuda.Event
+    """Recorded on the stream after the work."""
 
 
 class _Trace:
-    """Who listens, and spans of GPUs that are not reported yet. `_trace` is the one object of the process.
+    """The listeners of the process, and spans of GPUs that are not reported yet.
 
-    This module owns it: work is traced wherever it is done, in any thread, and knows nothing of who listens. Listeners
-    are added and removed by `listen` alone. With the last of them the spans of GPUs go, which are of no use to others.
+    This module owns the one object, `_trace`. `listen` alone adds and removes listeners. Any thread may
+    read both attributes.
     """
 
     def __init__(self) -> None:
-        # A tuple that is replaced, never changed: readers on other threads need no lock.
         self.listeners: tuple[Listener, ...] = ()
+        """A tuple that is replaced, never changed, so that readers on other threads need no lock."""
         self.pending: deque[_DeviceSpan] = deque()
-        """The oldest first; its methods are atomic."""
+        """Spans of GPUs, the oldest first. No lock, because the methods of a deque are atomic."""
         self._lock = threading.Lock()
+        """Held while `listeners` is replaced: two threads may add or remove at the same time."""
 
     def add(self, listener: Listener) -> None:
         with self._lock:
             self.listeners = (*self.listeners, listener)
 
     def remove(self, listener: Listener) -> None:
+        """Remove a listener.
+
+        With the last one, pending spans go too: the next listener must not get them.
+        """
         with self._lock:
-            # By identity: two listeners may be equal. Of one that listens twice, the first is removed.
+            # By identity, because two listeners may be equal. Of a listener that was added twice, one entry
+            # goes.
             index = next(i for i, other in enumerate(self.listeners) if other is listener)
             self.listeners = self.listeners[:index] + self.listeners[index + 1 :]
             if not self.listeners:
@@ -84,7 +113,7 @@ _trace = _Trace()
 
 @contextmanager
 def listen(listener: Listener) -> Iterator[None]:
-    """Send the spans and counts of all threads to a listener for as long as the context lasts."""
+    """Send the spans and counts of all threads to a listener while the context lasts."""
     _trace.add(listener)
     try:
         yield
@@ -93,7 +122,7 @@ def listen(listener: Listener) -> Iterator[None]:
 
 
 class _Silent:
-    """The span nobody listens to."""
+    """A span without a listener: a context that does nothing."""
 
     __slots__ = ()
 
@@ -105,7 +134,7 @@ class _Silent:
 
 
 class _SpanTimer:
-    """A span that is reported when it ends, also when it ends in an error."""
+    """A span of the host's work. It is reported when it ends, also by an error."""
 
     __slots__ = ("name", "start_s")
 
@@ -123,7 +152,7 @@ _SILENT = _Silent()
 
 
 def tell(name: str, start_s: float, duration_s: float) -> None:
-    """Report a stretch of work that somebody else has timed, in the name of this thread."""
+    """Report a span that the caller has timed, under the name of the calling thread."""
     thread = threading.current_thread().name
     span = Span(name=name, start_s=start_s, duration_s=duration_s, thread=thread)
     for listener in _trace.listeners:
@@ -131,7 +160,7 @@ def tell(name: str, start_s: float, duration_s: float) -> None:
 
 
 class _DeviceSpanTimer:
-    """A span of a GPU's work, between two events on its stream; how long it was is asked later, all at once."""
+    """A span of a GPU's work, between two events on the current stream. Its duration is asked for later."""
 
     __slots__ = ("name", "start", "start_s")
 
@@ -150,32 +179,42 @@ class _DeviceSpanTimer:
         _trace.pending.append(
             _DeviceSpan(name=self.name, start_s=self.start_s, thread=thread, start=self.start, end=end)
         )
-        for _ in range(2):  # while the GPU has work to do, so that less is left to ask when it has none
+        # While the GPU is busy, so that little is left for `end_device_spans`, during which the GPU may be
+        # idle. Two for each new one, so that the queue shrinks.
+        for _ in range(2):
             _report_oldest()
 
 
 def span(name: str, device: torch.device | None = None) -> AbstractContextManager[None]:
-    """Time the body of a `with` statement under a name, if anyone listens.
+    """Time the body of a `with` statement under a name, if there is a listener.
 
-    device: whose work is timed. A GPU's spans are reported by `end_device_spans`, so that nothing waits for it here.
+    device: the device whose work is timed; None for the host. A span of a GPU is reported later, at the
+    latest by `end_device_spans`, so that the host does not synchronise here.
     """
     if not _trace.listeners:
         return _SILENT
     if device is None or device.type != "cuda":
         return _SpanTimer(name)
-    # Of what is being recorded nothing runs yet, and its events could never be asked.
+    # While a CUDA graph is captured nothing runs, and an event that was captured cannot be asked for its
+    # time.
     return _SILENT if torch.cuda.is_current_stream_capturing() else _DeviceSpanTimer(name)
 
 
 def end_device_spans() -> None:
-    """Report the spans of GPUs that have ended; waits for the work that this thread asked for, and for no other's."""
+    """Report the spans of GPUs that have ended.
+
+    The call waits for the GPU's work that this thread asked for, and not for that of other threads.
+    """
     this_thread = threading.current_thread().name
-    for _ in range(len(_trace.pending)):  # others may add to it meanwhile
+    for _ in range(len(_trace.pending)):  # each once: other threads may add spans meanwhile
         _report_oldest(wait_for_thread=this_thread)
 
 
 def _report_oldest(wait_for_thread: str | None = None) -> None:
-    """Report the span of a GPU that began first, if it has ended; waits for it if it is of that thread."""
+    """Report the oldest pending span if it has ended, else put it back.
+
+    wait_for_thread: the name of a thread. If the span is of that thread, the call waits for its end.
+    """
     pending = _trace.pending
     try:
         oldest = pending.popleft()
@@ -185,9 +224,11 @@ def _report_oldest(wait_for_thread: str | None = None) -> None:
         oldest.end.synchronize()
     elif not oldest.end.query():
         if wait_for_thread is None:
-            pending.appendleft(oldest)  # the next call asks for it again
+            # In its place, so that spans are reported in order: the next call asks again.
+            pending.appendleft(oldest)
         else:
-            pending.append(oldest)  # behind the others, for which somebody waits
+            # At the end, so that the next call reaches the spans of the waiting thread.
+            pending.append(oldest)
         return
     duration_s = oldest.start.elapsed_time(oldest.end) / 1e3
     span = Span(name=oldest.name, start_s=oldest.start_s, duration_s=duration_s, thread=oldest.thread)
@@ -196,36 +237,40 @@ def _report_oldest(wait_for_thread: str | None = None) -> None:
 
 
 def count(name: str, amount: float) -> None:
-    """Add an amount to a named counter, if anyone listens."""
+    """Add an amount to a named counter, if there is a listener."""
     for listener in _trace.listeners:
         listener.on_count(name, amount)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegionStatistics:
-    """How long one region took per epoch, with the first epoch, which warms up, set apart."""
+    """The time of one region per epoch. The first epoch, which warms up, is kept apart."""
 
     name: str
-    """The region."""
+    """The name of the region."""
     calls: int
-    """How often it was entered, over all epochs."""
+    """Number of times that the region was entered, over all epochs."""
     first_epoch_s: float
     """Seconds in the first epoch."""
     mean_s: float
-    """Mean seconds per later epoch; nan when there is none."""
+    """Mean seconds per later epoch; nan if there is none."""
     std_s: float
-    """Sample standard deviation over the later epochs; nan with fewer than two."""
+    """Sample standard deviation of the later epochs, in seconds; nan with fewer than two."""
 
 
 class _RegionTime(NamedTuple):
     """The time of one region in one epoch."""
 
     seconds: float
+    """Sum over all calls."""
     calls: int
+    """Number of times that the region was entered."""
 
 
 class Timers:
-    """Named regions timed over epochs; also a listener that collects every span.
+    """Times named regions over epochs. As a listener, it collects every span under its name.
+
+    Any thread may call.
 
     Example:
         >>> timers = hl.extend.Timers()
@@ -239,7 +284,9 @@ class Timers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[str, _RegionTime] = {}
+        """The epoch that is not closed yet, by region."""
         self._closed: list[dict[str, _RegionTime]] = []
+        """Earlier epochs, in order, by region."""
 
     @contextmanager
     def region(self, name: str) -> Iterator[None]:
@@ -258,13 +305,13 @@ class Timers:
         """Ignore counters."""
 
     def next_epoch(self) -> None:
-        """Close the epoch: what is timed from now on belongs to the next."""
+        """Close the epoch. Times from now on belong to the next one."""
         with self._lock:
             self._closed.append(self._open)
             self._open = {}
 
     def last_epoch(self) -> dict[str, float]:
-        """Return the seconds of each region in the epoch last closed."""
+        """Return the seconds of each region in the epoch that was closed last."""
         with self._lock:
             epoch = self._closed[-1] if self._closed else {}
         return {name: region.seconds for name, region in epoch.items()}
@@ -275,14 +322,17 @@ class Timers:
             return {name: region.seconds for name, region in self._open.items()}
 
     def slowest(self, among: Collection[str] | None = None) -> str | None:
-        """Return the region that took most of the epoch last closed, or None when none was timed."""
+        """Return the region that took longest in the epoch that was closed last; None if none was timed.
+
+        among: regions to choose from; None for all.
+        """
         seconds = {name: s for name, s in self.last_epoch().items() if among is None or name in among}
         return max(seconds, key=seconds.__getitem__, default=None)
 
     def statistics(self) -> list[RegionStatistics]:
-        """Return the seconds per epoch of each region, in the order they first ran."""
+        """Return the seconds per epoch of each region, in the order of first use."""
         with self._lock:
-            # Someone who never closes an epoch means one epoch.
+            # A caller who never closes an epoch has one epoch.
             epochs = list(self._closed) or [dict(self._open)]
         names = dict.fromkeys(itertools.chain.from_iterable(epochs))  # each once, in the order of first use
         unused = _RegionTime(seconds=0.0, calls=0)
@@ -309,6 +359,7 @@ class Timers:
 
 
 def _region_statistics(name: str, epochs: list[_RegionTime]) -> RegionStatistics:
+    """The statistics of one region. epochs: its time in every epoch, at least one."""
     later_s = [epoch.seconds for epoch in epochs[1:]]
     return RegionStatistics(
         name=name,
@@ -320,7 +371,7 @@ def _region_statistics(name: str, epochs: list[_RegionTime]) -> RegionStatistics
 
 
 class Counters:
-    """A listener that adds up counters, per epoch and overall.
+    """A listener that adds up counters, per epoch and overall. Any thread may call.
 
     Example:
         >>> from hopline.util.trace import listen
@@ -341,23 +392,23 @@ class Counters:
         """Ignore spans."""
 
     def on_count(self, name: str, amount: float) -> None:
-        """Add to a counter."""
+        """Add an amount to a counter."""
         with self._lock:
             self._open[name] += amount
 
     def next_epoch(self) -> None:
-        """Close the epoch: what is counted from now on belongs to the next."""
+        """Close the epoch. Counts from now on belong to the next one."""
         with self._lock:
             self._closed.append(dict(self._open))
             self._open.clear()
 
     def last_epoch(self) -> dict[str, float]:
-        """Return each counter's total in the epoch last closed."""
+        """Return each counter's total in the epoch that was closed last."""
         with self._lock:
             return dict(self._closed[-1]) if self._closed else {}
 
     def totals(self) -> dict[str, float]:
-        """Return each counter's total over all epochs, with the one still open."""
+        """Return each counter's total over all epochs, the one that is not closed included."""
         with self._lock:
             epochs = [*self._closed, dict(self._open)]
         names = dict.fromkeys(itertools.chain.from_iterable(epochs))
