@@ -1,4 +1,4 @@
-"""The commands that prepare and export: convert, partition, export."""
+"""The commands that prepare data and export weights: convert, partition, export."""
 
 from __future__ import annotations
 
@@ -36,8 +36,15 @@ from hopline.shards.write import cut
 
 
 def export(folder: Path, file: Path, config: ExportConfig) -> Path:
-    """A run's weights as a plain `state_dict`, with PyG's names, for torch.load(..., weights_only=True)."""
+    """Write a run's weights as a plain `state_dict` with PyG's names. Returns the file.
+
+    torch.load(file, weights_only=True) reads it.
+
+    Raises:
+        ValueError: The run or its weights cannot be read, or the file cannot be written.
+    """
     settings = load_trusted(folder, config.trust)
+    # The model is built, which needs the widths of the dataset, so that the weights are checked against it.
     data = AllShards(settings.data) if is_shards(settings.data) else open_data(settings)
     model = make_model(settings.model, data)
     load_weights(model, folder / f"{config.weights}.pt")
@@ -50,11 +57,17 @@ def export(folder: Path, file: Path, config: ExportConfig) -> Path:
 
 
 def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
-    """Bring a source into hopline's folder format, and check what was written."""
+    """Convert a source into a dataset folder, verify the folder, and return its dataset.
+
+    Raises:
+        ValueError: The source cannot be read, or a setting means nothing for it.
+    """
     check_conversion(source, folder, config)
     path = Path(source).expanduser()
     suffix = path.suffix.lower()
     edge_options = {field.name: getattr(config, field.name) for field in dataclasses.fields(EdgeOptions)}
+    # A source such as an .npz file may hold these options itself. Only those that the user has changed
+    # override them.
     changed_options = {key: value for key, value in edge_options.items() if value != getattr(EdgeOptions(), key)}
     typed_options: dict[str, Any] = {}
     if config.split is not None:
@@ -86,7 +99,12 @@ def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
 
 
 def partition_dataset(source: str, folder: Path, config: PartitionConfig) -> str:
-    """Cut a dataset into shards; returns what they are like."""
+    """Partition a dataset into a folder of shards. Returns a description of the partition.
+
+    Raises:
+        ValueError: The number of shards is missing, the folder holds a dataset, or there are no such
+        labels.
+    """
     if config.shards < 1:
         raise ValueError(f"say how many shards to make: hopline partition {source} {folder} shards=4")
     if is_dataset(folder) and not config.overwrite:
@@ -96,7 +114,7 @@ def partition_dataset(source: str, folder: Path, config: PartitionConfig) -> str
     partition = make_partition(
         data.graph,
         config.shards,
-        "metis" if by_labels else config.how,  # not used where there are labels
+        "metis" if by_labels else config.how,  # labels are used in place of it
         labels=_labels(data, config.labels) if by_labels else None,
         seed=config.seed,
         slack=config.slack,
@@ -108,7 +126,7 @@ def partition_dataset(source: str, folder: Path, config: PartitionConfig) -> str
 
 
 def _labels(data: Dataset, name: str) -> Tensor:
-    """A label per node, by name."""
+    """[num_nodes] integers: `y` of the dataset, or a table of one column."""
     labels: Tensor | None = None
     if name == "y":
         labels = data.y

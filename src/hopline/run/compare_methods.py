@@ -1,4 +1,15 @@
-"""Methods side by side under one budget: what each would take, how long an epoch lasts, and which to choose."""
+"""Compare the methods within one budget: their memory, the time of an epoch, and which to choose.
+
+`hopline plan` prints the comparison, and `method=auto` takes its recommendation.
+
+    each method  ->  plan within the budget  ->  a few timed steps of a copy of the model  ->  Candidate
+
+The recommendation goes by the time of an optimizer step, since epochs have many steps (sampling), some
+(parts) or one (full batch). It knows speed and memory alone, not how much a method learns from a step.
+
+A comparison costs the steps that are timed. A method that goes over the whole graph in a step is timed on a
+part of a large graph, and the time is scaled by edges.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +45,20 @@ from hopline.units.job import make_job
 from hopline.util.config import format_size, kind_of
 
 NUM_TIMED_STEPS = 3
-"""Steps that are timed for an estimate, after one that warms up. A rule of thumb."""
+"""Steps that are timed for an estimate, after one step that warms up. A rule of thumb."""
 MAX_TIMED_S = 5.0
-"""Seconds after which no further step is timed, the one that warms up included. A rule of thumb."""
+"""Seconds after which no further step is timed, the step that warms up included. A rule of thumb."""
 MAX_TIMED_EDGES = 1 << 23
-"""Of the graph on which methods that go over all of it are timed; larger ones are timed on a part of theirs."""
+"""Most edges of a graph on which a method that goes over the whole graph is timed. A rule of thumb.
+
+On a larger graph, the method is timed on the graph's first nodes.
+"""
 
 
 def outline_of_run(
     model: nn.Module, data: Dataset, settings: TrainSettings, placement: Placement | None = None
 ) -> RunOutline:
-    """What a run with the usual loss is planned from."""
+    """Return the outline from which a run with the usual loss is planned."""
     device = find_device(settings.device)
     job = make_job(model, data, seed=settings.seed, device=device, bf16=settings.precision == "bf16")
     return RunOutline(
@@ -57,24 +71,35 @@ def outline_of_run(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """A method, as far as it keeps to a budget."""
+    """A method with its plan within a budget, or with the reason why there is none."""
 
     method: Method
+    """The method with the settings that were tried."""
     plan: Plan | None = None
-    """None if it does not fit;"""
+    """The plan within the budget; None if the method does not fit."""
     refusal: str = ""
-    """this is why."""
+    """The reason why `plan` is None; else empty."""
     epoch_s: float = math.nan
-    """Of an epoch, by a few steps; nan where none was run."""
+    """Estimated seconds of an epoch; nan if no step was run."""
 
     @property
     def name(self) -> str:
+        """The kind of the method, such as "full_batch"."""
         return kind_of(type(self.method))
 
 
 def compare(method: Method | None, outline: RunOutline, budget: Budget, *, probe: bool = True) -> list[Candidate]:
-    """The method and all others: each as it fits, in memory if it can, with the seconds of an epoch if `probe`."""
+    """Return a candidate for each kind of method.
+
+    A kind may have several forms, with tables in memory or on disk. The first form that fits is the
+    candidate.
+
+    method: the method of the run, with its settings; None to compare all with their usual settings. probe:
+    whether to run steps, which teach the memory predictor and give `Candidate.epoch_s`.
+    """
     if probe:
+        # A memory predictor belongs to a number of blocks: that of the run's fan-outs, and that of the
+        # model's layers.
         depths: set[int] = set()
         if isinstance(method, Sampled):
             depths.add(len(method.fanout_per_layer))
@@ -85,13 +110,13 @@ def compare(method: Method | None, outline: RunOutline, budget: Budget, *, probe
     methods = alternatives(method, outline)
     if method is not None:
         methods = [method, *methods]
-    candidates: dict[str, Candidate] = {}  # by the kind of method: one form of each is compared
+    candidates: dict[str, Candidate] = {}  # by kind
     for form in methods:
         earlier = candidates.get(kind_of(type(form)))
         if earlier is not None and earlier.plan is not None:
             continue
         candidate = _plan(form, outline, budget)
-        # Of forms that do not fit, the first one's refusal is shown.
+        # If no form fits, the refusal of the first one is shown.
         if earlier is None or candidate.plan is not None:
             candidates[candidate.name] = candidate
     if not probe:
@@ -100,25 +125,28 @@ def compare(method: Method | None, outline: RunOutline, budget: Budget, *, probe
 
 
 def _plan(method: Method, outline: RunOutline, budget: Budget) -> Candidate:
+    """A candidate that is not timed yet."""
     try:
         return Candidate(method=method, plan=plan_or_raise(method, outline, budget))
-    except ValueError as error:  # it does not fit, or the model is not one for it
+    except ValueError as error:  # the method does not fit, or cannot train this model
         return Candidate(method=method, refusal=str(error))
 
 
 def _with_epoch_time(candidate: Candidate, budget: Budget, outline: RunOutline) -> Candidate:
+    """A candidate with `epoch_s`. One whose steps fail within the budget becomes a refusal."""
     if candidate.plan is None:
         return candidate
     try:
         return replace(candidate, epoch_s=_estimate_epoch_s(candidate.plan, budget, outline))
-    except ValueError as error:  # a step of it was refused
+    except ValueError as error:  # a guard refused a step
         return replace(candidate, plan=None, refusal=str(error))
 
 
 def recommend(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The one whose optimizer steps are the fastest: epochs are of a few, of many, or of one step."""
+    """Return the candidate with the fastest optimizer steps; None if no candidate fits."""
 
     def step_s(candidate: Candidate) -> float:
+        # Per step and not per epoch: methods differ in the number of steps of an epoch.
         assert candidate.plan is not None
         return math.inf if math.isnan(candidate.epoch_s) else candidate.epoch_s / candidate.plan.steps
 
@@ -127,7 +155,11 @@ def recommend(candidates: Sequence[Candidate]) -> Candidate | None:
 
 
 def choose(outline: RunOutline, budget: Budget) -> tuple[Method, str]:
-    """What `method=auto` takes, and a line that says why."""
+    """Return the method that `method=auto` takes, and a line that says why.
+
+    Raises:
+        ValueError: No method fits.
+    """
     candidates = compare(None, outline, budget)
     best = recommend(candidates)
     if best is None or best.plan is None:
@@ -142,11 +174,11 @@ def choose(outline: RunOutline, budget: Budget) -> tuple[Method, str]:
     return best.method, reason
 
 
-# ---- seconds
+# ---- time of an epoch
 
 
 def _estimate_epoch_s(plan: Plan, budget: Budget, outline: RunOutline) -> float:
-    """Of an epoch, by some steps of a copy of the model."""
+    """Estimate the seconds of an epoch from a few steps, on a copy of the model."""
     scale = 1.0
     if not isinstance(plan.method, Sampled):
         outline, scale = _shrink(outline)
@@ -158,6 +190,7 @@ def _estimate_epoch_s(plan: Plan, budget: Budget, outline: RunOutline) -> float:
     method = plan.method
     job = job_of(outline)
     if isinstance(method, Historical):
+        # The pass that fills the tables runs once per run, not per epoch.
         method = replace(method, warm_up=False)
     with TemporaryDirectory() as folder:
         if isinstance(method, Historical | FullBatch) and method.folder is not None:
@@ -172,7 +205,7 @@ def _estimate_epoch_s(plan: Plan, budget: Budget, outline: RunOutline) -> float:
 
 
 def _time_steps(work: Work, job: Job) -> list[float]:
-    """Seconds of some steps."""
+    """Seconds of each timed step, without the first one, which warms up, unless it is the only one."""
     units = chain.from_iterable(units_from(work, epoch) for epoch in count(1))
     durations_s: list[float] = []
     with preserve_rng(job.device), own_threads(job):
@@ -191,7 +224,10 @@ def _time_steps(work: Work, job: Job) -> list[float]:
 
 
 def _shrink(outline: RunOutline) -> tuple[RunOutline, float]:
-    """The run on the first nodes of its graph, and by how much the whole of it is larger."""
+    """The run on the first nodes of its graph, and the ratio of the edges of both graphs.
+
+    A graph of at most `MAX_TIMED_EDGES` edges is used as it is, with the ratio 1.
+    """
     data = outline.data
     if data.num_edges <= MAX_TIMED_EDGES:
         return outline, 1.0
@@ -199,16 +235,19 @@ def _shrink(outline: RunOutline) -> tuple[RunOutline, float]:
     part = first_nodes(data, num_nodes)
     train_ids = outline.train_ids[outline.train_ids < num_nodes]
     if not train_ids.numel():
+        # A step needs a training node.
         train_ids = torch.zeros(1, dtype=torch.int64)
     job = replace(outline.job, data=part, train_ids=train_ids)
     return replace(outline, job=job), data.num_edges / max(1, part.num_edges)
 
 
 def first_nodes(data: Dataset, num_nodes: int) -> Dataset:
-    """The first nodes of a dataset and the edges between them, in memory."""
+    """Return a dataset of the first nodes and the edges between them, in memory."""
     graph = data.graph
     num_in_edges = int(graph.indptr[num_nodes])
     is_inside = graph.indices[:num_in_edges] < num_nodes
+    # [num_in_edges + 1]: edges from inside among the first e edges. At the old offsets, these are the new
+    # ones.
     num_inside_before = torch.cat([is_inside.new_zeros(1, dtype=torch.int64), is_inside.cumsum(0)])
     indptr = num_inside_before[graph.indptr[: num_nodes + 1]]
     indices = graph.indices[:num_in_edges][is_inside]
@@ -227,7 +266,11 @@ def first_nodes(data: Dataset, num_nodes: int) -> Dataset:
 
 
 def table_of(candidates: Sequence[Candidate]) -> list[list[str]]:
-    """Rows for people: method, settings, peaks, time, steps, and what becomes of a step."""
+    """Return a table row per candidate.
+
+    A row has the method, its peaks on the device, on the host and on disk, the time of an epoch, the steps
+    of an epoch, and how a step fits the budget or why it does not.
+    """
     rows = []
     for candidate in candidates:
         plan = candidate.plan

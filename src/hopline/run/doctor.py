@@ -1,4 +1,7 @@
-"""Whether this machine can run hopline, and how well: what `hopline doctor` prints."""
+"""Check whether this machine can run hopline: the lines of `hopline doctor`.
+
+A check that fails is a finding, not an exception, so that all others are still shown.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ from hopline import ops
 from hopline.ops import reference
 from hopline.util.config import format_size
 
+# ---- packages, by their names on PyPI
+
 PACKAGES = (
     "hopline",
     "torch",
@@ -26,22 +31,25 @@ PACKAGES = (
     "scipy",
     "triton",
 )
+"""Packages whose version is shown."""
 OPTIONAL_PACKAGES = {"pyarrow", "scipy", "triton", "hopline", "pymetis"}
+"""Packages without which hopline runs. hopline itself has no version if it is not installed but on the
+path."""
 
 
 class Finding(NamedTuple):
     """One line of `hopline doctor`."""
 
     subject: str
-    """What was looked at, such as "numba" or "memory"."""
+    """The name of the checked thing, such as "numba" or "memory"."""
     text: str
-    """What was found."""
+    """The result of the check, in words."""
     is_fine: bool
     """Whether hopline can run with it."""
 
 
 def examine() -> Iterator[Finding]:
-    """(what, finding, whether it is fine), one after the other."""
+    """Run all checks, one after the other."""
     yield Finding("python", platform.python_version(), True)
     for package in PACKAGES:
         yield _check_package(package)
@@ -58,6 +66,7 @@ def examine() -> Iterator[Finding]:
 
 
 def _check_package(package: str) -> Finding:
+    """The version of a package, or the command that installs it."""
     try:
         return Finding(package, importlib.metadata.version(package), True)
     except importlib.metadata.PackageNotFoundError:
@@ -67,7 +76,7 @@ def _check_package(package: str) -> Finding:
 
 
 def _check_kernels() -> str:
-    """Compile and run the kernels once, and compare them with their definitions."""
+    """Compile and run the CPU sampler on a small graph, and compare it with its definition."""
     indptr = torch.arange(0, 41, 4)
     indices = (torch.arange(40) * 7 % 10).int()
     nodes = torch.arange(10)
@@ -80,6 +89,7 @@ def _check_kernels() -> str:
 
 
 def _check_kernel_cache() -> str:
+    """Check that Numba's cache can be written. Else kernels are compiled in every process."""
     path = ops.kernel_cache()
     folder = path if path.exists() else path.parent
     if not os.access(folder, os.W_OK):

@@ -1,4 +1,17 @@
-"""Predictions of a finished run, as an .npy file."""
+"""Predict with a finished run, and write an .npy file.
+
+The file is written chunk by chunk, in the order of node ids:
+
+    one process, exact        one process, sampled       a shard per rank
+    `exact_rows`: scores      scores of all nodes        scores of the rank's nodes
+    of any nodes                                             |
+        |                         |                          |  all-to-all, `CHUNK_NODES` ids at a time
+        v                         v                          v
+    `_predict_chunks`, in rank 0: chunks of classes or scores
+        |
+        v
+    `_write`: the header, then one chunk after the other
+"""
 
 from __future__ import annotations
 
@@ -33,12 +46,17 @@ from hopline.training.evaluation import hops_of
 from hopline.util.config import from_dict, to_dict
 
 CHUNK_NODES = 1 << 18
-"""Nodes whose rows are written at a time."""
+"""Nodes whose rows are written at a time. A rule of thumb."""
 
 
 def predict(folder: Path, config: InferConfig) -> Path | None:
-    """Predict with a run's weights; returns the file written, in the first rank."""
-    find_device(config.device)  # before processes are started, each of which would say it
+    """Predict with a run's weights. Returns the file that was written; None in ranks other than the first.
+
+    Raises:
+        ValueError: The run, its weights or the dataset cannot be used with these settings.
+    """
+    # Checked before processes are started, each of which would raise the same error.
+    find_device(config.device)
     load_trusted(folder, config.trust)
     launch_settings = launch_settings_of(config)
     file = launch.run(predict_rank, launch_settings, str(folder), to_dict(config), device=config.device)
@@ -46,11 +64,17 @@ def predict(folder: Path, config: InferConfig) -> Path | None:
 
 
 def predict_rank(world: World, folder: str, stored: dict[str, Any]) -> str | None:
-    """One rank's part of a prediction; the first one writes, and names the file."""
+    """Run one rank's part of a prediction.
+
+    The first rank writes the file and returns its path; others return None.
+
+    stored: an `InferConfig` as plain data, since it may come from another process.
+    """
     config = from_dict(InferConfig, stored)
     settings = load_trusted(Path(folder), config.trust)
     settings = dataclasses.replace(settings, data=config.data or settings.data)
-    if config.nodes == "all" and isinstance(settings.split, tuple):  # so that data= may be a graph without labels
+    if config.nodes == "all" and isinstance(settings.split, tuple):
+        # No split is drawn: it is not used, and a graph without labels (data=) has none to draw from.
         settings = dataclasses.replace(settings, split=0)
     data = _open(settings, config, world)
     model = make_model(settings.model, data)
@@ -59,8 +83,9 @@ def predict_rank(world: World, folder: str, stored: dict[str, Any]) -> str | Non
 
     chunks = _predict_chunks(model, data, settings, config, world)
     if world.rank > 0:
+        # The loop takes part in the all-to-all calls, which send this rank's rows to the first rank.
         for _ in chunks:
-            pass  # its rows go to the first rank
+            pass
         return None
     file = config.out or Path(folder) / "predictions.npy"
     num_rows = data.num_nodes if config.nodes == "all" else data.splits[config.nodes].numel()
@@ -69,7 +94,7 @@ def predict_rank(world: World, folder: str, stored: dict[str, Any]) -> str | Non
 
 
 def _open(settings: RunConfig, config: InferConfig, world: World) -> Dataset:
-    """The dataset as this rank sees it: whole, all shards of it, or one."""
+    """The dataset as this rank sees it: as a whole, as all shards one by one, or as one shard."""
     if not is_shards(settings.data):
         if world.size > 1:
             raise ValueError(
@@ -102,6 +127,7 @@ def _open(settings: RunConfig, config: InferConfig, world: World) -> Dataset:
 
 
 def _weights_file(folder: Path, config: InferConfig) -> Path:
+    """The file of the weights: best.pt or last.pt of the run, or a file of the user."""
     if isinstance(config.weights, str):
         return folder / f"{config.weights}.pt"
     if not config.weights.is_file():
@@ -112,7 +138,11 @@ def _weights_file(folder: Path, config: InferConfig) -> Path:
 def _predict_chunks(
     model: nn.Module, data: Dataset, settings: RunConfig, config: InferConfig, world: World
 ) -> Iterator[Tensor]:
-    """What is to be written, in its order; of several ranks the first one gets it."""
+    """The rows to write, in the order of node ids. With several ranks, rank 0 gets the rows of all.
+
+    In ranks other than 0 the chunks are empty, and the caller must iterate over them, since each sends
+    rows.
+    """
     if isinstance(data, ShardedData):
         ids, scores = _predict_shard(model, data, settings, config, world)
         yield from _gather_to_first(data.channel, ids, _select(scores, data, config), data.num_nodes)
@@ -143,7 +173,10 @@ def _predict_chunks(
 def _predict_shard(
     model: nn.Module, data: ShardedData, settings: RunConfig, config: InferConfig, world: World
 ) -> tuple[Tensor, Tensor]:
-    """(ids, ascending, their scores): of the rank's own nodes, or of those that were dealt to it."""
+    """([n] ascending node ids, [n, C] scores) that this rank computes.
+
+    Exact inference computes a rank's own nodes, sampled inference the seeds that the loader gave to it.
+    """
     shard = data.shard
     if config.inference == "sampled":
         seeds = torch.arange(data.num_nodes) if config.nodes == "all" else config.nodes
@@ -166,14 +199,22 @@ def _predict_shard(
 
 
 def _sampled_in_order(settings: RunConfig) -> Sampled:
+    """The run's method, for batches that hold every seed once, in the order of the seeds."""
     if not isinstance(settings.method, Sampled):
         raise ValueError("inference=sampled needs the fan-outs of a run by method=sampled: set inference=exact")
     return dataclasses.replace(settings.method, shuffle=False, drop_last=False)
 
 
 def _gather_to_first(channel: Channel, ids: Tensor, rows: Tensor, num_nodes: int) -> Iterator[Tensor]:
-    """The rows of all ranks by ascending ids, piece by piece, for the first rank; the others get nothing."""
+    """The rows of all ranks in the order of node ids, chunk by chunk, in rank 0.
+
+    Other ranks get empty chunks.
+
+    ids: [n] ascending ids of this rank's rows. Every rank must iterate to the end, since a chunk is an
+    all-to-all.
+    """
     for start in range(0, num_nodes, CHUNK_NODES):
+        # This rank's rows with start <= id < start + CHUNK_NODES.
         low, high = torch.searchsorted(ids, torch.tensor([start, start + CHUNK_NODES])).tolist()
         num_sent = torch.tensor([high - low] + [0] * (channel.size - 1))
         num_received = channel.counts(num_sent).tolist()
@@ -183,10 +224,16 @@ def _gather_to_first(channel: Channel, ids: Tensor, rows: Tensor, num_nodes: int
 
 
 def _select(scores: Tensor, data: Dataset, config: InferConfig) -> Tensor:
+    """The values to write for [n, C] scores: the scores as float32, or classes."""
     return scores.float() if config.write == "scores" else _classes(scores, data.task)
 
 
 def _classes(scores: Tensor, task: str) -> Tensor:
+    """The classes of [n, C] scores: [n] int64, the largest score.
+
+    With several labels per node they are [n, C] uint8, and with a single output [n] uint8: 1 for a score
+    above 0.
+    """
     if task == "multi":
         return (scores > 0).to(torch.uint8)
     if scores.size(-1) == 1:
@@ -195,8 +242,10 @@ def _classes(scores: Tensor, task: str) -> Tensor:
 
 
 def _write(path: Path, chunks: Iterator[Tensor], num_rows: int) -> None:
-    """The rows as one .npy file, which is never in memory as a whole."""
-    first = next(chunks)  # before a file that is there is touched: what can go wrong has by now
+    """Write the rows as one .npy file, chunk by chunk."""
+    # The first chunk has run the model. Most errors come before it, and then a file that exists is left as
+    # it is.
+    first = next(chunks)
     header = {
         "descr": first.numpy().dtype.str,
         "fortran_order": False,

@@ -8,12 +8,12 @@ from typing import ClassVar, Literal
 from hopline.util.config import Keywords, RemovedSetting, check_fields, nearest, settings
 
 NAMES = ("sage", "gcn", "gat", "gatv2", "gin", "graphconv", "pna", "transformer", "mlp", "gcnii", "appnp")
-"""Models that `hopline.run.models.make_model` builds by name."""
+"""The names of models that `hopline.run.models.make_model` builds."""
 
 
 @settings
 class ModelSpec:
-    """A model by name."""
+    """The settings of a model that `make_model`, or a function of the user, builds."""
 
     REMOVED: ClassVar = {
         "residual_first": RemovedSetting(False, "set model.residual=before"),
@@ -44,14 +44,15 @@ class ModelSpec:
     residual: Literal["none", "after", "before"] = "none"
     """Residual connections between layers of equal width, added after or before the activation."""
     linear: bool = False
-    """Linear layers before the convs and after them. Jumping knowledge then includes the output of the first one."""
+    """Linear layers before the convs and after them. Jumping knowledge then includes the output of the
+    first one."""
     jk: Literal["none", "cat", "max", "lstm", "last"] = "none"
     """Jumping knowledge: how the outputs of all layers are joined."""
     out_heads: int = 1
     """Number of attention heads of the output layer, whose outputs are averaged."""
     conv: Keywords = field(default_factory=dict, hash=False)
-    """Keyword arguments of PyG's conv, such as model.conv.aggr=max for SAGEConv. For GATConv, model.conv.heads=8 splits
-    `hidden` among the heads."""
+    """Keyword arguments of PyG's conv, such as model.conv.aggr=max for SAGEConv. For GATConv,
+    model.conv.heads=8 splits `hidden` among the heads."""
 
     def __post_init__(self) -> None:
         check_fields(self)

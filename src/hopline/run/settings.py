@@ -1,4 +1,11 @@
-"""Settings of each command, what it takes as key=value: plain data, so that reading them needs no torch."""
+"""Settings of each command, typed as key=value, and settings of an earlier run, read from its folder.
+
+The settings are plain data, and the module imports no torch, so that help and refusals come at once. The
+sentence under a field is its line in `hopline COMMAND --keys`.
+
+A run folder may come from somebody else. So reading its config.json imports no module that it names, unless
+the user names the same method (`load_config`) or trusts the model's module (`load_trusted`).
+"""
 
 from __future__ import annotations
 
@@ -22,27 +29,28 @@ from hopline.training.settings import TrainSettings, upgrade_schedule
 from hopline.util.config import RemovedSetting, check_fields, from_dict, parse_chunk_bytes, settings
 
 DATA_ROOT = {"data_root": RemovedSetting(None, "set the environment variable HOPLINE_DATA")}
-"""A setting that commands had for the folder in which datasets are found by name."""
+"""The removed setting for the folder of datasets that are found by name, for a class's `REMOVED`."""
 SPLIT_SHARES = {"split_shares": RemovedSetting(None, "set split=0.6,0.2,0.2")}
-"""A setting that commands had for the shares of a split that is drawn."""
+"""The removed setting for the shares of a split that is drawn, for a class's `REMOVED`."""
 
 
 @settings
 class RunConfig(TrainSettings, LaunchSettings):
-    """A whole run: what `hopline train` takes as key=value."""
+    """The settings of a whole run: of `hopline train` and `hopline plan`."""
 
     REMOVED: ClassVar = DATA_ROOT | SPLIT_SHARES
     data: str = "demo"
     """Dataset: a name, a folder or an .npz file."""
     split: int | tuple[float, float, float] = 0
-    """Number of the split, from 0, for datasets that come with several. Or shares of train, valid and test nodes, such
-    as 0.6,0.2,0.2: they are drawn among the labelled nodes, the same for every seed=."""
+    """Number of the split, from 0, for datasets that come with several. Or shares of train, valid and test
+    nodes, such as 0.6,0.2,0.2: they are drawn among the labelled nodes, the same for every seed=."""
     symmetrize: bool | None = None
-    """Whether the reverse of every edge is added when the dataset is converted. Each choice is stored by itself.
-    Default: as the dataset says."""
+    """Whether the reverse of every edge is added when the dataset is converted. Each choice is stored by
+    itself. Default: as the dataset says."""
     features: Literal["given", "normalized", "standardized", "one_hot"] = "given"
-    """Input features: `given` as stored, `normalized` with rows divided by their sums, `standardized` with columns of
-    mean 0 and deviation 1, `one_hot` with a column per node, so that model.linear=true learns an embedding per node."""
+    """Input features: `given` as stored, `normalized` with rows divided by their sums, `standardized` with
+    columns of mean 0 and deviation 1, `one_hot` with a column per node, so that model.linear=true learns an
+    embedding per node."""
     model: ModelSpec = ModelSpec()
     """The model."""
     method: Sampled | Historical | FullBatch | Auto | Method = Sampled()
@@ -55,7 +63,8 @@ class RunConfig(TrainSettings, LaunchSettings):
     out: Path | None = None
     """Run folder to write. Default: runs/NAME-TIME."""
     weights: Path | None = None
-    """Initial weights: a `state_dict` file of the same model, from PyG or `hopline export`. Default: drawn by seed=."""
+    """Initial weights: a `state_dict` file of the same model, from PyG or `hopline export`. Default: drawn
+    by seed=."""
 
     def __post_init__(self) -> None:
         TrainSettings.__post_init__(self)
@@ -70,23 +79,24 @@ class RunConfig(TrainSettings, LaunchSettings):
 
     @property
     def conversion(self) -> dict[str, Any]:
-        """Options of the dataset's conversion, as far as they were given."""
+        """Options of the dataset's conversion that the user has set, as keywords of `open_dataset`."""
         return {} if self.symmetrize is None else {"symmetrize": self.symmetrize}
 
 
 @settings
 class ExportConfig:
-    """What `hopline export RUN FILE` takes as key=value."""
+    """The settings of `hopline export RUN FILE`."""
 
     weights: Literal["best", "last"] = "best"
     """Weights of the run: those of the best evaluation, or the last ones."""
     trust: bool = False
-    """Permission to import and run the module that config.json names for the model (model=package.module:function)."""
+    """Permission to import and run the module that config.json names for the model
+    (model=package.module:function)."""
 
 
 @settings
 class InferConfig(LaunchSettings):
-    """What `hopline infer RUN` takes as key=value."""
+    """The settings of `hopline infer RUN`."""
 
     REMOVED: ClassVar = DATA_ROOT
     nodes: Literal["all", "train", "valid", "test"] = "all"
@@ -102,16 +112,17 @@ class InferConfig(LaunchSettings):
     device: str = "cpu"
     """Device that computes the layers."""
     chunk_bytes: str | int | None = None
-    """Memory for the chunks of a layer, without the embeddings of all nodes, such as 2GiB. Default: chunks by edges, a
-    million on the CPU."""
+    """Memory for the chunks of a layer, without the embeddings of all nodes, such as 2GiB. Default: chunks
+    by edges, a million on the CPU."""
     folder: Path | None = None
-    """Folder for the embeddings as memory-mapped files. The same command resumes from them after a kill. Default: in
-    memory."""
+    """Folder for the embeddings as memory-mapped files. The same command resumes from them after a kill.
+    Default: in memory."""
     hops: int | None = None
-    """Hops around a node that a model with forward(x, edge_index) alone reads. Default: those of the run's fan-outs, or
-    the whole graph where these are too few."""
+    """Hops around a node that a model with forward(x, edge_index) alone reads. Default: those of the run's
+    fan-outs, or the whole graph where these are too few."""
     trust: bool = False
-    """Permission to import and run the module that config.json names for the model (model=package.module:function)."""
+    """Permission to import and run the module that config.json names for the model
+    (model=package.module:function)."""
     out: Path | None = None
     """The .npy file to write. Default: RUN/predictions.npy."""
 
@@ -125,7 +136,7 @@ class InferConfig(LaunchSettings):
 
 @settings
 class ConvertConfig(EdgeOptions):
-    """What `hopline convert SOURCE FOLDER` takes as key=value."""
+    """The settings of `hopline convert SOURCE FOLDER`."""
 
     REMOVED: ClassVar = DATA_ROOT | SPLIT_SHARES
     nodes: Path | None = None
@@ -137,8 +148,8 @@ class ConvertConfig(EdgeOptions):
     num_nodes: int | None = None
     """Number of nodes. Default: as the files tell."""
     split: tuple[float, float, float] | None = None
-    """Shares of train, valid and test nodes, such as 0.6,0.2,0.2, drawn among the labelled nodes and stored. Default:
-    the split of the source."""
+    """Shares of train, valid and test nodes, such as 0.6,0.2,0.2, drawn among the labelled nodes and
+    stored. Default: the split of the source."""
     overwrite: bool = False
     """Permission to replace a dataset in the folder."""
 
@@ -150,16 +161,17 @@ class ConvertConfig(EdgeOptions):
 
 @settings
 class PartitionConfig:
-    """What `hopline partition DATASET FOLDER` takes as key=value."""
+    """The settings of `hopline partition DATASET FOLDER`."""
 
     REMOVED: ClassVar = DATA_ROOT
     shards: int = 0
     """Number of shards, one for each rank. Required."""
     how: Literal["metis", "streaming", "random", "range", "labels"] = "metis"
-    """Partition of the nodes: few edges between parts (metis, or streaming in little memory), random, by id or by
-    label."""
+    """Partition of the nodes: few edges between parts (metis, or streaming in little memory), random, by id
+    or by label."""
     labels: str = "y"
-    """Labels for how=labels: y, or the name of a table with one column of integers, such as a part per node."""
+    """Labels for how=labels: y, or the name of a table with one column of integers, such as a part per
+    node."""
     seed: int = 0
     """Seed of metis, streaming and random."""
     slack: float = 0.1
@@ -175,20 +187,26 @@ class PartitionConfig:
 
 @settings
 class NotImported(Method):
-    """A method of the user's own that a run folder names. Its module was not imported, which would run it."""
+    """A method of the user that a run folder names.
+
+    Its module was not imported, because that would run it.
+    """
 
     name: str
-    """As it was typed: package.module:Class."""
+    """The method as it was typed: package.module:Class."""
 
     def bind(self, job: Job) -> Work:
         raise ValueError(f"the run was trained by a method of its user: type method={self.name}")
 
 
 def load_config(folder: Path, *, own_method: str = "") -> RunConfig:
-    """The settings of an earlier run, from its folder.
+    """Return the settings of an earlier run, from config.json in its folder.
 
-    own_method: the one method of the user's own that is imported, since the command names it too. Any other is
-    `NotImported`: the folder may come from somebody else.
+    own_method: the one method of the user ("package.module:Class") that may be imported, because the
+        command names it too. Any other becomes `NotImported`, since the folder may come from somebody else.
+
+    Raises:
+        ValueError: The folder is no run folder, or config.json is damaged or holds other settings.
     """
     path = folder / "config.json"
     try:
@@ -205,7 +223,7 @@ def load_config(folder: Path, *, own_method: str = "") -> RunConfig:
             f"weights with model.load_state_dict(torch.load('{folder}/best.pt')) and predict with hl.infer.exact"
         )
     if isinstance(config, dict) and stored.get("format", 1) < 2 and config.get("symmetrize") is False:
-        config["symmetrize"] = None  # what it meant when it was written
+        config["symmetrize"] = None  # format 1 wrote false for "as the dataset says"
     try:
         config = upgrade_config(stored["config"])
         method = config.get("method")
@@ -219,17 +237,22 @@ def load_config(folder: Path, *, own_method: str = "") -> RunConfig:
 
 
 def upgrade_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a stored run, as this version has them where two settings became one."""
+    """Return the settings of a stored run as this version has them, where settings were merged or renamed.
+
+    Settings that were removed without a successor are handled by `REMOVED` of their class.
+    """
     upgraded = dict(config)
-    upgraded.pop("gradients", None)  # of a program that gave the Trainer these settings and gradients=
+    # A program may have passed these settings and gradients= to the Trainer, which stored both.
+    upgraded.pop("gradients", None)
 
     shares = upgraded.pop("split_shares", None)
     if shares is not None:
         upgraded["split"] = shares
 
-    # A process on the CPU evaluated: evaluate=async_cpu, or before that evaluate=async with evaluate_on=host. With
-    # evaluate=async the run is the same: results are acted on as in the blocking run, whoever computes them. Only where
-    # a GPU trained, metrics may differ in the last digits.
+    # Earlier versions could evaluate in a process on the CPU: evaluate=async_cpu, and before that
+    # evaluate=async with evaluate_on=host. evaluate=async gives the same run, since its results are used as
+    # in a blocking run, whoever computes them. Only metrics of a run on a GPU may differ in the last
+    # digits.
     upgraded.pop("evaluate_on", None)
     if upgraded.get("evaluate") == "async_cpu":
         upgraded["evaluate"] = "async"
@@ -254,9 +277,13 @@ def upgrade_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_trusted(folder: Path, trust: bool) -> RunConfig:
-    """The settings of a run whose model is to be built; one of the user's own code only if that is trusted.
+    """Return the settings of a run whose model is to be built.
 
-    A run folder may come from somebody else, and importing a module runs it.
+    A run folder may come from somebody else, and importing a module runs it. So a model of the user's code
+    needs `trust`.
+
+    Raises:
+        ValueError: The settings cannot be read, or the model needs `trust`.
     """
     config = load_config(folder)
     if ":" in config.model.name and not trust:
@@ -269,11 +296,14 @@ def load_trusted(folder: Path, trust: bool) -> RunConfig:
 
 
 EDGE_LISTS = (".csv", ".gz", ".parquet", ".pq", ".txt", ".tsv")
-"""How the names of edge lists end."""
+"""Suffixes of files that are read as edge lists."""
 
 
 def check_conversion(source: str, folder: Path, config: ConvertConfig) -> None:
-    """Refuse a conversion of what does not exist, over what does, or with settings that mean nothing for it."""
+    """Raise ValueError for a conversion that cannot work, before anything is read or written.
+
+    The source does not exist, the folder holds a dataset, or a setting means nothing for the source.
+    """
     path = Path(source).expanduser()
     suffix = path.suffix.lower()
     if is_dataset(folder) and not config.overwrite:

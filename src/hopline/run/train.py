@@ -1,4 +1,16 @@
-"""A run from its settings: the one place that turns names into objects."""
+"""A run from its settings: the one place that turns names into objects.
+
+    train(config)                in the process of the command
+      launch.run(train_rank)     in every rank: starts processes, or joins those of torchrun or srun
+        _open_together           the dataset, one copy per host
+        make_model               the model, from its name
+        _run_folder              runs/NAME-TIME, the same in all ranks
+        _resolve_auto_method     method=auto becomes a method
+        Trainer(...).fit()
+
+Settings travel to the ranks as plain data (`to_dict`), and a run comes back in the same way, since ranks
+may be other processes.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +52,18 @@ from hopline.util.own_code import MAX_REASON_CHARACTERS, whole_name
 from hopline.util.trace import RegionStatistics
 
 RUNS = Path("runs")
-"""Where runs are written that are not told where, in the current folder."""
+"""The folder, in the current one, in which runs without out= are written."""
 MAX_NAME_CHARACTERS = 100
-"""Characters of a dataset's name, as of the names of arrays."""
+"""Most characters of a dataset's name, as of the names of arrays."""
 
 
 def train(config: RunConfig) -> Run:
-    """Open the data, build the model, train, test."""
-    find_device(config.device)  # before processes are started, each of which would say it
+    """Open the dataset, build the model, train and test it.
+
+    Returns:
+        The run of this process, or of rank 0 if processes were started.
+    """
+    find_device(config.device)  # before processes are started, each of which would raise the same error
     config = _with_whole_paths(config)
     launch_settings = launch_settings_of(config)
     run = launch.run(train_rank, launch_settings, to_dict(config), device=config.device)
@@ -55,22 +71,26 @@ def train(config: RunConfig) -> Run:
 
 
 def launch_settings_of(config: LaunchSettings) -> LaunchSettings:
-    """The settings of a launch alone, from those of a command that has them among its own."""
+    """The launch settings alone, from the settings of a command that include them."""
     names = [field.name for field in dataclasses.fields(LaunchSettings)]
     return LaunchSettings(**{name: getattr(config, name) for name in names})
 
 
 def _with_whole_paths(config: RunConfig) -> RunConfig:
-    """The settings with paths that mean the same everywhere: `hopline infer` may be called from another folder."""
+    """The settings with absolute paths, since `hopline infer` may run in another folder and reads them."""
     path = locate(config.data, options=config.conversion).path
-    if path is not None and path == Path(config.data).expanduser():  # and not a name under the data root
+    # A dataset that was named, and found under HOPLINE_DATA, keeps its name.
+    if path is not None and path == Path(config.data).expanduser():
         config = dataclasses.replace(config, data=str(path.resolve()))
     model = dataclasses.replace(config.model, name=whole_name(config.model.name))
     return dataclasses.replace(config, model=model)
 
 
 def train_rank(world: World, stored: dict[str, Any]) -> Run | dict[str, Any]:
-    """One rank's part of a run; with several of them, what is left of the run as plain data."""
+    """Run one rank's part of a run. Returns the run, as plain data if there are several ranks.
+
+    stored: a `RunConfig` as plain data, since it may come from another process.
+    """
     config = from_dict(RunConfig, stored)
     with print_messages(config.show):
         data = _open_together(config, world)
@@ -99,7 +119,7 @@ def train_rank(world: World, stored: dict[str, Any]) -> Run | dict[str, Any]:
 
 
 def check_name(name: str) -> None:
-    """Refuse a dataset whose name, under which its runs are written and shown, is a path or holds control characters.
+    """Raise ValueError for a dataset whose name cannot name a run folder, such as a path.
 
     A dataset may come from somebody else, and must not choose where files are written.
     """
@@ -113,13 +133,21 @@ def check_name(name: str) -> None:
 
 
 def _for_model(config: RunConfig, model: nn.Module, data: Dataset) -> RunConfig:
-    """The settings with those of the method that follow model and graph as numbers, as config.json keeps them."""
+    """The settings with numbers for settings of the method that depend on the model and the graph.
+
+    `method.fanouts=auto` becomes 15,10,5 for a model of three layers, for example. config.json stores the
+    numbers.
+    """
     method = config.method.for_model(as_walkable(model)).for_graph(data.num_nodes)
     return dataclasses.replace(config, method=method)  # type: ignore[arg-type]
 
 
 def _resolve_auto_method(config: RunConfig, model: nn.Module, data: Dataset, folder: Path, world: World) -> RunConfig:
-    """The settings with method=auto replaced: by what the run that goes on began with, or by what fits and is fast."""
+    """The settings with a method in place of method=auto; other settings are returned as they are.
+
+    A run that is resumed keeps the method with which it began. Else the method is the fastest that fits.
+    Rank 0 decides, and the other ranks get its settings: each would time the steps differently.
+    """
     if not isinstance(config.method, Auto):
         return config
     resolved: dict[str, Any] | None = None
@@ -135,7 +163,7 @@ def _resolve_auto_method(config: RunConfig, model: nn.Module, data: Dataset, fol
 
 
 def plan(config: RunConfig) -> list[Candidate]:
-    """What each method would take of the run's budget, and how long an epoch would last."""
+    """Return the memory of each method within the run's budget, and its time per epoch. Does not train."""
     data = open_data(config)
     torch.manual_seed(config.seed)
     model = make_model(config.model, data).to(find_device(config.device))
@@ -145,7 +173,7 @@ def plan(config: RunConfig) -> list[Candidate]:
 
 
 def _from_plain(plain: dict[str, Any]) -> Run:
-    """A run that came from another process."""
+    """A run that came from another process as plain data, with objects in its lists again."""
     entry_types = {"history": EpochEnd, "evaluations": Evaluation, "stages": RegionStatistics}
     fields = {**plain, "folder": Path(plain["folder"])}
     for name, entry_type in entry_types.items():
@@ -154,19 +182,28 @@ def _from_plain(plain: dict[str, Any]) -> Run:
 
 
 def _open_together(config: RunConfig, world: World) -> Dataset:
-    """The run's dataset, one copy of it per host; what has to be downloaded or converted is so once."""
+    """The run's dataset, one copy of it per host. Every rank must call this.
+
+    The first rank of each host opens it. If it lies in a folder, the other ranks open the folder after rank
+    0 has, when the dataset was downloaded and converted.
+    """
     if is_shards(config.data):
         return _open_shards(config, world)
     data = open_data(config) if world.local_rank == 0 else None
     is_mapped = data is not None and data.folder is not None
-    is_mapped = world.broadcast_object(is_mapped)  # all hosts wait for the first rank
+    # The answer of rank 0. The call also makes all ranks wait until rank 0 has opened the dataset.
+    is_mapped = world.broadcast_object(is_mapped)
     if not is_mapped:
-        return share(data, world)
+        return share(data, world)  # made in memory: the host's ranks share the copy of one of them
     return data if data is not None else open_data(config)
 
 
 def _open_shards(config: RunConfig, world: World) -> Dataset:
-    """A folder of shards: each rank has one of them, or one process all."""
+    """The dataset of a folder of shards: one shard per rank, or all shards joined in one process.
+
+    Raises:
+        ValueError: A setting would change the dataset, which must happen before it is partitioned.
+    """
     if config.symmetrize or config.features != "given":
         raise ValueError(f"{config.data} is cut already: leave out symmetrize= and features=, or cut it with them")
     if isinstance(config.split, tuple):
@@ -182,7 +219,11 @@ def _open_shards(config: RunConfig, world: World) -> Dataset:
 
 @contextlib.contextmanager
 def _run_folder(name: str, config: RunConfig, world: World) -> Iterator[Path]:
-    """The folder of the run: the one that was asked for, or under runs/ the one to resume, or a new one."""
+    """The folder of the run: out=, or under runs/ the folder of the run to resume, or a new one.
+
+    Rank 0 decides, and all ranks get its answer. At the end of the context, folders that this call has
+    created and that are still empty are removed: the run failed before it wrote anything.
+    """
     if config.out is not None:
         yield config.out
         return
@@ -197,13 +238,16 @@ def _run_folder(name: str, config: RunConfig, world: World) -> Iterator[Path]:
     try:
         yield Path(world.broadcast_object(str(run_folder)))
     finally:
-        with contextlib.suppress(OSError):  # not empty: the run has begun
+        with contextlib.suppress(OSError):  # a folder that is not empty cannot be removed, and stays
             for folder in new_folders:
                 folder.rmdir()
 
 
 def _newest_run(name: str, config: RunConfig) -> Path | None:
-    """The newest run of the same settings that has a checkpoint."""
+    """The folder of the newest run with the same settings and a checkpoint; None if there is none.
+
+    name: of the dataset, with which the folder's name begins.
+    """
     own_method = to_dict(config)["method"]["kind"]
     any_method = isinstance(config.method, Auto)
     identity = _identity(config, any_method)
@@ -219,7 +263,7 @@ def _newest_run(name: str, config: RunConfig) -> Path | None:
 
 
 def _new_folder(name: str) -> Path:
-    """A new folder, made at once: of runs that begin in the same second each gets its own."""
+    """A new run folder. It is created here, so that runs that begin in the same second get one each."""
     by_time = RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = by_time
     number = 1
@@ -237,14 +281,18 @@ def _new_folder(name: str) -> Path:
 
 
 def _identity(config: RunConfig, any_method: bool) -> RunConfig:
-    """The settings that make it the same run, whatever it shows and wherever it is."""
+    """The settings that decide whether two runs are the same, with defaults for those that do not.
+
+    A resumed run may show less, run on other ranks, or train for more epochs. any_method: also ignore the
+    method, for method=auto.
+    """
     launch_defaults = {field.name: field.default for field in dataclasses.fields(LaunchSettings)}
     config = dataclasses.replace(config, method=Sampled()) if any_method else config
     return dataclasses.replace(config, resume=False, show=True, out=None, epochs=1, checkpoint_s=0.0, **launch_defaults)
 
 
 def open_data(config: RunConfig) -> Dataset:
-    """The run's dataset in one process, its rows as the run wants them."""
+    """Return the run's dataset in one process, with the features and the split of the settings."""
     if is_shards(config.data):
         return _open_shards(config, World.alone())
     if isinstance(config.split, tuple):
@@ -261,11 +309,15 @@ def open_data(config: RunConfig) -> Dataset:
 
 
 DDP_PREFIX = "module."
-"""What torch's DistributedDataParallel puts before the names of weights."""
+"""The prefix that torch's DistributedDataParallel adds to the names of weights."""
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """A `state_dict` file into a model; nothing in it is executed."""
+    """Load a `state_dict` file into a model. Nothing in the file is executed (weights_only).
+
+    Raises:
+        ValueError: The file is missing or damaged, or holds weights of another model.
+    """
     if not path.exists():
         raise ValueError(f"there are no weights at {path}: the run has not finished an epoch, or they were removed")
     try:
