@@ -106,7 +106,7 @@ def test_partition_and_verify(graph: Path, tmp_path: Path, settings: tuple[str, 
     assert_refused(command("train", folder, "model.hidden=4", "devices=2"), words)
     assert command("partition", graph, folder, "shards=2", "how=labels", "overwrite=true").status == 0
     assert hl.shards.open_shard(folder, 1).num_shards == 2
-    assert_refused(command("train", folder, "symmetrize=true"), "is cut already")
+    assert_refused(command("train", folder, "symmetrize=true"), "is in shards already")
     assert_refused(command("verify", folder / "shard-0"), "give the folder above it")
 
 

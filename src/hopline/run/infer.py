@@ -98,19 +98,19 @@ def _open(settings: RunConfig, config: InferConfig, world: World) -> Dataset:
     if not is_shards(settings.data):
         if world.size > 1:
             raise ValueError(
-                f"devices={world.size} is for a dataset in shards: leave it out, or cut the dataset by `hopline "
+                f"devices={world.size} is for a dataset in shards: leave it out, or type `hopline "
                 f"partition {settings.data} FOLDER shards={world.size}` and give data=FOLDER"
             )
         data = open_data(settings)
     elif settings.symmetrize or settings.features != "given":
         raise ValueError(
             f"the run has symmetrize=true or features={settings.features}, which cannot be made of shards: give data= "
-            "the dataset that was cut"
+            "the dataset that was partitioned"
         )
     elif isinstance(settings.split, tuple):
         raise ValueError(
             f"the run drew its split, and nodes={config.nodes} cannot be drawn on shards: give data= the dataset that "
-            "was cut, or set nodes=all"
+            "was partitioned, or set nodes=all"
         )
     elif world.size == 1 and config.inference == "exact":
         data = AllShards(settings.data, split=settings.split)
@@ -160,7 +160,10 @@ def _predict_chunks(
     options: dict[str, Any] = {"chunk_bytes": config.chunk_bytes, "device": world.device, "folder": config.folder}
     if isinstance(data, AllShards):
         if config.hops is not None:
-            raise ValueError("hops= is for a dataset that is not cut: leave it out, or give data= the one that was cut")
+            raise ValueError(
+                "hops= is for a dataset that is not in shards: leave it out, or give data= the dataset that was "
+                "partitioned"
+            )
         read_scores = shard_by_shard.exact_rows(model, data, split_ids, show=True, **options)
     else:
         walk = as_walkable(model)

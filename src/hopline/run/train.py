@@ -205,12 +205,15 @@ def _open_shards(config: RunConfig, world: World) -> Dataset:
         ValueError: A setting would change the dataset, which must happen before it is partitioned.
     """
     if config.symmetrize or config.features != "given":
-        raise ValueError(f"{config.data} is cut already: leave out symmetrize= and features=, or cut it with them")
+        raise ValueError(
+            f"{config.data} is in shards already: leave out symmetrize= and features=, or train on the dataset that "
+            "was partitioned"
+        )
     if isinstance(config.split, tuple):
         shares = ",".join(f"{share:g}" for share in config.split)
         raise ValueError(
-            f"{config.data} is cut already, so no split can be drawn: type `hopline convert DATASET FOLDER "
-            f"split={shares}` and cut FOLDER by `hopline partition`, or leave split= out"
+            f"{config.data} is in shards already, so no split can be drawn: leave split= out, or type "
+            f"`hopline convert DATASET FOLDER split={shares}` and partition FOLDER with `hopline partition`"
         )
     if world.size == 1:
         return join_shards(config.data, split=config.split)
