@@ -1,4 +1,16 @@
-"""The `hopline` command: a name plus key=value overrides, never a flag per option."""
+"""The `hopline` command: a subcommand, a name, and settings as key=value.
+
+`main` runs one command and turns every error into one line and an exit status:
+
+    0      done
+    1      an error of hopline, a rank that failed, or a bad finding of the doctor
+    2      a mistake that the user can mend
+    128+N  signal N ended the command (130: Ctrl-C)
+
+Settings are those of the classes in `run/settings.py`, so that there is no flag per option. A command first
+checks its settings, names and paths, which needs no torch. Only then it imports torch, PyG and Numba, so
+that help and refusals come at once. Docstrings of commands and `help=` texts are what `--help` prints.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +46,6 @@ from hopline.util.log import print_messages
 from hopline.util.own_code import own_settings
 from hopline.util.signals import Interrupted
 
-# A command imports what it computes with (torch, PyG, Numba) only after its settings, names and paths have proved to be
-# right, so that help and refusals come at once.
-
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -45,13 +54,14 @@ app = typer.Typer(
     "--debug shows the traceback of an error.",
 )
 INTERRUPTED = 130
-"""The exit status of a command that was ended by Ctrl-C."""
+"""Exit status of a command that Ctrl-C ended: 128 plus the number of SIGINT."""
 PIPE_COLUMNS = 140
-"""The width of tables where standard output is not a terminal, in characters. A rule of thumb."""
+"""Width of tables in characters, if standard output is not a terminal. A rule of thumb."""
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings. --keys lists them with their defaults.")
 ]
-# Declared for the help text alone: `main` answers --keys before typer asks for a source.
+# Declared for the help text alone. `main` answers --keys itself, since typer would ask for missing
+# arguments first.
 ShowKeys = Annotated[
     bool,
     typer.Option("--keys", help="List all settings with their defaults. --keys GROUP describes one group in full."),
@@ -64,17 +74,19 @@ SETTINGS = {
     "convert": ConvertConfig,
     "partition": PartitionConfig,
 }
-"""What each command takes as key=value."""
+"""The settings class of each command that has settings."""
 
 
 @contextmanager
 def _loading() -> Iterator[None]:
-    """A context in which torch, PyG and the engine are imported: without Python's garbage collector.
+    """Import torch and PyG in this context, while Python's garbage collector is off.
 
-    These imports make half a million objects that live as long as the process. The collector would look through all of
-    them several times on the way, 0.7 s together, and later once more in the middle of an epoch.
+    These imports create half a million objects that live as long as the process. The collector would scan
+    all of them several times during the imports, 0.7 s together, and once more in the middle of an epoch.
+    `gc.freeze` excludes them from later scans.
     """
-    if "torch" in sys.modules:  # a program that calls `main` has objects of its own
+    # A program that calls `main` has objects of its own, which must not be frozen.
+    if "torch" in sys.modules:
         yield
         return
     gc.disable()
@@ -83,7 +95,8 @@ def _loading() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-        atexit.register(gc.unfreeze)  # else libraries report at the end that their objects were never freed
+        # Else libraries report at exit that their objects were never freed.
+        atexit.register(gc.unfreeze)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -121,7 +134,9 @@ def train(
     try:
         run = commands.train(config)
     except Interrupted as signal:
-        raise _SignalExit(signal) from None  # typer would make one and the same status of every interruption
+        # `Interrupted` is a KeyboardInterrupt, for which typer would exit with one status, whatever the
+        # signal.
+        raise _SignalExit(signal) from None
     if run.rank == 0:  # torchrun and srun start this command once per rank
         print(f"\n{run}")
 
@@ -152,6 +167,7 @@ def plan(
 
 
 def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print rows under the names of their columns."""
     from rich.console import Console
     from rich.table import Table
 
@@ -246,7 +262,7 @@ def partition(
 
 
 def _without_dashes(arguments: list[str]) -> list[str]:
-    """`--key value` as key=value."""
+    """Arguments with `--key value` and `--key=value` as key=value."""
     settings = []
     words = iter(arguments)
     for word in words:
@@ -306,9 +322,12 @@ def doctor() -> None:
 
 
 def _run_config(name: str, overrides: list[str] | None) -> RunConfig:
-    """A recipe with other settings, on a dataset that exists; `hopline train epochs=3` is the demo with one."""
+    """The settings of a recipe or dataset with overrides.
+
+    Raises ValueError if the dataset does not exist.
+    """
     settings = list(overrides or [])
-    if "=" in name:
+    if "=" in name:  # no name: `hopline train epochs=3` is the demo
         settings.insert(0, name)
         name = "demo"
     imports_torch = any(map(_names_own_method, settings))
@@ -319,12 +338,12 @@ def _run_config(name: str, overrides: list[str] | None) -> RunConfig:
 
 
 def _names_own_method(setting: str) -> bool:
-    """Whether it is method=package.module:Class, a method of the user's own."""
+    """Whether a setting is method=package.module:Class, a method of the user. Its module imports torch."""
     return setting.startswith("method=") and ":" in setting
 
 
 class _SignalExit(Exception):
-    """A signal ended a run that can go on."""
+    """A signal ended a run that can be resumed."""
 
     def __init__(self, signal: Interrupted) -> None:
         self.number = signal.number
@@ -332,10 +351,13 @@ class _SignalExit(Exception):
 
 
 def _print_keys(command: str, before: list[str], groups: list[str]) -> None:
-    """Every setting on a line of its own, by groups; of a group that is named, with all that there is to say.
+    """Print the settings of a command, a line for each. Groups that are named are printed in full.
 
-    before: what was typed before --keys: perhaps a recipe, whose values are shown in place of the defaults. A method of
-    the user's own, here or among the groups, is shown with the others.
+    before: words that were typed before --keys. If the first one is a recipe, its values are shown in place
+        of the defaults.
+    groups: words that were typed after --keys. None: all groups, in short.
+
+    A method of the user, in either list, is listed with the other methods.
     """
     if command not in SETTINGS:
         raise ValueError(f"hopline {command} has no settings: --keys is for {', '.join(SETTINGS)}")
@@ -351,6 +373,7 @@ def _print_keys(command: str, before: list[str], groups: list[str]) -> None:
             hint = nearest(group, titles)
             raise ValueError(f"there is no group {group!r} of settings.{hint} Groups: {', '.join(titles)}.")
 
+    # On a terminal a setting has one line, which ends at the right edge. In a file or pipe lines are whole.
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for title in titles:
         if groups and not any(_is_named(title, group) for group in groups):
@@ -373,17 +396,20 @@ def _print_keys(command: str, before: list[str], groups: list[str]) -> None:
 
 
 def _is_named(title: str, name: str) -> bool:
-    """Whether a group is meant by a name: "method" is all of "method=sampled" and so on, "sampled" one of them."""
+    """Whether a name means a group: "method" means every "method=KIND", and "sampled" only
+    "method=sampled"."""
     return name in (title, *title.split("="))
 
 
 def main() -> None:
-    """Run the command; a user's mistake ends in one sentence and status 2."""
+    """Run the command line of this process, and exit. The module docstring has the exit statuses."""
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"] or ["--help"]
     if "" not in sys.path:
-        sys.path.append("")  # model=my_module:function and method=my_module:Class find one in the current folder
-    if "torch" not in sys.modules:  # else a program has called this, whose settings are its own
+        # model=my_module:function and method=my_module:Class may name a module of the current folder.
+        sys.path.append("")
+    # A program that has imported torch and calls `main` keeps its own settings of the heap.
+    if "torch" not in sys.modules:
         keep_freed_memory()
     try:
         _check_command(arguments)
@@ -397,8 +423,9 @@ def main() -> None:
     except _SignalExit as interruption:
         print(interruption, file=sys.stderr)
         sys.exit(128 + interruption.number)
-    except BrokenPipeError:  # of `hopline train --keys | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tries again at its end, and fails
+    except BrokenPipeError:  # `hopline train --keys | head`
+        # Python flushes standard output again at exit, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     except KeyboardInterrupt:
         status = INTERRUPTED
@@ -414,10 +441,12 @@ def main() -> None:
 
 
 def _commands() -> list[str]:
+    """The names of all commands."""
     return [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
 
 
 def _check_command(arguments: list[str]) -> None:
+    """Raise ValueError for a command that does not exist, with a suggestion. arguments: at least one."""
     commands = _commands()
     command = arguments[0]
     if not command.startswith("-") and command not in commands:
@@ -426,14 +455,19 @@ def _check_command(arguments: list[str]) -> None:
 
 
 class _Failure(NamedTuple):
-    """What a command says about an error, and its exit status."""
+    """The message of a command that failed, and its exit status."""
 
     message: str
+    """One line for the user."""
     status: int
-    """2 for what the user can mend, 1 for what we should."""
+    """2 for a mistake that the user can mend, 1 for other errors."""
 
 
 def _describe_error(error: BaseException) -> _Failure:
+    """The message and the exit status for an exception.
+
+    Errors of hopline itself get the name of their type.
+    """
     if isinstance(error, StageError) and error.__cause__ is not None:
         error = error.__cause__
     if hasattr(error, "format_message"):  # typer's own errors

@@ -1,6 +1,8 @@
-"""Metrics of predictions: accuracy, micro-F1, ROC-AUC and MRR; for all of them higher is better.
+"""Metrics of predictions: accuracy, micro-F1, ROC-AUC and MRR. For all of them higher is better.
 
-Also which way a metric of the user's own is better, as far as its name tells.
+A metric gets the scores and labels of the same rows (MRR: scores alone) and returns a float. It refuses
+empty input and NaN scores, for which it is undefined. `mode_of` tells by the name whether higher or lower
+is better, for metrics of the user.
 """
 
 import re
@@ -12,23 +14,32 @@ from torch import Tensor
 
 Mode = Literal["max", "min"]
 """Whether the largest or the smallest value of a metric is the best, in the words of torch's schedulers."""
-# Words of names, of which one is enough: "val_loss", "hits@10", "accuracy_of_3".
+
+# ---- words in the name of a metric, of which one is enough: "val_loss", "hits@10", "accuracy_of_3"
+
 _RISES = {
     *("acc", "accuracy", "ap", "auc", "auprc", "auroc", "f1", "hits", "kappa", "map", "mcc", "mrr", "ndcg"),
     *("precision", "r2", "recall", "score"),
 }
+"""Words of metrics for which higher is better."""
 _FALLS = {
     *("bce", "brier", "ce", "entropy", "err", "error", "errors", "kl", "logloss", "loss", "mae", "mape", "mse", "nll"),
     *("perplexity", "rmse", "rmsle"),
 }
+"""Words of metrics for which lower is better."""
 _NEGATIONS = {"inverse", "minus", "neg", "negative"}
+"""Words that may turn the direction round, so that the name does not tell it."""
 
 
 def mode_of(name: str) -> Mode | None:
-    """Return "max" or "min", which way a metric is better, told by the words of its name; None if they do not tell.
+    """Return whether the largest ("max") or the smallest value ("min") of a metric is the best, by its
+    name.
 
     Args:
-        name: Such as "val_loss" or "hits@10".
+        name: The name of the metric, such as "val_loss" or "hits@10".
+
+    Returns:
+        None if the words do not tell, or contradict each other.
 
     Example:
         >>> hl.metrics.mode_of("val_loss"), hl.metrics.mode_of("hits@10"), hl.metrics.mode_of("distance")
@@ -44,7 +55,7 @@ def mode_of(name: str) -> Mode | None:
 
 
 def accuracy(scores: Tensor, y: Tensor) -> float:
-    """Return the share of rows whose class is right.
+    """Return the share of rows whose class is predicted correctly.
 
     Args:
         scores: [n, C] scores, or [n] class ids.
@@ -65,7 +76,7 @@ def accuracy(scores: Tensor, y: Tensor) -> float:
 
 
 def micro_f1(scores: Tensor, y: Tensor) -> float:
-    """Return the F1 of all labels pooled; 0 when no label is present or predicted.
+    """Return the F1 of all labels pooled: 2 * hits / (predicted + present), or 0 without any of these.
 
     Args:
         scores: [n, C] logits; above 0 predicts the label.
@@ -89,14 +100,15 @@ def micro_f1(scores: Tensor, y: Tensor) -> float:
 
 
 def roc_auc(scores: Tensor, y: Tensor) -> float:
-    """Return the chance that a positive row scores above a negative one, a tie counting one half.
+    """Return the probability that a positive row scores above a negative one. A tie counts one half.
 
     Args:
         scores: [n] scores, or [n, 2] scores of the negative and the positive class.
         y: [n] of zeros and ones.
 
     Raises:
-        ValueError: There are no rows, a score is NaN, the shapes do not fit, or `y` has other values or only one class.
+        ValueError: There are no rows, a score is NaN, the shapes do not fit, or `y` has other values or
+            only one class.
 
     Example:
         >>> hl.metrics.roc_auc(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1]))
@@ -112,18 +124,22 @@ def roc_auc(scores: Tensor, y: Tensor) -> float:
     num_negative = len(y) - num_positive
     if not num_positive or not num_negative:
         raise ValueError("roc_auc needs rows of both classes, and y holds only one: evaluate on more rows.")
+
+    # The Mann-Whitney statistic. With ranks from 1 for the lowest score, the rank of a positive row counts
+    # itself, the positives below it and the negatives below it. So the wins over negatives are the sum of
+    # the positives' ranks minus 1 + 2 + ... + num_positive.
     _, group, size = scores.unique(return_inverse=True, return_counts=True)
-    # Equal scores share the mean of the ranks that they take up.
+    # Equal scores form a group and share the mean of its ranks, which makes a tie count one half.
     rank = (size.cumsum(0).double() - (size.double() - 1) / 2)[group]
     num_wins = rank[is_positive].sum().item() - num_positive * (num_positive + 1) / 2
     return num_wins / (num_positive * num_negative)
 
 
 def mrr(scores: Tensor) -> float:
-    """Return the mean reciprocal rank of column 0 in each row, a tie counting half a place.
+    """Return the mean reciprocal rank of column 0 in each row. A tie counts half a rank.
 
     Args:
-        scores: [n, 1 + k], the positive in column 0 and k negatives after it.
+        scores: [n, 1 + k] scores, the positive in column 0 and k negatives after it.
 
     Raises:
         ValueError: There are no rows, a score is NaN, or there is no negative.
@@ -148,9 +164,11 @@ METRICS: dict[str, Callable[..., float]] = {
     "roc_auc": roc_auc,
     "mrr": mrr,
 }
+"""The metrics by name, as in `Dataset.metric`."""
 
 
 def _check(name: str, scores: Tensor, y: Tensor | None = None) -> None:
+    """Raise ValueError for input on which no metric is defined. name: of the metric."""
     if scores.numel() == 0 or (y is not None and y.numel() == 0):
         raise ValueError(f"{name} of no rows is undefined: give at least one row.")
     if torch.isnan(scores).any():
@@ -158,6 +176,7 @@ def _check(name: str, scores: Tensor, y: Tensor | None = None) -> None:
 
 
 def _is_positive(name: str, y: Tensor) -> Tensor:
+    """A bool mask of the ones in `y`. Raises ValueError if `y` has values other than 0 and 1."""
     is_positive = y == 1
     if not (is_positive | (y == 0)).all():
         raise ValueError(f"{name} needs y of 0 and 1 only: leave unlabelled rows out.")
@@ -165,4 +184,5 @@ def _is_positive(name: str, y: Tensor) -> Tensor:
 
 
 def _shape_error(name: str, scores: Tensor, y: Tensor, expected: str) -> ValueError:
+    """An error for scores and labels whose shapes do not fit."""
     return ValueError(f"{name} needs {expected}, not {list(scores.shape)} and {list(y.shape)}.")
