@@ -396,8 +396,7 @@ def _print_keys(command: str, before: list[str], groups: list[str]) -> None:
 
 
 def _is_named(title: str, name: str) -> bool:
-    """Whether a name means a group: "method" means every "method=KIND", and "sampled" only
-    "method=sampled"."""
+    """Whether a name means a group. "method" means all of "method=KIND", "sampled" only "method=sampled"."""
     return name in (title, *title.split("="))
 
 

@@ -32,8 +32,7 @@ _NEGATIONS = {"inverse", "minus", "neg", "negative"}
 
 
 def mode_of(name: str) -> Mode | None:
-    """Return whether the largest ("max") or the smallest value ("min") of a metric is the best, by its
-    name.
+    """Return whether the largest ("max") or the smallest ("min") value of a metric is best, by its name.
 
     Args:
         name: The name of the metric, such as "val_loss" or "hits@10".
