@@ -206,10 +206,12 @@ def _estimate_epoch_s(plan: Plan, budget: Budget, outline: RunOutline) -> float:
 
 def _time_steps(work: Work, job: Job) -> list[float]:
     """Seconds of each timed step, without the first one, which warms up, unless it is the only one."""
-    units = chain.from_iterable(units_from(work, epoch) for epoch in count(1))
+    epochs = (units_from(work, epoch) for epoch in count(1))
     durations_s: list[float] = []
     with preserve_rng(job.device), own_threads(job):
-        for unit in islice(units, 1 + NUM_TIMED_STEPS):
+        # No name for the chain: it is freed at the end of the loop, which closes the work's iterator in
+        # this context.
+        for unit in islice(chain.from_iterable(epochs), 1 + NUM_TIMED_STEPS):
             start_s = time.perf_counter()
             total = unit.size if unit.total_size is None else unit.total_size
             unit.forward_backward(total or 1)
