@@ -248,8 +248,8 @@ def first_nodes(data: Dataset, num_nodes: int) -> Dataset:
     graph = data.graph
     num_in_edges = int(graph.indptr[num_nodes])
     is_inside = graph.indices[:num_in_edges] < num_nodes
-    # [num_in_edges + 1]: edges from inside among the first e edges. At the old offsets, these are the new
-    # ones.
+    # [num_in_edges + 1] int64. Entry e counts the edges from inside among the first e edges, so that the
+    # entries at the old offsets are the new offsets.
     num_inside_before = torch.cat([is_inside.new_zeros(1, dtype=torch.int64), is_inside.cumsum(0)])
     indptr = num_inside_before[graph.indptr[: num_nodes + 1]]
     indices = graph.indices[:num_in_edges][is_inside]

@@ -250,7 +250,7 @@ def _to_json(value: Any, annotation: Any) -> Any:
 
 
 def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
-    """Return the settings object that `to_dict` was given.
+    """Return a settings object equal to the one that `to_dict` was given.
 
     Raises ValueError for unknown keys and wrong types.
     """
@@ -483,9 +483,7 @@ def _field_value(annotation: Any, current: Any, group: Sequence[_Assignment], ke
 
 
 def _short_field(annotation: Any) -> str | None:
-    """The field that an assignment to the whole means: `model=gcn` is `model.name=gcn`.
-
-    None if there is none.
+    """The field that an assignment to the whole means, or None: `model=gcn` is `model.name=gcn`.
 
     A settings class names the field in `SHORT`. By default it is `name`, if the class has one.
     """
