@@ -106,7 +106,7 @@ def test_partition_and_verify(graph: Path, tmp_path: Path, settings: tuple[str, 
     assert_refused(command("train", folder, "model.hidden=4", "devices=2"), words)
     assert command("partition", graph, folder, "shards=2", "how=labels", "overwrite=true").status == 0
     assert hl.shards.open_shard(folder, 1).num_shards == 2
-    assert_refused(command("train", folder, "symmetrize=true"), "is cut already")
+    assert_refused(command("train", folder, "symmetrize=true"), "is in shards already")
     assert_refused(command("verify", folder / "shard-0"), "give the folder above it")
 
 
@@ -210,7 +210,7 @@ def test_the_tables_of_historical_runs_are_one_line_of_the_help():
     text = command("train", "--help").out
     assert "gas-MODEL-DATASET" in text
     assert "gas-gcn-cora" not in text
-    assert_refused(command("train", "gas-pna-reddit"), "there is no run 'gas-pna-reddit'", "reddit is there for gcn")
+    assert_refused(command("train", "gas-pna-reddit"), "there is no run 'gas-pna-reddit'", "reddit has runs of gcn")
 
 
 def test_settings_of_every_level_can_be_overridden(graph: Path, tmp_path: Path):

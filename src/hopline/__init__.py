@@ -1,17 +1,26 @@
-"""hopline trains any PyTorch Geometric model on a graph that does not fit.
+"""hopline trains any PyTorch Geometric model on a graph that does not fit into memory.
 
-`hl.open` and `hl.from_*` make a `Dataset`; `hl.Trainer` trains a model on it by a method: `hl.Sampled`, `hl.Historical`
-or `hl.FullBatch`. `hl.nn` has the layer walk, `hl.infer` exact and sampled inference, `hl.metrics` metrics, `hl.shards`
-datasets cut for ranks, `hl.interop` other frameworks, and `hl.extend` what authors of methods, tables and convs need.
+`hl.open` and `hl.from_*` make a `Dataset`. `hl.Trainer` trains a model on it with a method: `hl.Sampled`,
+`hl.Historical` or `hl.FullBatch`.
 
-Examples in docstrings take `import torch` and `import hopline as hl` for granted.
+| module | for |
+|---|---|
+| `hl.nn` | models as a list of layers |
+| `hl.infer` | exact and sampled inference |
+| `hl.metrics` | accuracy, F1, ROC-AUC, MRR |
+| `hl.shards` | datasets partitioned into a shard per rank |
+| `hl.interop` | samplers and tables for other frameworks |
+| `hl.extend` | names for authors of methods, tables, convs and callbacks |
+
+Names are imported on first use, so that `import hopline` costs nothing (`util/lazy.py`). Examples in
+docstrings assume `import torch` and `import hopline as hl`.
 """
 
 from typing import TYPE_CHECKING
 
 from hopline.util.lazy import on_first_use
 
-if TYPE_CHECKING:  # for type checkers and editors; at run time names are imported when they are first used
+if TYPE_CHECKING:  # type checkers and editors need real imports; at run time `__getattr__` below imports
     from hopline import extend, interop, metrics, nn, shards
     from hopline import inference as infer
     from hopline.contract import Budget

@@ -1,4 +1,4 @@
-"""`python -m hopline`: the same command, for torchrun and the like."""
+"""`python -m hopline` is the command `hopline`, for launchers of Python modules such as torchrun."""
 
 from hopline.cli import main
 

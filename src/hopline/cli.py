@@ -1,4 +1,16 @@
-"""The `hopline` command: a name plus key=value overrides, never a flag per option."""
+"""The `hopline` command: a subcommand, a name, and settings as key=value.
+
+`main` runs one command and turns every error into one line and an exit status:
+
+    0      done
+    1      an error of hopline, a rank that failed, or a bad finding of the doctor
+    2      a mistake that the user can mend
+    128+N  signal N ended the command (130: Ctrl-C)
+
+Settings are those of the classes in `run/settings.py`, so that there is no flag per option. A command first
+checks its settings, names and paths, which needs no torch. Only then it imports torch, PyG and Numba, so
+that help and refusals come at once. Docstrings of commands and `help=` texts are what `--help` prints.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +19,10 @@ import gc
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -34,21 +46,25 @@ from hopline.util.log import print_messages
 from hopline.util.own_code import own_settings
 from hopline.util.signals import Interrupted
 
-# A command imports what it computes with (torch, PyG, Numba) only after its settings, names and paths have proved to be
-# right, so that help and refusals come at once.
-
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Train PyTorch Geometric models on graphs that do not fit. Settings are key=value; --debug shows tracebacks.",
+    help="Train PyTorch Geometric models on graphs that do not fit into memory. Settings are typed as key=value. "
+    "--debug shows the traceback of an error.",
 )
 INTERRUPTED = 130
-"""The exit status of a command that was ended by Ctrl-C."""
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value settings, for example model.hidden=64")]
-# Declared for the help text alone: `main` answers --keys before typer asks for a source.
+"""Exit status of a command that Ctrl-C ended: 128 plus the number of SIGINT."""
+PIPE_COLUMNS = 140
+"""Width of tables in characters, if standard output is not a terminal. A rule of thumb."""
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings. --keys lists them with their defaults.")
+]
+# Declared for the help text alone. `main` answers --keys itself, since typer would ask for missing
+# arguments first.
 ShowKeys = Annotated[
-    bool, typer.Option("--keys", help="List all settings with their defaults; --keys GROUP describes those of a group.")
+    bool,
+    typer.Option("--keys", help="List all settings with their defaults. --keys GROUP describes one group in full."),
 ]
 SETTINGS = {
     "train": RunConfig,
@@ -58,17 +74,19 @@ SETTINGS = {
     "convert": ConvertConfig,
     "partition": PartitionConfig,
 }
-"""What each command takes as key=value."""
+"""The settings class of each command that has settings."""
 
 
 @contextmanager
 def _loading() -> Iterator[None]:
-    """A context in which torch, PyG and the engine are imported: without Python's garbage collector.
+    """Import torch and PyG in this context, while Python's garbage collector is off.
 
-    These imports make half a million objects that live as long as the process. The collector would look through all of
-    them several times on the way, 0.7 s together, and later once more in the middle of an epoch.
+    These imports create half a million objects that live as long as the process. The collector would scan
+    all of them several times during the imports, 0.7 s together, and once more in the middle of an epoch.
+    `gc.freeze` excludes them from later scans.
     """
-    if "torch" in sys.modules:  # a program that calls `main` has objects of its own
+    # A program that calls `main` has objects of its own, which must not be frozen.
+    if "torch" in sys.modules:
         yield
         return
     gc.disable()
@@ -77,11 +95,12 @@ def _loading() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-        atexit.register(gc.unfreeze)  # else libraries report at the end that their objects were never freed
+        # Else libraries report at exit that their objects were never freed.
+        atexit.register(gc.unfreeze)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
         print(f"hopline {__version__}")
         raise typer.Exit
 
@@ -100,100 +119,112 @@ def train(
     name: Annotated[
         str,
         typer.Argument(
-            help=f"A recipe ({', '.join(RECIPES)}, or gas-MODEL-DATASET for historical "
-            "embeddings), a dataset, or a folder"
+            help=f"A recipe ({', '.join(RECIPES)}, or gas-MODEL-DATASET for historical embeddings), the name of a "
+            "dataset, a folder or an .npz file."
         ),
     ] = "demo",
     overrides: Overrides = None,
     keys: ShowKeys = False,
 ) -> None:
-    """Train, evaluate, test, and write a run folder."""
-    config = _config(name, overrides)
+    """Train, evaluate and test a model, and write a run folder."""
+    config = _run_config(name, overrides)
     with _loading():
-        from hopline.run import train as run
+        from hopline.run import train as commands
 
     try:
-        done = run.train(config)
+        run = commands.train(config)
     except Interrupted as signal:
-        raise _SignalExit(signal) from None  # typer would make one and the same status of every interruption
-    if done.rank > 0:  # torchrun and srun start this command once per rank
-        return
-    print(f"\n{done}")
-    return
+        # `Interrupted` is a KeyboardInterrupt, for which typer would exit with one status, whatever the
+        # signal.
+        raise _SignalExit(signal) from None
+    if run.rank == 0:  # torchrun and srun start this command once per rank
+        print(f"\n{run}")
 
 
 @app.command()
 def plan(
-    name: Annotated[str, typer.Argument(help="A recipe, a dataset, or a folder, as for train")] = "demo",
+    name: Annotated[str, typer.Argument(help="A recipe, a dataset or a folder, as for train.")] = "demo",
     overrides: Overrides = None,
     keys: ShowKeys = False,
 ) -> None:
-    """Show what each method would take of a budget=8GiB, and how long an epoch would last; trains nothing."""
-    config = _config(name, overrides)
+    """Compare the methods' memory and time per epoch within a budget. Does not train."""
+    config = _run_config(name, overrides)
+
+    with _loading():
+        from hopline.run import train as commands
+        from hopline.run.compare_methods import recommend, table_of
+
+    candidates = commands.plan(config)
+    _print_table(("method", "device", "host", "disk", "epoch", "steps", "how"), table_of(candidates))
+    for candidate in candidates:
+        if candidate.plan is not None:
+            for line in candidate.plan.lines():
+                print(f"{candidate.name} {line}")
+    best = recommend(candidates)
+    if best is None:
+        raise ValueError("no method fits this budget: set a larger budget=, or make the model or the batches smaller")
+    print(f"recommended: method={best.name}, the fastest steps of those that fit")
+
+
+def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print rows under the names of their columns."""
     from rich.console import Console
     from rich.table import Table
 
-    with _loading():
-        from hopline.run import train as run
-        from hopline.run.compare_methods import recommend, table_of
-
-    found = run.plan(config)
-    table = Table("method", "device", "host", "disk", "an epoch", "steps", "how")
-    for row in table_of(found):
+    table = Table(*columns)
+    for row in rows:
         table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
-    for candidate in found:
-        for line in [] if candidate.plan is None else candidate.plan.lines():
-            print(f"{candidate.name} {line}")
-    best = recommend(found)
-    if best is None:
-        raise ValueError("no method fits this budget: give more, or make the model or the batches smaller")
-    print(f"recommended: method={best.name}, whose steps are the fastest of those that fit")
-    return
+    width = None if sys.stdout.isatty() else PIPE_COLUMNS
+    Console(width=width).print(table)
 
 
 @app.command()
 def infer(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder")],
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     overrides: Overrides = None,
     keys: ShowKeys = False,
 ) -> None:
-    """Predict with a run's best weights and write an .npy file."""
+    """Predict with a run's weights and write an .npy file."""
     config = override(InferConfig(), overrides or [])
     load_trusted(folder, config.trust)
     with _loading():
         from hopline.run.infer import predict
 
-    written = predict(folder, config)
-    if written is not None:  # torchrun and srun start this command once per rank
-        print(f"predictions: {written}")
-    return
+    file = predict(folder, config)
+    if file is not None:  # torchrun and srun start this command once per rank
+        print(f"predictions: {file}")
 
 
 @app.command()
 def export(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder")],
-    file: Annotated[Path, typer.Argument(help="The .pt file to write")],
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The .pt file to write.")],
     overrides: Overrides = None,
     keys: ShowKeys = False,
 ) -> None:
-    """Write a run's weights as a plain state_dict that PyG and torch load."""
+    """Write a run's weights as a state_dict file for PyG and torch."""
     config = override(ExportConfig(), overrides or [])
     load_trusted(folder, config.trust)
     from hopline.run import commands
 
     print(f"weights: {commands.export(folder, file, config)}")
-    return
 
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(help="A .npz, .csv, .parquet or .npy file, an OGB or DGL folder, or a name")],
-    folder: Annotated[Path, typer.Argument(help="The dataset folder to write")] = Path(),
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE", help="An .npz, .csv, .parquet or .npy file, an OGB or DGL folder, or a dataset's name."
+        ),
+    ],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="The dataset folder to write.", show_default=False)
+    ] = Path(),
     overrides: Overrides = None,
     keys: ShowKeys = False,
 ) -> None:
-    """Bring a graph into hopline's format: a folder of plain arrays that opens at once."""
+    """Convert a graph into hopline's format, a folder of plain arrays."""
     if folder == Path() or "=" in str(folder):
         raise ValueError(f"say where to write the dataset: hopline convert {source} FOLDER")
     config = override(ConvertConfig(), overrides or [])
@@ -205,17 +236,21 @@ def convert(
     print(f"{data!r}\nwritten to {folder}")
     if "split" in data.meta:
         print(f"split: {data.meta['split']}")
-    return
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
 def partition(
-    source: Annotated[str, typer.Argument(metavar="DATASET", help="A dataset folder, file or name")],
-    folder: Annotated[Path, typer.Argument(help="The folder of shards to write")] = Path(),
-    overrides: Annotated[list[str] | None, typer.Argument(help="shards=N how=metis, or --shards N --how metis")] = None,
+    source: Annotated[str, typer.Argument(metavar="DATASET", help="A dataset's folder, file or name.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="The folder of shards to write.", show_default=False)
+    ] = Path(),
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Settings, such as shards=4 how=metis, or --shards 4 --how metis."),
+    ] = None,
     keys: ShowKeys = False,
 ) -> None:
-    """Cut a dataset into shards that ranks open one each: nodes, in-edges, halo maps, rows, labels."""
+    """Partition a dataset into shards, one per rank."""
     if folder == Path() or "=" in str(folder) or str(folder).startswith("-"):
         raise ValueError(f"say where to write the shards: hopline partition {source} FOLDER shards=4")
     config = override(PartitionConfig(), _without_dashes(overrides or []))
@@ -224,22 +259,24 @@ def partition(
 
     print(commands.partition_dataset(source, folder, config))
     print(f"written to {folder}")
-    return
 
 
 def _without_dashes(arguments: list[str]) -> list[str]:
-    """`--key value` as key=value."""
-    found, words = [], iter(arguments)
+    """Arguments with `--key value` and `--key=value` as key=value."""
+    settings = []
+    words = iter(arguments)
     for word in words:
         if word.startswith("--") and "=" not in word:
             word = f"{word}={next(words, '')}"
-        found.append(word.removeprefix("--"))
-    return found
+        settings.append(word.removeprefix("--"))
+    return settings
 
 
 @app.command()
-def verify(folder: Annotated[Path, typer.Argument(help="A dataset folder, or a folder of shards")]) -> None:
-    """Check every byte and every value of a dataset folder, or that shards are one dataset."""
+def verify(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A dataset folder, or a folder of shards.")],
+) -> None:
+    """Check the checksums and values of a dataset, or of its shards."""
     locate(folder)
     from hopline.data.store import verify as verify_folder
     from hopline.shards.shard import is_shards
@@ -254,24 +291,18 @@ def verify(folder: Annotated[Path, typer.Argument(help="A dataset folder, or a f
 def datasets(
     overrides: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
 ) -> None:
-    """List the datasets that can be opened by name, and those in the folder that HOPLINE_DATA names."""
+    """List the datasets known by name, and those in $HOPLINE_DATA."""
     if overrides:
         raise ValueError(
             f"hopline datasets takes no settings, and was given {overrides[0]}: to list another folder, set the "
             "environment variable HOPLINE_DATA"
         )
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("name", "what it is", "where")
-    for row in names():
-        table.add_row(*map(str, row))
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    _print_table(("name", "what it is", "where"), [[str(cell) for cell in row] for row in names()])
 
 
 @app.command()
-def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder")]) -> None:
-    """Write a run's report.html again from its files."""
+def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]) -> None:
+    """Rebuild report.html from a run folder."""
     from hopline.report.writer import write_html
 
     print(f"report: {write_html(folder)}")
@@ -279,141 +310,177 @@ def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run fol
 
 @app.command()
 def doctor() -> None:
-    """Look at this machine: versions, cores, memory, kernels."""
+    """Check this machine: versions, cores, memory and kernels."""
     from hopline.run.doctor import examine
 
     findings = list(examine())
-    for what, finding, fine in findings:
-        print(f"{'ok ' if fine else 'BAD'}  {what:<16} {finding}")
-    if not all(fine for _, _, fine in findings):
+    for subject, text, is_fine in findings:
+        mark = "ok " if is_fine else "BAD"
+        print(f"{mark}  {subject:<16} {text}")
+    if not all(is_fine for _, _, is_fine in findings):
         raise typer.Exit(1)
 
 
-def _config(name: str, overrides: list[str] | None) -> RunConfig:
-    """A recipe with other settings, on a dataset that exists; `hopline train epochs=3` is the demo with one."""
+def _run_config(name: str, overrides: list[str] | None) -> RunConfig:
+    """The settings of a recipe or dataset with overrides.
+
+    Raises ValueError if the dataset does not exist.
+    """
     settings = list(overrides or [])
-    if "=" in name:
-        name, settings = "demo", [name, *settings]
-    with _loading() if any(map(_names_method, settings)) else nullcontext():  # importing it imports torch
+    if "=" in name:  # no name: `hopline train epochs=3` is the demo
+        settings.insert(0, name)
+        name = "demo"
+    imports_torch = any(map(_names_own_method, settings))
+    with _loading() if imports_torch else nullcontext():
         config = override(find_recipe(name)(), settings)
     locate(config.data, options=config.conversion)
     return config
 
 
-def _names_method(setting: str) -> bool:
-    """Whether it is method=package.module:Class, a method of the user's own."""
+def _names_own_method(setting: str) -> bool:
+    """Whether a setting is method=package.module:Class, a method of the user. Its module imports torch."""
     return setting.startswith("method=") and ":" in setting
 
 
 class _SignalExit(Exception):
-    """A signal ended a run that can go on."""
+    """A signal ended a run that can be resumed."""
 
     def __init__(self, signal: Interrupted) -> None:
         self.number = signal.number
         super().__init__(f"interrupted by {signal.name}. To resume, type the same command with resume=true")
 
 
-def _print_keys(command: str, before: list[str], wanted: list[str]) -> None:
-    """Every setting on a line of its own, by groups; of a group that is named, with all that there is to say.
+def _print_keys(command: str, before: list[str], groups: list[str]) -> None:
+    """Print the settings of a command, a line for each. Groups that are named are printed in full.
 
-    before: what was typed before --keys: perhaps a recipe, whose values are shown in place of the defaults. A method of
-    the user's own, here or among the groups, is shown with the others.
+    before: words that were typed before --keys. If the first one is a recipe, its values are shown in place
+        of the defaults.
+    groups: words that were typed after --keys. None: all groups, in short.
+
+    A method of the user, in either list, is listed with the other methods.
     """
     if command not in SETTINGS:
         raise ValueError(f"hopline {command} has no settings: --keys is for {', '.join(SETTINGS)}")
     is_run = SETTINGS[command] is RunConfig
     recipe = RECIPES.get(before[0]) if is_run and before else None
-    typed = [word for word in [*before, *wanted] if is_run and _names_method(word)]
-    own = {word: own_settings("method", word.partition("=")[2], Method) for word in typed}
-    found = settings_of(SETTINGS[command], None if recipe is None else recipe(), own)
-    titles = list(dict.fromkeys(setting.group for setting in found))
-    for group in wanted:
-        if not any(_is_in(group, title) for title in titles):
+    values = None if recipe is None else recipe()
+    own_methods = [word for word in [*before, *groups] if is_run and _names_own_method(word)]
+    own_classes = {word: own_settings("method", word.partition("=")[2], Method) for word in own_methods}
+    settings = settings_of(SETTINGS[command], values, own_classes)
+    titles = list(dict.fromkeys(setting.group for setting in settings))
+    for group in groups:
+        if not any(_is_named(title, group) for title in titles):
             hint = nearest(group, titles)
             raise ValueError(f"there is no group {group!r} of settings.{hint} Groups: {', '.join(titles)}.")
+
+    # On a terminal a setting has one line, which ends at the right edge. In a file or pipe lines are whole.
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for title in titles:
-        if wanted and not any(_is_in(group, title) for group in wanted):
+        if groups and not any(_is_named(title, group) for group in groups):
             continue
         print(f"\n{title}")
-        for setting in (s for s in found if s.group == title):
-            typed = f"{setting.key}={'VALUE' if setting.default is None else setting.default}"
-            if wanted:
-                print(f"  {typed}\n      {setting.sentence} ({setting.expected})")
-            else:
-                line = f"  {typed:<34} {setting.sentence}"
-                print(line if width is None or len(line) <= width else f"{line[: width - 1]}…")
-    if not wanted:
-        print(f"\nA group in full: hopline {command} --keys {titles[-1]}")
+        for setting in settings:
+            if setting.group != title:
+                continue
+            default = "VALUE" if setting.default is None else setting.default
+            assignment = f"{setting.key}={default}"
+            if groups:
+                print(f"  {assignment}\n      {setting.sentence} ({setting.expected})")
+                continue
+            line = f"  {assignment:<34} {setting.sentence}"
+            if width is not None and len(line) > width:
+                line = f"{line[: width - 1]}…"
+            print(line)
+    if not groups:
+        print(f"\nFor a group in full, type hopline {command} --keys {titles[-1]}")
 
 
-def _is_in(name: str, title: str) -> bool:
-    """Whether a group is meant by a name: "method" is all of "method=sampled" and so on, "sampled" one of them."""
+def _is_named(title: str, name: str) -> bool:
+    """Whether a name means a group. "method" means all of "method=KIND", "sampled" only "method=sampled"."""
     return name in (title, *title.split("="))
 
 
 def main() -> None:
-    """Run the command; a user's mistake ends in one sentence and status 2."""
+    """Run the command line of this process, and exit. The module docstring has the exit statuses."""
     debug = "--debug" in sys.argv
-    arguments = [a for a in sys.argv[1:] if a != "--debug"] or ["--help"]
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"] or ["--help"]
     if "" not in sys.path:
-        sys.path.append("")  # model=my_module:function and method=my_module:Class find one in the current folder
-    if "torch" not in sys.modules:  # else a program has called this, whose settings are its own
+        # model=my_module:function and method=my_module:Class may name a module of the current folder.
+        sys.path.append("")
+    # A program that has imported torch and calls `main` keeps its own settings of the heap.
+    if "torch" not in sys.modules:
         keep_freed_memory()
     try:
         _check_command(arguments)
         if "--keys" in arguments and arguments[0] in _commands():
-            at = arguments.index("--keys")
-            _print_keys(arguments[0], arguments[1:at], arguments[at + 1 :])
+            index = arguments.index("--keys")
+            _print_keys(arguments[0], before=arguments[1:index], groups=arguments[index + 1 :])
             sys.exit(0)
         status = app(arguments, standalone_mode=False) or 0
-    except typer.Exit as done:
-        status = done.exit_code
-    except _SignalExit as ended:
-        print(ended, file=sys.stderr)
-        sys.exit(128 + ended.number)
-    except BrokenPipeError:  # of `hopline train --keys | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tries again at its end, and fails
+    except typer.Exit as exit_request:
+        status = exit_request.exit_code
+    except _SignalExit as interruption:
+        print(interruption, file=sys.stderr)
+        sys.exit(128 + interruption.number)
+    except BrokenPipeError:  # `hopline train --keys | head`
+        # Python flushes standard output again at exit, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     except KeyboardInterrupt:
         status = INTERRUPTED
     except Exception as error:
-        _fail(*_sentence(error), debug)
+        if debug:
+            raise
+        failure = _describe_error(error)
+        print(f"error: {failure.message}", file=sys.stderr)
+        sys.exit(failure.status)
     if status == INTERRUPTED:  # typer may turn Ctrl-C into this status itself
         print("interrupted", file=sys.stderr)
     sys.exit(status)
 
 
 def _commands() -> list[str]:
-    return [c.name or c.callback.__name__ for c in app.registered_commands if c.callback]
+    """The names of all commands."""
+    return [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
 
 
 def _check_command(arguments: list[str]) -> None:
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in _commands():
-        raise ValueError(f"there is no command {arguments[0]!r}.{nearest(arguments[0], _commands())}")
+    """Raise ValueError for a command that does not exist, with a suggestion. arguments: at least one."""
+    commands = _commands()
+    command = arguments[0]
+    if not command.startswith("-") and command not in commands:
+        hint = nearest(command, commands) or f" Commands: {', '.join(commands)}."
+        raise ValueError(f"there is no command {command!r}.{hint}")
 
 
-def _sentence(error: BaseException) -> tuple[str, int]:
-    """(what to tell the user, exit status): 2 for what the user can mend, 1 for what we should."""
+class _Failure(NamedTuple):
+    """The message of a command that failed, and its exit status."""
+
+    message: str
+    """One line for the user."""
+    status: int
+    """2 for a mistake that the user can mend, 1 for other errors."""
+
+
+def _describe_error(error: BaseException) -> _Failure:
+    """The message and the exit status for an exception.
+
+    Errors of hopline itself get the name of their type.
+    """
     if isinstance(error, StageError) and error.__cause__ is not None:
         error = error.__cause__
     if hasattr(error, "format_message"):  # typer's own errors
+        message = str(error.format_message())  # type: ignore[attr-defined]
         option = str(getattr(error, "option_name", "")).lstrip("-")
-        hint = f" Settings are key=value: type {option}=VALUE." if option else ""
-        return f"{error.format_message()}.{hint}" if hint else str(error.format_message()), 2  # type: ignore[attr-defined]
+        if option:
+            message = f"{message}. Settings are key=value: type {option}=VALUE."
+        return _Failure(message, 2)
     if isinstance(error, OSError) and error.strerror:
-        place = f"{error.filename}: " if error.filename else ""
-        return f"{place}{error.strerror}: check the path, its permissions and the free space", 2
+        file = f"{error.filename}: " if error.filename else ""
+        return _Failure(f"{file}{error.strerror}: check the path, its permissions and the free space", 2)
     text = str(error) or type(error).__name__
     if isinstance(error, PeerError | RankError):
-        return text, 1
+        return _Failure(text, 1)
     if isinstance(error, ValueError | OSError):
-        return text, 2
-    return f"{type(error).__name__}: {text} (run again with --debug for the traceback)", 1
-
-
-def _fail(sentence: str, status: int, debug: bool) -> NoReturn:
-    if debug:
-        raise  # the one being handled
-    print(f"error: {sentence}", file=sys.stderr)
-    sys.exit(status)
+        return _Failure(text, 2)
+    return _Failure(f"{type(error).__name__}: {text} (run again with --debug for the traceback)", 1)

@@ -1,12 +1,18 @@
-"""Names for authors of methods, tables, convs and callbacks.
+"""Names for authors of methods, tables, convs, callbacks and training loops.
 
-A method is a `Method` whose `bind(job)` returns `Work`, which yields a `Unit` per step; `BatchUnit` is the unit of one
-batch. `Method.plan` returns a `Plan` from an `Outline` of the run, and `Work.guarded` a work whose units keep to it.
-A table implements `Table`. `Block` and `Part` are what a conv gets in place of `edge_index`, `Rows` a handle to
-rows of a table. `Layers` computes a model layer by layer over the pieces of a `LayerPlan`, from and into the tables of
-`Boundaries`. `Gradients` says how ranks combine their gradients, and `World` has what ranks exchange. `StepEnd`,
-`EpochEnd` and `Evaluation` are what the hooks of a callback get. `Timers` and `Counters` listen to a run. `own_threads`
-and `keep_freed_memory` make loops of your own as fast as `Trainer.fit`.
+- Methods. `Method.bind(job)` returns a `Work`, which yields `Unit`s, and `BatchUnit` is the unit of one
+  batch. `Method.plan` returns a memory `Plan` from an `Outline` of the run, and `Work.guarded` a work that
+  keeps to it.
+- Tables. A table implements `Table`, and `Rows` is a handle to some of its rows.
+- Convs. A conv gets a `Block`, or its `Part`s, in place of `edge_index`.
+- Layer-wise computation. `Layers` computes a model layer by layer over the pieces of a `LayerPlan`. It
+  reads from and writes into the tables of `Boundaries`.
+- Ranks. `World` has the collective calls, and `Gradients` says how ranks combine their gradients.
+- Callbacks. Hooks get a `StepEnd`, an `EpochEnd` or an `Evaluation`. `Timers` and `Counters` listen to a
+  run.
+- Loops. `own_threads` and `keep_freed_memory` make a training loop of your own as fast as `Trainer.fit`.
+
+Names are imported on first use (`util/lazy.py`).
 """
 
 from typing import TYPE_CHECKING

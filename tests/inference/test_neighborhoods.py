@@ -342,5 +342,5 @@ def test_the_command_infers_by_the_hops_of_the_fan_outs_or_those_given(tmp_path:
         np.testing.assert_allclose(scores(**settings), wanted, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="Plain with hops=1 would not give its outputs on the whole graph"):
         scores(hops=1)
-    with pytest.raises(ValueError, match="hops= is about exact inference"):
+    with pytest.raises(ValueError, match="hops= is for exact inference"):
         scores(hops=2, inference="sampled")

@@ -150,9 +150,9 @@ def test_rows_reach_the_run_as_they_are_written():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("gas-pna-reddit", ["pna is there for ppi, arxiv, flickr, yelp, products;", "reddit is there for gcn, gcnii,"]),
-        ("gas-gat-amazon-photo", ["gat is there for cora, citeseer", "amazon-photo is there for gcn, appnp, gcnii"]),
-        ("gas-pna-jk-flickr", ["pna-jk is there for reddit;", "flickr is there for gcn, gcnii, pna"]),
+        ("gas-pna-reddit", ["pna has runs on ppi, arxiv, flickr, yelp, products;", "reddit has runs of gcn, gcnii,"]),
+        ("gas-gat-amazon-photo", ["gat has runs on cora, citeseer", "amazon-photo has runs of gcn, appnp, gcnii"]),
+        ("gas-pna-jk-flickr", ["pna-jk has runs on reddit;", "flickr has runs of gcn, gcnii, pna"]),
         ("gas-gcm-cora", ["models are gcn, gat, appnp, gcnii, pna, pna-jk, gin", "Did you mean 'gas-gcn-cora'?"]),
         ("gas-", ["models are gcn"]),
     ],

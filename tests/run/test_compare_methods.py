@@ -35,10 +35,10 @@ def test_every_method_is_planned_and_timed():
     outline = outline_of()
     found = compare(SAMPLED, outline, Budget(host="1GiB"))
     assert [c.name for c in found] == ["sampled", "historical", "full_batch"]
-    assert all(c.plan is not None and 0 < c.seconds < 60 for c in found)
+    assert all(c.plan is not None and 0 < c.epoch_s < 60 for c in found)
     assert [c.plan.steps for c in found if c.plan] == [3, 4, 1]
     best = recommend(found)
-    assert best is min(found, key=lambda c: c.seconds / c.plan.steps)  # type: ignore[union-attr]
+    assert best is min(found, key=lambda c: c.epoch_s / c.plan.steps)  # type: ignore[union-attr]
     rows = table_of(found)
     assert [len(row) for row in rows] == [7] * 3
     assert rows[0][-1] == "batches of 100 seeds, uncut"
@@ -57,13 +57,13 @@ def test_what_does_not_fit_in_memory_is_tried_with_files(tmp_path: Path, monkeyp
     whole = found[-1]
     assert isinstance(whole.method, FullBatch)
     assert (whole.plan is None, whole.method.folder) == (False, Path("tables"))
-    assert all(math.isnan(c.seconds) for c in found)
+    assert all(math.isnan(c.epoch_s) for c in found)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_fastest_step_is_recommended_of_those_that_fit():
     plan = plan_of(SAMPLED, outline_of(), Budget())  # of three steps
-    slow, fast = (Candidate(method=SAMPLED, plan=plan, seconds=s) for s in (3.0, 1.0))
+    slow, fast = (Candidate(method=SAMPLED, plan=plan, epoch_s=s) for s in (3.0, 1.0))
     refused = Candidate(method=Historical(), refusal="it does not fit")
     unknown = Candidate(method=FullBatch(), plan=plan)
     assert recommend([slow, fast, refused, unknown]) is fast
@@ -72,7 +72,7 @@ def test_the_fastest_step_is_recommended_of_those_that_fit():
 
 
 def test_auto_says_why_and_refuses_what_nothing_fits(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(choosing, "TIMED", 1)
+    monkeypatch.setattr(choosing, "NUM_TIMED_STEPS", 1)
     method, why = choose(outline_of(), Budget(host="1GiB"))
     assert why.startswith(f"method={choosing.kind_of(type(method))}: an epoch takes about ")
     with pytest.raises(ValueError, match="method=auto is found before a run"):
@@ -98,7 +98,7 @@ def test_the_first_nodes_are_the_graph_between_them():
 
 def test_a_large_graph_is_timed_on_a_part(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(choosing, "MAX_TIMED_EDGES", 1000)
-    outline, scale = choosing._smaller(outline_of())
+    outline, scale = choosing._shrink(outline_of())
     assert outline.data.num_nodes < 600
     assert scale == 4800 / outline.data.num_edges
     assert outline.train_ids.numel() > 0
@@ -148,14 +148,14 @@ def test_a_refusal_names_the_limit_that_was_given():
 
 
 def test_a_method_whose_steps_are_refused_leaves_the_others(monkeypatch: pytest.MonkeyPatch):
-    seconds = choosing._seconds
+    estimate_epoch_s = choosing._estimate_epoch_s
 
     def refused(plan: Plan, budget: Budget, outline: RunOutline) -> float:
         if isinstance(plan.method, Sampled):
             raise ValueError("a batch may take more")
-        return seconds(plan, budget, outline)
+        return estimate_epoch_s(plan, budget, outline)
 
-    monkeypatch.setattr(choosing, "_seconds", refused)
+    monkeypatch.setattr(choosing, "_estimate_epoch_s", refused)
     found = compare(SAMPLED, outline_of(), Budget(host="1GiB"))
     assert [c.plan is None for c in found] == [True, False, False]
     assert found[0].refusal == "a batch may take more"

@@ -113,7 +113,7 @@ def test_chunks_and_a_folder_change_no_prediction(done: Path, tmp_path: Path):
     torch.save({k: v + 1 for k, v in torch.load(done / "best.pt", weights_only=True).items()}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match=r"another inference \(other weights\): remove it, or choose another"):
         predictions(done, weights=tmp_path / "other.pt", folder=hidden)
-    with pytest.raises(ValueError, match=r"folder= is about exact inference: leave it out, or set inference=exact"):
+    with pytest.raises(ValueError, match=r"folder= is for exact inference: leave it out, or set inference=exact"):
         predictions(done, inference="sampled", folder=hidden)
     with pytest.raises(ValueError, match=r"chunk_bytes must be at least 1"):
         predictions(done, chunk_bytes=0)
@@ -125,7 +125,7 @@ def test_rows_are_written_piece_by_piece(done: Path, monkeypatch: pytest.MonkeyP
     for write in ("scores", "classes"):
         expected = predictions(done, write=write)
         with monkeypatch.context() as patched:
-            patched.setattr("hopline.run.infer.NODES_AT_ONCE", 77)
+            patched.setattr("hopline.run.infer.CHUNK_NODES", 77)
             found = predictions(done, write=write)
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
         np.testing.assert_array_equal(found, expected)

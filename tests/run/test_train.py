@@ -137,14 +137,16 @@ def test_a_run_with_a_drawn_split_predicts_a_graph_without_labels(unsplit: RunCo
     assert command("partition", tmp_path / "graph", tmp_path / "shards", "shards=2", "how=range").status == 0
     everywhere = predictions(folder, data=str(tmp_path / "shards"))
     np.testing.assert_array_equal(everywhere, predictions(folder))
-    with pytest.raises(ValueError, match="nodes=test cannot be drawn on shards: give data= the dataset that was cut"):
+    with pytest.raises(
+        ValueError, match="nodes=test cannot be drawn on shards: give data= the dataset that was partitioned"
+    ):
         predictions(folder, data=str(tmp_path / "shards"), nodes="test")
 
 
 def test_shards_are_split_before_they_are_cut(unsplit: RunConfig, tmp_path: Path):
     assert command("partition", tmp_path / "graph", tmp_path / "shards", "shards=1", "how=range").status == 0
     cut = dataclasses.replace(unsplit, data=str(tmp_path / "shards"))
-    with pytest.raises(ValueError, match=r"cut already.*hopline convert DATASET FOLDER split=0.5,0.2,0.3"):
+    with pytest.raises(ValueError, match=r"in shards already.*hopline convert DATASET FOLDER split=0.5,0.2,0.3"):
         run.train(cut)
     with pytest.raises(ValueError, match="has no training nodes: draw some with split="):
         run.train(dataclasses.replace(cut, split=0))
@@ -179,7 +181,7 @@ def test_a_run_of_the_library_is_not_one_of_the_command(tmp_path: Path):
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"is not a run folder: there is no config.json in it"):
+    with pytest.raises(ValueError, match=r"is not a run folder: it has no config.json"):
         predictions(tmp_path)
 
 

@@ -8,9 +8,10 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 
 from hopline.util import trace
 from hopline.util.trace import Counters, Span, Timers, count, listen, span
@@ -208,7 +209,8 @@ def test_spans_of_a_gpu_are_reported_when_they_have_ended(monkeypatch: pytest.Mo
     here, timers = threading.current_thread().name, trace.Timers()
 
     def begun(name: str, thread: str, over: bool) -> None:
-        pending.append((name, 0.0, thread, FakeEvent(1, True), FakeEvent(3, over)))
+        start, end = (cast(torch.cuda.Event, event) for event in (FakeEvent(1, True), FakeEvent(3, over)))
+        pending.append(trace._DeviceSpan(name=name, start_s=0.0, thread=thread, start=start, end=end))
 
     with trace.listen(timers):
         begun("done", here, over=True)
@@ -217,11 +219,11 @@ def test_spans_of_a_gpu_are_reported_when_they_have_ended(monkeypatch: pytest.Mo
         for _ in range(4):
             trace._report_oldest()
         assert timers.this_epoch() == {"done": pytest.approx(0.002)}, "nobody waits for what is under way"
-        assert [spanned[0] for spanned in pending] == ["under way", "another's"]
+        assert [device_span.name for device_span in pending] == ["under way", "another's"]
         trace.end_device_spans()
         assert timers.this_epoch() == {name: pytest.approx(0.002) for name in ("done", "under way")}
-        assert [spanned[0] for spanned in pending] == ["another's"]
-        pending[0][-1].synchronize()
+        assert [device_span.name for device_span in pending] == ["another's"]
+        pending[0].end.synchronize()
         trace._report_oldest()
         trace._report_oldest()
         assert set(timers.this_epoch()) == {"done", "under way", "another's"}
@@ -231,7 +233,10 @@ def test_spans_that_nobody_waited_for_are_not_reported_to_the_next_listener(monk
     """As after an error, which ends an epoch before its spans are asked for."""
     monkeypatch.setattr(trace._trace, "pending", deque[Any]())
     with trace.listen(trace.Timers()):
-        trace._trace.pending.append(("left", 0.0, "MainThread", FakeEvent(1, True), FakeEvent(3, True)))
+        start, end = (cast(torch.cuda.Event, event) for event in (FakeEvent(1, True), FakeEvent(3, True)))
+        trace._trace.pending.append(
+            trace._DeviceSpan(name="left", start_s=0.0, thread="MainThread", start=start, end=end)
+        )
     timers = trace.Timers()
     with trace.listen(timers):
         trace.end_device_spans()

@@ -1,7 +1,8 @@
-"""Named runs. A recipe is a function that returns a `RunConfig`; its docstring says what to expect.
+"""Runs by name: `hopline train cora`. A recipe is a function that returns a `RunConfig`.
 
-`standard` has demo, cora, arxiv, products and papers100m; `gas` has GNNAutoScale's tables as data. It stands on
-`run`.
+The docstring of a recipe has the command, the model, the dataset and the result to expect. `standard` has
+demo, cora, arxiv, products and papers100m. `gas` has the settings of GNNAutoScale's runs, as tables. The
+folder stands on `run`.
 """
 
 from collections.abc import Callable
@@ -12,10 +13,14 @@ from hopline.recipes.standard import arxiv, cora, demo, papers100m, products
 from hopline.run.settings import RunConfig
 
 RECIPES = {recipe.__name__: recipe for recipe in (demo, cora, arxiv, products, papers100m)}
+"""The recipes that help lists, by name. Those of `gas` are too many for it."""
 
 
 def find_recipe(name: str) -> Callable[[], RunConfig]:
-    """The recipe of that name, or of the tables of `history`; for any other name a run on the dataset called so."""
+    """Return the recipe of a name.
+
+    A name that is no recipe is taken for a dataset, with the default settings.
+    """
     if name in RECIPES:
         return RECIPES[name]
     return partial(history, name) if name.startswith(PREFIX) else partial(RunConfig, data=name)

@@ -1,14 +1,20 @@
-"""GNNAutoScale's runs: its tables for small and for large graphs, as data. `gas-MODEL-DATASET` names a row.
+"""The runs of GNNAutoScale (GAS), from its tables of hyper-parameters for small and for large graphs.
 
-Tables are filled exactly before every epoch, as its evaluation does after every epoch. Where it ends an epoch early,
-`max_batches` does. What differs: PNA is PyG's own conv, with aggregation of pairs, where it has a lighter one; and in
-`pna-jk` rows are dropped before they are put side by side, not after.
+`hopline train gas-MODEL-DATASET` names a row. How a row becomes settings:
+
+- GAS evaluates after every epoch, which fills its history tables. Here `refresh_every=1` fills them by an
+  exact pass before every epoch.
+- Where GAS ends an epoch early, `max_batches` does.
+
+Two things differ from GAS. PNA is PyG's conv, which aggregates messages of source and destination, where
+GAS has a lighter one. In `pna-jk`, dropout is applied before the rows of the layers are concatenated, not
+after.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hopline.methods.historical.settings import Historical
@@ -18,6 +24,7 @@ from hopline.training.settings import Schedule
 from hopline.util.config import nearest
 
 PREFIX = "gas-"
+"""The prefix of the names of these runs."""
 DATA: dict[str, dict[str, Any]] = {
     "cora": {"data": "cora", "features": "normalized"},
     "citeseer": {"data": "citeseer", "features": "normalized"},
@@ -27,82 +34,102 @@ DATA: dict[str, dict[str, Any]] = {
     "arxiv": {"data": "ogbn-arxiv", "symmetrize": True},
     "products": {"data": "ogbn-products"},
 }
-"""What a dataset's name stands for, where it is not the dataset of that name as it is."""
+"""Settings of a run by its dataset. A name that is not listed is the dataset of that name, unchanged."""
 SPECS: dict[str, dict[str, Any]] = {
     "gat": {"act": "elu"},
     "pna-jk": {"name": "pna", "jk": "cat", "linear": True},
 }
-"""What all runs of a model have in common, besides its name."""
+"""Settings of `ModelSpec` that all runs of a model share. A model that is not listed has its name alone."""
 CONVS: dict[str, dict[str, Any]] = {
     "pna": {"aggregators": ["mean"], "scalers": ["identity", "amplification"]},
     "pna-jk": {"scalers": ["identity", "amplification"]},
 }
-"""What all convs of a model have in common: keyword arguments of PyG's conv."""
-MODEL = {field.name for field in fields(ModelSpec)}
-METHOD = {field.name for field in fields(Historical)}
-RUN = {field.name for field in fields(RunConfig)}
+"""Keyword arguments of PyG's conv that all runs of a model share."""
+MODEL_KEYS = {field.name for field in fields(ModelSpec)}
+"""Names in `Row.more` that are settings of the model."""
+METHOD_KEYS = {field.name for field in fields(Historical)}
+"""Names in `Row.more` that are settings of the method."""
+RUN_KEYS = {field.name for field in fields(RunConfig)}
+"""Names in `Row.more` that are settings of the run."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run of the tables."""
+    """One run: a row of GAS's tables."""
 
     model: str
+    """The model in the name of the run: a key of `SPECS`, or a name of `ModelSpec`."""
     data: str
+    """The dataset in the name of the run: a key of `DATA`, or a dataset's name."""
     layers: int
     hidden: int
     dropout: float
     lr: float
     decay: tuple[float, float | None]
-    """Weight decay, and that of the rest."""
+    """(`weight_decay`, `weight_decay_rest`) of the run."""
     parts: tuple[int, int]
-    """Parts, and those of a batch."""
+    """(`num_parts`, `parts_per_batch`) of the method."""
     clip: float | None
+    """`clip_norm` of the run."""
     epochs: int
     more: dict[str, Any]
-    """Other settings of the model, the method and the run, by their names; what none of these has is its conv's."""
+    """Other settings by name, of the model, the method or the run. Any other name is a keyword of PyG's
+    conv."""
 
     @property
     def name(self) -> str:
+        """The name that users type."""
         return f"{PREFIX}{self.model}-{self.data}"
 
     def config(self) -> RunConfig:
-        num_parts, parts_per_batch = self.parts
+        """The settings of the run."""
         spec = {"name": self.model, "layers": self.layers, "hidden": self.hidden, "dropout": self.dropout}
         spec |= SPECS.get(self.model, {})
-        spec |= {key: value for key, value in self.more.items() if key in MODEL}
-        conv = CONVS.get(self.model, {}) | {
-            key: value for key, value in self.more.items() if key not in MODEL | METHOD | RUN
-        }
-        if self.model == "gat":  # attention weights are dropped out as rows are
+        spec |= {key: value for key, value in self.more.items() if key in MODEL_KEYS}
+        conv = dict(CONVS.get(self.model, {}))
+        conv |= {key: value for key, value in self.more.items() if key not in MODEL_KEYS | METHOD_KEYS | RUN_KEYS}
+        if self.model == "gat":  # attention weights have the dropout of the rows
             conv["dropout"] = self.dropout
+
+        num_parts, parts_per_batch = self.parts
+        method = Historical(
+            num_parts=num_parts,
+            parts_per_batch=parts_per_batch,
+            refresh_every=1,
+            **{key: value for key, value in self.more.items() if key in METHOD_KEYS},
+        )
+        weight_decay, weight_decay_rest = self.decay
         return RunConfig(
             **DATA.get(self.data, {"data": self.data}),
-            **{key: value for key, value in self.more.items() if key in RUN},
+            **{key: value for key, value in self.more.items() if key in RUN_KEYS},
             model=ModelSpec(**spec, conv=conv),
-            method=Historical(
-                num_parts=num_parts,
-                parts_per_batch=parts_per_batch,
-                refresh_every=1,
-                **{key: value for key, value in self.more.items() if key in METHOD},
-            ),
+            method=method,
             epochs=self.epochs,
             lr=self.lr,
-            weight_decay=self.decay[0],
-            weight_decay_rest=self.decay[1],
+            weight_decay=weight_decay,
+            weight_decay_rest=weight_decay_rest,
             clip_norm=self.clip,
         )
 
 
-def _small(model: str, data: str, layers: int, hidden: int, dropout: float, lr: float, *rest: Any, **more: Any) -> Row:
-    """A row of the table for small graphs: input features are dropped out too."""
-    return Row(model, data, layers, hidden, dropout, lr, *rest, more=more | {"input_dropout": dropout})
+def _small(*columns: Any, **more: Any) -> Row:
+    """A row of the table for small graphs, where input features have the dropout of the hidden layers.
+
+    columns: the fields of `Row` in order, without `more`.
+    """
+    row = Row(*columns, more=more)
+    return replace(row, more=more | {"input_dropout": row.dropout})
 
 
 def _large(model: str, data: str, layers: int, hidden: int, dropout: float, lr: float, *rest: Any, **more: Any) -> Row:
-    """A row of the table for large graphs: no weight decay, and one weight each for both halves of GCNII."""
-    more |= {"shared_weights": more.get("shared_weights", False)} if model == "gcnii" else {}
-    return Row(model, data, layers, hidden, dropout, lr, (0.0, None), *rest, more=more)
+    """A row of the table for large graphs, without weight decay.
+
+    GCNII has separate weights for the propagated rows and the initial ones, unless `more` says otherwise.
+    """
+    if model == "gcnii":
+        more.setdefault("shared_weights", False)
+    no_decay = (0.0, None)
+    return Row(model, data, layers, hidden, dropout, lr, no_decay, *rest, more=more)
 
 
 # fmt: off
@@ -161,19 +188,21 @@ LARGE = (  # layers, hidden, dropout, lr, (parts, of a batch), clip, epochs
     _large("pna", "products", 3, 256, 0.3, 0.001, (150, 1), None, 150, edge_dropout=0.8),
     _large("pna-jk", "reddit", 3, 128, 0.5, 0.005, (200, 100), 1.0, 400, input_dropout=0.5, norm="batch",
            residual="before", aggregators=["mean", "max"]),
-    # From its examples: CLUSTER's graphs side by side, as a dataset called `cluster` under the data root.
+    # From GAS's examples: the graphs of CLUSTER as one dataset called `cluster`, under HOPLINE_DATA.
     _large("gin", "cluster", 4, 128, 0.0, 0.001, (10000, 256), None, 150, linear=True, residual="after",
            lipschitz=1.0, schedule=Schedule(name="plateau", factor=0.5, every=20, floor=1e-5)),
 )
 # fmt: on
 ROWS = {row.name: row for row in (*SMALL, *LARGE)}
+"""All runs by the name that users type."""
 
 
 def history(name: str) -> RunConfig:
     """hopline train gas-MODEL-DATASET
 
-    Historical embeddings by GNNAutoScale's own settings for a model (gcn, gat, appnp, gcnii, pna, pna-jk, gin) and a
-    dataset (cora ... products). Published on cora: gcn 82.3%, gat 83.3%, appnp 83.2%, gcnii 85.5%.
+    Historical embeddings by GNNAutoScale's own settings for a model (gcn, gat, appnp, gcnii, pna, pna-jk,
+    gin) and a dataset (cora ... products). Published on cora: gcn 82.3%, gat 83.3%, appnp 83.2%, gcnii
+    85.5%.
     """
     if name in ROWS:
         return ROWS[name].config()
@@ -181,14 +210,18 @@ def history(name: str) -> RunConfig:
 
 
 def _choices(name: str) -> Iterator[str]:
-    """What there is instead: for the model that a name begins with, and for the dataset it ends with."""
-    models = list(dict.fromkeys(row.model for row in ROWS.values()))
-    given = name.removeprefix(PREFIX)
-    model = max((m for m in models if given.startswith(f"{m}-")), key=len, default=None)
-    data = next((row.data for row in ROWS.values() if given.endswith(f"-{row.data}")), None)
+    """Advice for a name without a run: the datasets of its model, and the models of its dataset."""
+    rows = list(ROWS.values())
+    models = list(dict.fromkeys(row.model for row in rows))
+    typed = name.removeprefix(PREFIX)
+    # The longest: "pna-jk-reddit" begins with "pna-" too.
+    model = max((model for model in models if typed.startswith(f"{model}-")), key=len, default=None)
+    data = next((row.data for row in rows if typed.endswith(f"-{row.data}")), None)
     if model is None:
         yield f"models are {', '.join(models)}"
     else:
-        yield f"{model} is there for {', '.join(row.data for row in ROWS.values() if row.model == model)}"
+        datasets = [row.data for row in rows if row.model == model]
+        yield f"{model} has runs on {', '.join(datasets)}"
     if data is not None:
-        yield f"{data} is there for {', '.join(row.model for row in ROWS.values() if row.data == data)}"
+        models_of_data = [row.model for row in rows if row.data == data]
+        yield f"{data} has runs of {', '.join(models_of_data)}"

@@ -1,4 +1,4 @@
-"""The recipes themselves."""
+"""Recipes for neighbour sampling on a built-in graph, on Cora and on three graphs of OGB."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from hopline.run.settings import RunConfig
 def demo() -> RunConfig:
     """hopline train demo
 
-    GraphSAGE by neighbour sampling on a built-in graph whose labels need the graph. 2 CPU cores: some ten seconds
-    (as long again the first time, for compiling kernels), test accuracy 89%; an MLP reaches 32%.
+    GraphSAGE by neighbour sampling on a built-in graph, whose labels depend on the edges.
+    Test accuracy 89%, where an MLP reaches 32%. It takes some ten seconds on 2 CPU cores, and twice that
+    the first time, when kernels are compiled.
     """
     return RunConfig(
         data="demo",
@@ -24,8 +25,8 @@ def demo() -> RunConfig:
 def cora() -> RunConfig:
     """hopline train cora
 
-    Two GCN layers by neighbour sampling on the Planetoid split. 2 CPU cores: seconds, test accuracy 81% (80 to 82 over
-    five seeds).
+    Two GCN layers by neighbour sampling on the Planetoid split. Test accuracy 81% (80 to 82 over five
+    seeds). It takes seconds on 2 CPU cores.
     """
     return RunConfig(
         data="cora",
@@ -40,7 +41,8 @@ def cora() -> RunConfig:
 def arxiv() -> RunConfig:
     """hopline train arxiv
 
-    GraphSAGE on ogbn-arxiv with both directions of every edge; downloads it once. Hyper-parameters after SALIENT's.
+    GraphSAGE on ogbn-arxiv, with both directions of every edge. The dataset is downloaded once.
+    Hyper-parameters after SALIENT's.
     """
     return RunConfig(
         data="ogbn-arxiv",
@@ -54,7 +56,7 @@ def arxiv() -> RunConfig:
 def products() -> RunConfig:
     """hopline train products
 
-    GraphSAGE on ogbn-products; downloads it once. Hyper-parameters after SALIENT's.
+    GraphSAGE on ogbn-products. The dataset is downloaded once. Hyper-parameters after SALIENT's.
     """
     return RunConfig(
         data="ogbn-products",
@@ -68,8 +70,8 @@ def products() -> RunConfig:
 def papers100m() -> RunConfig:
     """hopline train papers100m
 
-    GraphSAGE on ogbn-papers100M with both directions of every edge; downloads it once (about 60 GB, and as much again
-    unpacked and again converted). Hyper-parameters after SALIENT's.
+    GraphSAGE on ogbn-papers100M, with both directions of every edge. The dataset is downloaded once: about
+    60 GB, as much again unpacked, and as much again converted. Hyper-parameters after SALIENT's.
     """
     return RunConfig(
         data="ogbn-papers100m",

@@ -1,6 +1,14 @@
-"""From a config to a run: what the commands do.
+"""From settings to a run: the work of each command of `hopline`.
 
-`settings` has each command's settings, `train` assembles objects from names and is the only place that does, `infer`
-predicts with a finished run, `commands` converts, cuts and exports, `compare_methods` plans and times all methods,
-`models` builds models by name, `doctor` says what a machine can do. It stands on `training` and below.
+| module | purpose |
+|---|---|
+| `settings`, `model_settings` | Settings of each command and of models by name. They import no torch. |
+| `train` | Turns names into objects, and trains. Read it first. |
+| `infer` | Predicts with a finished run. |
+| `commands` | Converts, partitions and exports. |
+| `compare_methods` | Plans and times all methods within a budget. |
+| `models` | Builds models by name. |
+| `doctor` | Checks a machine. |
+
+The folder stands on `training` and the folders below it. `cli.py` calls it.
 """

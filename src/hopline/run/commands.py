@@ -1,4 +1,4 @@
-"""The commands that prepare and export: convert, partition, export."""
+"""The commands that prepare data and export weights: convert, partition, export."""
 
 from __future__ import annotations
 
@@ -36,8 +36,15 @@ from hopline.shards.write import cut
 
 
 def export(folder: Path, file: Path, config: ExportConfig) -> Path:
-    """A run's weights as a plain `state_dict`, with PyG's names, for torch.load(..., weights_only=True)."""
+    """Write a run's weights as a plain `state_dict` with PyG's names. Returns the file.
+
+    torch.load(file, weights_only=True) reads it.
+
+    Raises:
+        ValueError: The run or its weights cannot be read, or the file cannot be written.
+    """
     settings = load_trusted(folder, config.trust)
+    # The model is built, which needs the widths of the dataset, so that the weights are checked against it.
     data = AllShards(settings.data) if is_shards(settings.data) else open_data(settings)
     model = make_model(settings.model, data)
     load_weights(model, folder / f"{config.weights}.pt")
@@ -50,64 +57,84 @@ def export(folder: Path, file: Path, config: ExportConfig) -> Path:
 
 
 def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
-    """Bring a source into hopline's folder format, and check what was written."""
+    """Convert a source into a dataset folder, verify the folder, and return its dataset.
+
+    Raises:
+        ValueError: The source cannot be read, or a setting means nothing for it.
+    """
     check_conversion(source, folder, config)
     path = Path(source).expanduser()
     suffix = path.suffix.lower()
-    options = {f.name: getattr(config, f.name) for f in dataclasses.fields(EdgeOptions)}
-    changed = {k: v for k, v in options.items() if v != getattr(EdgeOptions(), k)}
-    known: dict[str, Any] = {} if config.split is None else {"split_shares": config.split}
+    edge_options = {field.name: getattr(config, field.name) for field in dataclasses.fields(EdgeOptions)}
+    # A source such as an .npz file may hold these options itself. Only those that the user has changed
+    # override them.
+    changed_options = {key: value for key, value in edge_options.items() if value != getattr(EdgeOptions(), key)}
+    typed_options: dict[str, Any] = {}
+    if config.split is not None:
+        typed_options["split_shares"] = config.split
     if config.num_nodes is not None:
-        known["num_nodes"] = config.num_nodes
+        typed_options["num_nodes"] = config.num_nodes
+
     if suffix in EDGE_LISTS:
-        from_csv(path, config.nodes, folder=folder, columns=config.columns, ids=config.ids, **known, **options)
+        from_csv(
+            path, config.nodes, folder=folder, columns=config.columns, ids=config.ids, **typed_options, **edge_options
+        )
     elif suffix == ".npz":
-        from_npz(path, folder=folder, **known, **changed)
+        from_npz(path, folder=folder, **typed_options, **changed_options)
     elif suffix == ".npy":
-        from_csv(path, config.nodes, folder=folder, columns=config.columns, **known, **options)
+        from_csv(path, config.nodes, folder=folder, columns=config.columns, **typed_options, **edge_options)
     elif is_dgl_folder(path):
-        from_dgl(path, folder=folder, **known, **changed)
+        from_dgl(path, folder=folder, **typed_options, **changed_options)
     elif is_ogb_folder(path):
-        from_ogb_folder(path, folder=folder, **known, **changed)
+        from_ogb_folder(path, folder=folder, **typed_options, **changed_options)
     else:
         if config.num_nodes is not None:
             raise ValueError(f"num_nodes= cannot be changed in {source}: leave it out")
-        data = open_dataset(source, **changed)
-        data = data if config.split is None else random_split(data, config.split)
+        data = open_dataset(source, **changed_options)
+        if config.split is not None:
+            data = random_split(data, config.split)
         dataclasses.replace(data, name=default_name(folder, data.name)).save(folder)
     verify(folder)
     return open_dataset(str(folder))
 
 
 def partition_dataset(source: str, folder: Path, config: PartitionConfig) -> str:
-    """Cut a dataset into shards; returns what they are like."""
+    """Partition a dataset into a folder of shards. Returns a description of the partition.
+
+    Raises:
+        ValueError: The number of shards is missing, the folder holds a dataset, or there are no such
+        labels.
+    """
     if config.shards < 1:
         raise ValueError(f"say how many shards to make: hopline partition {source} {folder} shards=4")
     if is_dataset(folder) and not config.overwrite:
         raise ValueError(f"{folder} is not empty: choose another folder, or replace it with overwrite=true")
     data = open_dataset(source)
-    made = make_partition(
+    by_labels = config.how == "labels"
+    partition = make_partition(
         data.graph,
         config.shards,
-        "metis" if config.how == "labels" else config.how,
-        labels=_labels(data, config.labels) if config.how == "labels" else None,
+        "metis" if by_labels else config.how,  # labels are used in place of it
+        labels=_labels(data, config.labels) if by_labels else None,
         seed=config.seed,
         slack=config.slack,
         passes=config.passes,
         show=True,
     )
-    cut(data, made, folder, show=True)
-    return describe(data.graph, made)
+    cut(data, partition, folder, show=True)
+    return describe(data.graph, partition)
 
 
 def _labels(data: Dataset, name: str) -> Tensor:
-    """A label per node, by name."""
-    found = data.y
-    if name != "y":
-        found = data.tables[name].read(torch.arange(data.num_nodes)) if name in data.tables else None
-    if found is not None and found.dim() == 2 and found.size(1) == 1:
-        found = found.view(-1)
-    if found is None or found.dim() > 1 or found.is_floating_point():
+    """[num_nodes] integers: `y` of the dataset, or a table of one column."""
+    labels: Tensor | None = None
+    if name == "y":
+        labels = data.y
+    elif name in data.tables:
+        labels = data.tables[name].read(torch.arange(data.num_nodes))
+    if labels is not None and labels.dim() == 2 and labels.size(1) == 1:
+        labels = labels.view(-1)
+    if labels is None or labels.dim() > 1 or labels.is_floating_point():
         names = ", ".join(["y", *data.tables])
-        raise ValueError(f"there are no labels {name!r}, one whole number per node: choose labels= of {names}")
-    return found
+        raise ValueError(f"labels={name} must name one whole number per node, and does not: choose labels= of {names}")
+    return labels

@@ -1,4 +1,15 @@
-"""Methods side by side under one budget: what each would take, how long an epoch lasts, and which to choose."""
+"""Compare the methods within one budget: their memory, the time of an epoch, and which to choose.
+
+`hopline plan` prints the comparison, and `method=auto` takes its recommendation.
+
+    each method  ->  plan within the budget  ->  a few timed steps of a copy of the model  ->  Candidate
+
+The recommendation goes by the time of an optimizer step, since epochs have many steps (sampling), some
+(parts) or one (full batch). It knows speed and memory alone, not how much a method learns from a step.
+
+A comparison costs the steps that are timed. A method that goes over the whole graph in a step is timed on a
+part of a large graph, and the time is scaled by edges.
+"""
 
 from __future__ import annotations
 
@@ -33,169 +44,245 @@ from hopline.units.batch_unit import own_threads
 from hopline.units.job import make_job
 from hopline.util.config import format_size, kind_of
 
-TIMED, LONG_S = 3, 5.0
-"""Steps that are timed, after one that is not, and the seconds after which no other is."""
+NUM_TIMED_STEPS = 3
+"""Steps that are timed for an estimate, after one step that warms up. A rule of thumb."""
+MAX_TIMED_S = 5.0
+"""Seconds after which no further step is timed, the step that warms up included. A rule of thumb."""
 MAX_TIMED_EDGES = 1 << 23
-"""Of the graph on which methods that go over all of it are timed; larger ones are timed on a part of theirs."""
+"""Most edges of a graph on which a method that goes over the whole graph is timed. A rule of thumb.
+
+On a larger graph, the method is timed on the graph's first nodes.
+"""
 
 
 def outline_of_run(
     model: nn.Module, data: Dataset, settings: TrainSettings, placement: Placement | None = None
 ) -> RunOutline:
-    """What a run with the usual loss is planned from."""
+    """Return the outline from which a run with the usual loss is planned."""
     device = find_device(settings.device)
     job = make_job(model, data, seed=settings.seed, device=device, bf16=settings.precision == "bf16")
-    beside = settings.evaluate == "async"
     return RunOutline(
-        job=job, optimizer=settings.optimizer, placement=placement or Placement(), async_evaluation=beside
+        job=job,
+        optimizer=settings.optimizer,
+        placement=placement or Placement(),
+        async_evaluation=settings.evaluate == "async",
     )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """A method, as far as it keeps to a budget."""
+    """A method with its plan within a budget, or with the reason why there is none."""
 
     method: Method
+    """The method with the settings that were tried."""
     plan: Plan | None = None
-    """None if it does not fit;"""
+    """The plan within the budget; None if the method does not fit."""
     refusal: str = ""
-    """this is why."""
-    seconds: float = math.nan
-    """Of an epoch, by a few steps; nan where none was run."""
+    """The reason why `plan` is None; else empty."""
+    epoch_s: float = math.nan
+    """Estimated seconds of an epoch; nan if no step was run."""
 
     @property
     def name(self) -> str:
+        """The kind of the method, such as "full_batch"."""
         return kind_of(type(self.method))
 
 
+def compare(method: Method | None, outline: RunOutline, budget: Budget, *, probe: bool = True) -> list[Candidate]:
+    """Return a candidate for each kind of method.
+
+    A kind may have several forms, with tables in memory or on disk. The first form that fits is the
+    candidate.
+
+    method: the method of the run, with its settings; None to compare all with their usual settings. probe:
+    whether to run steps, which teach the memory predictor and give `Candidate.epoch_s`.
+    """
+    if probe:
+        # A memory predictor belongs to a number of blocks: that of the run's fan-outs, and that of the
+        # model's layers.
+        depths: set[int] = set()
+        if isinstance(method, Sampled):
+            depths.add(len(method.fanout_per_layer))
+        depths.add(getattr(outline.model, "num_layers", 3))
+        for num_blocks in depths:
+            learn(outline, num_blocks)
+
+    methods = alternatives(method, outline)
+    if method is not None:
+        methods = [method, *methods]
+    candidates: dict[str, Candidate] = {}  # by kind
+    for form in methods:
+        earlier = candidates.get(kind_of(type(form)))
+        if earlier is not None and earlier.plan is not None:
+            continue
+        candidate = _plan(form, outline, budget)
+        # If no form fits, the refusal of the first one is shown.
+        if earlier is None or candidate.plan is not None:
+            candidates[candidate.name] = candidate
+    if not probe:
+        return list(candidates.values())
+    return [_with_epoch_time(candidate, budget, outline) for candidate in candidates.values()]
+
+
 def _plan(method: Method, outline: RunOutline, budget: Budget) -> Candidate:
+    """A candidate that is not timed yet."""
     try:
         return Candidate(method=method, plan=plan_or_raise(method, outline, budget))
-    except ValueError as error:  # it does not fit, or the model is not one for it
+    except ValueError as error:  # the method does not fit, or cannot train this model
         return Candidate(method=method, refusal=str(error))
 
 
-def compare(method: Method | None, outline: RunOutline, budget: Budget, *, probe: bool = True) -> list[Candidate]:
-    """The method and all others: each as it fits, in memory if it can, with the seconds of an epoch if `probe`."""
-    if probe:
-        blocks = {len(method.fanout_per_layer)} if isinstance(method, Sampled) else set()
-        for num_blocks in blocks | {getattr(outline.model, "num_layers", 3)}:
-            learn(outline, num_blocks)
-    found: dict[str, Candidate] = {}
-    for one in [*([] if method is None else [method]), *alternatives(method, outline)]:
-        before = found.get(kind_of(type(one)))
-        if before is None or before.plan is None:
-            planned = _plan(one, outline, budget)
-            found[planned.name] = planned if planned.plan is not None or before is None else before
-    return [_with_seconds(candidate, budget, outline) if probe else candidate for candidate in found.values()]
-
-
-def _with_seconds(candidate: Candidate, budget: Budget, outline: RunOutline) -> Candidate:
+def _with_epoch_time(candidate: Candidate, budget: Budget, outline: RunOutline) -> Candidate:
+    """A candidate with `epoch_s`. One whose steps fail within the budget becomes a refusal."""
     if candidate.plan is None:
         return candidate
     try:
-        return replace(candidate, seconds=_seconds(candidate.plan, budget, outline))
-    except ValueError as error:  # a step of it was refused
+        return replace(candidate, epoch_s=_estimate_epoch_s(candidate.plan, budget, outline))
+    except ValueError as error:  # a guard refused a step
         return replace(candidate, plan=None, refusal=str(error))
 
 
 def recommend(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The one whose optimizer steps are the fastest: epochs are of a few, of many, or of one step."""
+    """Return the candidate with the fastest optimizer steps; None if no candidate fits."""
 
-    def lasts(candidate: Candidate) -> float:
+    def step_s(candidate: Candidate) -> float:
+        # Per step and not per epoch: methods differ in the number of steps of an epoch.
         assert candidate.plan is not None
-        return math.inf if math.isnan(candidate.seconds) else candidate.seconds / candidate.plan.steps
+        return math.inf if math.isnan(candidate.epoch_s) else candidate.epoch_s / candidate.plan.steps
 
-    return min((c for c in candidates if c.plan is not None), key=lasts, default=None)
+    fitting = [candidate for candidate in candidates if candidate.plan is not None]
+    return min(fitting, key=step_s, default=None)
 
 
 def choose(outline: RunOutline, budget: Budget) -> tuple[Method, str]:
-    """What `method=auto` takes, and a line that says why."""
-    found = compare(None, outline, budget)
-    best = recommend(found)
+    """Return the method that `method=auto` takes, and a line that says why.
+
+    Raises:
+        ValueError: No method fits.
+    """
+    candidates = compare(None, outline, budget)
+    best = recommend(candidates)
     if best is None or best.plan is None:
-        reasons = "; ".join(candidate.refusal for candidate in found)
+        reasons = "; ".join(candidate.refusal for candidate in candidates)
         raise ValueError(f"no method fits this budget: {reasons}")
-    beside = [f"{c.name} {c.seconds:.2g} s" if c.plan else f"{c.name} does not fit" for c in found if c is not best]
-    sentence = f"method={best.name}: an epoch takes about {best.seconds:.2g} s ({', '.join(beside)})"
-    return best.method, sentence
+    others = []
+    for candidate in candidates:
+        if candidate is not best:
+            verdict = f"{candidate.epoch_s:.2g} s" if candidate.plan else "does not fit"
+            others.append(f"{candidate.name} {verdict}")
+    reason = f"method={best.name}: an epoch takes about {best.epoch_s:.2g} s ({', '.join(others)})"
+    return best.method, reason
 
 
-# ---- seconds
+# ---- time of an epoch
 
 
-def _seconds(plan: Plan, budget: Budget, outline: RunOutline) -> float:
-    """Of an epoch, by some steps of a copy of the model."""
-    outline, scale = _smaller(outline) if not isinstance(plan.method, Sampled) else (outline, 1.0)
+def _estimate_epoch_s(plan: Plan, budget: Budget, outline: RunOutline) -> float:
+    """Estimate the seconds of an epoch from a few steps, on a copy of the model."""
+    scale = 1.0
+    if not isinstance(plan.method, Sampled):
+        outline, scale = _shrink(outline)
     if outline.device.type == "cuda":
-        data = place(outline.data, plan.placement or plan.method.placement(outline.placement), outline.device)
+        placement = plan.placement or plan.method.placement(outline.placement)
+        data = place(outline.data, placement, outline.device)
         outline = replace(outline, job=replace(outline.job, data=data))
-    method, job = plan.method, job_of(outline)
+
+    method = plan.method
+    job = job_of(outline)
     if isinstance(method, Historical):
+        # The pass that fills the tables runs once per run, not per epoch.
         method = replace(method, warm_up=False)
     with TemporaryDirectory() as folder:
         if isinstance(method, Historical | FullBatch) and method.folder is not None:
             method = replace(method, folder=Path(folder))
         with limit_cuda_memory(budget, job.device):
-            work, guard = method.bind(job), guard_of(plan, budget, job, outline)
-            lasted = _time_steps(work if guard is None else work.guarded(guard, plan), job)
-    return scale * plan.steps * sum(lasted) / len(lasted)
+            work = method.bind(job)
+            guard = guard_of(plan, budget, job, outline)
+            if guard is not None:
+                work = work.guarded(guard, plan)
+            durations_s = _time_steps(work, job)
+    return scale * plan.steps * sum(durations_s) / len(durations_s)
 
 
 def _time_steps(work: Work, job: Job) -> list[float]:
-    """Seconds of some steps."""
-    epochs, lasted = (units_from(work, epoch) for epoch in count(1)), []
+    """Seconds of each timed step, without the first one, which warms up, unless it is the only one."""
+    epochs = (units_from(work, epoch) for epoch in count(1))
+    durations_s: list[float] = []
     with preserve_rng(job.device), own_threads(job):
-        for unit in islice(chain.from_iterable(epochs), 1 + TIMED):
-            began = time.perf_counter()
-            unit.forward_backward((unit.size if unit.total_size is None else unit.total_size) or 1)
+        # No name for the chain: it is freed at the end of the loop, which closes the work's iterator in
+        # this context.
+        for unit in islice(chain.from_iterable(epochs), 1 + NUM_TIMED_STEPS):
+            start_s = time.perf_counter()
+            total = unit.size if unit.total_size is None else unit.total_size
+            unit.forward_backward(total or 1)
             unit.commit()
             job.module.zero_grad(set_to_none=True)
             if job.device.type == "cuda":
                 torch.cuda.synchronize(job.device)
-            lasted.append(time.perf_counter() - began)
-            if sum(lasted) > LONG_S:
+            durations_s.append(time.perf_counter() - start_s)
+            if sum(durations_s) > MAX_TIMED_S:
                 break
-    return lasted[1:] or lasted
+    return durations_s[1:] or durations_s
 
 
-def _smaller(outline: RunOutline) -> tuple[RunOutline, float]:
-    """The run on the first nodes of its graph, and by how much the whole of it is larger."""
+def _shrink(outline: RunOutline) -> tuple[RunOutline, float]:
+    """The run on the first nodes of its graph, and the ratio of the edges of both graphs.
+
+    A graph of at most `MAX_TIMED_EDGES` edges is used as it is, with the ratio 1.
+    """
     data = outline.data
     if data.num_edges <= MAX_TIMED_EDGES:
         return outline, 1.0
     num_nodes = max(1, int(torch.searchsorted(data.graph.indptr, MAX_TIMED_EDGES)))
     part = first_nodes(data, num_nodes)
-    ids = outline.train_ids[outline.train_ids < num_nodes]
-    ids = ids if ids.numel() else torch.zeros(1, dtype=torch.int64)
-    job = replace(outline.job, data=part, train_ids=ids)
+    train_ids = outline.train_ids[outline.train_ids < num_nodes]
+    if not train_ids.numel():
+        # A step needs a training node.
+        train_ids = torch.zeros(1, dtype=torch.int64)
+    job = replace(outline.job, data=part, train_ids=train_ids)
     return replace(outline, job=job), data.num_edges / max(1, part.num_edges)
 
 
 def first_nodes(data: Dataset, num_nodes: int) -> Dataset:
-    """The first nodes of a dataset and the edges between them, in memory."""
+    """Return a dataset of the first nodes and the edges between them, in memory."""
     graph = data.graph
-    stop = int(graph.indptr[num_nodes])
-    inside = graph.indices[:stop] < num_nodes
-    indptr = torch.cat([inside.new_zeros(1, dtype=torch.int64), inside.cumsum(0)])[graph.indptr[: num_nodes + 1]]
-    edge = {name: rows[:stop][inside] for name, rows in graph.edge.items()}
+    num_in_edges = int(graph.indptr[num_nodes])
+    is_inside = graph.indices[:num_in_edges] < num_nodes
+    # [num_in_edges + 1] int64. Entry e counts the edges from inside among the first e edges, so that the
+    # entries at the old offsets are the new offsets.
+    num_inside_before = torch.cat([is_inside.new_zeros(1, dtype=torch.int64), is_inside.cumsum(0)])
+    indptr = num_inside_before[graph.indptr[: num_nodes + 1]]
+    indices = graph.indices[:num_in_edges][is_inside]
+    edge_arrays = {name: rows[:num_in_edges][is_inside] for name, rows in graph.edge.items()}
+
     ids = torch.arange(num_nodes)
-    tables = {name: TensorTable(table.read(ids)) for name, table in data.tables.items()}
-    splits = {name: nodes[nodes < num_nodes] for name, nodes in data.splits.items()}
-    y = None if data.y is None else data.y[:num_nodes]
-    new = Graph(indptr, graph.indices[:stop][inside], edge)
-    return replace(data, graph=new, tables=tables, y=y, splits=splits, alternatives=(), folder=None)
+    return replace(
+        data,
+        graph=Graph(indptr, indices, edge_arrays),
+        tables={name: TensorTable(table.read(ids)) for name, table in data.tables.items()},
+        y=None if data.y is None else data.y[:num_nodes],
+        splits={name: nodes[nodes < num_nodes] for name, nodes in data.splits.items()},
+        alternatives=(),
+        folder=None,
+    )
 
 
 def table_of(candidates: Sequence[Candidate]) -> list[list[str]]:
-    """Rows for people: method, settings, peaks, time, steps, and what becomes of a step."""
+    """Return a table row per candidate.
+
+    A row has the method, its peaks on the device, on the host and on disk, the time of an epoch, the steps
+    of an epoch, and how a step fits the budget or why it does not.
+    """
     rows = []
     for candidate in candidates:
         plan = candidate.plan
         if plan is None:
             rows.append([candidate.name, *["-"] * 5, candidate.refusal])
             continue
-        peaks = [format_size(plan.peak_bytes(place)) if plan.peak_bytes(place) else "-" for place in PLACES]
-        seconds = "-" if math.isnan(candidate.seconds) else f"{candidate.seconds:.3g} s"
-        rows.append([candidate.name, *peaks, seconds, str(plan.steps), plan.whole])
+        peaks = []
+        for memory in PLACES:
+            peak_bytes = plan.peak_bytes(memory)
+            peaks.append(format_size(peak_bytes) if peak_bytes else "-")
+        epoch = "-" if math.isnan(candidate.epoch_s) else f"{candidate.epoch_s:.3g} s"
+        rows.append([candidate.name, *peaks, epoch, str(plan.steps), plan.whole])
     return rows

@@ -1,4 +1,7 @@
-"""Whether this machine can run hopline, and how well: what `hopline doctor` prints."""
+"""Check whether this machine can run hopline: the lines of `hopline doctor`.
+
+A check that fails is a finding, not an exception, so that all others are still shown.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -13,6 +17,8 @@ import torch
 from hopline import ops
 from hopline.ops import reference
 from hopline.util.config import format_size
+
+# ---- packages, by their names on PyPI
 
 PACKAGES = (
     "hopline",
@@ -25,51 +31,67 @@ PACKAGES = (
     "scipy",
     "triton",
 )
+"""Packages whose version is shown."""
+OPTIONAL_PACKAGES = {"pyarrow", "scipy", "triton", "hopline", "pymetis"}
+"""Packages without which hopline runs. hopline itself has no version if it is not installed but on the
+path."""
 
 
-def examine() -> Iterator[tuple[str, str, bool]]:
-    """(what, finding, whether it is fine), one after the other."""
-    yield "python", platform.python_version(), True
+class Finding(NamedTuple):
+    """One line of `hopline doctor`."""
+
+    subject: str
+    """The name of the checked thing, such as "numba" or "memory"."""
+    text: str
+    """The result of the check, in words."""
+    is_fine: bool
+    """Whether hopline can run with it."""
+
+
+def examine() -> Iterator[Finding]:
+    """Run all checks, one after the other."""
+    yield Finding("python", platform.python_version(), True)
     for package in PACKAGES:
-        yield package, *_version(package)
-    yield "cores", f"{os.cpu_count()} ({torch.get_num_threads()} used by torch)", True
+        yield _check_package(package)
+    yield Finding("cores", f"{os.cpu_count()} ({torch.get_num_threads()} used by torch)", True)
     memory = psutil.virtual_memory()
-    yield "memory", f"{format_size(memory.available)} free of {format_size(memory.total)}", True
-    yield (
-        "gpu",
-        torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none: hopline runs on the CPU",
-        True,
-    )
-    for name, check in (("kernels", _kernels), ("kernel cache", _kernel_cache)):
+    yield Finding("memory", f"{format_size(memory.available)} free of {format_size(memory.total)}", True)
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none: hopline runs on the CPU"
+    yield Finding("gpu", gpu, True)
+    for name, check in (("kernels", _check_kernels), ("kernel cache", _check_kernel_cache)):
         try:
-            yield name, check(), True
+            yield Finding(name, check(), True)
         except Exception as error:
-            yield name, f"{type(error).__name__}: {error}", False
+            yield Finding(name, f"{type(error).__name__}: {error}", False)
 
 
-def _version(package: str) -> tuple[str, bool]:
-    optional = {"pyarrow", "scipy", "triton", "hopline", "pymetis"}
+def _check_package(package: str) -> Finding:
+    """The version of a package, or the command that installs it."""
     try:
-        return importlib.metadata.version(package), True
+        return Finding(package, importlib.metadata.version(package), True)
     except importlib.metadata.PackageNotFoundError:
-        hint = "not installed" + (" (optional)" if package in optional else f": pip install {package}")
-        return hint, package in optional
+        if package in OPTIONAL_PACKAGES:
+            return Finding(package, "not installed (optional)", True)
+        return Finding(package, f"not installed: pip install {package}", False)
 
 
-def _kernels() -> str:
-    """Compile and run the kernels once, and compare them with their definitions."""
+def _check_kernels() -> str:
+    """Compile and run the CPU sampler on a small graph, and compare it with its definition."""
     indptr = torch.arange(0, 41, 4)
     indices = (torch.arange(40) * 7 % 10).int()
     nodes = torch.arange(10)
     compiled = ops.sample_neighbors(indptr, indices, nodes, 2, 1)
     defined = reference.sample_neighbors(indptr, indices, nodes, 2, 1)
-    if not all(torch.equal(a, b) for a, b in zip(compiled, defined, strict=True)):
+    is_equal = all(torch.equal(a, b) for a, b in zip(compiled, defined, strict=True))
+    if not is_equal:
         raise RuntimeError("the compiled sampler differs from its definition: please report this machine")
     return "compiled, and equal to their definitions"
 
 
-def _kernel_cache() -> str:
+def _check_kernel_cache() -> str:
+    """Check that Numba's cache can be written. Else kernels are compiled in every process."""
     path = ops.kernel_cache()
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    folder = path if path.exists() else path.parent
+    if not os.access(folder, os.W_OK):
         raise RuntimeError(f"{path} cannot be written, so kernels are compiled in every process: set NUMBA_CACHE_DIR")
     return "compiled kernels are kept"

@@ -8,12 +8,12 @@ from typing import ClassVar, Literal
 from hopline.util.config import Keywords, RemovedSetting, check_fields, nearest, settings
 
 NAMES = ("sage", "gcn", "gat", "gatv2", "gin", "graphconv", "pna", "transformer", "mlp", "gcnii", "appnp")
-"""Models that `hopline.run.models.make_model` builds by name."""
+"""The names of models that `hopline.run.models.make_model` builds."""
 
 
 @settings
 class ModelSpec:
-    """A model by name."""
+    """The settings of a model that `make_model`, or a function of the user, builds."""
 
     REMOVED: ClassVar = {
         "residual_first": RemovedSetting(False, "set model.residual=before"),
@@ -27,31 +27,32 @@ class ModelSpec:
         "scalers": RemovedSetting(["identity", "amplification", "attenuation"], "set model.conv.scalers="),
     }
     name: str = "sage"
-    """A model's name, such as sage, gcn, gat, gin, pna, gcnii, appnp or mlp; or of your own,
+    """Name of the model, such as sage, gcn, gat, gin, pna, gcnii, appnp or mlp. Your own function is
     package.module:function or file.py:function."""
     hidden: int = 256
     """Width of the hidden layers."""
     layers: int = 3
-    """Number of convs; of appnp, steps of propagation."""
+    """Number of convs, or of propagation steps for appnp."""
     dropout: float = 0.5
-    """Dropout after each hidden layer; of appnp, before the second linear layer."""
+    """Dropout probability after each hidden layer, or before the second linear layer of appnp."""
     input_dropout: float = 0.0
-    """Dropout on the input features."""
+    """Dropout probability of the input features."""
     act: Literal["relu", "elu"] = "relu"
     """Activation after each hidden layer."""
     norm: Literal["none", "batch", "layer"] = "none"
     """Normalisation after each hidden conv."""
     residual: Literal["none", "after", "before"] = "none"
-    """Add a layer's input to its output where the widths are equal: after or before the activation."""
+    """Residual connections between layers of equal width, added after or before the activation."""
     linear: bool = False
-    """A linear layer before the convs and one after them; jumping knowledge then begins with the first one's rows."""
+    """Linear layers before the convs and after them. Jumping knowledge then includes the output of the
+    first one."""
     jk: Literal["none", "cat", "max", "lstm", "last"] = "none"
-    """Jumping knowledge."""
+    """Jumping knowledge: how the outputs of all layers are joined."""
     out_heads: int = 1
-    """Attention heads of the output layer, which are averaged."""
+    """Number of attention heads of the output layer, whose outputs are averaged."""
     conv: Keywords = field(default_factory=dict, hash=False)
-    """Keyword arguments of PyG's conv, such as model.conv.aggr=max of SAGEConv, or model.conv.heads=8 and
-    model.conv.dropout=0.6 of GATConv, whose heads share `hidden`."""
+    """Keyword arguments of PyG's conv, such as model.conv.aggr=max for SAGEConv. For GATConv,
+    model.conv.heads=8 splits `hidden` among the heads."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -60,8 +61,10 @@ class ModelSpec:
                 f"there is no model {self.name!r}.{nearest(self.name, NAMES)} Choose one of {', '.join(NAMES)}"
             )
         for name in ("hidden", "layers", "out_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name} must be at least 1, not {getattr(self, name)}")
+            number = getattr(self, name)
+            if number < 1:
+                raise ValueError(f"model.{name} must be at least 1, not {number}")
         for name in ("dropout", "input_dropout"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"model.{name} must be between 0 and 1, not {getattr(self, name)}")
+            probability = getattr(self, name)
+            if not 0 <= probability <= 1:
+                raise ValueError(f"model.{name} must be between 0 and 1, not {probability}")

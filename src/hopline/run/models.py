@@ -1,4 +1,16 @@
-"""Models by name, for the command line and the recipes. Library users build `GNN([...])` themselves."""
+"""Build models by name, for the command line and the recipes. Library users build `GNN([...])` themselves.
+
+`make_model` builds a `GNN` from a `ModelSpec`. Most models are a list of PyG's convs, one per layer
+(`CONVS`):
+
+    input -> [linear] -> conv -> ... -> conv -> [jumping knowledge -> linear] -> scores
+
+The parts in brackets come with model.linear=true or model.jk=. GCNII and APPNP always have linear layers. A
+name with a colon is a function of the user.
+
+Keyword arguments of a conv (model.conv.heads=8) are checked against the signature of PyG's class, so that a
+misspelt one is refused with the names that exist.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +33,7 @@ from hopline.util.own_code import import_own
 
 
 class Alone(nn.Module):
-    """A "conv" that looks at no neighbour: a GNN of these is an MLP, the baseline that a graph has to beat."""
+    """A "conv" that reads no neighbour. A GNN of these is an MLP, the baseline without a graph."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -33,24 +45,31 @@ class Alone(nn.Module):
 
 
 MakeConv = Callable[[ModelSpec, Dataset, int, int, bool], nn.Module]
-"""(spec, data, in width, out width, whether it is the output layer) -> conv."""
+"""make(spec, data, width_in, width_out, is_output): a conv that maps rows of width_in to rows of width_out.
+
+is_output: whether the conv's output is the scores.
+"""
 HEADS = 4
-"""Attention heads of a hidden layer, unless model.conv.heads= says another number."""
+"""Attention heads of a hidden layer, unless model.conv.heads= is set. A rule of thumb."""
 ALPHA = 0.1
-"""Strength of the initial residual of gcnii and appnp, unless model.conv.alpha= says another one."""
+"""Share of the initial residual in gcnii and appnp, unless model.conv.alpha= is set."""
 
 
-def _make(
+def _make_conv(
     kind: type[nn.Module],
     spec: ModelSpec,
     *sizes: Any,
     fixed: Mapping[str, Any] = MappingProxyType({}),
     **defaults: Any,
 ) -> nn.Module:
-    """A conv with the keyword arguments of `spec.conv`.
+    """A conv with the keyword arguments of `spec.conv`, which override `defaults`.
 
-    sizes: the conv's first arguments, which the spec cannot name. fixed: arguments that no keyword of the spec changes;
-    it may name those that are in `defaults` too.
+    sizes: the conv's first positional arguments. The spec cannot name them.
+    fixed: arguments that override the spec. Naming one in the spec is an error, unless it is in `defaults`
+        too: then the caller uses its value elsewhere.
+
+    Raises:
+        ValueError: The conv has no such keyword, or a value does not fit.
     """
     parameters = [p for p in inspect.signature(kind).parameters.values() if p.kind is not p.VAR_KEYWORD]
     valid = [p.name for p in parameters[len(sizes) :] if p.name in defaults or p.name not in fixed]
@@ -61,18 +80,21 @@ def _make(
                 f"{kind.__name__} takes {', '.join(valid) or 'no keywords'}."
             )
     hints = typing.get_type_hints(kind.__init__)
-    given = {name: _keyword(name, value, hints.get(name, Any)) for name, value in spec.conv.items()}
+    keywords = {name: _check_keyword(name, value, hints.get(name, Any)) for name, value in spec.conv.items()}
     try:
-        return kind(*sizes, **(defaults | given | dict(fixed)))
+        return kind(*sizes, **(defaults | keywords | dict(fixed)))
     except Exception as error:
-        typed = ", ".join(f"model.conv.{name}={value}" for name, value in given.items())
+        typed = ", ".join(f"model.conv.{name}={value}" for name, value in keywords.items())
         raise ValueError(f"{kind.__name__} cannot be made with {typed or 'its defaults'}: {error}") from error
 
 
-def _keyword(name: str, value: Any, hint: Any) -> Any:
-    """A keyword argument, checked by the annotation in the conv's signature: `bias="flase"` would count as true."""
+def _check_keyword(name: str, value: Any, hint: Any) -> Any:
+    """A keyword argument after a check against its annotation in the conv's signature.
+
+    PyG does not check: `bias="flase"` would count as true.
+    """
     if typing.get_origin(hint) is list and isinstance(value, str):
-        return [value]  # model.conv.aggregators=mean: a list of one is typed without a comma
+        return [value]  # a list of one item is typed without a comma: model.conv.aggregators=mean
     key = f"model.conv.{name}"
     check_value(key, value, hint)
     if value == []:
@@ -82,28 +104,46 @@ def _keyword(name: str, value: Any, hint: Any) -> Any:
     return value
 
 
-def _attention(kind: type[nn.Module]) -> MakeConv:
-    def make(spec: ModelSpec, data: Dataset, width_in: int, width_out: int, last: bool) -> nn.Module:
-        if last:
+def _plain_conv(kind: type[nn.Module], **defaults: Any) -> MakeConv:
+    """A function that makes convs of a class whose constructor takes (width_in, width_out)."""
+
+    def make(spec: ModelSpec, data: Dataset, width_in: int, width_out: int, is_output: bool) -> nn.Module:
+        return _make_conv(kind, spec, width_in, width_out, **defaults)
+
+    return make
+
+
+def _attention_conv(kind: type[nn.Module]) -> MakeConv:
+    """A function that makes attention convs.
+
+    In a hidden layer, the heads share the width: their outputs are concatenated. In the output layer, which
+    has `spec.out_heads` heads, the outputs are averaged.
+    """
+
+    def make(spec: ModelSpec, data: Dataset, width_in: int, width_out: int, is_output: bool) -> nn.Module:
+        if is_output:
             fixed = {"heads": spec.out_heads, "concat": False}
-            return _make(kind, spec, width_in, width_out, heads=HEADS, fixed=fixed)
+            return _make_conv(kind, spec, width_in, width_out, heads=HEADS, fixed=fixed)
         heads = spec.conv.get("heads", HEADS)
         if not isinstance(heads, int) or heads < 1:
             raise ValueError(f"model.conv.heads must be at least 1, not {heads}")
         if width_out % heads:
             raise ValueError(f"model.hidden={width_out} must be a multiple of model.conv.heads={heads}")
-        return _make(kind, spec, width_in, width_out // heads, heads=HEADS, fixed={"concat": True})
+        return _make_conv(kind, spec, width_in, width_out // heads, heads=HEADS, fixed={"concat": True})
 
     return make
 
 
-def _gin(spec: ModelSpec, data: Dataset, width_in: int, width_out: int, last: bool) -> nn.Module:
-    hidden = max(width_out, spec.hidden) if last else width_out
-    return _make(pyg.GINConv, spec, nn.Sequential(nn.Linear(width_in, hidden), nn.ReLU(), nn.Linear(hidden, width_out)))
+def _make_gin(spec: ModelSpec, data: Dataset, width_in: int, width_out: int, is_output: bool) -> nn.Module:
+    """A GIN conv, whose aggregated rows go through an MLP of two layers."""
+    hidden = max(width_out, spec.hidden) if is_output else width_out
+    mlp = nn.Sequential(nn.Linear(width_in, hidden), nn.ReLU(), nn.Linear(hidden, width_out))
+    return _make_conv(pyg.GINConv, spec, mlp)
 
 
-def _pna(spec: ModelSpec, data: Dataset, width_in: int, width_out: int, last: bool) -> nn.Module:
-    return _make(
+def _make_pna(spec: ModelSpec, data: Dataset, width_in: int, width_out: int, is_output: bool) -> nn.Module:
+    """A PNA conv, whose scalers need the histogram of in-degrees."""
+    return _make_conv(
         pyg.PNAConv,
         spec,
         width_in,
@@ -115,49 +155,58 @@ def _pna(spec: ModelSpec, data: Dataset, width_in: int, width_out: int, last: bo
 
 
 CONVS: dict[str, MakeConv] = {
-    "sage": lambda s, d, i, o, last: _make(pyg.SAGEConv, s, i, o, aggr="mean"),
-    "gcn": lambda s, d, i, o, last: _make(pyg.GCNConv, s, i, o),
-    "gat": _attention(pyg.GATConv),
-    "gatv2": _attention(pyg.GATv2Conv),
-    "gin": _gin,
-    "graphconv": lambda s, d, i, o, last: _make(pyg.GraphConv, s, i, o, aggr="mean"),
-    "pna": _pna,
-    "transformer": _attention(pyg.TransformerConv),
-    "mlp": lambda s, d, i, o, last: _make(Alone, s, i, o),
+    "sage": _plain_conv(pyg.SAGEConv, aggr="mean"),
+    "gcn": _plain_conv(pyg.GCNConv),
+    "gat": _attention_conv(pyg.GATConv),
+    "gatv2": _attention_conv(pyg.GATv2Conv),
+    "gin": _make_gin,
+    "graphconv": _plain_conv(pyg.GraphConv, aggr="mean"),
+    "pna": _make_pna,
+    "transformer": _attention_conv(pyg.TransformerConv),
+    "mlp": _plain_conv(Alone),
 }
 
 
 def make_model(spec: ModelSpec, data: Dataset) -> nn.Module:
-    """The model that a spec names, sized for a dataset."""
+    """Build the model that a spec names, for the features and classes of a dataset.
+
+    Raises:
+        ValueError: The dataset has no labels, a setting does not fit the model, or the user's function
+        fails.
+    """
     if ":" in spec.name:
-        return _own(spec, data)
+        return _make_own(spec, data)
     if not data.num_classes:
         raise ValueError(
             f"dataset {data.name!r} has no labels to train on: convert it with nodes=FILE that has a label column "
             "(columns.label=NAME if it is called otherwise)"
         )
     if spec.name == "gcnii":
-        return _gcnii(spec, data)
+        return _make_gcnii(spec, data)
     if spec.name == "appnp":
-        return _appnp(spec, data)
-    headed = spec.jk != "none" or spec.linear
+        return _make_appnp(spec, data)
+
+    has_head = spec.jk != "none" or spec.linear
     widths = [
         spec.hidden if spec.linear else data.num_features,
         *[spec.hidden] * (spec.layers - 1),
-        spec.hidden if headed else data.num_outputs,
+        spec.hidden if has_head else data.num_outputs,
     ]
-    convs = [
-        CONVS[spec.name](spec, data, widths[l], widths[l + 1], l == spec.layers - 1 and not headed)
-        for l in range(spec.layers)
-    ]
-    if not headed:
-        return GNN(convs, **_options(spec))
+    make_conv = CONVS[spec.name]
+    convs = []
+    for l in range(spec.layers):
+        is_output = l == spec.layers - 1 and not has_head
+        convs.append(make_conv(spec, data, widths[l], widths[l + 1], is_output))
+    if not has_head:
+        return GNN(convs, **_layer_options(spec))
     jk = "last" if spec.jk == "none" else spec.jk
-    encoder = _encoder(spec, data) if spec.linear else None
-    return GNN(convs, jk=jk, jk_encoder=spec.linear, encoder=encoder, head=_head(spec, data), **_options(spec))
+    encoder = _make_encoder(spec, data) if spec.linear else None
+    head = _make_head(spec, data)
+    return GNN(convs, jk=jk, jk_encoder=spec.linear, encoder=encoder, head=head, **_layer_options(spec))
 
 
-def _options(spec: ModelSpec) -> dict[str, Any]:
+def _layer_options(spec: ModelSpec) -> dict[str, Any]:
+    """The arguments of `GNN` that concern every layer."""
     return {
         "act": spec.act,
         "norm": None if spec.norm == "none" else spec.norm,
@@ -168,36 +217,52 @@ def _options(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _encoder(spec: ModelSpec, data: Dataset) -> nn.Module:
+def _make_encoder(spec: ModelSpec, data: Dataset) -> nn.Module:
+    """The linear layer before the convs."""
     linear = nn.Linear(data.num_features, spec.hidden)
     if spec.norm == "none" or spec.jk in ("none", "last"):
         return linear
-    return nn.Sequential(linear, make_norm(spec.norm, spec.hidden))  # its rows are put beside those of the layers
+    # Jumping knowledge joins the encoder's output with those of the layers, which are normalised.
+    return nn.Sequential(linear, make_norm(spec.norm, spec.hidden))
 
 
-def _head(spec: ModelSpec, data: Dataset) -> nn.Linear:
-    parts = spec.layers + (spec.linear and spec.name != "gcnii") if spec.jk == "cat" else 1
-    return nn.Linear(spec.hidden * parts, data.num_outputs)
+def _make_head(spec: ModelSpec, data: Dataset) -> nn.Linear:
+    """The linear layer after the convs. With jk=cat, it reads the outputs of all layers side by side."""
+    num_inputs = 1
+    if spec.jk == "cat":
+        # GCNII's encoder is no input of jumping knowledge.
+        joins_encoder = spec.linear and spec.name != "gcnii"
+        num_inputs = spec.layers + 1 if joins_encoder else spec.layers
+    return nn.Linear(spec.hidden * num_inputs, data.num_outputs)
 
 
-def _gcnii(spec: ModelSpec, data: Dataset) -> GNN:
+def _make_gcnii(spec: ModelSpec, data: Dataset) -> GNN:
+    """GCNII: a linear layer, convs of one width with an initial residual, a linear layer."""
+    # fixed: the number of a layer, from 1, by which GCN2Conv weakens its weights the deeper it is (theta).
     convs = [
-        _make(pyg.GCN2Conv, spec, spec.hidden, alpha=ALPHA, theta=0.5, fixed={"layer": l + 1})
+        _make_conv(pyg.GCN2Conv, spec, spec.hidden, alpha=ALPHA, theta=0.5, fixed={"layer": l + 1})
         for l in range(spec.layers)
     ]
     encoder = nn.Linear(data.num_features, spec.hidden)
     jk = "last" if spec.jk == "none" else spec.jk
-    return GNN(convs, jk=jk, encoder=encoder, head=_head(spec, data), **_options(spec))
+    return GNN(convs, jk=jk, encoder=encoder, head=_make_head(spec, data), **_layer_options(spec))
 
 
-def _appnp(spec: ModelSpec, data: Dataset) -> GNN:
-    """Two linear layers, then steps that only propagate and mix in what these gave."""
-    # The GNN mixes in the encoder's rows, so that each conv has alpha=0: it sees only the rows of one step before.
-    steps = [_make(pyg.APPNP, spec, 1, alpha=ALPHA, fixed={"alpha": 0.0}) for _ in range(spec.layers)]
+def _make_appnp(spec: ModelSpec, data: Dataset) -> GNN:
+    """APPNP: two linear layers, then steps without weights that propagate their output.
+
+    A step computes h' = (1 - alpha) * propagate(h) + alpha * h0, where h0 is the output of the linear
+    layers.
+    """
+    # PyG's APPNP mixes in its own input, which would be h, not h0. So the convs have alpha=0, and the GNN
+    # mixes in h0.
+    steps = [_make_conv(pyg.APPNP, spec, 1, alpha=ALPHA, fixed={"alpha": 0.0}) for _ in range(spec.layers)]
     alpha = cast(float, spec.conv.get("alpha", ALPHA))
-    if spec.jk != "none" or spec.norm != "none" or spec.residual != "none" or not alpha:
+    needs_hidden_layers = spec.jk != "none" or spec.norm != "none" or spec.residual != "none"
+    if needs_hidden_layers or not alpha:
         raise ValueError(
-            "appnp has no hidden layers: leave out model.jk, norm and residual, and set model.conv.alpha above 0"
+            "appnp has no hidden layers: leave out model.jk, model.norm and model.residual, and set "
+            "model.conv.alpha above 0"
         )
     encoder = nn.Sequential(
         nn.Linear(data.num_features, spec.hidden),
@@ -208,8 +273,8 @@ def _appnp(spec: ModelSpec, data: Dataset) -> GNN:
     return GNN(steps, encoder=encoder, initial_residual=alpha, input_dropout=spec.input_dropout, act=None)
 
 
-def _own(spec: ModelSpec, data: Dataset) -> nn.Module:
-    """`package.module:function` or `file.py:function`, called as function(spec, data)."""
+def _make_own(spec: ModelSpec, data: Dataset) -> nn.Module:
+    """The model that a function of the user returns. It is called as function(spec, data)."""
     function = import_own("model", spec.name)
     try:
         model = function(spec, data)

@@ -1,4 +1,11 @@
-"""Settings of each command, what it takes as key=value: plain data, so that reading them needs no torch."""
+"""Settings of each command, typed as key=value, and settings of an earlier run, read from its folder.
+
+The settings are plain data, and the module imports no torch, so that help and refusals come at once. The
+sentence under a field is its line in `hopline COMMAND --keys`.
+
+A run folder may come from somebody else. So reading its config.json imports no module that it names, unless
+the user names the same method (`load_config`) or trusts the model's module (`load_trusted`).
+"""
 
 from __future__ import annotations
 
@@ -22,40 +29,42 @@ from hopline.training.settings import TrainSettings, upgrade_schedule
 from hopline.util.config import RemovedSetting, check_fields, from_dict, parse_chunk_bytes, settings
 
 DATA_ROOT = {"data_root": RemovedSetting(None, "set the environment variable HOPLINE_DATA")}
-"""A setting that commands had for the folder in which datasets are found by name."""
+"""The removed setting for the folder of datasets that are found by name, for a class's `REMOVED`."""
 SPLIT_SHARES = {"split_shares": RemovedSetting(None, "set split=0.6,0.2,0.2")}
-"""A setting that commands had for the shares of a split that is drawn."""
+"""The removed setting for the shares of a split that is drawn, for a class's `REMOVED`."""
 
 
 @settings
 class RunConfig(TrainSettings, LaunchSettings):
-    """A whole run: what `hopline train` takes as key=value."""
+    """The settings of a whole run: of `hopline train` and `hopline plan`."""
 
     REMOVED: ClassVar = DATA_ROOT | SPLIT_SHARES
     data: str = "demo"
     """Dataset: a name, a folder or an .npz file."""
     split: int | tuple[float, float, float] = 0
-    """Which split, for datasets that come with several; or shares of train, valid and test nodes, such as 0.6,0.2,0.2,
-    drawn among the labelled nodes: the same ones whatever seed= is."""
+    """Number of the split, from 0, for datasets that come with several. Or shares of train, valid and test
+    nodes, such as 0.6,0.2,0.2: they are drawn among the labelled nodes, the same for every seed=."""
     symmetrize: bool | None = None
-    """Add the reverse of every edge when the dataset is converted, or do not; each choice is kept under its own name.
-    Default: as the dataset says."""
+    """Whether the reverse of every edge is added when the dataset is converted. Each choice is stored by
+    itself. Default: as the dataset says."""
     features: Literal["given", "normalized", "standardized", "one_hot"] = "given"
-    """Input rows as they are; each divided by its sum; each column with mean 0 and deviation 1; or one column per node,
-    so that model.linear=true learns the input rows themselves."""
+    """Input features: `given` as stored, `normalized` with rows divided by their sums, `standardized` with
+    columns of mean 0 and deviation 1, `one_hot` with a column per node, so that model.linear=true learns an
+    embedding per node."""
     model: ModelSpec = ModelSpec()
     """The model."""
     method: Sampled | Historical | FullBatch | Auto | Method = Sampled()
-    """How to train; `auto` tries all for a few steps and takes the fastest that fits. A method of your own is
-    package.module:Class or file.py:Class, whose settings `--keys method=package.module:Class` shows."""
+    """Training method. `auto` times a few steps of each and takes the fastest that fits. Your own class is
+    package.module:Class or file.py:Class, and --keys method=package.module:Class lists its settings."""
     budget: Budget | None = None
-    """Memory that the run may take: budget=8GiB is for where the model is."""
+    """Memory limit of the run. budget=8GiB limits the device of the model. Default: no limit."""
     placement: Placement = Placement()
-    """Where a GPU finds graph and features."""
+    """Memory that holds the graph and the features for a GPU."""
     out: Path | None = None
-    """The run folder; runs/NAME-TIME by default."""
+    """Run folder to write. Default: runs/NAME-TIME."""
     weights: Path | None = None
-    """Weights to begin with: a `state_dict` file of the same model, PyG's own or one of `hopline export`."""
+    """Initial weights: a `state_dict` file of the same model, from PyG or `hopline export`. Default: drawn
+    by seed=."""
 
     def __post_init__(self) -> None:
         TrainSettings.__post_init__(self)
@@ -70,75 +79,79 @@ class RunConfig(TrainSettings, LaunchSettings):
 
     @property
     def conversion(self) -> dict[str, Any]:
-        """Options of the dataset's conversion, as far as they were given."""
+        """Options of the dataset's conversion that the user has set, as keywords of `open_dataset`."""
         return {} if self.symmetrize is None else {"symmetrize": self.symmetrize}
 
 
 @settings
 class ExportConfig:
-    """What `hopline export RUN FILE` takes as key=value."""
+    """The settings of `hopline export RUN FILE`."""
 
     weights: Literal["best", "last"] = "best"
-    """Which weights of the run."""
+    """Weights of the run: those of the best evaluation, or the last ones."""
     trust: bool = False
-    """Import the module that the run's config.json names for its model (model=package.module:function)."""
+    """Permission to import and run the module that config.json names for the model
+    (model=package.module:function)."""
 
 
 @settings
 class InferConfig(LaunchSettings):
-    """What `hopline infer RUN` takes as key=value."""
+    """The settings of `hopline infer RUN`."""
 
     REMOVED: ClassVar = DATA_ROOT
     nodes: Literal["all", "train", "valid", "test"] = "all"
-    """Which nodes to predict: rows are in the order of their ids."""
+    """Nodes to predict. Their rows are written in the order of node ids."""
     write: Literal["classes", "scores"] = "classes"
-    """Class numbers (0/1 per label for several labels), or the model's raw scores."""
+    """Values to write: class numbers (0 or 1 per label for several labels), or the model's raw scores."""
     inference: Literal["exact", "sampled"] = "exact"
-    """Over every edge, or over sampled ones with the run's fan-outs."""
+    """Edges to use: all of them (exact), or sampled ones with the run's fan-outs."""
     weights: Literal["best", "last"] | Path = "best"
-    """Which weights of the run, or a `state_dict` file of the same model: PyG's own, `hopline export`'s or DDP's."""
+    """Weights of the run, or a `state_dict` file of the same model, from PyG, `hopline export` or DDP."""
     data: str | None = None
-    """Another dataset with the same features, instead of the run's own; or a folder of shards."""
+    """Another dataset with the same features, or a folder of shards. Default: the run's dataset."""
     device: str = "cpu"
-    """Where layers are computed."""
+    """Device that computes the layers."""
     chunk_bytes: str | int | None = None
-    """What the chunks of a layer may take beside the hidden rows, such as 2GiB; about a million edges by default."""
+    """Memory for the chunks of a layer, without the embeddings of all nodes, such as 2GiB. Default: chunks
+    by edges, a million on the CPU."""
     folder: Path | None = None
-    """Where hidden rows are kept as mapped files; the same command goes on from them if it was killed."""
+    """Folder for the embeddings as memory-mapped files. The same command resumes from them after a kill.
+    Default: in memory."""
     hops: int | None = None
-    """Hops around a node that a model with forward(x, edge_index) alone reads; those of the run's fan-outs by default,
-    or the whole graph at once where these are too few."""
+    """Hops around a node that a model with forward(x, edge_index) alone reads. Default: those of the run's
+    fan-outs, or the whole graph where these are too few."""
     trust: bool = False
-    """Import the module that the run's config.json names for its model (model=package.module:function)."""
+    """Permission to import and run the module that config.json names for the model
+    (model=package.module:function)."""
     out: Path | None = None
-    """The .npy file to write; RUN/predictions.npy by default."""
+    """The .npy file to write. Default: RUN/predictions.npy."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_chunk_bytes(self.chunk_bytes)
         for name in ("chunk_bytes", "folder", "hops"):
             if self.inference == "sampled" and getattr(self, name) is not None:
-                raise ValueError(f"{name}= is about exact inference: leave it out, or set inference=exact")
+                raise ValueError(f"{name}= is for exact inference: leave it out, or set inference=exact")
 
 
 @settings
 class ConvertConfig(EdgeOptions):
-    """What `hopline convert SOURCE FOLDER` takes as key=value."""
+    """The settings of `hopline convert SOURCE FOLDER`."""
 
     REMOVED: ClassVar = DATA_ROOT | SPLIT_SHARES
     nodes: Path | None = None
-    """A file of nodes (features, label, split) that goes with an edge list."""
+    """Node file of an edge list: features, label and split of each node."""
     columns: Columns = Columns()
-    """Which columns of the files mean what."""
+    """Names of the columns of both files."""
     ids: Literal["number", "map"] = "number"
-    """Node ids are 0 .. num_nodes - 1, or anything, to be numbered."""
+    """Node ids in the files: 0 .. num_nodes - 1 (number), or any values, which are then numbered (map)."""
     num_nodes: int | None = None
-    """Number of nodes, where the files do not tell."""
+    """Number of nodes. Default: as the files tell."""
     split: tuple[float, float, float] | None = None
-    """Shares of train, valid and test nodes, such as 0.6,0.2,0.2, drawn among the labelled nodes and stored. Default:
-    the split of the source."""
+    """Shares of train, valid and test nodes, such as 0.6,0.2,0.2, drawn among the labelled nodes and
+    stored. Default: the split of the source."""
     overwrite: bool = False
-    """Replace a dataset that is in the folder."""
+    """Permission to replace a dataset in the folder."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -148,23 +161,25 @@ class ConvertConfig(EdgeOptions):
 
 @settings
 class PartitionConfig:
-    """What `hopline partition DATASET FOLDER` takes as key=value."""
+    """The settings of `hopline partition DATASET FOLDER`."""
 
     REMOVED: ClassVar = DATA_ROOT
     shards: int = 0
-    """How many shards to make, one for each rank."""
+    """Number of shards, one for each rank. Required."""
     how: Literal["metis", "streaming", "random", "range", "labels"] = "metis"
-    """How to divide the nodes: fewest edges cut (metis, or streaming in little memory), or by chance, id or label."""
+    """Partition of the nodes: few edges between parts (metis, or streaming in little memory), random, by id
+    or by label."""
     labels: str = "y"
-    """With how=labels: the labels themselves, or the table whose one column they are, such as a part per node."""
+    """Labels for how=labels: y, or the name of a table with one column of integers, such as a part per
+    node."""
     seed: int = 0
-    """Of metis, streaming and random."""
+    """Seed of metis, streaming and random."""
     slack: float = 0.1
-    """How far sizes may be from their mean, as a share: of streaming."""
+    """Largest difference of a shard's size from the mean, as a share of the mean. For streaming."""
     passes: int = 20
-    """At most how often the edges are read: of streaming."""
+    """Largest number of times that the edges are read. For streaming."""
     overwrite: bool = False
-    """Replace what is in the folder."""
+    """Permission to replace what is in the folder."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -172,77 +187,103 @@ class PartitionConfig:
 
 @settings
 class NotImported(Method):
-    """A method of the user's own that a run folder names. Its module was not imported, which would run it."""
+    """A method of the user that a run folder names.
+
+    Its module was not imported, because that would run it.
+    """
 
     name: str
-    """As it was typed: package.module:Class."""
+    """The method as it was typed: package.module:Class."""
 
     def bind(self, job: Job) -> Work:
-        raise ValueError(f"the run was trained by a method of its user's own: type method={self.name}")
+        raise ValueError(f"the run was trained by a method of its user: type method={self.name}")
 
 
 def load_config(folder: Path, *, own_method: str = "") -> RunConfig:
-    """The settings of an earlier run, from its folder.
+    """Return the settings of an earlier run, from config.json in its folder.
 
-    own_method: the one method of the user's own that is imported, since the command names it too. Any other is
-    `NotImported`: the folder may come from somebody else.
+    own_method: the one method of the user ("package.module:Class") that may be imported, because the
+        command names it too. Any other becomes `NotImported`, since the folder may come from somebody else.
+
+    Raises:
+        ValueError: The folder is no run folder, or config.json is damaged or holds other settings.
     """
     path = folder / "config.json"
     try:
         stored = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ValueError(f"{folder} is not a run folder: there is no config.json in it") from None
+        raise ValueError(f"{folder} is not a run folder: it has no config.json. Check the path.") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged ({error}): restore it or train again") from error
     config = stored.get("config") if isinstance(stored, dict) else None
-    if isinstance(config, dict) and "train" in config:
+    is_of_trainer = isinstance(config, dict) and "train" in config
+    if is_of_trainer:
         raise ValueError(
             f"{folder} is a run of hl.Trainer in Python, whose model only that program can build: there, load the "
             f"weights with model.load_state_dict(torch.load('{folder}/best.pt')) and predict with hl.infer.exact"
         )
     if isinstance(config, dict) and stored.get("format", 1) < 2 and config.get("symmetrize") is False:
-        config["symmetrize"] = None  # what it meant when it was written
+        config["symmetrize"] = None  # format 1 wrote false for "as the dataset says"
     try:
         config = upgrade_config(stored["config"])
-        kind = str(config["method"].get("kind", "")) if isinstance(config.get("method"), Mapping) else ""
+        method = config.get("method")
+        kind = str(method.get("kind", "")) if isinstance(method, Mapping) else ""
         if ":" not in kind or kind == own_method:
             return from_dict(RunConfig, config)
-        rest = {key: value for key, value in config.items() if key != "method"}
-        return replace(from_dict(RunConfig, rest), method=NotImported(name=kind))
+        without_method = {key: value for key, value in config.items() if key != "method"}
+        return replace(from_dict(RunConfig, without_method), method=NotImported(name=kind))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} does not hold the settings of a `hopline train` run: {error}") from error
 
 
 def upgrade_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a stored run, as this version has them where two settings became one."""
-    found = dict(config)
-    found.pop("gradients", None)  # of a program that gave the Trainer these settings and gradients=
-    model, schedule = found.get("model"), found.get("schedule")
-    shares = found.pop("split_shares", None)
+    """Return the settings of a stored run as this version has them, where settings were merged or renamed.
+
+    Settings that were removed without a successor are handled by `REMOVED` of their class.
+    """
+    upgraded = dict(config)
+    # A program may have passed these settings and gradients= to the Trainer, which stored both.
+    upgraded.pop("gradients", None)
+
+    shares = upgraded.pop("split_shares", None)
     if shares is not None:
-        found["split"] = shares
-    # A process on the CPU evaluated: evaluate=async_cpu, or before that evaluate=async with evaluate_on=host. With
-    # evaluate=async the run is the same: results are acted on as in the blocking run, whoever computes them. Only where
-    # a GPU trained, metrics may differ in the last digits.
-    found.pop("evaluate_on", None)
-    if found.get("evaluate") == "async_cpu":
-        found["evaluate"] = "async"
-    budget = found.get("budget")
+        upgraded["split"] = shares
+
+    # Earlier versions could evaluate in a process on the CPU: evaluate=async_cpu, and before that
+    # evaluate=async with evaluate_on=host. evaluate=async gives the same run, since its results are used as
+    # in a blocking run, whoever computes them. Only metrics of a run on a GPU may differ in the last
+    # digits.
+    upgraded.pop("evaluate_on", None)
+    if upgraded.get("evaluate") == "async_cpu":
+        upgraded["evaluate"] = "async"
+
+    budget = upgraded.get("budget")
     if isinstance(budget, Mapping) and "cut_by" in budget:
-        found["budget"] = upgrade_budget(budget)
+        upgraded["budget"] = upgrade_budget(budget)
+
+    model = upgraded.get("model")
     if isinstance(model, Mapping) and isinstance(model.get("residual"), bool):
-        where = "before" if model.get("residual_first") else "after"
-        kept = {key: value for key, value in model.items() if key != "residual_first"}
-        found["model"] = kept | {"residual": where if model["residual"] else "none"}
+        upgraded_model = {key: value for key, value in model.items() if key != "residual_first"}
+        if not model["residual"]:
+            upgraded_model["residual"] = "none"
+        else:
+            upgraded_model["residual"] = "before" if model.get("residual_first") else "after"
+        upgraded["model"] = upgraded_model
+
+    schedule = upgraded.get("schedule")
     if isinstance(schedule, Mapping):
-        found["schedule"] = upgrade_schedule(schedule)
-    return found
+        upgraded["schedule"] = upgrade_schedule(schedule)
+    return upgraded
 
 
 def load_trusted(folder: Path, trust: bool) -> RunConfig:
-    """The settings of a run whose model is to be built; one of the user's own code only if that is trusted.
+    """Return the settings of a run whose model is to be built.
 
-    A run folder may come from somebody else, and importing a module runs it.
+    A run folder may come from somebody else, and importing a module runs it. So a model of the user's code
+    needs `trust`.
+
+    Raises:
+        ValueError: The settings cannot be read, or the model needs `trust`.
     """
     config = load_config(folder)
     if ":" in config.model.name and not trust:
@@ -255,11 +296,14 @@ def load_trusted(folder: Path, trust: bool) -> RunConfig:
 
 
 EDGE_LISTS = (".csv", ".gz", ".parquet", ".pq", ".txt", ".tsv")
-"""How the names of edge lists end."""
+"""Suffixes of files that are read as edge lists."""
 
 
 def check_conversion(source: str, folder: Path, config: ConvertConfig) -> None:
-    """Refuse a conversion of what does not exist, over what does, or with settings that mean nothing for it."""
+    """Raise ValueError for a conversion that cannot work, before anything is read or written.
+
+    The source does not exist, the folder holds a dataset, or a setting means nothing for the source.
+    """
     path = Path(source).expanduser()
     suffix = path.suffix.lower()
     if is_dataset(folder) and not config.overwrite:
@@ -270,8 +314,9 @@ def check_conversion(source: str, folder: Path, config: ConvertConfig) -> None:
     elif not path.exists():
         locate(source)
     if suffix not in EDGE_LISTS:
-        has_nodes = suffix == ".npy" and config.nodes is not None
-        meaningless = ("ids",) if has_nodes else ("nodes", "columns", "ids")
-        given = [key for key in meaningless if getattr(config, key) != getattr(ConvertConfig(), key)]
-        if given:
-            raise ValueError(f"{given[0]}= is for edge lists (.csv, .parquet): leave it out for {source}")
+        has_node_file = suffix == ".npy" and config.nodes is not None
+        meaningless = ("ids",) if has_node_file else ("nodes", "columns", "ids")
+        defaults = ConvertConfig()
+        for key in meaningless:
+            if getattr(config, key) != getattr(defaults, key):
+                raise ValueError(f"{key}= is for edge lists (.csv, .parquet): leave it out for {source}")

@@ -1,4 +1,16 @@
-"""A run from its settings: the one place that turns names into objects."""
+"""A run from its settings: the one place that turns names into objects.
+
+    train(config)                in the process of the command
+      launch.run(train_rank)     in every rank: starts processes, or joins those of torchrun or srun
+        _open_together           the dataset, one copy per host
+        make_model               the model, from its name
+        _run_folder              runs/NAME-TIME, the same in all ranks
+        _resolve_auto_method     method=auto becomes a method
+        Trainer(...).fit()
+
+Settings travel to the ranks as plain data (`to_dict`), and a run comes back in the same way, since ranks
+may be other processes.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +38,7 @@ from hopline.methods.sampled.settings import Auto, Sampled
 from hopline.nn.whole_module import as_walkable
 from hopline.run.compare_methods import Candidate, choose, compare, outline_of_run
 from hopline.run.models import make_model
-from hopline.run.settings import (
-    RunConfig,
-    load_config,
-)
+from hopline.run.settings import RunConfig, load_config
 from hopline.shards.all_shards import join_shards
 from hopline.shards.data import open_sharded
 from hopline.shards.shard import is_shards
@@ -39,137 +48,172 @@ from hopline.training.settings import TrainSettings
 from hopline.training.trainer import Trainer
 from hopline.util.config import from_dict, to_dict
 from hopline.util.log import logger, print_messages
-from hopline.util.own_code import whole_name
+from hopline.util.own_code import MAX_REASON_CHARACTERS, whole_name
 from hopline.util.trace import RegionStatistics
 
 RUNS = Path("runs")
-"""Where runs are written that are not told where, in the current folder."""
-LONGEST_NAME = 100
-"""Characters of a dataset's name, as of the names of arrays."""
+"""The folder, in the current one, in which runs without out= are written."""
+MAX_NAME_CHARACTERS = 100
+"""Most characters of a dataset's name, as of the names of arrays."""
 
 
 def train(config: RunConfig) -> Run:
-    """Open the data, build the model, train, test."""
-    find_device(config.device)  # before processes are started, each of which would say it
+    """Open the dataset, build the model, train and test it.
+
+    Returns:
+        The run of this process, or of rank 0 if processes were started.
+    """
+    find_device(config.device)  # before processes are started, each of which would raise the same error
     config = _with_whole_paths(config)
-    places = {f.name: getattr(config, f.name) for f in dataclasses.fields(LaunchSettings)}
-    done = launch.run(train_rank, LaunchSettings(**places), to_dict(config), device=config.device)
-    return done if isinstance(done, Run) else _from_plain(done)
+    launch_settings = launch_settings_of(config)
+    run = launch.run(train_rank, launch_settings, to_dict(config), device=config.device)
+    return run if isinstance(run, Run) else _from_plain(run)
+
+
+def launch_settings_of(config: LaunchSettings) -> LaunchSettings:
+    """The launch settings alone, from the settings of a command that include them."""
+    names = [field.name for field in dataclasses.fields(LaunchSettings)]
+    return LaunchSettings(**{name: getattr(config, name) for name in names})
 
 
 def _with_whole_paths(config: RunConfig) -> RunConfig:
-    """The settings with paths that mean the same everywhere: `hopline infer` may be called from another folder."""
-    found = locate(config.data, options=config.conversion).path
-    if found is not None and found == Path(config.data).expanduser():  # and not a name under the data root
-        config = dataclasses.replace(config, data=str(found.resolve()))
+    """The settings with absolute paths, since `hopline infer` may run in another folder and reads them."""
+    path = locate(config.data, options=config.conversion).path
+    # A dataset that was named, and found under HOPLINE_DATA, keeps its name.
+    if path is not None and path == Path(config.data).expanduser():
+        config = dataclasses.replace(config, data=str(path.resolve()))
     model = dataclasses.replace(config.model, name=whole_name(config.model.name))
     return dataclasses.replace(config, model=model)
 
 
 def train_rank(world: World, stored: dict[str, Any]) -> Run | dict[str, Any]:
-    """One rank's part of a run; with several of them, what is left of the run as plain data."""
+    """Run one rank's part of a run. Returns the run, as plain data if there are several ranks.
+
+    stored: a `RunConfig` as plain data, since it may come from another process.
+    """
     config = from_dict(RunConfig, stored)
     with print_messages(config.show):
-        return _train_rank(world, config)
-
-
-def _train_rank(world: World, config: RunConfig) -> Run | dict[str, Any]:
-    data = _open_together(config, world)
-    check_name(data.name)
-    torch.manual_seed(config.seed)
-    model = make_model(config.model, data)
-    if config.weights is not None:
-        load_weights(model, config.weights)
-    config = _for_model(config, model, data)
-    with _run_folder(data.name, config, world) as out:
-        config = _with_method(config, model, data, out, world)
-        settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainSettings)}
-        trainer = Trainer(
-            model,
-            data,
-            config.method,
-            out=out,
-            config=config,
-            world=world,
-            placement=config.placement,
-            budget=config.budget,
-            **settings,
-        )
-        done = trainer.fit()
-    return done if world.size == 1 else dataclasses.asdict(done) | {"folder": str(out)}
+        data = _open_together(config, world)
+        check_name(data.name)
+        torch.manual_seed(config.seed)
+        model = make_model(config.model, data)
+        if config.weights is not None:
+            load_weights(model, config.weights)
+        config = _for_model(config, model, data)
+        with _run_folder(data.name, config, world) as folder:
+            config = _resolve_auto_method(config, model, data, folder, world)
+            train_settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(TrainSettings)}
+            trainer = Trainer(
+                model,
+                data,
+                config.method,
+                out=folder,
+                config=config,
+                world=world,
+                placement=config.placement,
+                budget=config.budget,
+                **train_settings,
+            )
+            run = trainer.fit()
+    return run if world.size == 1 else dataclasses.asdict(run) | {"folder": str(folder)}
 
 
 def check_name(name: str) -> None:
-    """Refuse a dataset whose name, under which its runs are written and shown, is a path or holds control characters.
+    """Raise ValueError for a dataset whose name cannot name a run folder, such as a path.
 
     A dataset may come from somebody else, and must not choose where files are written.
     """
-    if not name.strip(" .") or any(c in "/\\" or not c.isprintable() for c in name) or len(name) > LONGEST_NAME:
+    is_blank = not name.strip(" .")
+    has_bad_character = any(character in "/\\" or not character.isprintable() for character in name)
+    if is_blank or has_bad_character or len(name) > MAX_NAME_CHARACTERS:
         raise ValueError(
-            f"the dataset is called {name[:LONGEST_NAME]!r}, which cannot name a run: convert it anew by `hopline "
-            "convert DATASET FOLDER`, which calls it as FOLDER"
+            f"the dataset is called {name[:MAX_NAME_CHARACTERS]!r}, which cannot name a run: convert it anew by "
+            "`hopline convert DATASET FOLDER`, which calls it as FOLDER"
         )
 
 
 def _for_model(config: RunConfig, model: nn.Module, data: Dataset) -> RunConfig:
-    """The settings with those of the method that follow model and graph as numbers, as config.json keeps them."""
+    """The settings with numbers for settings of the method that depend on the model and the graph.
+
+    `method.fanouts=auto` becomes 15,10,5 for a model of three layers, for example. config.json stores the
+    numbers.
+    """
     method = config.method.for_model(as_walkable(model)).for_graph(data.num_nodes)
     return dataclasses.replace(config, method=method)  # type: ignore[arg-type]
 
 
-def _with_method(config: RunConfig, model: nn.Module, data: Dataset, out: Path, world: World) -> RunConfig:
-    """The settings with method=auto replaced: by what the run that goes on began with, or by what fits and is fast."""
+def _resolve_auto_method(config: RunConfig, model: nn.Module, data: Dataset, folder: Path, world: World) -> RunConfig:
+    """The settings with a method in place of method=auto; other settings are returned as they are.
+
+    A run that is resumed keeps the method with which it began. Else the method is the fastest that fits.
+    Rank 0 decides, and the other ranks get its settings: each would time the steps differently.
+    """
     if not isinstance(config.method, Auto):
         return config
-    found: dict[str, Any] | None = None
+    resolved: dict[str, Any] | None = None
     if world.rank == 0:
-        method = load_config(out).method if config.resume and (out / checkpoint.FILE).exists() else config.method
+        is_resumed = config.resume and (folder / checkpoint.FILE).exists()
+        method = load_config(folder).method if is_resumed else config.method
         if isinstance(method, Auto):
             outline = outline_of_run(model.to(world.device), data, config, config.placement)
-            method, why = choose(outline, config.budget or Budget())
-            logger.info(why)
-        found = to_dict(dataclasses.replace(config, method=method))  # type: ignore[arg-type]
-    return from_dict(RunConfig, world.broadcast_object(found))
+            method, reason = choose(outline, config.budget or Budget())
+            logger.info(reason)
+        resolved = to_dict(dataclasses.replace(config, method=method))  # type: ignore[arg-type]
+    return from_dict(RunConfig, world.broadcast_object(resolved))
 
 
 def plan(config: RunConfig) -> list[Candidate]:
-    """What each method would take of the run's budget, and how long an epoch would last."""
+    """Return the memory of each method within the run's budget, and its time per epoch. Does not train."""
     data = open_data(config)
     torch.manual_seed(config.seed)
     model = make_model(config.model, data).to(find_device(config.device))
     method = None if isinstance(config.method, Auto) else _for_model(config, model, data).method
-    return compare(method, outline_of_run(model, data, config, config.placement), config.budget or Budget())
+    outline = outline_of_run(model, data, config, config.placement)
+    return compare(method, outline, config.budget or Budget())
 
 
-def _from_plain(done: dict[str, Any]) -> Run:
-    """A run that came from another process."""
-    kinds = {"history": EpochEnd, "evaluations": Evaluation, "stages": RegionStatistics}
-    fields = {**done, "folder": Path(done["folder"])}
-    for name, kind in kinds.items():
-        fields[name] = [kind(**entry) for entry in done[name]]
+def _from_plain(plain: dict[str, Any]) -> Run:
+    """A run that came from another process as plain data, with objects in its lists again."""
+    entry_types = {"history": EpochEnd, "evaluations": Evaluation, "stages": RegionStatistics}
+    fields = {**plain, "folder": Path(plain["folder"])}
+    for name, entry_type in entry_types.items():
+        fields[name] = [entry_type(**entry) for entry in plain[name]]
     return Run(**fields)
 
 
 def _open_together(config: RunConfig, world: World) -> Dataset:
-    """The run's dataset, one copy of it per host; what has to be downloaded or converted is so once."""
+    """The run's dataset, one copy of it per host. Every rank must call this.
+
+    The first rank of each host opens it. If it lies in a folder, the other ranks open the folder after rank
+    0 has, when the dataset was downloaded and converted.
+    """
     if is_shards(config.data):
         return _open_shards(config, world)
     data = open_data(config) if world.local_rank == 0 else None
-    mapped = world.broadcast_object(data is not None and data.folder is not None)  # all hosts wait for the first rank
-    if not mapped:
-        return share(data, world)
+    is_mapped = data is not None and data.folder is not None
+    # The answer of rank 0. The call also makes all ranks wait until rank 0 has opened the dataset.
+    is_mapped = world.broadcast_object(is_mapped)
+    if not is_mapped:
+        return share(data, world)  # made in memory: the host's ranks share the copy of one of them
     return data if data is not None else open_data(config)
 
 
 def _open_shards(config: RunConfig, world: World) -> Dataset:
-    """A folder of shards: each rank has one of them, or one process all."""
+    """The dataset of a folder of shards: one shard per rank, or all shards joined in one process.
+
+    Raises:
+        ValueError: A setting would change the dataset, which must happen before it is partitioned.
+    """
     if config.symmetrize or config.features != "given":
-        raise ValueError(f"{config.data} is cut already: leave out symmetrize= and features=, or cut it with them")
+        raise ValueError(
+            f"{config.data} is in shards already: leave out symmetrize= and features=, or train on the dataset that "
+            "was partitioned"
+        )
     if isinstance(config.split, tuple):
         shares = ",".join(f"{share:g}" for share in config.split)
         raise ValueError(
-            f"{config.data} is cut already, so no split can be drawn: type `hopline convert DATASET FOLDER "
-            f"split={shares}` and cut FOLDER by `hopline partition`, or leave split= out"
+            f"{config.data} is in shards already, so no split can be drawn: leave split= out, or type "
+            f"`hopline convert DATASET FOLDER split={shares}` and partition FOLDER with `hopline partition`"
         )
     if world.size == 1:
         return join_shards(config.data, split=config.split)
@@ -178,95 +222,116 @@ def _open_shards(config: RunConfig, world: World) -> Dataset:
 
 @contextlib.contextmanager
 def _run_folder(name: str, config: RunConfig, world: World) -> Iterator[Path]:
-    """The folder of the run: the one that was asked for, or under runs/ the one to resume, or a new one."""
+    """The folder of the run: out=, or under runs/ the folder of the run to resume, or a new one.
+
+    Rank 0 decides, and all ranks get its answer. At the end of the context, folders that this call has
+    created and that are still empty are removed: the run failed before it wrote anything.
+    """
     if config.out is not None:
         yield config.out
         return
-    found: Path | None = None
-    made: list[Path] = []
+    run_folder: Path | None = None
+    new_folders: list[Path] = []
     if world.rank == 0:
-        found = _newest_run(name, config) if config.resume else None
-        if found is None:
-            made = [] if RUNS.exists() else [RUNS]
-            found = _new_folder(name)
-            made.insert(0, found)
+        run_folder = _newest_run(name, config) if config.resume else None
+        if run_folder is None:
+            has_parent = RUNS.exists()
+            run_folder = _new_folder(name)
+            new_folders = [run_folder] if has_parent else [run_folder, RUNS]
     try:
-        yield Path(world.broadcast_object(str(found)))
+        yield Path(world.broadcast_object(str(run_folder)))
     finally:
-        with contextlib.suppress(OSError):  # not empty: the run has begun
-            for folder in made:
+        with contextlib.suppress(OSError):  # a folder that is not empty cannot be removed, and stays
+            for folder in new_folders:
                 folder.rmdir()
 
 
 def _newest_run(name: str, config: RunConfig) -> Path | None:
-    """The newest run of the same settings that has a checkpoint."""
+    """The folder of the newest run with the same settings and a checkpoint; None if there is none.
+
+    name: of the dataset, with which the folder's name begins.
+    """
     own_method = to_dict(config)["method"]["kind"]
+    any_method = isinstance(config.method, Auto)
+    identity = _identity(config, any_method)
     for folder in sorted(RUNS.glob(f"{glob.escape(name)}-*"), reverse=True):
         try:
             stored = load_config(folder, own_method=own_method)
         except ValueError:
             continue
-        any_method = isinstance(config.method, Auto)
-        same = _without(stored, any_method) == _without(config, any_method)
-        if same and (folder / checkpoint.FILE).exists():
+        is_same = _identity(stored, any_method) == identity
+        if is_same and (folder / checkpoint.FILE).exists():
             return folder
     return None
 
 
 def _new_folder(name: str) -> Path:
-    """A new folder, made at once: of runs that begin in the same second each gets its own."""
-    fresh = RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    """A new run folder. It is created here, so that runs that begin in the same second get one each."""
+    by_time = RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = by_time
     number = 1
     while True:
-        folder = fresh if number == 1 else fresh.with_name(f"{fresh.name}-{number}")
-        number += 1
         try:
             folder.mkdir(parents=True)
+            return folder
         except FileExistsError:
-            continue
+            number += 1
+            folder = by_time.with_name(f"{by_time.name}-{number}")
         except OSError as error:
             raise ValueError(
                 f"cannot write the run folder '{folder}' ({error.strerror or error}): choose another with out=FOLDER"
             ) from error
-        return folder
 
 
-def _without(config: RunConfig, any_method: bool) -> RunConfig:
-    """The settings that make it the same run, whatever it shows and wherever it is."""
-    places = {f.name: f.default for f in dataclasses.fields(LaunchSettings)}
+def _identity(config: RunConfig, any_method: bool) -> RunConfig:
+    """The settings that decide whether two runs are the same, with defaults for those that do not.
+
+    A resumed run may show less, run on other ranks, or train for more epochs. any_method: also ignore the
+    method, for method=auto.
+    """
+    launch_defaults = {field.name: field.default for field in dataclasses.fields(LaunchSettings)}
     config = dataclasses.replace(config, method=Sampled()) if any_method else config
-    return dataclasses.replace(config, resume=False, show=True, out=None, epochs=1, checkpoint_s=0.0, **places)
+    return dataclasses.replace(config, resume=False, show=True, out=None, epochs=1, checkpoint_s=0.0, **launch_defaults)
 
 
 def open_data(config: RunConfig) -> Dataset:
-    """The run's dataset in one process, its rows as the run wants them."""
+    """Return the run's dataset in one process, with the features and the split of the settings."""
     if is_shards(config.data):
         return _open_shards(config, World.alone())
     if isinstance(config.split, tuple):
         data = random_split(open_dataset(config.data, **config.conversion), config.split)
     else:
         data = open_dataset(config.data, split=config.split, **config.conversion)
-    if config.features == "given":
-        return data
-    return getattr(data, config.features)()
+    if config.features == "normalized":
+        return data.normalized()
+    if config.features == "standardized":
+        return data.standardized()
+    if config.features == "one_hot":
+        return data.one_hot()
+    return data
 
 
-DDP = "module."
-"""What torch's DistributedDataParallel puts before the names of weights."""
+DDP_PREFIX = "module."
+"""The prefix that torch's DistributedDataParallel adds to the names of weights."""
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """A `state_dict` file into a model; nothing in it is executed."""
+    """Load a `state_dict` file into a model. Nothing in the file is executed (weights_only).
+
+    Raises:
+        ValueError: The file is missing or damaged, or holds weights of another model.
+    """
     if not path.exists():
         raise ValueError(f"there are no weights at {path}: the run has not finished an epoch, or they were removed")
     try:
         weights = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}): restore it or train again") from error
-    if isinstance(weights, dict) and all(str(name).startswith(DDP) for name in weights):
-        weights = {name.removeprefix(DDP): value for name, value in weights.items()}
+    is_from_ddp = isinstance(weights, dict) and all(str(name).startswith(DDP_PREFIX) for name in weights)
+    if is_from_ddp:
+        weights = {name.removeprefix(DDP_PREFIX): value for name, value in weights.items()}
     try:
         model.load_state_dict(weights)
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = " ".join(str(error).split())[:MAX_REASON_CHARACTERS]
         raise ValueError(f"{path} does not hold weights of this model: {reason}") from error

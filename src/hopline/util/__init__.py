@@ -1,11 +1,20 @@
-"""What every other folder may use: settings, files, cores and memory, progress, signals, spans and counters.
+"""Tools that every other folder may use: settings, files, host, progress, signals, spans and counters.
 
-Read `config` first: it turns settings into JSON and `key=value` and back, and its messages are what users see.
-`own_code` imports what a setting names of the user's own. `lazy` makes the doors of the library import names on first
-use. `host` is about cores and freed memory, `trace` about spans and counters that cost nothing unless somebody listens.
-Everything here may change inside; the texts of `config` and the files that `files` writes whole are relied on by all
-commands. It imports no other folder, and no torch where settings are read.
+| module | purpose |
+|---|---|
+| `config` | Settings to and from `key=value` and JSON. Read it first: its messages are what users see. |
+| `own_code` | Imports of the user's functions and classes that a setting names. |
+| `lazy` | Names of a package that are imported on first use. |
+| `files` | Files that are written whole or not at all. |
+| `host` | Cores of the process, and freed memory that stays in it. |
+| `progress`, `log` | Progress bars, and messages. |
+| `signals` | Ctrl-C and SIGTERM as a request to write a checkpoint. |
+| `trace` | Spans and counters, which cost nothing unless there is a listener. |
+| `errors` | Errors that end a run. |
 
-State of the process: `progress` owns the displays of a terminal, `trace` the listeners, `signals` the handlers while
-a run lasts, `host` whether freed memory is kept.
+The folder imports no other folder. Only `trace` imports torch, so that settings are read without it.
+
+State of the process: `progress` owns the displays of a terminal, `trace` the listeners, `signals` the
+handlers during a run, `host` the settings of the heap, `log` the logger's handler while the command line
+runs.
 """

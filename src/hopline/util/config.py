@@ -1,4 +1,24 @@
-"""Settings: frozen dataclasses that check their fields, to and from JSON and `key=value`; sizes such as "20GiB"."""
+"""Read settings from `key=value` and JSON, write them, check them, and describe them for help.
+
+Settings are frozen dataclasses:
+
+    "method.fanouts=10,10"   -- override -->      RunConfig(...)   -- to_dict -->    config.json of a run
+    config.json of a run     -- from_dict -->     RunConfig(...)
+    the class RunConfig      -- settings_of -->   the lines of `hopline train --keys`
+
+All of it is driven by the type annotations of the fields, so a new setting is one field with a sentence
+under it:
+
+- A field whose annotation is a dataclass is a group: `model.hidden=64`.
+- A union of dataclasses is a choice, made by *kind*, the class name in snake case: `method=full_batch`.
+  JSON stores the kind as "kind".
+- A base class with an attribute `OWN` in such a union admits classes of the user:
+  `method=package.module:Class`.
+- A text is read by the strictest alternative of a union that accepts it (`_precedence`).
+
+Every refusal names the key as the user types it, and says what to type instead. These messages are what
+users see, and tests match them. The module imports no torch, so that help and refusals come at once.
+"""
 
 from __future__ import annotations
 
@@ -23,38 +43,54 @@ from hopline.util.own_code import name_of_class, own_settings
 
 T = TypeVar("T")
 _Reader = Callable[[Any, Any], Any]
+"""read_as(value, member): a value as one alternative of a union. Raises `_Mismatch` if it is not one."""
 
-_SCALES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_TRUE, _FALSE, _NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+"""The power of 1000 or 1024 that a prefix of a size stands for."""
+_TRUE = ("true", "yes", "on", "1")
+"""Texts that a setting of type bool reads as True, in lower case."""
+_FALSE = ("false", "no", "off", "0")
+"""Texts that a setting of type bool reads as False, in lower case."""
+_NONE = ("none", "null")
+"""Texts that a setting which may be None reads as None, in lower case."""
 _BRACKETS = ("()", "[]")
+"""Pairs of brackets that a list may be typed in: the first and the last character."""
 
 Plain = int | float | bool | str | None
-"""A value whose type its text says: 8, 0.5, true, none, or any other text."""
+"""A value without an annotation. The text decides on the type: 8, 0.5, true, none, or any other text."""
 Keywords = Mapping[str, Plain | list[Plain]]
-"""A setting that is a mapping: keyword arguments of something else, typed one by one as `model.conv.heads=8`."""
+"""A setting that is a mapping: keyword arguments of something else, typed one by one as
+`model.conv.heads=8`."""
 
 
 class _Mismatch(Exception):
-    """A value that is not of the annotated type; carries what else the message should say."""
+    """A value is not of the annotated type. The exception's text is a hint for the message, or empty."""
 
 
 def parse_size(text: str | int) -> int:
-    """Return the bytes in a size such as "20GiB", ".1G", "3GB" (decimal), "512" or 1024."""
+    """Return the number of bytes of a size such as "20GiB", ".1G", "3GB", "512" or 1024.
+
+    G, Gi and GiB are binary (1024). GB alone is decimal (1000).
+    """
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([kmgt]?)(i?)(b?)\s*", str(text), re.IGNORECASE)
     if isinstance(text, bool) or match is None or (match[3] and not match[2]):
         raise ValueError(f"Cannot read {text!r} as a size: write it as 20GiB, 0.5G, 3GB or plain bytes.")
-    base = 1000 if match[2] and match[4] and not match[3] else 1024
-    return int(Decimal(match[1]) * base ** _SCALES[match[2].lower()])
+    number, prefix, binary_mark, byte_mark = match.groups()
+    is_decimal = prefix and byte_mark and not binary_mark
+    base = 1000 if is_decimal else 1024
+    return int(Decimal(number) * base ** _POWERS[prefix.lower()])
 
 
 def format_size(num_bytes: float) -> str:
-    """Write a number of bytes for people, in binary units: "1.5 GiB"."""
-    value, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
+    """Format a number of bytes for people, in binary units: "1.5 GiB"."""
+    value = float(num_bytes)
+    unit = "B"
+    for larger_unit in ("KiB", "MiB", "GiB", "TiB"):
         # Compared after rounding, so that nothing prints as "1024 MiB".
         if not round(abs(value), 1) >= 1024:
             break
-        value, unit = value / 1024, larger
+        value /= 1024
+        unit = larger_unit
     return f"{value:.1f}".removesuffix(".0") + f" {unit}"
 
 
@@ -66,27 +102,33 @@ def nearest(name: str, options: Iterable[str]) -> str:
 
 
 class RemovedSetting(typing.NamedTuple):
-    """A setting that earlier versions had: an entry of a settings class's `REMOVED`, by the setting's name.
+    """A setting, or a value of one, that earlier versions had.
 
-    By "name=value" it is a value that a setting, which is still there, no longer has.
+    A settings class lists them in its `REMOVED`, by the name of a setting that is gone, or by "name=value"
+    for a value that is gone.
     """
 
     default: Any
-    """Its default, as JSON holds it. A stored run with this value is read as if it did not name the setting."""
+    """The default of the setting, as JSON holds it. A stored run with this value is read without the
+    setting."""
     instead: str
-    """What to do now: "set refresh_every=1"."""
+    """Advice for the user, such as "set refresh_every=1"."""
 
     def refusal(self, key: str) -> str:
+        """The message for a user who types the setting. key: as typed, such as method.compress."""
         return f"{key} was removed: {self.instead}"
 
 
 def removed_settings(cls: type) -> Mapping[str, RemovedSetting]:
-    """The settings that a class, or one that it inherits from, no longer has."""
-    return {name: one for base in reversed(cls.__mro__) for name, one in vars(base).get("REMOVED", {}).items()}
+    """The removed settings of a class and of its base classes, by name. A class overrides its bases."""
+    removed: dict[str, RemovedSetting] = {}
+    for base in reversed(cls.__mro__):
+        removed |= vars(base).get("REMOVED", {})
+    return removed
 
 
 def _refuse_removed_value(cls: type, name: str, value: Any, key: str) -> None:
-    """Refuse a value that a setting no longer has. key: the setting as one types it, such as method.compress."""
+    """Raise ValueError for a value that a setting no longer has. key: as typed, such as method.compress."""
     removed = removed_settings(cls).get(f"{name}={value}")
     if removed is not None:
         raise ValueError(removed.refusal(f"{key}={value}"))
@@ -104,17 +146,23 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 
 def _kinds(annotation: Any) -> dict[str, type]:
-    """The dataclasses an annotation admits, by kind."""
+    """The dataclasses that an annotation admits, by kind."""
     return {kind_of(member): member for member in _members(annotation) if _is_settings(member)}
 
 
 def _own_base(annotation: Any) -> type | None:
-    """The class of which an annotation admits any subclass, one of the user's own too: it says so by `OWN`."""
-    return next((one for one in _members(annotation) if isinstance(one, type) and "OWN" in vars(one)), None)
+    """The class of which an annotation admits any subclass, the user's too; None if there is none.
+
+    Such a class has an attribute `OWN`, the name by which messages call it.
+    """
+    for member in _members(annotation):
+        if isinstance(member, type) and "OWN" in vars(member):
+            return member
+    return None
 
 
 def _kind_in(cls: type, annotation: Any) -> str:
-    """The kind by which a class is picked: one of the user's own by the module that it is in."""
+    """The text that picks a class in settings: its kind, or "module:Class" for a class of the user."""
     return kind_of(cls) if cls in _kinds(annotation).values() else name_of_class(cls)
 
 
@@ -125,11 +173,12 @@ def _settable(cls: type) -> dict[str, Any]:
 
 
 def _item_types(annotation: Any, length: int) -> list[Any]:
-    """The annotation of each item of a tuple or list of that length."""
+    """The annotation of each item of a tuple or list. Raises `_Mismatch` if it must have another length."""
     args = typing.get_args(annotation)
     if not args:
         return [Any] * length
-    if (len(args) == 2 and args[1] is Ellipsis) or typing.get_origin(annotation) is not tuple:
+    is_any_length = typing.get_origin(annotation) is not tuple or (len(args) == 2 and args[1] is Ellipsis)
+    if is_any_length:
         return [args[0]] * length
     if len(args) != length:
         raise _Mismatch
@@ -149,7 +198,10 @@ def _is_mapping(annotation: Any) -> bool:
 
 
 def _describe(annotation: Any) -> str:
-    """Say in words what an annotation admits."""
+    """The values that an annotation admits, in words of the command line.
+
+    `_describe_for_python` is for programs.
+    """
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
     words[type(None)] = "none"
     plural = {int: "integers", float: "numbers", str: "words"}
@@ -159,8 +211,10 @@ def _describe(annotation: Any) -> str:
             parts += [f"'{option}'" for option in typing.get_args(member)]
         elif _is_sequence(member):
             args = typing.get_args(member)
-            count = f"{len(args)} " if args and args[-1] is not Ellipsis and len(args) > 1 else ""
-            parts.append(f"{count}{plural.get(args[0] if args else str, 'values')} separated by commas")
+            has_fixed_length = len(args) > 1 and args[-1] is not Ellipsis
+            count = f"{len(args)} " if has_fixed_length else ""
+            item_type = args[0] if args else str
+            parts.append(f"{count}{plural.get(item_type, 'values')} separated by commas")
         elif _is_mapping(member):
             parts.append("keyword arguments by name")
         elif _is_settings(member):
@@ -173,31 +227,42 @@ def _describe(annotation: Any) -> str:
 
 
 def to_dict(obj: Any) -> dict[str, Any]:
-    """Turn a dataclass, with the dataclasses in it, into a dictionary that JSON can hold."""
-    return {name: _plain(getattr(obj, name), hint) for name, hint in _settable(type(obj)).items()}
+    """Return a settings object, with the settings inside it, as a dictionary that JSON can hold."""
+    return {name: _to_json(getattr(obj, name), hint) for name, hint in _settable(type(obj)).items()}
 
 
-def _plain(value: Any, annotation: Any) -> Any:
+def _to_json(value: Any, annotation: Any) -> Any:
+    """A value of a field as JSON holds it.
+
+    The annotation decides whether a "kind" is needed to read it back.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        kind = {"kind": _kind_in(type(value), annotation)} if len(_kinds(annotation)) > 1 else {}
+        has_choice = len(_kinds(annotation)) > 1
+        kind = {"kind": _kind_in(type(value), annotation)} if has_choice else {}
         return kind | to_dict(value)
     if isinstance(value, (tuple, list)):
         sequence = next(filter(_is_sequence, _members(annotation)), tuple)
-        return [_plain(v, hint) for v, hint in zip(value, _item_types(sequence, len(value)), strict=True)]
+        item_types = _item_types(sequence, len(value))
+        return [_to_json(item, hint) for item, hint in zip(value, item_types, strict=True)]
     if isinstance(value, Mapping):
-        return {str(key): _plain(v, Any) for key, v in value.items()}
+        return {str(key): _to_json(item, Any) for key, item in value.items()}
     return str(value) if isinstance(value, Path) else value
 
 
 def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
-    """Rebuild a dataclass from what `to_dict` returned, refusing unknown keys and wrong types."""
+    """Return a settings object equal to the one that `to_dict` was given.
+
+    Raises ValueError for unknown keys and wrong types.
+    """
     return _from_dict(cls, data, "")
 
 
 def _from_dict(cls: type[Any], data: Mapping[str, Any], prefix: str) -> Any:
-    hints, removed = _settable(cls), removed_settings(cls)
-    # A run of an earlier version names every setting. One that was removed is refused if its value is not the default,
-    # which is what hopline now does.
+    """`from_dict` for a class whose keys have a prefix, such as "model."."""
+    hints = _settable(cls)
+    removed = removed_settings(cls)
+    # The config.json of an earlier version names every setting, removed ones too. Their default is what
+    # hopline does now, so that only another value is refused.
     for key in set(data) & set(removed):
         if data[key] != removed[key].default:
             raise ValueError(removed[key].refusal(prefix + key))
@@ -212,49 +277,59 @@ def _from_dict(cls: type[Any], data: Mapping[str, Any], prefix: str) -> Any:
 
 
 def _construct(cls: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
-    missing = [prefix + name for name in _settable(cls) if name not in {**defaults_of(cls), **values}]
-    if missing:
-        raise ValueError(f"{kind_of(cls)} needs {missing[0]}: add {missing[0]}=VALUE.")
+    """An object of a class, whose `__post_init__` checks the values.
+
+    Raises ValueError if a field has no value.
+    """
+    defaults = defaults_of(cls)
+    for name in _settable(cls):
+        if name not in values and name not in defaults:
+            key = prefix + name
+            raise ValueError(f"{kind_of(cls)} needs {key}: add {key}=VALUE.")
     return cls(**values)
 
 
 def defaults_of(cls: type[Any]) -> dict[str, Any]:
     """The default of every field that has one."""
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         if field.default_factory is not dataclasses.MISSING:
-            found[field.name] = field.default_factory()
+            defaults[field.name] = field.default_factory()
         elif field.default is not dataclasses.MISSING:
-            found[field.name] = field.default
-    return found
+            defaults[field.name] = field.default
+    return defaults
 
 
 def _from_json(value: Any, annotation: Any, key: str) -> Any:
-    if len(_kinds(annotation)) > 1 and isinstance(value, Mapping) and "kind" not in value:
-        raise ValueError(f"{key} does not say its kind: add 'kind', one of {', '.join(_kinds(annotation))}.")
-    return _read(value, annotation, key, lambda item, member: _json_as(item, member, key))
+    """A value of config.json as the annotation admits it. Raises ValueError."""
+    kinds = _kinds(annotation)
+    if len(kinds) > 1 and isinstance(value, Mapping) and "kind" not in value:
+        raise ValueError(f"{key} does not say its kind: add 'kind', one of {', '.join(kinds)}.")
+    return _read(value, annotation, key, functools.partial(_json_as, key=key))
 
 
 def _json_as(value: Any, member: Any, key: str) -> Any:
-    """Return a JSON value as one alternative of an annotation."""
+    """Return a JSON value as one alternative of an annotation. Raises `_Mismatch` if it is not one."""
     if _is_settings(member) and isinstance(value, Mapping):
-        if "kind" in value and "kind" not in _settable(member):
-            if value["kind"] != kind_of(member):
-                raise _Mismatch(nearest(str(value["kind"]), [kind_of(member)]))
-            value = {name: item for name, item in value.items() if name != "kind"}
-        return _from_dict(member, value, f"{key}.")
+        names_kind = "kind" in value and "kind" not in _settable(member)
+        if not names_kind:
+            return _from_dict(member, value, f"{key}.")
+        if value["kind"] != kind_of(member):
+            raise _Mismatch(nearest(str(value["kind"]), [kind_of(member)]))
+        return _from_dict(member, _without_kind(value), f"{key}.")
     if member is _own_base(member) and isinstance(value, Mapping) and ":" in str(value["kind"]):
         cls = own_settings(key, str(value["kind"]), member)
-        return _from_dict(cls, {name: item for name, item in value.items() if name != "kind"}, f"{key}.")
+        return _from_dict(cls, _without_kind(value), f"{key}.")
     if typing.get_origin(member) is Literal:
         if any(value == option and type(value) is type(option) for option in typing.get_args(member)):
             return value
         raise _Mismatch(nearest(str(value), map(str, typing.get_args(member))))
     if _is_sequence(member) and isinstance(value, (list, tuple)):
-        return _items(value, member, lambda item, hint: _json_as(item, hint, key))
+        return _items(value, member, functools.partial(_json_as, key=key))
     if _is_mapping(member) and isinstance(value, Mapping):
-        _, hint = typing.get_args(member) or (str, Any)
-        return {name: _first(item, hint, lambda one, kind: _json_as(one, kind, key)) for name, item in value.items()}
+        _, item_type = typing.get_args(member) or (str, Any)
+        read_as = functools.partial(_json_as, key=key)
+        return {name: _read_first(item, item_type, read_as) for name, item in value.items()}
     if (member, type(value)) in ((Path, str), (float, int)):
         return member(value)
     if member is Any or type(value) is member:
@@ -262,20 +337,28 @@ def _json_as(value: Any, member: Any, key: str) -> Any:
     raise _Mismatch
 
 
+def _without_kind(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: item for name, item in value.items() if name != "kind"}
+
+
 def _read(value: Any, annotation: Any, key: str, read_as: _Reader) -> Any:
-    """Return a value as what the annotation admits, or say what that is."""
+    """Return a value as the annotation admits it.
+
+    Raises ValueError, which says what the annotation admits.
+    """
     try:
-        return _first(value, annotation, read_as)
+        return _read_first(value, annotation, read_as)
     except _Mismatch as mismatch:
         hint = str(mismatch)
     kinds = _kinds(annotation)
     if len(kinds) == 1:
-        hint = f" Its own settings are {', '.join(f'{key}.{name}' for name in _settable(*kinds.values()))}."
+        inner_keys = [f"{key}.{name}" for name in _settable(*kinds.values())]
+        hint = f" Its own settings are {', '.join(inner_keys)}."
     raise ValueError(f"{key}={value} is not valid: expected {_describe(annotation)}.{hint}")
 
 
-def _first(value: Any, annotation: Any, read_as: _Reader) -> Any:
-    """Return the value as the first alternative that takes it, the strict ones first."""
+def _read_first(value: Any, annotation: Any, read_as: _Reader) -> Any:
+    """Return a value as the first alternative that accepts it, strict ones first. Raises `_Mismatch`."""
     hint = ""
     for member in sorted(_members(annotation), key=_precedence):
         try:
@@ -286,34 +369,48 @@ def _first(value: Any, annotation: Any, read_as: _Reader) -> Any:
 
 
 def _items(values: Sequence[Any], annotation: Any, read_as: _Reader) -> Any:
-    """Return values as the tuple or list that the annotation admits."""
-    pairs = zip(values, _item_types(annotation, len(values)), strict=True)
-    return (typing.get_origin(annotation) or annotation)(_first(v, hint, read_as) for v, hint in pairs)
+    """Return values as the tuple or list that the annotation admits. Raises `_Mismatch`."""
+    item_types = _item_types(annotation, len(values))
+    make_sequence = typing.get_origin(annotation) or annotation
+    pairs = zip(values, item_types, strict=True)
+    return make_sequence(_read_first(item, hint, read_as) for item, hint in pairs)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Assignment:
-    """One `key=value`, seen from the dataclass that `path` starts in."""
+    """One `key=value`, seen from one level of nested settings."""
 
     key: str
+    """The whole key as typed, for messages: "model.conv.heads"."""
     path: tuple[str, ...]
+    """Names from this level down: ("conv", "heads") at the level of `model`."""
     text: str
+    """The value as typed."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a whole field is assigned, and not a field inside it."""
+        return len(self.path) == 1
 
     def inside(self) -> _Assignment:
-        """The same assignment seen from one level further down."""
+        """The assignment seen from one level further down."""
         return dataclasses.replace(self, path=self.path[1:])
 
-    def at(self, name: str) -> _Assignment:
-        """The assignment to a field, where this one is to the whole."""
-        return dataclasses.replace(self, path=(*self.path, name)) if len(self.path) == 1 else self
+    def to_inner(self, name: str) -> _Assignment:
+        """The assignment to a field inside, if this one is to the whole: `model.name=gcn` for `model=gcn`."""
+        return dataclasses.replace(self, path=(*self.path, name)) if self.is_whole else self
 
 
 def override(obj: T, assignments: Sequence[str]) -> T:
-    """Return the settings with `key=value` texts applied: `override(run, ["method.fanouts=10,10"])`."""
+    """Return settings with `key=value` texts applied: `override(run, ["method.fanouts=10,10"])`.
+
+    Of two texts with one key the later wins. Raises ValueError.
+    """
     items = []
     for text in assignments:
         key, equals, value = text.partition("=")
-        key, value = key.strip(), value.strip() or value  # a space or a tab can be meant
+        key = key.strip()
+        value = value.strip() or value  # a space or a tab alone is a value: columns.delimiter
         if not equals or not key:
             example = next(iter(_settable(type(obj))))
             raise ValueError(f"Cannot read '{text}': write key=value, such as {example}=VALUE.")
@@ -322,39 +419,54 @@ def override(obj: T, assignments: Sequence[str]) -> T:
 
 
 def _apply(cls: type[Any], base: Any, items: Sequence[_Assignment], prefix: str, root: Any) -> Any:
-    """Apply all assignments of one level at once, so that checks over several fields see them together."""
+    """Return settings of a class with all assignments of one level applied.
+
+    They are applied at once, so that checks over several fields see them together.
+
+    base: the settings to change; None for a new object of `cls`. prefix: of the level, such as "model.".
+    root: the outermost settings, whose keys are searched for suggestions.
+    """
     hints = _settable(cls)
     groups: dict[str, list[_Assignment]] = {}
+    removed = removed_settings(cls)
     for item in items:
-        if item.path[0] in removed_settings(cls):
-            raise ValueError(removed_settings(cls)[item.path[0]].refusal(item.key))
-        if item.path[0] not in hints:
+        name = item.path[0]
+        if name in removed:
+            raise ValueError(removed[name].refusal(item.key))
+        if name not in hints:
             raise _unknown_key(item.key, prefix, hints, root)
-        _refuse_removed_value(cls, item.path[0], item.text, item.key)
-        groups.setdefault(item.path[0], []).append(item)
-    before = defaults_of(cls) if base is None else {name: getattr(base, name) for name in hints}
-    values = {
-        name: _field_value(hints[name], before.get(name), group, prefix + name, root) for name, group in groups.items()
-    }
+        _refuse_removed_value(cls, name, item.text, item.key)
+        groups.setdefault(name, []).append(item)
+
+    current = defaults_of(cls) if base is None else {name: getattr(base, name) for name in hints}
+    values = {}
+    for name, group in groups.items():
+        values[name] = _field_value(hints[name], current.get(name), group, prefix + name, root)
     return _construct(cls, values, prefix) if base is None else dataclasses.replace(base, **values)
 
 
 def _field_value(annotation: Any, current: Any, group: Sequence[_Assignment], key: str, root: Any) -> Any:
-    """The new value of one field: the last assignment to it, then those to the fields inside it."""
-    kinds = _kinds(annotation)
-    is_own = type(current) not in kinds.values() and _own_base(annotation) is not None and current is not None
-    cls = type(current) if is_own or type(current) in kinds.values() else next(iter(kinds.values()), None)
-    short = _short(annotation)
-    if short is not None:
-        # `model=gcn` is short for `model.name=gcn`; kept in its place, so that the later of the two wins.
-        none = _NONE if type(None) in _members(annotation) else ()
-        group = [item.at(short) if item.text.lower() not in none else item for item in group]
-    whole = [item.text for item in group if len(item.path) == 1]
-    inner = [item.inside() for item in group if len(item.path) > 1]
+    """The new value of one field: by the last assignment to the whole, then by those to fields inside it."""
     if _is_mapping(annotation):
         return _keywords(current, group, key)
+    kinds = list(_kinds(annotation).values())
+    is_listed = type(current) in kinds
+    is_own = not is_listed and _own_base(annotation) is not None and current is not None
+    # The class whose fields are assigned. Where the current value is None, it is the first dataclass of the
+    # union.
+    cls = type(current) if is_listed or is_own else next(iter(kinds), None)
+
+    short = _short_field(annotation)
+    if short is not None:
+        # `model=gcn` is short for `model.name=gcn`. It stays where it was typed, so that the later of the
+        # two wins.
+        none_words = _NONE if type(None) in _members(annotation) else ()
+        group = [item if item.text.lower() in none_words else item.to_inner(short) for item in group]
+    whole = [item.text for item in group if item.is_whole]
+    inner = [item.inside() for item in group if not item.is_whole]
     if inner and cls is None:
         raise _unknown_key(inner[0].key, "", (), root)
+
     if whole:
         value = _read(whole[-1], annotation, key, _text_as)
         picked = value if isinstance(value, type) else None
@@ -362,25 +474,33 @@ def _field_value(annotation: Any, current: Any, group: Sequence[_Assignment], ke
             return value
         if picked is None and value is not None:
             raise ValueError(f"{key}={whole[-1]} leaves no place for {inner[0].key}: write one of the two.")
-        cls, current = picked or cls, None
+        # `method=sampled` starts from the defaults of the class, even where the current value is of that
+        # class.
+        cls = picked or cls
+        current = None
     assert cls is not None
     return _apply(cls, current, inner, f"{key}.", root)
 
 
-def _short(annotation: Any) -> str | None:
-    """The field that is meant where the whole is assigned: `model=gcn` is `model.name=gcn`."""
+def _short_field(annotation: Any) -> str | None:
+    """The field that an assignment to the whole means, or None: `model=gcn` is `model.name=gcn`.
+
+    A settings class names the field in `SHORT`. By default it is `name`, if the class has one.
+    """
     kinds = list(_kinds(annotation).values())
-    field = getattr(kinds[0], "SHORT", "name") if len(kinds) == 1 else ""
-    return field if field and field in _settable(kinds[0]) else None
+    if len(kinds) != 1:
+        return None
+    field = getattr(kinds[0], "SHORT", "name")
+    return field if field in _settable(kinds[0]) else None
 
 
 def _keywords(current: Mapping[str, Any] | None, group: Sequence[_Assignment], key: str) -> dict[str, Any]:
-    """A mapping with assignments to some of its names; `key=none` empties it."""
+    """A setting that is a mapping, with assignments to single names applied. `key=none` empties it."""
     values = dict(current or {})
     for item in group:
         if len(item.path) == 2:
             values[item.path[1]] = _plain_value(item.text)
-        elif len(item.path) == 1 and item.text.lower() in _NONE:
+        elif item.is_whole and item.text.lower() in _NONE:
             values = {}
         else:
             raise ValueError(
@@ -390,22 +510,29 @@ def _keywords(current: Mapping[str, Any] | None, group: Sequence[_Assignment], k
 
 
 def _plain_value(text: str) -> Any:
-    """Read a text whose type no annotation says. With a comma or in brackets it is a list."""
-    if "," in text or text[:1] + text[-1:] in _BRACKETS:
+    """The value of a text without an annotation. A text with a comma, or in brackets, is a list."""
+    if "," in text or _is_bracketed(text):
         return [_plain_value(part) for part in _split(text)]
-    # The reader of `int` would take 1.0 as well, which is meant to be a float.
-    return int(text) if re.fullmatch("[+-]?[0-9]+", text) else _first(text, float | bool | str | None, _text_as)
+    # Not by `_text_as(text, int)`, which accepts 1.0 too. Here 1.0 must stay a float.
+    if re.fullmatch("[+-]?[0-9]+", text):
+        return int(text)
+    return _read_first(text, float | bool | str | None, _text_as)
 
 
 def _split(text: str) -> list[str]:
     """The items of a list such as 10,5 or [10, 5] or ('a', 'b')."""
-    inner = text[1:-1] if text[:1] + text[-1:] in _BRACKETS else text
-    texts = [part.strip() for part in inner.removesuffix(",").split(",")] if inner.strip() else []
-    return [part.strip("'\"") for part in texts]
+    inner = text[1:-1] if _is_bracketed(text) else text
+    if not inner.strip():
+        return []
+    return [part.strip().strip("'\"") for part in inner.removesuffix(",").split(",")]
+
+
+def _is_bracketed(text: str) -> bool:
+    return text[:1] + text[-1:] in _BRACKETS
 
 
 def _precedence(member: Any) -> int:
-    """Strict types before lenient ones: everything is also a str."""
+    """The rank of an alternative of a union: strict types are tried first, since every text is also a str."""
     if typing.get_origin(member) is Literal:
         return 1
     if _is_sequence(member):
@@ -414,7 +541,11 @@ def _precedence(member: Any) -> int:
 
 
 def _text_as(text: str, member: Any) -> Any:
-    """Read a text as one alternative of an annotation; a dataclass named by its kind is that class."""
+    """Return a text as one alternative of an annotation. Raises `_Mismatch` if it is not one.
+
+    For a settings class, the text is its kind and the result is the class itself: its fields are assigned
+    later.
+    """
     if typing.get_origin(member) is Literal:
         options = {str(option): option for option in typing.get_args(member)}
         if text in options:
@@ -442,89 +573,130 @@ def _text_as(text: str, member: Any) -> Any:
 
 
 def _number(text: str, member: type[int] | type[float]) -> float:
+    """Return a text as a number. Raises `_Mismatch` for NaN, and for a fraction where an int is expected.
+
+    An int may be typed as 1e6 or 1_000_000.
+    """
     try:
         number = int(text) if member is int and re.fullmatch(r"[+-]?[0-9_]+", text) else float(text)
     except ValueError:
         raise _Mismatch from None
-    if math.isnan(number) or (member is int and isinstance(number, float) and not number.is_integer()):
+    is_fraction = isinstance(number, float) and not number.is_integer()
+    if math.isnan(number) or (member is int and is_fraction):
         raise _Mismatch
     return member(number)
 
 
 def _unknown_key(key: str, prefix: str, valid: Iterable[str], root: Any) -> ValueError:
-    here = [prefix + name for name in valid]
-    walked = {setting.key: setting.group for setting in _walk(type(root))}
-    if key in walked:
-        hint = f" It is a setting of {walked[key]}."
+    """An error for a key that does not exist at its level, with the best suggestion among all keys.
+
+    prefix: of the level, such as "model.". valid: names of the level's fields. root: the outermost
+    settings.
+    """
+    level_keys = [prefix + name for name in valid]
+    group_of_key = {setting.key: setting.group for setting in _walk(type(root))}
+    same_ending = [option for option in group_of_key if option.rpartition(".")[2] == key]
+    if key in group_of_key:
+        hint = f" It is a setting of {group_of_key[key]}."
+    elif same_ending:
+        hint = f" Did you mean '{same_ending[0]}'?"
     else:
-        same_ending = [option for option in walked if option.rpartition(".")[2] == key]
-        hint = f" Did you mean '{same_ending[0]}'?" if same_ending else nearest(key, [*here, *walked])
-    level = f" Valid keys here: {', '.join(here)}." if here else ""
-    return ValueError(f"Unknown key '{key}'.{hint}{level}")
+        hint = nearest(key, [*level_keys, *group_of_key])
+    valid_keys = f" Valid keys here: {', '.join(level_keys)}." if level_keys else ""
+    return ValueError(f"Unknown key '{key}'.{hint}{valid_keys}")
 
 
 class Setting(typing.NamedTuple):
     """One key of a settings class, as help shows it."""
 
     key: str
-    """Dotted, as one types it."""
+    """The dotted key as typed: "model.hidden"."""
     group: str
-    """Of a plain setting, the class that declares it; of a nested one, its field or kind: "model", "method=sampled"."""
+    """The title under which help lists the setting.
+
+    A plain setting has the class that declares it ("train"), a nested one its field or kind ("model",
+    "method=sampled").
+    """
     expected: str
-    """What its values are, in words."""
+    """The values that the setting admits, in words."""
     default: str | None
-    """As one would type it; None for one that must be given."""
+    """The default as typed; None if the setting is required."""
     sentence: str
+    """The string literal under the field, on one line; empty if there is none."""
 
 
 def settings_of(cls: type, values: Any = None, own: Mapping[str, type] = MappingProxyType({})) -> list[Setting]:
-    """Every dotted key of a settings class with what help says about it, group by group: its own settings first.
+    """Return every setting of a class as help shows it, group by group: the class's own settings first.
 
-    values: an object of the class, whose settings are shown in place of the defaults. own: classes of the user's own,
-    by what picks them: "method=package.module:Class".
+    values: an object of the class, whose values are shown in place of the defaults. own: settings classes
+    of the user, each by the assignment that picks it ("method=package.module:Class").
     """
-    found = list(_walk(cls, values=values))
-    for title, added in own.items():
-        found += _walk(added, f"{title.partition('=')[0]}.", title)
-    groups = dict.fromkeys([_title(owner) for owner in cls.__mro__] + [setting.group for setting in found])
-    return [setting for group in groups for setting in found if setting.group == group]
+    all_settings = list(_walk(cls, values=values))
+    for title, own_class in own.items():
+        field = title.partition("=")[0]
+        all_settings += _walk(own_class, f"{field}.", title)
+    # The class itself comes first in its __mro__, then its bases, then nested groups as they are declared.
+    groups = list(dict.fromkeys([_title(owner) for owner in cls.__mro__] + [setting.group for setting in all_settings]))
+    return sorted(all_settings, key=lambda setting: groups.index(setting.group))
 
 
 def _walk(
     cls: type, prefix: str = "", group: str = "", values: Any = None, short: str | None = None
 ) -> Iterator[Setting]:
-    """short: the field that is shown as the whole, as `model=sage` in place of `model.name=sage`."""
-    sentences, defaults, inner = _sentences(cls), defaults_of(cls), []
-    defaults |= {name: getattr(values, name) for name in _settable(cls)} if isinstance(values, cls) else {}
+    """The settings of a class, then those of the settings classes inside it.
+
+    prefix: of the keys, such as "model.". group: the title of all settings; empty: by the class that
+    declares each.
+    values: as in `settings_of`. short: the field that is shown as the whole (`model=sage`, not
+    `model.name=sage`).
+    """
+    sentences = _sentences(cls)
+    defaults = defaults_of(cls)
+    if isinstance(values, cls):
+        defaults |= {name: getattr(values, name) for name in _settable(cls)}
+    nested: list[Iterator[Setting]] = []
     for name, hint in _settable(cls).items():
         key = prefix.removesuffix(".") if name == short else prefix + name
-        default, kinds = _shown(defaults[name]) if name in defaults else None, _kinds(hint)
-        plain = group or _owner(cls, name)
-        # One class of settings, which is always there: the whole is the same as its short field, or cannot be set.
+        default = _format_value(defaults[name]) if name in defaults else None
+        title = group or _title(_owner(cls, name))
+        sentence = sentences.get(name, "")
+
+        kinds = _kinds(hint)
+        # A group that can neither be None nor of another class gets no line of its own. Its short field
+        # stands for the whole, and a group without a short field cannot be assigned as a whole.
         is_always = len(kinds) == 1 and default is not None and type(None) not in _members(hint)
-        for kind, nested in kinds.items():
-            title = f"{key}={kind}" if len(kinds) > 1 else key
-            inner.append((nested, f"{key}.", title, defaults.get(name), _short(hint) if is_always else None))
-        if _is_mapping(hint) and defaults.get(name):  # one line for each name that has a value
+        for kind, kind_class in kinds.items():
+            nested_title = f"{key}={kind}" if len(kinds) > 1 else key
+            nested_short = _short_field(hint) if is_always else None
+            nested.append(_walk(kind_class, f"{key}.", nested_title, defaults.get(name), nested_short))
+
+        if _is_mapping(hint) and defaults.get(name):
             for keyword, value in defaults[name].items():
-                yield Setting(f"{key}.{keyword}", plain, "any", _shown(value), sentences.get(name, ""))
+                yield Setting(
+                    key=f"{key}.{keyword}",
+                    group=title,
+                    expected="any",
+                    default=_format_value(value),
+                    sentence=sentence,
+                )
         elif not is_always:
-            yield Setting(key, plain, _describe(hint), default, sentences.get(name, ""))
-    for nested in inner:
-        yield from _walk(*nested)
+            yield Setting(key=key, group=title, expected=_describe(hint), default=default, sentence=sentence)
+    for settings_of_kind in nested:
+        yield from settings_of_kind
 
 
-def _owner(cls: type, name: str) -> str:
-    return _title(next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", {})))
+def _owner(cls: type, name: str) -> type:
+    """The class, or base class, that declares a field."""
+    return next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", {}))
 
 
 def _title(cls: type) -> str:
-    """A class of settings as the title of a group: TrainSettings is "train"."""
+    """The title of the group of a settings class: "train" for TrainSettings."""
     return re.sub("_(settings|config|options)$", "", kind_of(cls))
 
 
-def _shown(value: Any) -> str:
-    """A default, written as one would type it."""
+def _format_value(value: Any) -> str:
+    """A value as a user would type it."""
     if dataclasses.is_dataclass(value):
         return getattr(value, "name", None) or kind_of(type(value))
     if isinstance(value, (tuple, list)):
@@ -537,52 +709,61 @@ def _shown(value: Any) -> str:
 
 
 def _sentences(cls: type) -> dict[str, str]:
-    """The string literal under each field, of the class and of those it inherits from."""
-    found: dict[str, str] = {}
+    """The string literal under each field of a class and its bases, by field name.
+
+    Python does not keep these literals, so they are read from the source.
+    """
+    sentences: dict[str, str] = {}
     for owner in reversed(cls.__mro__[:-1]):
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
-        except (OSError, TypeError, SyntaxError):  # defined where there is no source to read
+        except (OSError, TypeError, SyntaxError):  # no source, as at a prompt
             continue
         body = typing.cast(ast.ClassDef, tree.body[0]).body
         for statement, below in itertools.pairwise(body):
             if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
                 continue
             if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-                found[statement.target.id] = " ".join(str(below.value.value).split())
-    return found
-
-
-T = TypeVar("T")
+                sentences[statement.target.id] = " ".join(str(below.value.value).split())
+    return sentences
 
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 def settings(cls: type[T]) -> type[T]:
-    """Make a class of settings: a frozen dataclass with keyword arguments, which answers a misspelt one with the name
-    that was probably meant."""
-    made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    construct = made.__init__
+    """Decorate a settings class: a frozen dataclass with keyword arguments only.
+
+    Its constructor answers a misspelt keyword with the nearest name, and a removed one with what to use
+    instead.
+    """
+    settings_class = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    construct = settings_class.__init__
 
     @functools.wraps(construct)
-    def __init__(self: Any, *positional: Any, **given: Any) -> None:
+    def __init__(self: Any, *positional: Any, **values: Any) -> None:
         names = [field.name for field in dataclasses.fields(self) if field.init]
         if positional:
-            raise TypeError(f"{made.__name__} takes its settings by name, such as {names[0]}={positional[0]!r}")
-        check_names(made.__name__, given, names, removed_settings(made))
-        construct(self, **given)
+            raise TypeError(
+                f"{settings_class.__name__} takes its settings by name, such as {names[0]}={positional[0]!r}"
+            )
+        check_names(settings_class.__name__, values, names, removed_settings(settings_class))
+        construct(self, **values)
 
-    made.__init__ = __init__
-    return made
+    settings_class.__init__ = __init__
+    return settings_class
 
 
 def check_names(
     owner: str,
-    given: Iterable[str],
+    names: Iterable[str],
     valid: Collection[str],
     removed: Mapping[str, RemovedSetting] = MappingProxyType({}),
 ) -> None:
-    """Refuse a keyword argument that the owner does not have."""
-    for name in given:
+    """Raise TypeError for a keyword argument that the owner does not have.
+
+    owner: the name of the class or function, for the message. names: keywords that the caller passed.
+    valid: keywords that exist.
+    """
+    for name in names:
         if name in removed:
             raise TypeError(f"{owner}: {removed[name].refusal(name)}")
         if name not in valid:
@@ -590,31 +771,40 @@ def check_names(
             raise TypeError(f"{owner} has no setting '{name}'.{hint}")
 
 
-def check_fields(of: Any) -> None:
-    """Refuse a field whose value is not of its annotated type; called from `__post_init__`."""
-    hints = _hints(type(of))
-    for field in dataclasses.fields(of):
-        value = getattr(of, field.name)
-        _refuse_removed_value(type(of), field.name, value, field.name)
+def check_fields(obj: Any) -> None:
+    """Raise ValueError for a field whose value is not of its annotated type.
+
+    Called from `__post_init__`.
+    """
+    hints = _hints(type(obj))
+    for field in dataclasses.fields(obj):
+        value = getattr(obj, field.name)
+        _refuse_removed_value(type(obj), field.name, value, field.name)
         check_value(field.name, value, hints[field.name])
 
 
 def check_value(name: str, value: Any, hint: Any) -> None:
-    """Refuse a value that is not of the annotated type."""
+    """Raise ValueError for a value that is not of the annotated type, or for an infinite or NaN number."""
     if _fits(value, hint):
         return
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, not {value}")
-    raise ValueError(f"{name} must be {_in_python(hint)}, not {value!r}")
+    raise ValueError(f"{name} must be {_describe_for_python(hint)}, not {value!r}")
 
 
 @functools.cache
 def _hints(kind: type) -> dict[str, Any]:
+    """The annotations of a class as types. Cached, since `check_fields` runs whenever settings are made."""
     return typing.get_type_hints(kind)
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    """Whether a value in Python is of an annotated type.
+
+    Annotations that are not understood admit everything.
+    """
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if origin is Literal:
         return value in arguments
     if origin in (typing.Union, types.UnionType):
@@ -628,32 +818,33 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is type(None):
         return value is None
     if hint is float:
-        # Neither infinity nor NaN: JSON, in which a run keeps its settings, has no word for them.
+        # Neither infinity nor NaN: a run stores its settings as JSON, which has no word for them.
         return isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return not isinstance(hint, type) or isinstance(value, hint)
 
 
-def _in_python(hint: Any) -> str:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+def _describe_for_python(hint: Any) -> str:
+    """The values that an annotation admits, in words of a Python program."""
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if origin is Literal:
         return " or ".join(map(repr, arguments))
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(map(_in_python, arguments))
+        return " or ".join(map(_describe_for_python, arguments))
     if origin in (tuple, list):
-        return f"a {origin.__name__} of {_in_python(arguments[0])}"
+        return f"a {origin.__name__} of {_describe_for_python(arguments[0])}"
     if hint == Keywords:
         return "a dict of numbers, texts, True, False, None or lists of these by name"
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return f"a {hint.__name__}(...)"
-    return {int: "a whole number", float: "a number", type(None): "None"}.get(
-        hint, getattr(hint, "__name__", str(hint))
-    )
+    words = {int: "a whole number", float: "a number", type(None): "None"}
+    return words.get(hint, getattr(hint, "__name__", str(hint)))
 
 
 def parse_chunk_bytes(chunk_bytes: int | str | None) -> int | None:
-    """The bytes that a chunk of exact inference may take, as a number; None where nothing was said."""
+    """Return the limit of a chunk of exact inference in bytes; None if it is not set."""
     limit_bytes = None if chunk_bytes is None else parse_size(chunk_bytes)
     if limit_bytes is not None and limit_bytes < 1:
         raise ValueError(f"chunk_bytes must be at least 1, not {chunk_bytes}")
@@ -661,7 +852,7 @@ def parse_chunk_bytes(chunk_bytes: int | str | None) -> int | None:
 
 
 def check_fanouts(fanouts: Sequence[int], replace: bool = False) -> None:
-    """Refuse fan-outs that name no layer, or that no sampler can draw."""
+    """Raise ValueError for fan-outs that name no layer, or that no sampler can draw."""
     if isinstance(fanouts, int) or not fanouts:
         raise ValueError("fanouts must name one number per layer, for example fanouts=(15, 10, 5)")
     for fanout in fanouts:

@@ -1,18 +1,24 @@
-"""Errors that end a run, in a module that needs no torch, so that the command line can tell them apart at once."""
+"""Errors that end a run.
+
+The module imports no torch, so that the command line can tell them apart at once.
+"""
 
 from __future__ import annotations
 
 
 class PeerError(RuntimeError):
-    """Another rank stopped answering, so this one cannot go on."""
+    """Another rank stopped answering, so this rank cannot continue."""
 
 
 class StageError(RuntimeError):
-    """An exception inside a stage; the original is its cause."""
+    """A stage of the pipeline raised an exception, which is the `__cause__` of this one."""
 
 
 class RankError(RuntimeError):
-    """A spawned rank failed; the message names it and says what it said."""
+    """A rank that this process started has failed.
+
+    message: names the rank and repeats its error. exit_code: of its process; None if there is none.
+    """
 
     def __init__(self, message: str, rank: int, exit_code: int | None) -> None:
         super().__init__(message)

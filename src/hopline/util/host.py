@@ -1,4 +1,10 @@
-"""The host: its identity, cores that this process may use, who set its threads, and freed memory that is kept."""
+"""The host: its identity, the cores that this process may use, who set its threads, and its freed memory.
+
+Freed memory is the part with state. A batch allocates tens of megabytes and frees them. By default glibc
+returns such blocks to the system at once, and the next batch waits while the system clears new pages.
+`keep_freed_memory_within` and `keep_freed_memory` tell glibc to keep the blocks. The price is memory that
+other processes cannot use meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +19,26 @@ from pathlib import Path
 from typing import Literal
 
 CGROUP = Path("/sys/fs/cgroup")
+"""The folder in which Linux shows the limits of a container."""
 
 
 def num_cores(cgroup: Path = CGROUP) -> int:
-    """Cores that the system lets this process run on, within the share that its container is given."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(allowed, _quota(cgroup) or allowed)
+    """The number of cores that this process may use, by its affinity and the CPU limit of its container."""
+    if hasattr(os, "sched_getaffinity"):
+        allowed = len(os.sched_getaffinity(0))
+    else:
+        allowed = os.cpu_count() or 1
+    return min(allowed, _cgroup_cores(cgroup) or allowed)
 
 
 def host_identity() -> str:
-    """Text that is equal in two processes if they can share memory: on one machine, and in one container of it.
+    """Return a text that is equal in two processes if they can share memory.
 
-    Hosts may have the same name, and containers of one machine share its boot id, so both are part of it. The number
-    space of processes and the folder of shared memory are a container's own.
+    They can on one machine, in one container.
+
+    Two hosts may have the same name, so the boot id is part of the text. Containers on one machine share
+    the boot id, so the process namespace and the device of /dev/shm are part of it too. A container has its
+    own of both.
     """
     parts = [platform.node()]
     with contextlib.suppress(OSError):
@@ -36,16 +49,21 @@ def host_identity() -> str:
 
 
 THREADS = "OMP_NUM_THREADS"
-"""The variable by which users, and launchers, limit the threads of a process."""
+"""The environment variable by which users and launchers limit the threads of a process."""
 
 
 def who_set_threads(proc: Path = Path("/proc")) -> Literal["user", "launcher"] | None:
-    """Who has set OMP_NUM_THREADS for this process; None where it is not set.
+    """Return who has set OMP_NUM_THREADS for this process; None if it is not set.
 
-    torchrun and `accelerate launch` set it to 1 where the user has not, and so does Ray in its workers. Then it says
-    nothing about the cores of this process. Linux keeps the environment that a process was started with, which tells
-    them from the user: torchrun's own process was started without the variable, and so was a worker of Ray, which sets
-    it later. Another number than 1 is the user's: Ray takes it from the CPUs that were asked for per worker.
+    torchrun, `accelerate launch` and Ray's workers set it to 1 if the user has not. Then it says nothing
+    about the cores of this process. A number other than 1 is the user's: Ray takes it from the CPUs that
+    the user asks for.
+
+    Linux shows the environment that a process was started with, and it tells launcher and user apart. If
+    the launcher set the variable, its own process was started without it. torchrun is the parent process. A
+    worker of Ray is this process, which sets the variable after its start.
+
+    proc: the folder of process information, for tests.
     """
     if THREADS not in os.environ:
         return None
@@ -59,55 +77,77 @@ def who_set_threads(proc: Path = Path("/proc")) -> Literal["user", "launcher"] |
     if launcher_process is None:
         return "user"
     try:
-        started_with = (proc / str(launcher_process) / "environ").read_bytes().split(b"\0")
+        initial_environment = (proc / str(launcher_process) / "environ").read_bytes().split(b"\0")
     except OSError:  # another system, or a process of somebody else
         return "user"
-    return "user" if any(entry.startswith(f"{THREADS}=".encode()) for entry in started_with) else "launcher"
+    had_variable = any(entry.startswith(f"{THREADS}=".encode()) for entry in initial_environment)
+    return "user" if had_variable else "launcher"
 
 
 def queued_s() -> float:
-    """Seconds that this thread was ready to run and had no core, since it began; 0 where the system does not say."""
+    """Return the seconds that this thread was ready to run and had no core, since its start.
+
+    0 if the system does not tell.
+    """
     try:
         file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
     except OSError:
         return 0.0
     try:
+        # Three numbers: time on a core in ns, time in the queue in ns, number of time slices.
         return int(os.read(file, 64).split()[1]) / 1e9
     finally:
         os.close(file)
 
 
-def _quota(cgroup: Path) -> int | None:
-    """Whole cores of a container's share, of version 2 (cpu.max) or 1 of control groups; None without a limit."""
+def _cgroup_cores(cgroup: Path) -> int | None:
+    """The CPU limit of a container in whole cores, at least 1; None without a limit.
+
+    Control groups of version 2 have both numbers in cpu.max, those of version 1 a file for each.
+    """
     try:
-        limit, period = (cgroup / "cpu.max").read_text().split()
+        quota, period = (cgroup / "cpu.max").read_text().split()
     except (OSError, ValueError):
         try:
-            limit, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            quota = (cgroup / "cpu" / "cpu.cfs_quota_us").read_text()
+            period = (cgroup / "cpu" / "cpu.cfs_period_us").read_text()
         except OSError:
             return None
     try:
-        return max(1, round(int(limit) / int(period))) if int(limit) > 0 else None
-    except (ValueError, ZeroDivisionError):  # "max"
+        return max(1, round(int(quota) / int(period))) if int(quota) > 0 else None
+    except (ValueError, ZeroDivisionError):  # the quota "max" is no limit
         return None
 
 
 MAX_KEPT_BLOCK_BYTES = 1 << 30
-"""Blocks up to this size stay in the process when they are freed."""
+"""Size of the largest block, in bytes, that stays in the process when it is freed. A rule of thumb."""
 KEPT_BYTES = (1 << 31) - 1
-"""Free memory at the top of the heap that is kept: the most that glibc can be told, in bytes."""
+"""Free memory at the top of the heap that is kept, in bytes. It is the largest int, the most that glibc
+accepts."""
 GLIBC_LARGEST_BYTES = 32 << 20
-"""glibc's own limit for blocks that stay in the process, once larger ones were freed (DEFAULT_MMAP_THRESHOLD_MAX)."""
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-"""glibc's numbers for three of its settings."""
+"""glibc's own limit, in bytes, for blocks that stay in the process (DEFAULT_MMAP_THRESHOLD_MAX).
+
+glibc raises its limit up to this number as larger blocks are freed.
+"""
+
+# ---- numbers of glibc's settings in malloc.h, for `mallopt`
+
+_M_TRIM_THRESHOLD = -1
+"""The setting for free memory at the top of the heap: more than these bytes go back to the system."""
+_M_MMAP_THRESHOLD = -3
+"""The setting for large blocks: from this size in bytes, a block is mapped by itself and unmapped when it
+is freed."""
+_M_ARENA_MAX = -8
+"""The setting for the largest number of heaps that the threads of a process use."""
 
 
 class _Heap:
-    """glibc's settings for freed memory. Like the heap itself they are of the whole process, so there is one object.
+    """glibc's settings for freed memory. They belong to the whole process, so this module owns one object.
 
-    This module owns it. Settings cannot be read back, so it counts who asks for them, under a lock: trainers may fit in
-    several threads. After the last one it sets what glibc uses itself once large blocks were freed, and gives back
-    what is free. Who asks by `keep_freed_memory` is never the last.
+    glibc's settings cannot be read back, so the object counts its users instead. The last user to leave
+    sets the values that glibc itself reaches after large blocks were freed, and returns free memory to the
+    system. A user by `keep_freed_memory` never leaves. Any thread may call: trainers may fit in several
+    threads at once.
     """
 
     def __init__(self) -> None:
@@ -115,22 +155,26 @@ class _Heap:
         self._num_users = 0
 
     def enter(self) -> bool:
-        """Keep freed memory from now on. False where that cannot be set, or where the user has set it."""
+        """Keep freed memory from now on.
+
+        Returns False if glibc is absent, or if the user has configured it.
+        """
         library = _glibc()
         if library is None:
             return False
         with self._lock:
             self._num_users += 1
-            _set(library, largest_bytes=MAX_KEPT_BLOCK_BYTES, kept_bytes=KEPT_BYTES)
+            _set_thresholds(library, max_block_bytes=MAX_KEPT_BLOCK_BYTES, max_free_bytes=KEPT_BYTES)
         return True
 
     def leave(self) -> None:
-        """End what one `enter` that returned True has begun."""
+        """End one `enter` that returned True."""
         library = _glibc()
         with self._lock:
             self._num_users -= 1
             if library is not None and self._num_users == 0:
-                _set(library, largest_bytes=GLIBC_LARGEST_BYTES, kept_bytes=2 * GLIBC_LARGEST_BYTES)
+                # glibc's own rule: twice the largest block that stays.
+                _set_thresholds(library, max_block_bytes=GLIBC_LARGEST_BYTES, max_free_bytes=2 * GLIBC_LARGEST_BYTES)
                 library.malloc_trim(0)
 
 
@@ -139,11 +183,13 @@ _heap = _Heap()
 
 @contextlib.contextmanager
 def keep_freed_memory_within() -> Iterator[None]:
-    """A context in which freed memory is kept for the next batch, instead of going back to the system.
+    """Keep freed memory in the process for the next batch, while the context lasts.
 
-    A batch's rows are tens of megabytes. glibc returns such blocks to the system at once. The next batch then waits for
-    the system to clear every page of new ones, which takes longer than filling them. Settings made in the environment
-    (MALLOC_...) are left alone, and so are other C libraries.
+    A batch's rows are tens of megabytes, and glibc returns such blocks to the system at once. The next
+    batch then waits for the system to clear every page of new blocks, which takes longer than filling them.
+
+    Nothing changes if the user has configured malloc by environment variables (MALLOC_...), or with another
+    C library.
     """
     entered = _heap.enter()
     try:
@@ -154,28 +200,39 @@ def keep_freed_memory_within() -> Iterator[None]:
 
 
 def keep_freed_memory() -> bool:
-    """Keep freed memory for the next batch, for as long as the process lives. True where the C library is told so.
+    """Keep freed memory in the process for the next batch, as long as the process lives.
 
-    `Trainer.fit` does so by itself until it ends. In a training loop of your own, call this once at its beginning:
-    loaders change no setting of the process. It also makes all threads share one heap: those that a thread has of its
-    own hold no block over 64 MB. glibc cannot undo that, so `Trainer.fit` leaves it alone.
+    In a training loop of your own, call this once at the beginning: loaders change no setting of the
+    process. `Trainer.fit` keeps freed memory by itself until it ends.
+
+    All threads share one heap afterwards, because a heap of a single thread holds no block over 64 MB.
+    glibc cannot undo that, so `Trainer.fit` does not do it.
+
+    Returns:
+        True if glibc was told so. False with another C library, or if the user has set MALLOC_...
+        variables.
     """
     library = _glibc()
-    return library is not None and bool(library.mallopt(_M_ARENA_MAX, 1)) and _heap.enter()
+    if library is None:
+        return False
+    shares_one_heap = bool(library.mallopt(_M_ARENA_MAX, 1))
+    return shares_one_heap and _heap.enter()
 
 
-def _set(library: ctypes.CDLL, *, largest_bytes: int, kept_bytes: int) -> None:
-    library.mallopt(_M_TRIM_THRESHOLD, kept_bytes)
-    library.mallopt(_M_MMAP_THRESHOLD, largest_bytes)
+def _set_thresholds(library: ctypes.CDLL, *, max_block_bytes: int, max_free_bytes: int) -> None:
+    """Set the size of the largest freed block that stays, and the most free memory at the end of the heap."""
+    library.mallopt(_M_TRIM_THRESHOLD, max_free_bytes)
+    library.mallopt(_M_MMAP_THRESHOLD, max_block_bytes)
 
 
 def _glibc() -> ctypes.CDLL | None:
-    """The C library, if it is glibc and the user has set nothing for its heap."""
-    if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
+    """The C library if it is glibc and no environment variable MALLOC_... configures it; else None."""
+    user_has_set = any(name.startswith("MALLOC_") for name in os.environ)
+    if not sys.platform.startswith("linux") or user_has_set:
         return None
     try:
         library = ctypes.CDLL(None)
-        _ = library.mallopt, library.malloc_trim
+        _ = library.mallopt, library.malloc_trim  # raises AttributeError where one is missing
     except (OSError, AttributeError):  # another C library
         return None
     return library

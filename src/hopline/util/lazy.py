@@ -1,4 +1,9 @@
-"""Names of a package that are imported on first use, so that importing the package costs nothing."""
+"""Names of a package that are imported on first use, so that `import hopline` does not import torch.
+
+A package sets `__getattr__, __dir__ = on_first_use(...)`. Python calls a module's `__getattr__` for a name
+that the module does not have (PEP 562). The call imports the name's module and stores the value in the
+package, so that it is made once per name.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def on_first_use(
@@ -15,47 +20,62 @@ def on_first_use(
     elsewhere: Mapping[str, str] = MappingProxyType({}),
     moved: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's `__getattr__` and `__dir__` (PEP 562).
+    """Return a package's `__getattr__` and `__dir__`.
 
-    names_of: module -> names that the package takes from it. A module without names is itself a public name: the last
-    part of its path. "new=old" takes the module's `old` under the name `new`, and "new=." the module itself.
-    elsewhere: as users type it -> a package whose names were once this one's: asked for here, such a name says where it
-    is. moved: names that have another name there.
+    package: the name of the package, its `__name__`.
+    names_of: module -> names that the package takes from it. "new=old" takes the module's `old` under the
+        name `new`, and "new=." the module itself. A module without names is itself a public name, the last
+        part of its path.
+    elsewhere: text that users type ("hl.extend") -> a package that has names which were once in this one.
+        The error for such a name says where it is now.
+    moved: former name -> text that users type now, for names that were also renamed.
     """
-    home: dict[str, tuple[str, str | None]] = {}
+    sources: dict[str, _Source] = {}
     for module, names in names_of.items():
         if not names:
-            home[module.rpartition(".")[2]] = (module, None)
+            sources[module.rpartition(".")[2]] = _Source(module, None)
         for name in names:
             public, _, original = name.partition("=")
-            home[public] = (module, original or public)
+            sources[public] = _Source(module, None if original == "." else original or public)
 
     def get(name: str) -> Any:
-        if name not in home and not name.startswith("_"):
-            found = [f"{public}.{name}" for public, other in elsewhere.items() if name in _names_of(other)]
-            if name in moved or found:
-                raise AttributeError(f"hl.{name} has moved: use {moved.get(name) or found[0]}")
-        if name not in home:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}{_meant(name, home)}")
-        path, original = home[name]
-        module = importlib.import_module(path)
-        value = module if original in (None, ".") else getattr(module, original)
-        # Kept in the package's namespace: Python asks `__getattr__` only for names that are not there.
+        if name not in sources:
+            raise _missing_name(package, name, sources, elsewhere, moved)
+        source = sources[name]
+        module = importlib.import_module(source.module)
+        value = module if source.name is None else getattr(module, source.name)
+        # Stored in the package: Python calls `__getattr__` only for names that a module does not have.
         setattr(sys.modules[package], name, value)
         return value
 
-    return get, lambda: sorted(home)
+    return get, lambda: sorted(sources)
 
 
-def _names_of(package: str) -> Sequence[str]:
-    return importlib.import_module(package).__all__
+class _Source(NamedTuple):
+    """The origin of a public name."""
+
+    module: str
+    """The dotted path of the module."""
+    name: str | None
+    """The name in the module; None for the module itself."""
 
 
-def _meant(name: str, names: Iterable[str]) -> str:
-    """A hint for a misspelt name; none for the many that Python and its tools look for, which begin with "_"."""
-    if name.startswith("_"):
-        return ""
+def _missing_name(
+    package: str, name: str, names: Iterable[str], elsewhere: Mapping[str, str], moved: Mapping[str, str]
+) -> AttributeError:
+    """An error for a name that a package does not have.
+
+    It says where the name is now, or which name is similar.
+    """
+    message = f"module {package!r} has no attribute {name!r}"
+    if name.startswith("_"):  # Python and its tools look for many such names: no advice for them
+        return AttributeError(message)
+    if name in moved:
+        return AttributeError(f"hl.{name} has moved: use {moved[name]}")
+    for public, other in elsewhere.items():
+        if name in importlib.import_module(other).__all__:
+            return AttributeError(f"hl.{name} has moved: use {public}.{name}")
     from hopline.util.config import nearest
 
     hint = nearest(name, names)
-    return f".{hint}" if hint else ""
+    return AttributeError(f"{message}.{hint}" if hint else message)

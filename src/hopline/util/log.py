@@ -1,4 +1,8 @@
-"""What hopline says beside its progress: through `logging`, under the name "hopline"."""
+"""Messages of hopline, through `logging` under the name "hopline". Progress bars are in `progress.py`.
+
+A program that uses the library sets up `logging` as it likes. The command line prints messages on standard
+output, through `print_messages`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ logger = logging.getLogger("hopline")
 
 
 class _StdoutHandler(logging.Handler):
-    """Messages as plain lines on standard output, in order with the progress that is printed there."""
+    """Prints messages as plain lines on standard output, in order with other lines that are printed."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), flush=True)
@@ -18,17 +22,24 @@ class _StdoutHandler(logging.Handler):
 
 @contextmanager
 def print_messages(enabled: bool = True) -> Iterator[None]:
-    """Print messages while the context lasts, as the command line does; a program sets up `logging` as it likes."""
-    if not enabled or any(isinstance(handler, _StdoutHandler) for handler in logger.handlers):
+    """Print messages of level INFO and above on standard output while the context lasts.
+
+    enabled: False changes nothing, for runs with show=false. Of nested contexts only the outermost has an
+    effect, so that a message is printed once.
+    """
+    is_printing = any(isinstance(handler, _StdoutHandler) for handler in logger.handlers)
+    if not enabled or is_printing:
         yield
         return
-    handler, level, propagate = _StdoutHandler(), logger.level, logger.propagate
+    handler = _StdoutHandler()
+    level_before = logger.level
+    propagate_before = logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    logger.propagate = False
+    logger.propagate = False  # else handlers of the root logger would print each message again
     try:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagate
+        logger.setLevel(level_before)
+        logger.propagate = propagate_before

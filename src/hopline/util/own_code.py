@@ -1,4 +1,12 @@
-"""Code of the user's own that a setting names: `package.module:Name`, or `file.py:Name`. Importing a module runs it."""
+"""Code of the user that a setting names: `package.module:Name` or `file.py:Name`.
+
+`model=my_models.py:make` names a function, `method=my_package.methods:MyMethod` a class of settings.
+Importing a module runs it. A run folder may come from somebody else, so the names in it are imported only
+if the user agrees (`load_trusted` and `load_config` of `run/settings.py`). Every failure is a ValueError
+that repeats the setting as typed.
+
+In all functions, `key` is the setting ("model", "method") and `name` its value.
+"""
 
 from __future__ import annotations
 
@@ -14,113 +22,143 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-PLACES = "package.module:{0}, or path/to/file.py:{0}"
+MAX_REASON_CHARACTERS = 300
+"""Characters of another library's error message that a message of ours quotes. A rule of thumb."""
 
 
 def import_own(key: str, name: str) -> Any:
-    """What `key=package.module:Name` or `key=file.py:Name` names.
+    """Import and return the object that `key=package.module:Name` or `key=file.py:Name` names.
 
     Raises:
-        ValueError: There is no such module, file or name in it, or the module raises an error.
+        ValueError: The module, the file or the name does not exist, or the module raises an error.
     """
-    place, _, wanted = name.rpartition(":")
-    if not place or not wanted:
-        raise ValueError(f"{key}={name} names no code: type {key}={PLACES.format('Name')}")
-    module = _file_module(key, name, Path(place)) if place.endswith(".py") else _named_module(key, name, place)
+    source, _, attribute = name.rpartition(":")
+    if not source or not attribute:
+        raise ValueError(f"{key}={name} names no code: type {key}=package.module:Name, or path/to/file.py:Name")
+    if source.endswith(".py"):
+        module = _import_file(key, name, Path(source))
+    else:
+        module = _import_module(key, name, source)
     try:
-        return getattr(module, wanted)
+        return getattr(module, attribute)
     except AttributeError:
-        names = [one for one in vars(module) if not one.startswith("_")]
-        close = get_close_matches(wanted, names, n=1)
-        hint = f" Did you mean {key}={place}:{close[0]}?" if close else ""
-        raise ValueError(f"{key}={name}: there is no {wanted!r} in {place}.{hint}") from None
+        public_names = [public for public in vars(module) if not public.startswith("_")]
+        close = get_close_matches(attribute, public_names, n=1)
+        hint = f" Did you mean {key}={source}:{close[0]}?" if close else ""
+        raise ValueError(f"{key}={name}: there is no {attribute!r} in {source}.{hint}") from None
 
 
 def whole_name(name: str) -> str:
-    """The same name with the whole path of its file, so that it means the same in every folder."""
-    place, _, wanted = name.rpartition(":")
-    return f"{Path(place).expanduser().resolve()}:{wanted}" if place.endswith(".py") else name
+    """Return a name with the absolute path of its file, so that it means the same in every folder.
+
+    A name in a package is returned as it is.
+    """
+    source, _, attribute = name.rpartition(":")
+    if not source.endswith(".py"):
+        return name
+    return f"{Path(source).expanduser().resolve()}:{attribute}"
 
 
 def name_of_class(cls: type) -> str:
-    """The name by which `import_own` finds a class again."""
+    """Return the name by which `import_own` finds a class again."""
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _named_module(key: str, name: str, place: str) -> ModuleType:
+def _import_module(key: str, name: str, source: str) -> ModuleType:
+    """The module `source`, a dotted path."""
     try:
-        return importlib.import_module(place)
+        return importlib.import_module(source)
     except Exception as error:
-        # A module that it imports itself may be missing too, which is another mistake.
-        is_missing = isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}.")
+        # Whether `source`, or a package that it is in, is missing. If `source` exists and imports a module
+        # that is missing, the mistake is inside `source`.
+        is_missing = isinstance(error, ModuleNotFoundError) and f"{source}.".startswith(f"{error.name}.")
         if is_missing:
-            wanted = name.rpartition(":")[2]
+            attribute = name.rpartition(":")[2]
             raise ValueError(
-                f"{key}={name}: there is no module {place!r} here: install it, type the command in the folder that it "
-                f"is in, or type {key}=path/to/file.py:{wanted}"
+                f"{key}={name}: there is no module {source!r} here: install it, type the command in the folder that "
+                f"it is in, or type {key}=path/to/file.py:{attribute}"
             ) from error
-        raise _failed(key, name, place, error) from error
+        raise _import_error(key, name, source, error) from error
 
 
-def _file_module(key: str, name: str, given: Path) -> ModuleType:
-    """The module of a file. It is known by its whole path, from which a class in it tells where it came from."""
-    path = given.expanduser().resolve()
+def _import_file(key: str, name: str, typed_path: Path) -> ModuleType:
+    """The module of a file, imported once per process.
+
+    Its name in `sys.modules` is the absolute path of the file. So `__module__` of a class in it is the path
+    too, and `name_of_class` gives a name that can be imported again.
+    """
+    path = typed_path.expanduser().resolve()
     if str(path) in sys.modules:
         return sys.modules[str(path)]
     if not path.is_file():
-        raise ValueError(f"{key}={name}: there is no file {given}: check the path")
+        raise ValueError(f"{key}={name}: there is no file {typed_path}: check the path")
     spec = importlib.util.spec_from_file_location(str(path), path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # it finds the modules beside it, as a script does
-    sys.modules[str(path)] = module  # before it runs: its dataclasses look for the names of their types there
+        # The file may import modules of its folder, as a script may.
+        sys.path.append(str(path.parent))
+    # Before the module runs: its dataclasses look up the types of their fields in `sys.modules`.
+    sys.modules[str(path)] = module
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[str(path)]
-        raise _failed(key, name, str(given), error) from error
+        raise _import_error(key, name, str(typed_path), error) from error
     return module
 
 
-def _failed(key: str, name: str, place: str, error: Exception) -> ValueError:
-    said = " ".join(str(error).split())[:300]
+def _import_error(key: str, name: str, source: str, error: Exception) -> ValueError:
+    """An error for a module or file that exists and raises an error when it is imported."""
+    reason = " ".join(str(error).split())[:MAX_REASON_CHARACTERS]
     return ValueError(
-        f"{key}={name} cannot be used, since {place} fails when it is imported ({type(error).__name__}: {said}): mend "
-        "it; --debug shows where"
+        f"{key}={name} cannot be used, since {source} fails when it is imported ({type(error).__name__}: {reason}). "
+        "Mend it. --debug shows the traceback."
     )
 
 
 def own_settings(key: str, name: str, base: type) -> type:
-    """The class of settings that `key=name` names: a dataclass derived from `base` whose settings can be typed.
+    """Import and return the settings class that `key=name` names: a dataclass derived from `base`.
 
-    base: has its name for users as `OWN`.
+    base: has an attribute `OWN`, the name by which messages call it.
 
     Raises:
-        ValueError: It cannot be imported, or is no such class.
+        ValueError: The class cannot be imported, is not derived from `base`, is abstract or is not a
+            dataclass. Or its settings could not be typed or stored.
     """
-    found = import_own(key, name)
-    wanted = name.rpartition(":")[2]
-    kind = vars(base)["OWN"]
-    if not (isinstance(found, type) and issubclass(found, base)):
-        what = f"a class that is not derived from {kind}" if isinstance(found, type) else f"a {type(found).__name__}"
-        raise ValueError(f"{key}={name} is {what}: name a class of settings, `class {wanted}({kind})`")
-    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    cls = import_own(key, name)
+    class_name = name.rpartition(":")[2]
+    base_name = vars(base)["OWN"]
+    if not isinstance(cls, type):
+        raise ValueError(
+            f"{key}={name} is a {type(cls).__name__}: name a class of settings, `class {class_name}({base_name})`"
+        )
+    if not issubclass(cls, base):
+        raise ValueError(
+            f"{key}={name} is a class that is not derived from {base_name}: name a class of settings, "
+            f"`class {class_name}({base_name})`"
+        )
+    missing = sorted(getattr(cls, "__abstractmethods__", ()))
     if missing:
-        raise ValueError(f"{key}={name} has no {missing[0]}: define it in the class {wanted}, or name another class")
-    added = [one for one in inspect.get_annotations(found) if not one.startswith("_")]
-    if not dataclasses.is_dataclass(found) or (added and "__dataclass_fields__" not in vars(found)):
+        raise ValueError(
+            f"{key}={name} has no {missing[0]}: define it in the class {class_name}, or name another class"
+        )
+    # A class derived from a dataclass counts as one, even without @dataclass. Then the fields that it
+    # declares itself would be no settings.
+    declares_fields = any(not annotation.startswith("_") for annotation in inspect.get_annotations(cls))
+    is_decorated = "__dataclass_fields__" in vars(cls)
+    if not dataclasses.is_dataclass(cls) or (declares_fields and not is_decorated):
         raise ValueError(
             f"{key}={name} is not a dataclass, so that its settings cannot be typed: put @dataclass(frozen=True) "
-            f"before `class {wanted}`, with a field and its type for each setting"
+            f"before `class {class_name}`, with a field and its type for each setting"
         )
-    _check_fields(key, name, found)
-    return found
+    _check_fields(key, name, cls)
+    return cls
 
 
 def _check_fields(key: str, name: str, cls: type) -> None:
-    """Refuse settings that neither a command nor config.json could hold."""
+    """Raise ValueError for settings that a command cannot read or config.json cannot hold."""
     try:
         typing.get_type_hints(cls)
     except Exception as error:
@@ -135,7 +173,8 @@ def _check_fields(key: str, name: str, cls: type) -> None:
         if not field.init or default is dataclasses.MISSING or isinstance(default, Path):
             continue
         try:
-            json.dumps(dataclasses.asdict(default) if dataclasses.is_dataclass(default) else default)  # type: ignore[arg-type]
+            plain = dataclasses.asdict(default) if dataclasses.is_dataclass(default) else default  # type: ignore[arg-type]
+            json.dumps(plain)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{key}={name}: the default of its setting {field.name} is {default!r}, which config.json cannot hold: "

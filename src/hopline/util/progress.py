@@ -1,4 +1,13 @@
-"""Progress of long work: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of long work on standard error: a bar on a terminal, a line every ten seconds elsewhere.
+
+    with progress("convert", total=num_edges, unit="edges") as shown:
+        shown.advance(1000, loss=0.7)
+
+A terminal can hold one live display, so all bars of a console share one `_Display`. The first bar starts it
+and the last one stops it. Any thread may advance any bar.
+"""
+
+from __future__ import annotations
 
 import functools
 import threading
@@ -14,23 +23,30 @@ from rich.table import Column
 from rich.text import Text
 
 PLAIN_INTERVAL_S = 10.0
+"""Least seconds from one plain line to the next, where there is no terminal. A rule of thumb."""
 REFRESH_INTERVAL_S = 0.1
+"""Least seconds from one drawing of the bars to the next. A rule of thumb."""
 
 _lock = threading.RLock()
-_displays: dict[Console, "_Display"] = {}
+"""Held while `_displays`, a display or one of its bars is read or changed."""
+_displays: dict[Console, _Display] = {}
+"""The display of each console that shows a bar at the moment."""
 
 
 class Progress:
-    """What the work reports to; this one stays silent, and is the base of those that show something."""
+    """The object that work reports its progress to.
+
+    This one is silent, and the base class of those that show it.
+    """
 
     def advance(self, n: float = 1, **info: Any) -> None:
-        """Say that n more units are done, with values to show, such as `loss=0.71`."""
+        """Report that n more units are done, with values to show, such as `loss=0.71`."""
 
     def info(self, **values: Any) -> None:
-        """Show values beside the progress."""
+        """Report values to show next to the progress."""
 
     def close(self, completed: bool) -> None:
-        """Show the last state; `completed` is False when the work was cut short."""
+        """Show the final state. completed: False if an error or an interruption ended the work."""
 
 
 @contextmanager
@@ -46,59 +62,76 @@ def progress(
     """Show the progress of the body of a `with` statement on standard error.
 
     Args:
-        label: What is being done.
-        total: How many units there are, or None when unknown.
-        unit: What is counted, such as "batches".
+        label: Name of the work.
+        total: Number of units; None if it is not known.
+        unit: Name of the units, such as "batches".
         enabled: False shows nothing, for ranks other than the first.
-        brief: True leaves nothing behind at the end, for work that the caller sums up itself.
-        console: Where to show it instead.
+        brief: True removes the bar, or leaves out the last line, when the work completes. For work that the
+            caller sums up itself.
+        console: Console to use in place of standard error.
     """
-    shown = _open(label, total, unit, enabled, brief, console or _standard_error())
+    if console is None:
+        console = _standard_error()
+    if not enabled:
+        reporter = Progress()
+    elif not console.is_terminal:
+        reporter = _Lines(console, label, total, unit, brief)
+    else:
+        reporter = _open_bar(console, label, total, unit, brief)
     completed = False
     try:
-        yield shown
+        yield reporter
         completed = True
     finally:
-        shown.close(completed)
+        reporter.close(completed)
 
 
-def _open(label: str, total: int | None, unit: str, enabled: bool, brief: bool, console: Console) -> Progress:
-    if not enabled:
-        return Progress()
-    if not console.is_terminal:
-        return _Lines(label, total, unit, brief, console)
+def _open_bar(console: Console, label: str, total: int | None, unit: str, brief: bool) -> _Bar:
+    """A new bar in the display of a console, which is created if the console has none."""
     with _lock:
-        display = _displays.get(console) or _displays.setdefault(console, _Display(console))
+        display = _displays.get(console)
+        if display is None:
+            display = _Display(console)
+            _displays[console] = display
         return _Bar(display, label, total, unit, brief)
 
 
 @functools.cache
 def _standard_error() -> Console:
+    """The console of standard error. One object, because displays are found by console."""
     return Console(stderr=True)
 
 
 class _Lines(Progress):
-    """Plain lines: one every few seconds, and a last one."""
+    """Progress as plain lines: one every `PLAIN_INTERVAL_S`, and a last one. Any thread may call."""
 
-    def __init__(self, label: str, total: int | None, unit: str, brief: bool, console: Console) -> None:
-        self._label, self._total, self._unit, self._console = label, total, unit, console
+    def __init__(self, console: Console, label: str, total: int | None, unit: str, brief: bool) -> None:
+        self._console = console
+        self._label = label
+        self._total = total
+        self._unit = unit
         self._brief = brief
-        self._done, self._values = 0, {}
-        self._start_s = self._shown_s = time.monotonic()
+        self._num_done: float = 0
+        self._values: dict[str, Any] = {}
+        self._start_s = time.monotonic()
+        self._written_s = self._start_s
         self._lock = threading.Lock()
 
     def advance(self, n: float = 1, **info: Any) -> None:
         with self._lock:
-            self._done += n
+            self._num_done += n
             self._values |= info
             now_s = time.monotonic()
-            if now_s - self._shown_s < PLAIN_INTERVAL_S:
+            if now_s - self._written_s < PLAIN_INTERVAL_S:
                 return
-            self._shown_s = now_s
+            self._written_s = now_s
             elapsed_s = now_s - self._start_s
-            parts = [_amount(self._done, self._total, self._unit), _rate(self._done / elapsed_s, self._unit)]
-            if self._total and 0 < self._done < self._total:
-                parts.append(f"{_clock(elapsed_s / self._done * (self._total - self._done))} left")
+            amount = _format_amount(self._num_done, self._total, self._unit)
+            rate = _format_rate(self._num_done / elapsed_s, self._unit)
+            parts = [amount, rate]
+            if self._total and 0 < self._num_done < self._total:
+                remaining_s = elapsed_s / self._num_done * (self._total - self._num_done)
+                parts.append(f"{_format_clock(remaining_s)} left")
             self._write(*parts)
 
     def info(self, **values: Any) -> None:
@@ -110,25 +143,36 @@ class _Lines(Progress):
             return
         with self._lock:
             elapsed_s = max(time.monotonic() - self._start_s, 1e-9)
-            # What completed needs no "of how many".
-            amount = _amount(self._done, None if completed else self._total, self._unit)
+            # Completed work needs no total: all of it is done.
+            amount = _format_amount(self._num_done, None if completed else self._total, self._unit)
             stopped = "" if completed else "stopped at "
-            rate = _rate(self._done / elapsed_s, self._unit)
-            self._write(f"{stopped}{amount} in {elapsed_s:.1f} s", *([rate] if self._done else []))
+            parts = [f"{stopped}{amount} in {elapsed_s:.1f} s"]
+            if self._num_done:
+                parts.append(_format_rate(self._num_done / elapsed_s, self._unit))
+            self._write(*parts)
 
     def _write(self, *parts: str) -> None:
-        values = [_values(self._values)] if self._values else []
+        """Write a line of the label, the parts and the latest values."""
+        texts = list(parts)
+        if self._values:
+            texts.append(_format_values(self._values))
         # One write per line, so that lines of several processes do not mix.
-        self._console.file.write(f"{self._label}: {', '.join([*parts, *values])}\n")
+        self._console.file.write(f"{self._label}: {', '.join(texts)}\n")
         self._console.file.flush()
 
 
 class _Display:
-    """The live display that all bars of one console share, for a terminal can hold only one."""
+    """The live display that all bars of one console share, since a terminal can hold only one.
+
+    It lives from the first bar to the last one. Callers hold `_lock`.
+    """
 
     def __init__(self, console: Console) -> None:
-        self._console, self._users, self._refreshed_s = console, 0, 0.0
-        # Refreshed by those who advance: a refreshing thread would outlive a display that is stopped.
+        self._console = console
+        self._num_bars = 0
+        self._refreshed_s = 0.0
+        # No automatic refresh: `advance` refreshes. rich's own refreshing thread would outlive a stopped
+        # display.
         self.rich = RichDisplay(
             TextColumn("{task.description}", markup=False, style="bold"),
             BarColumn(bar_width=20),
@@ -138,29 +182,34 @@ class _Display:
         )
 
     def enter(self) -> None:
-        self._users += 1
-        if self._users == 1:
+        """Count a new bar. The first one starts the display."""
+        self._num_bars += 1
+        if self._num_bars == 1:
             self.rich.start()
 
-    def leave(self, bar: TaskID, brief: bool) -> None:
-        self._users -= 1
-        if brief:
-            self.rich.update(bar, visible=False)
-        if self._users == 0:
+    def leave(self, task_id: TaskID, remove: bool) -> None:
+        """End a bar. The last one stops the display. remove: leave no trace of the bar on the terminal."""
+        self._num_bars -= 1
+        if remove:
+            self.rich.update(task_id, visible=False)
+        if self._num_bars == 0:
             del _displays[self._console]
             self.rich.stop()
-        elif brief:
-            self.rich.remove_task(bar)
+        elif remove:
+            self.rich.remove_task(task_id)
         else:
-            # Moved above the live bars, which stay few however many have come and gone.
-            task = self.task(bar)
-            self.rich.remove_task(bar)
+            # Printed above the live bars, where it scrolls away. So the live part of the screen stays
+            # small, however many bars have ended.
+            task = self.task(task_id)
+            self.rich.remove_task(task_id)
             self._console.print(self.rich.make_tasks_table([task]))
 
-    def task(self, bar: TaskID) -> Task:
-        return next(task for task in self.rich.tasks if task.id == bar)
+    def task(self, task_id: TaskID) -> Task:
+        """rich's record of a bar."""
+        return next(task for task in self.rich.tasks if task.id == task_id)
 
     def refresh(self) -> None:
+        """Draw the bars, unless they were drawn less than `REFRESH_INTERVAL_S` ago."""
         now_s = time.monotonic()
         if now_s - self._refreshed_s >= REFRESH_INTERVAL_S:
             self._refreshed_s = now_s
@@ -168,19 +217,22 @@ class _Display:
 
 
 class _Bar(Progress):
-    """One bar of the shared display."""
+    """Progress as one bar of the shared display. Any thread may call; calls after `close` do nothing."""
 
     def __init__(self, display: _Display, label: str, total: int | None, unit: str, brief: bool) -> None:
-        self._display, self._total, self._open, self._brief = display, total, True, brief
-        self._task: TaskID = display.rich.add_task(label, total=total, unit=unit, values={})
+        self._display = display
+        self._total = total
+        self._brief = brief
+        self._is_open = True
+        self._task_id: TaskID = display.rich.add_task(label, total=total, unit=unit, values={})
         self._values: dict[str, Any] = {}
         display.enter()
 
     def advance(self, n: float = 1, **info: Any) -> None:
         with _lock:
-            if self._open:
+            if self._is_open:
                 self._values |= info
-                self._display.rich.update(self._task, advance=n, values=dict(self._values))
+                self._display.rich.update(self._task_id, advance=n, values=dict(self._values))
                 self._display.refresh()
 
     def info(self, **values: Any) -> None:
@@ -188,64 +240,76 @@ class _Bar(Progress):
 
     def close(self, completed: bool) -> None:
         with _lock:
-            self._open = False
+            self._is_open = False
             rich = self._display.rich
-            rich.stop_task(self._task)
+            rich.stop_task(self._task_id)
             if completed and self._total is None:
-                # A full bar, rather than one that pulses for ever.
-                done = self._display.task(self._task).completed
-                rich.update(self._task, total=done)
-            self._display.leave(self._task, self._brief and completed)
+                # A bar without a total pulses. With a total it is shown as full.
+                num_done = self._display.task(self._task_id).completed
+                rich.update(self._task_id, total=num_done)
+            self._display.leave(self._task_id, remove=self._brief and completed)
 
 
 class _AmountColumn(ProgressColumn):
-    """How much is done."""
+    """The column of units done, out of the total if it is known."""
 
     def render(self, task: Task) -> Text:
         total = None if task.total is None else int(task.total)
-        return Text(_amount(int(task.completed), total, task.fields["unit"]), style="progress.download")
+        return Text(_format_amount(int(task.completed), total, task.fields["unit"]), style="progress.download")
 
 
 class _TimeColumn(ProgressColumn):
-    """The rate, the time since the start and the time left."""
+    """The column of the rate, the time since the start and the estimated time left."""
 
     def render(self, task: Task) -> Text:
         elapsed_s = task.elapsed or 0.0
-        text = _clock(elapsed_s)
+        text = _format_clock(elapsed_s)
         if task.total and 0 < task.completed < task.total and not task.stop_time:
-            text += f" < {_clock(elapsed_s / task.completed * (task.total - task.completed))}"
-        rate = _rate(task.completed / elapsed_s, task.fields["unit"]) if elapsed_s and task.completed else ""
-        return Text(f"{rate}  {text}".strip(), style="progress.remaining")
+            remaining_s = elapsed_s / task.completed * (task.total - task.completed)
+            text += f" < {_format_clock(remaining_s)}"
+        if elapsed_s and task.completed:
+            rate = _format_rate(task.completed / elapsed_s, task.fields["unit"])
+            text = f"{rate}  {text}"
+        return Text(text, style="progress.remaining")
 
 
 class _ValuesColumn(ProgressColumn):
-    """The values given with `advance` and `info`."""
+    """The column of values that `advance` and `info` report."""
 
     def render(self, task: Task) -> Text:
-        return Text(_values(task.fields["values"]), style="cyan")
+        return Text(_format_values(task.fields["values"]), style="cyan")
 
 
-def _amount(done: float, total: int | None, unit: str) -> str:
-    return f"{round(done):,}{'' if total is None else f'/{total:,}'} {unit}".rstrip()
+def _format_amount(num_done: float, total: int | None, unit: str) -> str:
+    """Such as "1,024/4,096 batches"."""
+    of_total = "" if total is None else f"/{total:,}"
+    return f"{round(num_done):,}{of_total} {unit}".rstrip()
 
 
-def _rate(per_second: float, unit: str) -> str:
+def _format_rate(per_second: float, unit: str) -> str:
+    """Such as "12.5 batches/s"."""
     number = f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
     return f"{number} {unit}/s" if unit else f"{number}/s"
 
 
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
+def _format_clock(duration_s: float) -> str:
+    """Such as "2:05", or "1:02:05" from an hour."""
+    minutes, seconds = divmod(round(duration_s), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def _values(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {_value(value)}" for name, value in values.items())
+def _format_values(values: dict[str, Any]) -> str:
+    """Such as "loss 0.71, lr 0.01"."""
+    return ", ".join(f"{name} {_format_value(value)}" for name, value in values.items())
 
 
-def _value(value: Any) -> str:
-    """A number to four digits; formatted only when shown, since reading a device tensor waits for it."""
+def _format_value(value: Any) -> str:
+    """A value for people, numbers with four digits.
+
+    Values are formatted when they are shown, not when they are reported: reading a tensor of a GPU
+    synchronises.
+    """
     if isinstance(value, (str, int)):
         return str(value)
     try:

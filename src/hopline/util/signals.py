@@ -1,4 +1,8 @@
-"""Ctrl-C, SIGTERM and SIGUSR1: a moment to write a checkpoint before the end."""
+"""Ctrl-C, SIGTERM and SIGUSR1 end a run after its current step or evaluation, with a checkpoint.
+
+The handler only notes the signal. The trainer looks at `Signals.received`, writes the checkpoint and raises
+`Interrupted`. A second Ctrl-C raises at once.
+"""
 
 from __future__ import annotations
 
@@ -10,55 +14,67 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
-"""Ctrl-C, the usual request to end, and Slurm's notice before preemption."""
+"""The signals that end a run: Ctrl-C, the usual request to end, and Slurm's notice before preemption."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended the run, after its checkpoint was written."""
+    """A signal ended the run. number: of the signal."""
 
     def __init__(self, number: int) -> None:
-        self.number, self.name = number, signal.Signals(number).name
+        self.number = number
+        self.name = signal.Signals(number).name
         super().__init__(f"{self.name}: resume=True continues from the last checkpoint")
 
 
 class Signals:
-    """A context in which a first signal is noted, and a Ctrl-C after it raises at once.
+    """A context in which the first signal is noted, and a Ctrl-C after it raises `Interrupted` at once.
 
-    Launchers may send the same notice twice, which means no more than once. While `at_once` is set, the first raises
-    too: where nothing would be lost. Only the main thread gets signals, so elsewhere this does nothing.
+    A second SIGTERM or SIGUSR1 changes nothing, since launchers may send the same notice twice. At the end
+    of the context the handlers of before are installed again. Python delivers signals to the main thread
+    alone. In another thread the context does nothing.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
+        """The number of the first signal; None before it."""
         self.at_once = True
-        self._before: dict[int, Any] = {}
-        self._tell_dropped: Callable[[sys.UnraisableHookArgs], Any] | None = None
+        """Whether the first signal raises too. False while a trainer trains, where the work of a step would
+        be lost."""
+        self._handlers_before: dict[int, Any] = {}
+        self._hook_before: Callable[[sys.UnraisableHookArgs], Any] | None = None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                # What the process was started to ignore (nohup), it goes on ignoring. A handler that Python did not
-                # install (None) stays: it could not be installed again.
+                # A signal that the process was started to ignore (nohup) stays ignored. A handler that
+                # Python did not install (None) stays too, because Python could not install it again
+                # afterwards.
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                    self._before[number] = signal.signal(number, self._note)
-            self._tell_dropped, sys.unraisablehook = sys.unraisablehook, self._dropped
+                    self._handlers_before[number] = signal.signal(number, self._note)
+            self._hook_before = sys.unraisablehook
+            sys.unraisablehook = self._report_unraisable
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
-        if self._tell_dropped is not None:
-            sys.unraisablehook = self._tell_dropped
+        if self._hook_before is not None:
+            sys.unraisablehook = self._hook_before
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        again, self.received = self.received is not None, self.received or number
-        if self.at_once or (again and number == signal.SIGINT):
-            # Python drops what is raised while it deletes an object: then the run ends after its next step.
+        """The signal handler: note the first signal, and raise `Interrupted` where the class says so."""
+        is_first = self.received is None
+        if is_first:
+            self.received = number
+        is_second_ctrl_c = not is_first and number == signal.SIGINT
+        if self.at_once or is_second_ctrl_c:
+            # Python drops an exception that is raised while it deletes an object (`__del__`). Then
+            # `received` is set, and the run ends after its next step.
             raise Interrupted(number)
 
-    def _dropped(self, what: sys.UnraisableHookArgs) -> None:
-        """Say what Python dropped, unless it is what was noted above."""
-        if self._tell_dropped is not None and not isinstance(what.exc_value, Interrupted):
-            self._tell_dropped(what)
+    def _report_unraisable(self, dropped: sys.UnraisableHookArgs) -> None:
+        """Report an exception that Python dropped, unless it is `Interrupted`, which `received` has noted."""
+        if self._hook_before is not None and not isinstance(dropped.exc_value, Interrupted):
+            self._hook_before(dropped)

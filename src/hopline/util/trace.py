@@ -1,5 +1,22 @@
-"""Spans and counters: `with span("sample"):`, `count("bytes.h2d", n)`; no-ops unless someone listens."""
+"""Spans and counters of all threads: `with span("sample"):`, `count("bytes.h2d", n)`.
 
+Code is traced wherever it runs, and does not know who listens. Without a listener a span or a count does
+nothing:
+
+    span, count, tell  (any thread)   ->   every listener of `listen`: Timers, Counters, the report
+
+A span of a GPU lies between two CUDA events. Asking for its duration would synchronise with the GPU, so the
+events wait in a queue until the GPU has passed them:
+
+    span(name, device)  ->  queue of `_DeviceSpan`  ->  `_report_oldest`  ->  every listener
+
+Each later span reports up to two of the oldest, and `end_device_spans` reports the rest at the end of an
+epoch.
+"""
+
+from __future__ import annotations
+
+import itertools
 import math
 import statistics
 import threading
@@ -8,7 +25,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -18,49 +35,75 @@ class Span:
     """One timed stretch of work."""
 
     name: str
-    """What was done."""
+    """The name of the work, such as "sample"."""
     start_s: float
-    """When it began, by `time.perf_counter`."""
+    """The start by `time.perf_counter`, in seconds. For a GPU's work, the moment at which the host asked
+    for it."""
     duration_s: float
-    """How long it took."""
+    """The duration in seconds."""
     thread: str
-    """The name of the thread that did it."""
+    """The name of the thread that did the work, or asked a GPU for it."""
 
 
 class Listener(Protocol):
-    """What receives spans and counts; called on the thread that did the work, so it must be thread-safe."""
+    """An object that receives spans and counts.
+
+    It is called on the thread that did the work, by several threads at once, so it must be thread-safe.
+    """
 
     def on_span(self, span: Span) -> None:
-        """Take a span that has just ended."""
+        """Receive a span that has ended."""
         ...
 
     def on_count(self, name: str, amount: float) -> None:
-        """Take an amount to add to a counter."""
+        """Receive an amount to add to a counter."""
         ...
 
 
-class _Trace:
-    """Who listens, and spans of GPUs that are not reported yet. `_trace` is the one object of the process.
+class _DeviceSpan(NamedTuple):
+    """A span of a GPU's work that is not reported yet."""
 
-    This module owns it: work is traced wherever it is done, in any thread, and knows nothing of who listens. Listeners
-    are added and removed by `listen` alone. With the last of them the spans of GPUs go, which are of no use to others.
+    name: str
+    """The name of the work."""
+    start_s: float
+    """The start on the host by `time.perf_counter`, in seconds."""
+    thread: str
+    """The name of the thread that asked for the work."""
+    start: torch.cuda.Event
+    """Recorded on the stream before the work."""
+    end: torch.cuda.Event
+    """Recorded on the stream after the work."""
+
+
+class _Trace:
+    """The listeners of the process, and spans of GPUs that are not reported yet.
+
+    This module owns the one object, `_trace`. `listen` alone adds and removes listeners. Any thread may
+    read both attributes.
     """
 
     def __init__(self) -> None:
-        # A tuple that is replaced, never changed: readers on other threads need no lock.
         self.listeners: tuple[Listener, ...] = ()
-        self.pending: deque[tuple[str, float, str, Any, Any]] = deque()
-        """(name, start_s, thread, first event, last event), the oldest first; its methods are atomic."""
+        """A tuple that is replaced, never changed, so that readers on other threads need no lock."""
+        self.pending: deque[_DeviceSpan] = deque()
+        """Spans of GPUs, the oldest first. No lock, because the methods of a deque are atomic."""
         self._lock = threading.Lock()
+        """Held while `listeners` is replaced: two threads may add or remove at the same time."""
 
     def add(self, listener: Listener) -> None:
         with self._lock:
             self.listeners = (*self.listeners, listener)
 
     def remove(self, listener: Listener) -> None:
+        """Remove a listener.
+
+        With the last one, pending spans go too: the next listener must not get them.
+        """
         with self._lock:
-            at = next(i for i, other in enumerate(self.listeners) if other is listener)
-            self.listeners = self.listeners[:at] + self.listeners[at + 1 :]
+            # By identity, because two listeners may be equal. Of a listener that was added twice, one entry
+            # goes.
+            index = next(i for i, other in enumerate(self.listeners) if other is listener)
+            self.listeners = self.listeners[:index] + self.listeners[index + 1 :]
             if not self.listeners:
                 self.pending.clear()
 
@@ -70,7 +113,7 @@ _trace = _Trace()
 
 @contextmanager
 def listen(listener: Listener) -> Iterator[None]:
-    """Send the spans and counts of all threads to a listener for as long as the context lasts."""
+    """Send the spans and counts of all threads to a listener while the context lasts."""
     _trace.add(listener)
     try:
         yield
@@ -79,7 +122,7 @@ def listen(listener: Listener) -> Iterator[None]:
 
 
 class _Silent:
-    """The span nobody listens to."""
+    """A span without a listener: a context that does nothing."""
 
     __slots__ = ()
 
@@ -91,7 +134,7 @@ class _Silent:
 
 
 class _SpanTimer:
-    """A span that is reported when it ends, also when it ends in an error."""
+    """A span of the host's work. It is reported when it ends, also by an error."""
 
     __slots__ = ("name", "start_s")
 
@@ -109,14 +152,15 @@ _SILENT = _Silent()
 
 
 def tell(name: str, start_s: float, duration_s: float) -> None:
-    """Report a stretch of work that somebody else has timed, in the name of this thread."""
-    ended = Span(name, start_s, duration_s, threading.current_thread().name)
+    """Report a span that the caller has timed, under the name of the calling thread."""
+    thread = threading.current_thread().name
+    span = Span(name=name, start_s=start_s, duration_s=duration_s, thread=thread)
     for listener in _trace.listeners:
-        listener.on_span(ended)
+        listener.on_span(span)
 
 
 class _DeviceSpanTimer:
-    """A span of a GPU's work, between two events on its stream; how long it was is asked later, all at once."""
+    """A span of a GPU's work, between two events on the current stream. Its duration is asked for later."""
 
     __slots__ = ("name", "start", "start_s")
 
@@ -124,78 +168,109 @@ class _DeviceSpanTimer:
         self.name = name
 
     def __enter__(self) -> None:
-        self.start_s, self.start = time.perf_counter(), torch.cuda.Event(enable_timing=True)
+        self.start_s = time.perf_counter()
+        self.start = torch.cuda.Event(enable_timing=True)
         self.start.record()
 
     def __exit__(self, *error: object) -> None:
         end = torch.cuda.Event(enable_timing=True)
         end.record()
-        _trace.pending.append((self.name, self.start_s, threading.current_thread().name, self.start, end))
-        for _ in range(2):  # while the GPU has work to do, so that less is left to ask when it has none
+        thread = threading.current_thread().name
+        _trace.pending.append(
+            _DeviceSpan(name=self.name, start_s=self.start_s, thread=thread, start=self.start, end=end)
+        )
+        # While the GPU is busy, so that little is left for `end_device_spans`, during which the GPU may be
+        # idle. Two for each new one, so that the queue shrinks.
+        for _ in range(2):
             _report_oldest()
 
 
 def span(name: str, device: torch.device | None = None) -> AbstractContextManager[None]:
-    """Time the body of a `with` statement under a name, if anyone listens.
+    """Time the body of a `with` statement under a name, if there is a listener.
 
-    device: whose work is timed. A GPU's spans are reported by `end_device_spans`, so that nothing waits for it here.
+    device: the device whose work is timed; None for the host. A span of a GPU is reported later, at the
+    latest by `end_device_spans`, so that the host does not synchronise here.
     """
     if not _trace.listeners:
         return _SILENT
     if device is None or device.type != "cuda":
         return _SpanTimer(name)
-    # Of what is being recorded nothing runs yet, and its events could never be asked.
+    # While a CUDA graph is captured nothing runs, and an event that was captured cannot be asked for its
+    # time.
     return _SILENT if torch.cuda.is_current_stream_capturing() else _DeviceSpanTimer(name)
 
 
 def end_device_spans() -> None:
-    """Report the spans of GPUs that have ended; waits for the work that this thread asked for, and for no other's."""
-    here = threading.current_thread().name
-    for _ in range(len(_trace.pending)):  # others may add to it meanwhile
-        _report_oldest(here)
+    """Report the spans of GPUs that have ended.
+
+    The call waits for the GPU's work that this thread asked for, and not for that of other threads.
+    """
+    this_thread = threading.current_thread().name
+    for _ in range(len(_trace.pending)):  # each once: other threads may add spans meanwhile
+        _report_oldest(wait_for_thread=this_thread)
 
 
-def _report_oldest(waiting_for: str | None = None) -> None:
-    """Report the span of a GPU that began first, if it has ended; waits for it if it is of that thread."""
+def _report_oldest(wait_for_thread: str | None = None) -> None:
+    """Report the oldest pending span if it has ended, else put it back.
+
+    wait_for_thread: the name of a thread. If the span is of that thread, the call waits for its end.
+    """
     pending = _trace.pending
     try:
-        name, start_s, thread, start, end = spanned = pending.popleft()
+        oldest = pending.popleft()
     except IndexError:
         return
-    if thread == waiting_for:
-        end.synchronize()
-    elif not end.query():
-        # Behind the others where somebody waits for these; else its turn is next time.
-        (pending.append if waiting_for else pending.appendleft)(spanned)
+    if oldest.thread == wait_for_thread:
+        oldest.end.synchronize()
+    elif not oldest.end.query():
+        if wait_for_thread is None:
+            # In its place, so that spans are reported in order: the next call asks again.
+            pending.appendleft(oldest)
+        else:
+            # At the end, so that the next call reaches the spans of the waiting thread.
+            pending.append(oldest)
         return
+    duration_s = oldest.start.elapsed_time(oldest.end) / 1e3
+    span = Span(name=oldest.name, start_s=oldest.start_s, duration_s=duration_s, thread=oldest.thread)
     for listener in _trace.listeners:
-        listener.on_span(Span(name, start_s, start.elapsed_time(end) / 1e3, thread))
+        listener.on_span(span)
 
 
 def count(name: str, amount: float) -> None:
-    """Add an amount to a named counter, if anyone listens."""
+    """Add an amount to a named counter, if there is a listener."""
     for listener in _trace.listeners:
         listener.on_count(name, amount)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegionStatistics:
-    """How long one region took per epoch, with the first epoch, which warms up, set apart."""
+    """The time of one region per epoch. The first epoch, which warms up, is kept apart."""
 
     name: str
-    """The region."""
+    """The name of the region."""
     calls: int
-    """How often it was entered, over all epochs."""
+    """Number of times that the region was entered, over all epochs."""
     first_epoch_s: float
     """Seconds in the first epoch."""
     mean_s: float
-    """Mean seconds per later epoch; nan when there is none."""
+    """Mean seconds per later epoch; nan if there is none."""
     std_s: float
-    """Sample standard deviation over the later epochs; nan with fewer than two."""
+    """Sample standard deviation of the later epochs, in seconds; nan with fewer than two."""
+
+
+class _RegionTime(NamedTuple):
+    """The time of one region in one epoch."""
+
+    seconds: float
+    """Sum over all calls."""
+    calls: int
+    """Number of times that the region was entered."""
 
 
 class Timers:
-    """Named regions timed over epochs; also a listener that collects every span.
+    """Times named regions over epochs. As a listener, it collects every span under its name.
+
+    Any thread may call.
 
     Example:
         >>> timers = hl.extend.Timers()
@@ -208,8 +283,10 @@ class Timers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[str, tuple[float, int]] = {}
-        self._closed: list[dict[str, tuple[float, int]]] = []
+        self._open: dict[str, _RegionTime] = {}
+        """The epoch that is not closed yet, by region."""
+        self._closed: list[dict[str, _RegionTime]] = []
+        """Earlier epochs, in order, by region."""
 
     @contextmanager
     def region(self, name: str) -> Iterator[None]:
@@ -228,34 +305,38 @@ class Timers:
         """Ignore counters."""
 
     def next_epoch(self) -> None:
-        """Close the epoch: what is timed from now on belongs to the next."""
+        """Close the epoch. Times from now on belong to the next one."""
         with self._lock:
             self._closed.append(self._open)
             self._open = {}
 
     def last_epoch(self) -> dict[str, float]:
-        """Return the seconds of each region in the epoch last closed."""
+        """Return the seconds of each region in the epoch that was closed last."""
         with self._lock:
             epoch = self._closed[-1] if self._closed else {}
-        return {name: seconds for name, (seconds, _) in epoch.items()}
+        return {name: region.seconds for name, region in epoch.items()}
 
     def this_epoch(self) -> dict[str, float]:
         """Return the seconds of each region so far in the epoch that is not closed yet."""
         with self._lock:
-            return {name: seconds for name, (seconds, _) in self._open.items()}
+            return {name: region.seconds for name, region in self._open.items()}
 
     def slowest(self, among: Collection[str] | None = None) -> str | None:
-        """Return the region that took most of the epoch last closed, or None when none was timed."""
-        totals = {n: s for n, s in self.last_epoch().items() if among is None or n in among}
-        return max(totals, key=totals.__getitem__, default=None)
+        """Return the region that took longest in the epoch that was closed last; None if none was timed.
+
+        among: regions to choose from; None for all.
+        """
+        seconds = {name: s for name, s in self.last_epoch().items() if among is None or name in among}
+        return max(seconds, key=seconds.__getitem__, default=None)
 
     def statistics(self) -> list[RegionStatistics]:
-        """Return the seconds per epoch of each region, in the order they first ran."""
+        """Return the seconds per epoch of each region, in the order of first use."""
         with self._lock:
-            # Someone who never closes an epoch means one epoch.
+            # A caller who never closes an epoch has one epoch.
             epochs = list(self._closed) or [dict(self._open)]
-        names = dict.fromkeys(name for epoch in epochs for name in epoch)
-        return [_region_statistics(name, [epoch.get(name, (0.0, 0)) for epoch in epochs]) for name in names]
+        names = dict.fromkeys(itertools.chain.from_iterable(epochs))  # each once, in the order of first use
+        unused = _RegionTime(seconds=0.0, calls=0)
+        return [_region_statistics(name, [epoch.get(name, unused) for epoch in epochs]) for name in names]
 
     def table(self) -> str:
         """Return the statistics as a plain-text table, mean ± standard deviation."""
@@ -265,30 +346,32 @@ class Timers:
             spread = "" if math.isnan(region.std_s) else f" ± {region.std_s:.4f}"
             rows.append((region.name, str(region.calls), f"{region.first_epoch_s:.4f} s", later + spread))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        )
+        lines = []
+        for row in rows:
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join(lines)
 
     def _add(self, name: str, seconds: float) -> None:
         with self._lock:
-            total, calls = self._open.get(name, (0.0, 0))
-            self._open[name] = (total + seconds, calls + 1)
+            before = self._open.get(name, _RegionTime(seconds=0.0, calls=0))
+            self._open[name] = _RegionTime(seconds=before.seconds + seconds, calls=before.calls + 1)
 
 
-def _region_statistics(name: str, epochs: list[tuple[float, int]]) -> RegionStatistics:
-    seconds = [total for total, _ in epochs]
-    later = seconds[1:]
+def _region_statistics(name: str, epochs: list[_RegionTime]) -> RegionStatistics:
+    """The statistics of one region. epochs: its time in every epoch, at least one."""
+    later_s = [epoch.seconds for epoch in epochs[1:]]
     return RegionStatistics(
         name=name,
-        calls=sum(calls for _, calls in epochs),
-        first_epoch_s=seconds[0],
-        mean_s=statistics.fmean(later) if later else math.nan,
-        std_s=statistics.stdev(later) if len(later) > 1 else math.nan,
+        calls=sum(epoch.calls for epoch in epochs),
+        first_epoch_s=epochs[0].seconds,
+        mean_s=statistics.fmean(later_s) if later_s else math.nan,
+        std_s=statistics.stdev(later_s) if len(later_s) > 1 else math.nan,
     )
 
 
 class Counters:
-    """A listener that adds up counters, per epoch and overall.
+    """A listener that adds up counters, per epoch and overall. Any thread may call.
 
     Example:
         >>> from hopline.util.trace import listen
@@ -309,24 +392,24 @@ class Counters:
         """Ignore spans."""
 
     def on_count(self, name: str, amount: float) -> None:
-        """Add to a counter."""
+        """Add an amount to a counter."""
         with self._lock:
             self._open[name] += amount
 
     def next_epoch(self) -> None:
-        """Close the epoch: what is counted from now on belongs to the next."""
+        """Close the epoch. Counts from now on belong to the next one."""
         with self._lock:
             self._closed.append(dict(self._open))
             self._open.clear()
 
     def last_epoch(self) -> dict[str, float]:
-        """Return each counter's total in the epoch last closed."""
+        """Return each counter's total in the epoch that was closed last."""
         with self._lock:
             return dict(self._closed[-1]) if self._closed else {}
 
     def totals(self) -> dict[str, float]:
-        """Return each counter's total over all epochs, with the one still open."""
+        """Return each counter's total over all epochs, the one that is not closed included."""
         with self._lock:
             epochs = [*self._closed, dict(self._open)]
-        names = dict.fromkeys(name for epoch in epochs for name in epoch)
+        names = dict.fromkeys(itertools.chain.from_iterable(epochs))
         return {name: sum(epoch.get(name, 0) for epoch in epochs) for name in names}
