@@ -64,8 +64,12 @@ class Load:
     """Seconds of all threads in each stage, by name. Time in which a thread was ready but had no core is left out."""
 
 
-NICER = 10
+EXTRA_NICENESS = 10
 """Niceness of a preparing thread beyond that of the process, so that training gets a core first. A rule of thumb."""
+MAX_NICENESS = 19
+"""The lowest priority that Linux has."""
+_END = object()
+"""Says that no request is left. Any other value, None included, may be a request."""
 
 
 class StageValueError(StageError, ValueError):
@@ -103,7 +107,8 @@ class Pipeline:
         all_cores: bool = False,
     ) -> None:
         self.stages = tuple(stages)
-        self.in_step, self.all_cores = in_step, all_cores
+        self.in_step = in_step
+        self.all_cores = all_cores
         self.workers = min(1, workers) if in_step else workers
         self.look_ahead = max(1, look_ahead)
         self.load: Load | None = None
@@ -113,19 +118,23 @@ class Pipeline:
         """Yield each request's result, in order. Closing the iterator ends the threads and drops their results."""
         if self.workers == 0:
             for request in requests:
-                yield self._through_stages(request, [])
+                yield self._run_stages(request, [])
             return
+
         source = iter(requests)
-        pool = ops.start_threads(
-            self.workers, "hopline-pipeline", partial(_begin, torch.get_num_threads() if self.all_cores else 1)
-        )
+        num_kernel_threads = torch.get_num_threads() if self.all_cores else 1
+        pool = ops.start_threads(self.workers, "hopline-pipeline", partial(_set_up_thread, num_kernel_threads))
         pending: deque[Future[Any]] = deque()
-        waited, spent = list[float](), list[tuple[str, float]]()
+        waits_s: list[float] = []  # one per result
+        stage_times: list[tuple[str, float]] = []  # (stage, seconds), of all threads
 
         # Requests are submitted by the caller's thread alone, so `pending` needs no lock.
         def fill() -> None:
-            while len(pending) < self.look_ahead and (request := next(source, _END)) is not _END:
-                pending.append(pool.submit(self._through_stages, request, spent))
+            while len(pending) < self.look_ahead:
+                request = next(source, _END)
+                if request is _END:
+                    return
+                pending.append(pool.submit(self._run_stages, request, stage_times))
 
         # If the iterator is closed early, pending requests are dropped. With `in_step` they are finished, because
         # stages of other ranks wait for theirs.
@@ -137,18 +146,19 @@ class Pipeline:
                 asked_s = time.perf_counter()
                 with trace.span("wait"):
                     result = pending.popleft().result()
-                waited.append(time.perf_counter() - asked_s)
+                waits_s.append(time.perf_counter() - asked_s)
                 fill()  # before the caller gets the result, so that threads work while it uses it
                 yield result
-            if waited:
-                wall_s, (first_s, *rest_s) = time.perf_counter() - began_s, waited
-                stages = {stage.name: sum(s for name, s in spent if name == stage.name) for stage in self.stages}
+            if waits_s:
+                wall_s = time.perf_counter() - began_s
+                first_wait_s, *later_waits_s = waits_s
+                stages = {stage.name: sum(s for name, s in stage_times if name == stage.name) for stage in self.stages}
                 self.load = Load(
                     workers=self.workers,
                     look_ahead=self.look_ahead,
-                    num_results=len(waited),
-                    wall_s=wall_s - first_s,
-                    waited_s=sum(rest_s),
+                    num_results=len(waits_s),
+                    wall_s=wall_s - first_wait_s,
+                    waited_s=sum(later_waits_s),
                     stages=stages,
                 )
         except Exception:  # a stage or the requests failed: what is still pending is of no use
@@ -157,8 +167,8 @@ class Pipeline:
         finally:
             pool.shutdown(wait=True, cancel_futures=cancel)
 
-    def _through_stages(self, value: Any, spent: list[tuple[str, float]]) -> Any:
-        """The result of a request. Adds (stage, seconds) to `spent`, to which several threads may append."""
+    def _run_stages(self, value: Any, stage_times: list[tuple[str, float]]) -> Any:
+        """The result of a request. Adds (stage, seconds) to `stage_times`, to which several threads may append."""
         for stage in self.stages:
             began_s = _alone_s()
             try:
@@ -166,10 +176,13 @@ class Pipeline:
                     value = stage.run(value)
             except Exception as error:
                 # The kind is kept, so that `except ValueError` and `except torch.OutOfMemoryError` still catch it.
-                kinds = {ValueError: StageValueError, torch.OutOfMemoryError: StageMemoryError}
-                kind = next((kind for cause, kind in kinds.items() if isinstance(error, cause)), StageError)
+                kind = StageError
+                if isinstance(error, ValueError):
+                    kind = StageValueError
+                elif isinstance(error, torch.OutOfMemoryError):
+                    kind = StageMemoryError
                 raise kind(f"stage {stage.name!r} failed: {error}") from error
-            spent.append((stage.name, max(0.0, _alone_s() - began_s)))
+            stage_times.append((stage.name, max(0.0, _alone_s() - began_s)))
         return value
 
 
@@ -178,14 +191,14 @@ def _alone_s() -> float:
     return time.perf_counter() - queued_s()
 
 
-def _begin(threads: int) -> None:
+def _set_up_thread(num_kernel_threads: int) -> None:
     """Set up a preparing thread: the number of threads of its kernels, and its priority."""
-    if threads == 1:
+    if num_kernel_threads == 1:
         ops.serial_here()
     else:
         # The first call in a thread sets its number to the default, so it must come before ours.
         torch.get_num_threads()
-        torch.set_num_threads(threads)  # of this thread only
+        torch.set_num_threads(num_kernel_threads)  # of this thread only
     give_way()
 
 
@@ -196,8 +209,5 @@ def give_way() -> None:
     """
     if sys.platform.startswith("linux"):
         with contextlib.suppress(OSError):
-            nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER)
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
-
-
-_END = object()
+            niceness = min(MAX_NICENESS, os.getpriority(os.PRIO_PROCESS, 0) + EXTRA_NICENESS)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

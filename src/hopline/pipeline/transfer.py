@@ -26,10 +26,10 @@ from hopline.device.out_of_memory import free_memory
 from hopline.device.streams import stream_for
 from hopline.util import trace
 
-ALIGNED = 256
-"""Bytes: tensors begin at multiples of this in a buffer. A rule of thumb."""
-ROOM = 1 << 16
-"""Bytes of a buffer beyond those of the batch's tensors, for the gaps that `ALIGNED` leaves. A rule of thumb."""
+ALIGN_BYTES = 256
+"""Tensors begin at multiples of this in a buffer. A rule of thumb."""
+GAP_BYTES = 1 << 16
+"""Bytes of a buffer beyond those of the batch's tensors, for the gaps that `ALIGN_BYTES` leaves. A rule of thumb."""
 
 
 class Movable(Protocol):
@@ -157,10 +157,10 @@ class Mover:
     def _move(self, batch: B, slot: _Slot, copies: Copies) -> PendingBatch[B]:
         if slot.event is not None:
             slot.event.synchronize()  # else the bytes of an earlier batch would be overwritten on their way
-        needed = batch.num_bytes + ROOM
-        if slot.buffer is None or slot.buffer.numel() < needed:
+        needed_bytes = batch.num_bytes + GAP_BYTES
+        if slot.buffer is None or slot.buffer.numel() < needed_bytes:
             # A quarter more, so that a slightly larger batch does not pin memory again. A rule of thumb.
-            slot.buffer = copies.buffer(needed + needed // 4)
+            slot.buffer = copies.buffer(needed_bytes + needed_bytes // 4)
         try:
             with copies.within(), _CopyThroughBuffer(self.device, slot.buffer, copies) as staged:
                 moved = batch.to(self.device, non_blocking=True)
@@ -193,8 +193,8 @@ class _CopyThroughBuffer(TorchFunctionMode):
     """[n] uint8 in pinned host memory."""
     copies: Copies
     """Allocates on the device, and copies."""
-    used: int = 0
-    """Bytes of the buffer that are taken, a multiple of `ALIGNED`."""
+    used_bytes: int = 0
+    """Bytes of the buffer that hold tensors, a multiple of `ALIGN_BYTES`."""
     tensors: list[Tensor] = field(default_factory=list)
     """Tensors on the device that were made so far."""
 
@@ -202,20 +202,22 @@ class _CopyThroughBuffer(TorchFunctionMode):
         super().__init__()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.Tensor.to or args[0].device.type != "cpu" or args[1:2] != (self.device,):
+        is_move = func is torch.Tensor.to and args[0].device.type == "cpu" and args[1:2] == (self.device,)
+        if not is_move:
             return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():  # what the copy calls must not come here again
-            return self._through_buffer(args[0])
+            return self._copy(args[0])
 
-    def _through_buffer(self, tensor: Tensor) -> Tensor:
-        start, stop = self.used, self.used + tensor.nbytes
+    def _copy(self, tensor: Tensor) -> Tensor:
+        start = self.used_bytes
+        stop = start + tensor.nbytes
         if pinned.is_readable(tensor):  # pinned already: it needs no buffer
             moved = self.copies.copy(tensor)
         elif stop > self.buffer.numel():
             # The buffer is full, because the batch has tensors that `num_bytes` does not count. The host waits.
             moved = tensor.to(self.device)
         else:
-            self.used = (stop + ALIGNED - 1) // ALIGNED * ALIGNED
+            self.used_bytes = (stop + ALIGN_BYTES - 1) // ALIGN_BYTES * ALIGN_BYTES
             staged = self.buffer[start:stop].view(tensor.dtype).view(tensor.shape)
             moved = self.copies.copy(staged.copy_(tensor))
         self.tensors.append(moved)
