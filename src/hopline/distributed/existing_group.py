@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hopline.distributed.environment import place_on_host
+from hopline.distributed.environment import read_local_rank_and_node
 from hopline.distributed.heartbeat import Heartbeat, NoHeartbeat, get_all
 from hopline.distributed.world import (
     GroupHandle,
@@ -68,13 +68,13 @@ class Introduction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostPlace:
+class HostRank:
     """Where a rank is among those of its host."""
 
     local_rank: int
     local_size: int
     node: int
-    num_beside: int
+    num_sharing_cores: int
     """Ranks of the host that may run on the same cores, this one included."""
 
 
@@ -85,39 +85,40 @@ class GroupWorld(World):
     closes it. What was made here goes with this object; the owner's group and store do not.
     """
 
-    def __init__(self, spec: RankSpec, own: OwnObjects, cores: int) -> None:
+    def __init__(self, spec: RankSpec, resources: GroupResources, num_cores: int) -> None:
         super().__init__(spec)
-        self.num_cores = cores
-        self._own = own
-        weakref.finalize(self, own.end, last_words(""))
+        self.num_cores = num_cores
+        self._resources = resources
+        weakref.finalize(self, resources.close, last_words(""))
 
     @property
     def group(self) -> dist.ProcessGroup:
-        return self._own.groups[0].group
+        return self._resources.groups[0].group
 
     def new_group(self) -> GroupHandle:
         group = _new_group("gloo", self.timeout_s)
-        self._own.groups.append(group)
+        self._resources.groups.append(group)
         return group
 
     def close(self, error: str = "") -> None:
-        self._own.end(last_words(error), broken=bool(self._lost))
+        self._resources.close(last_words(error), broken=bool(self._lost))
 
     def _end_watch(self, error: BaseException | None) -> None:
         if error is None:
-            self._own.rest()
+            self._resources.pause_heartbeat()
             return
         # Frames of an exchange that failed refer to the process group, whose end the other ranks wait for.
         if isinstance(error, PeerError):
-            for one in (error, error.__cause__):
-                traceback.clear_frames(None if one is None else one.__traceback__)
+            traceback.clear_frames(error.__traceback__)
+            if error.__cause__ is not None:
+                traceback.clear_frames(error.__cause__.__traceback__)
         self.close(sentence(error))
 
     def _running_heartbeat(self) -> Heartbeat | NoHeartbeat:
-        return self._own.running_heartbeat()
+        return self._resources.running_heartbeat()
 
 
-class OwnObjects:
+class GroupResources:
     """What a `GroupWorld` has made in the owner's process: process groups, and a heart while it beats.
 
     It knows nothing of its world, so that it can end with it. Threads that prepare batches exchange too, hence the
@@ -126,7 +127,9 @@ class OwnObjects:
 
     def __init__(self, group: GroupHandle, store: dist.Store, rank: int, size: int) -> None:
         self.groups = [group]
-        self._store, self._rank, self._size = store, rank, size
+        self._store = store
+        self._rank = rank
+        self._size = size
         self._heartbeat: Heartbeat | NoHeartbeat | None = None
         self._num_exchanges = 0
         """Those of hearts that have stopped."""
@@ -137,21 +140,21 @@ class OwnObjects:
         """The heart, started if it is at rest."""
         with self._lock:
             if self._last_words is not None:
-                why = self._last_words.removeprefix("error ")
+                reason = self._last_words.removeprefix("error ")
                 raise PeerError(
-                    f"this rank has left the others ({why}), so nothing can be exchanged: make a new Trainer, or call "
-                    "hl.World.current() again"
+                    f"this rank has left the others ({reason}), so nothing can be exchanged: make a new Trainer, or "
+                    "call hl.World.current() again"
                 )
             if self._heartbeat is None:
                 self._heartbeat = self._new_heartbeat()
             return self._heartbeat
 
-    def rest(self) -> None:
+    def pause_heartbeat(self) -> None:
         """Stop the heart until the next exchange: nobody waits for this rank."""
         with self._lock:
             self._stop_heartbeat(last_words(""))
 
-    def end(self, words: str, broken: bool = False) -> None:
+    def close(self, words: str, broken: bool = False) -> None:
         """Tell the others why this rank leaves, and destroy what was made here. May be called twice."""
         with self._lock:
             if self._last_words is not None:
@@ -176,7 +179,8 @@ class OwnObjects:
         return Heartbeat(store, self._rank, self._size, _address_of(self._store), self._num_exchanges)
 
     def _stop_heartbeat(self, words: str) -> None:
-        heartbeat, self._heartbeat = self._heartbeat, None
+        heartbeat = self._heartbeat
+        self._heartbeat = None
         if heartbeat is not None:
             self._num_exchanges = heartbeat.exchanges
             heartbeat.stop(words)
@@ -184,9 +188,10 @@ class OwnObjects:
 
 def join_existing_group(device: torch.device, timeout_s: float | None) -> GroupWorld:
     """Meet the other ranks of torch's default group; every one of them must call this."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     backend = backend_for(device)
-    timeout_s = timeout_s or _timeout_of_owner()
+    timeout_s = timeout_s or _owner_timeout_s()
     try:
         group = _new_group(backend, timeout_s)
     except RuntimeError as error:
@@ -195,60 +200,67 @@ def join_existing_group(device: torch.device, timeout_s: float | None) -> GroupW
             "make the Trainer on every rank, or on one alone with world=hl.World.alone()"
         ) from error
     store = dist.PrefixStore("hopline", distributed_c10d._get_process_group_store(group.group))
-    own = OwnObjects(group, store, rank, size)
+    resources = GroupResources(group, store, rank, size)
     try:
-        said = _introduce(store, rank, size, device)
-        places = find_places(said)
-        place = places[rank]
-        beside = [one for one in said if one.host == said[rank].host]
+        introductions = _introduce(store, rank, size, device)
+        host_rank = find_host_ranks(introductions)[rank]
+        own_host = introductions[rank].host
         spec = RankSpec(
             rank=rank,
             size=size,
-            local_rank=place.local_rank,
-            local_size=place.local_size,
-            node=place.node,
+            local_rank=host_rank.local_rank,
+            local_size=host_rank.local_size,
+            node=host_rank.node,
             backend=backend,
             timeout_s=timeout_s,
         )
         if device.type == "cuda":
-            device = find_gpu(device, spec, beside)
+            device = find_gpu(device, spec, [other for other in introductions if other.host == own_host])
             torch.cuda.set_device(device)
         if backend == "nccl":
             _check_own_gpu(store, rank, size, device)
         spec = replace(spec, device=str(device))
-        return GroupWorld(spec, own, cores=max(1, num_cores() // place.num_beside))
+        return GroupWorld(spec, resources, num_cores=max(1, num_cores() // host_rank.num_sharing_cores))
     except BaseException as error:
-        own.end(last_words(sentence(error)))
+        resources.close(last_words(sentence(error)))
         raise
 
 
-def find_places(said: Sequence[Introduction]) -> list[HostPlace]:
+def find_host_ranks(introductions: Sequence[Introduction]) -> list[HostRank]:
     """The place of every rank on its host, and the number of its host; hosts may have different numbers of ranks.
 
     Local ranks and numbers of hosts are those that launchers say, where these make sense together. Else ranks of a
     host, and hosts, are counted in the order of the ranks.
     """
-    hosts: dict[str, list[int]] = {}
-    for rank, one in enumerate(said):
-        hosts.setdefault(one.host, []).append(rank)
-    places: dict[int, HostPlace] = {}
-    for ranks, node in zip(hosts.values(), _numbers_of_hosts(said, list(hosts.values())), strict=True):
-        local_ranks = [said[rank].local_rank for rank in ranks]
+    ranks_by_host: dict[str, list[int]] = {}
+    for rank, introduction in enumerate(introductions):
+        ranks_by_host.setdefault(introduction.host, []).append(rank)
+    hosts = list(ranks_by_host.values())
+
+    host_ranks: dict[int, HostRank] = {}
+    for ranks, node in zip(hosts, _number_hosts(introductions, hosts), strict=True):
+        local_ranks = [introductions[rank].local_rank for rank in ranks]
         if set(local_ranks) != set(range(len(ranks))):
             local_ranks = range(len(ranks))
         for rank, local_rank in zip(ranks, local_ranks, strict=True):
             assert local_rank is not None
-            num_beside = sum(said[other].cores == said[rank].cores for other in ranks)
-            places[rank] = HostPlace(local_rank=local_rank, local_size=len(ranks), node=node, num_beside=num_beside)
-    return [places[rank] for rank in range(len(said))]
+            own_cores = introductions[rank].cores
+            host_ranks[rank] = HostRank(
+                local_rank=local_rank,
+                local_size=len(ranks),
+                node=node,
+                num_sharing_cores=sum(introductions[other].cores == own_cores for other in ranks),
+            )
+    return [host_ranks[rank] for rank in range(len(introductions))]
 
 
-def _numbers_of_hosts(said: Sequence[Introduction], hosts: Sequence[Sequence[int]]) -> list[int]:
+def _number_hosts(introductions: Sequence[Introduction], hosts: Sequence[Sequence[int]]) -> list[int]:
     """A number for every host: the launcher's, if it says one for each host and no two hosts have the same."""
     stated: list[int] = []
     for ranks in hosts:
-        numbers = {said[rank].node for rank in ranks}
-        stated += [number for number in numbers if number is not None and len(numbers) == 1]
+        numbers = {introductions[rank].node for rank in ranks}
+        if len(numbers) == 1:
+            stated += [number for number in numbers if number is not None]
     is_complete = len(stated) == len(hosts) == len(set(stated))
     return stated if is_complete else list(range(len(hosts)))
 
@@ -268,7 +280,8 @@ def find_gpu(device: torch.device, spec: RankSpec, on_host: Sequence[Introductio
     named = os.environ.get("ACCELERATE_TORCH_DEVICE", "")
     if named.startswith("cuda:"):
         return torch.device(named)
-    if any(one.current_gpu for one in on_host):
+    has_chosen = any(other.current_gpu for other in on_host)
+    if has_chosen:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(device_of_rank(spec, "cuda", spawned=False))
 
@@ -280,10 +293,12 @@ def backend_for(device: torch.device) -> str:
             f"the process group (backend {dist.get_backend()}) has no store in which ranks could meet: initialise "
             "torch.distributed with backend gloo or nccl"
         )
-    return "nccl" if device.type == "cuda" and "cuda:nccl" in distributed_c10d.get_backend_config() else "gloo"
+    if device.type == "cuda" and "cuda:nccl" in distributed_c10d.get_backend_config():
+        return "nccl"
+    return "gloo"
 
 
-def _timeout_of_owner() -> float:
+def _owner_timeout_s() -> float:
     group = distributed_c10d._get_default_group()
     for kind in ("cuda", "cpu"):
         # No such device in the group, or a backend that does not tell.
@@ -301,8 +316,9 @@ def _new_group(backend: str, timeout_s: float) -> GroupHandle:
         # Gloo takes the address that the host's own name means, which others may not reach. The owner's group shows
         # the way to the first rank. Where the owner uses gloo itself, it works as it is.
         host = _address_of(distributed_c10d._get_default_store()).rpartition(":")[0]
-        name = interface_towards(host, several_hosts=True) if host else None
-        variables |= {"GLOO_SOCKET_IFNAME": name} if name else {}
+        interface = interface_towards(host, several_hosts=True) if host else None
+        if interface:
+            variables["GLOO_SOCKET_IFNAME"] = interface
     with defaults_in_environment(variables):
         return GroupHandle(dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s)))
 
@@ -316,7 +332,7 @@ def _address_of(store: dist.Store) -> str:
 
 def _introduce(store: dist.Store, rank: int, size: int, device: torch.device) -> list[Introduction]:
     """What all ranks say of themselves."""
-    local_rank, node = place_on_host(os.environ, rank, size)
+    local_rank, node = read_local_rank_and_node(os.environ, rank, size)
     own = Introduction(
         host=host_identity(),
         local_rank=local_rank,
@@ -324,17 +340,19 @@ def _introduce(store: dist.Store, rank: int, size: int, device: torch.device) ->
         cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
         current_gpu=torch.cuda.current_device() if device.type == "cuda" else None,
     )
-    return [Introduction(**json.loads(said)) for said in _tell_all(store, "seat", rank, size, json.dumps(asdict(own)))]
+    texts = _tell_all(store, "seat", rank, size, json.dumps(asdict(own)))
+    return [Introduction(**json.loads(text)) for text in texts]
 
 
 def _check_own_gpu(store: dist.Store, rank: int, size: int, device: torch.device) -> None:
     """Refuse ranks that have one GPU together, on which NCCL would wait or fail."""
-    first_with: dict[str, int] = {}
+    first_with_gpu: dict[str, int] = {}
     for other, gpu in enumerate(_tell_all(store, "gpu", rank, size, gpu_identity(str(device)))):
-        if gpu and (first := first_with.setdefault(gpu, other)) != other:
+        first_rank = first_with_gpu.setdefault(gpu, other)
+        if gpu and first_rank != other:
             raise ValueError(
-                f"ranks {first} and {other} have the same GPU ({gpu}), which nccl cannot share: start one process per "
-                "GPU, or initialise the process group with backend gloo"
+                f"ranks {first_rank} and {other} have the same GPU ({gpu}), which nccl cannot share: start one process "
+                "per GPU, or initialise the process group with backend gloo"
             )
 
 

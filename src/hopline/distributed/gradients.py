@@ -91,14 +91,16 @@ class CombinedBy(Gradients):
 
 def have_same_bits(tensors: Iterable[Tensor], world: World) -> bool:
     """Whether all ranks have the same numbers in these tensors, by a sum of their bits."""
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    integer_dtypes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     real = [torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in tensors]
-    sums = [t.contiguous().view(whole[t.element_size()]).sum(dtype=torch.int64) for t in real if t.numel()]
+    sums = [t.contiguous().view(integer_dtypes[t.element_size()]).sum(dtype=torch.int64) for t in real if t.numel()]
     if not sums or world.size == 1:
         return True
     # Ranks compare float64 numbers, in which whole ones are exact up to 2**53.
-    found = [float(value % (1 << 52)) for value in torch.stack(sums).tolist()]
-    return world.max(found) == [-least for least in world.max([-value for value in found])]
+    checksums = [float(value % (1 << 52)) for value in torch.stack(sums).tolist()]
+    largest = world.max(checksums)
+    smallest = [-value for value in world.max([-value for value in checksums])]
+    return largest == smallest
 
 
 def sum_over_ranks(parameters: Iterable[Tensor], world: World) -> None:
@@ -109,7 +111,7 @@ def sum_over_ranks(parameters: Iterable[Tensor], world: World) -> None:
     """
     if world.size == 1:
         return
-    buckets = list(_buckets([p for p in parameters if p.requires_grad]))
+    buckets = list(_make_buckets([p for p in parameters if p.requires_grad]))
     flats = [_flatten(bucket, world.device) for bucket in buckets]
     _all_reduce(flats, world)
     for bucket, flat in zip(buckets, flats, strict=True):
@@ -123,13 +125,14 @@ def sum_tensors(tensors: Iterable[Tensor], world: World) -> None:
     """
     if world.size == 1:
         return
-    buckets = list(_buckets([tensor.detach() for tensor in tensors if tensor.numel()]))
-    flats = [
-        torch.cat([t.to(world.device, _exchange_dtype(t.dtype)).reshape(-1) for t in bucket]) for bucket in buckets
-    ]
+    buckets = list(_make_buckets([tensor.detach() for tensor in tensors if tensor.numel()]))
+    flats: list[Tensor] = []
+    for bucket in buckets:
+        flats.append(torch.cat([t.to(world.device, _sum_dtype(t.dtype)).reshape(-1) for t in bucket]))
     _all_reduce(flats, world)
     for bucket, flat in zip(buckets, flats, strict=True):
-        for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+        parts = flat.split([t.numel() for t in bucket])
+        for tensor, part in zip(bucket, parts, strict=True):
             tensor.copy_(part.view_as(tensor))
 
 
@@ -141,7 +144,7 @@ def _all_reduce(flats: Sequence[Tensor], world: World) -> None:
             work.wait()
 
 
-def in_groups(num_bytes: int, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def split_by_bytes(num_bytes: int, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """The tensors in their order, in groups of about that size."""
     group: list[Tensor] = []
     for tensor in tensors:
@@ -153,23 +156,23 @@ def in_groups(num_bytes: int, tensors: Sequence[Tensor]) -> Iterator[list[Tensor
         yield group
 
 
-def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _make_buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors that are exchanged together: the same on every rank, whichever gradients it has."""
-    for dtype in dict.fromkeys(_exchange_dtype(p.dtype) for p in parameters):
-        yield from in_groups(BUCKET_BYTES, [p for p in parameters if _exchange_dtype(p.dtype) == dtype])
+    for dtype in dict.fromkeys(_sum_dtype(p.dtype) for p in parameters):
+        yield from split_by_bytes(BUCKET_BYTES, [p for p in parameters if _sum_dtype(p.dtype) == dtype])
 
 
 def _flatten(bucket: Sequence[Tensor], device: torch.device) -> Tensor:
     """The gradients one after another, zeros for missing ones, then 1 for each that is there and 0 for others."""
-    dtype = _exchange_dtype(bucket[0].dtype)
+    dtype = _sum_dtype(bucket[0].dtype)
     flat = torch.zeros(sum(p.numel() for p in bucket) + len(bucket), dtype=dtype, device=device)
     start = 0
-    for position, parameter in enumerate(bucket, start=-len(bucket)):
+    for flag_position, parameter in enumerate(bucket, start=-len(bucket)):
         if parameter.grad is not None:
             if parameter.grad.is_sparse:
                 raise ValueError("a gradient is sparse, which ranks cannot sum: make the embedding with sparse=False")
             flat[start : start + parameter.numel()].copy_(parameter.grad.reshape(-1))
-            flat[position] = 1
+            flat[flag_position] = 1
         start += parameter.numel()
     return flat
 
@@ -177,14 +180,15 @@ def _flatten(bucket: Sequence[Tensor], device: torch.device) -> Tensor:
 def _unflatten(bucket: Sequence[Tensor], flat: Tensor) -> None:
     parts = flat[: -len(bucket)].split([p.numel() for p in bucket])
     # Looked at only where a gradient is missing: on a GPU this waits for the exchange to end.
-    incomplete = any(p.grad is None for p in bucket)
-    held = (flat[-len(bucket) :].tolist()) if incomplete else [1.0] * len(bucket)
-    for parameter, part, ranks in zip(bucket, parts, held, strict=True):
+    ranks_with_gradient = [1.0] * len(bucket)
+    if any(p.grad is None for p in bucket):
+        ranks_with_gradient = flat[-len(bucket) :].tolist()
+    for parameter, part, num_ranks in zip(bucket, parts, ranks_with_gradient, strict=True):
         if parameter.grad is not None:
             parameter.grad.copy_(part.view_as(parameter))
-        elif ranks:
+        elif num_ranks:
             parameter.grad = part.view_as(parameter).to(parameter.device, parameter.dtype, copy=True)
 
 
-def _exchange_dtype(dtype: torch.dtype) -> torch.dtype:
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

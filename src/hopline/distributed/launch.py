@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import json
 import math
 import multiprocessing
@@ -15,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from typing import Any
@@ -34,6 +33,8 @@ END_S = 2.0
 """After one rank has failed, the others get so long to end by themselves, and again so long once told to."""
 CHECKPOINT_S = 30.0
 """After a signal, ranks get so long to write a checkpoint and end."""
+POLL_S = 0.2
+"""How often the parent looks at deadlines while its ranks say nothing."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -45,44 +46,45 @@ def run(function: Callable[..., Any], settings: LaunchSettings, *args: Any, devi
     `torch.distributed` is initialised, its processes are the ranks, and no process is started.
     """
     if dist.is_available() and dist.is_initialized():
-        _check_starts_none(settings)
-        return _member(function, args, World.current(device, settings.timeout_s))
+        _check_starts_no_process(settings)
+        return _run_rank(function, args, World.current(device, settings.timeout_s))
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent ends its ranks, unless it is killed itself
         _end_with_parent(os.getppid())
     task = detect(os.environ)
-    count = _devices_here(settings, task, device)
-    spec = _first_rank_spec(settings, task, count, device)
+    num_processes = _count_processes(settings, task, device)
+    spec = _first_rank_spec(settings, task, num_processes, device)
     if spec.size == 1:
         return function(World.alone(device), *args)
-    if count > 1:
-        return _spawn(function, args, spec, count)
+    if num_processes > 1:
+        return _spawn(function, args, spec, num_processes)
+
     spec = replace(spec, device=device_of_rank(spec, device, spawned=False))
-    before = torch.get_num_threads()
+    threads_before = torch.get_num_threads()
     try:
-        return _member(function, args, World.join(spec))
+        return _run_rank(function, args, World.join(spec))
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads_before)
 
 
-def _check_starts_none(settings: LaunchSettings) -> None:
+def _check_starts_no_process(settings: LaunchSettings) -> None:
     """Refuse settings of processes that would be started, in a process that is one of several already."""
-    asked = [f"address={settings.address}"] if settings.address else []
+    refused = [f"address={settings.address}"] if settings.address else []
     if settings.devices not in (1, "auto", dist.get_world_size()):
-        asked.append(f"devices={settings.devices}")
-    if asked:
+        refused.append(f"devices={settings.devices}")
+    if refused:
         raise ValueError(
             f"this process is rank {dist.get_rank()} of {dist.get_world_size()} of a process group that is initialised "
-            f"already, and no process is started under it: leave out {' and '.join(asked)}"
+            f"already, and no process is started under it: leave out {' and '.join(refused)}"
         )
 
 
-def _devices_here(settings: LaunchSettings, task: Task | None, device: str) -> int:
+def _count_processes(settings: LaunchSettings, task: Task | None, device: str) -> int:
     """How many processes to start here."""
-    kind = torch.device(device).type
-    one_per_node = task is None or task.size == task.num_nodes
+    is_one_per_node = task is None or task.size == task.num_nodes
     if settings.devices == "auto":
-        return max(1, torch.cuda.device_count()) if kind == "cuda" and one_per_node else 1
-    if settings.devices > 1 and not one_per_node:
+        has_all_gpus = torch.device(device).type == "cuda" and is_one_per_node
+        return max(1, torch.cuda.device_count()) if has_all_gpus else 1
+    if settings.devices > 1 and not is_one_per_node:
         assert task is not None
         if settings.devices == task.local_size:  # said twice, but the same thing
             return 1
@@ -93,13 +95,13 @@ def _devices_here(settings: LaunchSettings, task: Task | None, device: str) -> i
     return settings.devices
 
 
-def _first_rank_spec(settings: LaunchSettings, task: Task | None, count: int, device: str) -> RankSpec:
+def _first_rank_spec(settings: LaunchSettings, task: Task | None, num_processes: int, device: str) -> RankSpec:
     """The seat of this process, or of the first one to be started here."""
-    backend = _backend(device)
+    backend = _choose_backend(device)
     if task is None:
         return RankSpec(
-            size=count,
-            local_size=count,
+            size=num_processes,
+            local_size=num_processes,
             device=device,
             backend=backend,
             address=settings.host or "127.0.0.1",
@@ -110,10 +112,10 @@ def _first_rank_spec(settings: LaunchSettings, task: Task | None, count: int, de
     if task.launcher == "torchrun" and settings.address:
         raise ValueError("leave out address= under torchrun: it has --master-addr and --master-port")
     return RankSpec(
-        rank=task.rank * count,
-        size=task.size * count,
-        local_rank=task.local_rank * count,
-        local_size=task.local_size * count,
+        rank=task.rank * num_processes,
+        size=task.size * num_processes,
+        local_rank=task.local_rank * num_processes,
+        local_size=task.local_size * num_processes,
         node=task.node,
         device=device,
         backend=backend,
@@ -125,18 +127,18 @@ def _first_rank_spec(settings: LaunchSettings, task: Task | None, count: int, de
     )
 
 
-def _backend(device: str) -> str:
+def _choose_backend(device: str) -> str:
     """What carries the exchanges between ranks on devices of a kind."""
-    usual = "nccl" if torch.device(device).type == "cuda" else "gloo"
-    chosen = os.environ.get("HOPLINE_BACKEND") or usual
-    if chosen not in ("gloo", "nccl"):
-        raise ValueError(f"HOPLINE_BACKEND is {chosen!r}: it must be gloo or nccl")
-    if chosen == "nccl" and usual != "nccl":
+    default = "nccl" if torch.device(device).type == "cuda" else "gloo"
+    backend = os.environ.get("HOPLINE_BACKEND") or default
+    if backend not in ("gloo", "nccl"):
+        raise ValueError(f"HOPLINE_BACKEND is {backend!r}: it must be gloo or nccl")
+    if backend == "nccl" and default != "nccl":
         raise ValueError(f"HOPLINE_BACKEND=nccl needs device=cuda, not device={device}: unset it")
-    return chosen
+    return backend
 
 
-def _member(function: Callable[..., Any], args: Sequence[Any], world: World) -> Any:
+def _run_rank(function: Callable[..., Any], args: Sequence[Any], world: World) -> Any:
     """Run one rank, and tell the others how it ended."""
     try:
         result = function(world, *args)
@@ -154,37 +156,40 @@ class _Child:
     rank: int
     process: Any
     pipe: Connection
-    ready: bool = False
-    said: dict[str, Any] = dataclasses.field(default_factory=dict)
-    ended_by_us: bool = False
+    messages: dict[str, Any] = field(default_factory=dict)
+    is_ended_by_us: bool = False
 
     @property
-    def alive(self) -> bool:
+    def is_ready(self) -> bool:
+        """Whether the rank has joined the others."""
+        return "ready" in self.messages
+
+    @property
+    def is_alive(self) -> bool:
         return self.process.exitcode is None
 
     @property
-    def failed(self) -> bool:
-        return not self.alive and self.process.exitcode != 0
+    def has_failed(self) -> bool:
+        return not self.is_alive and self.process.exitcode != 0
 
     @property
-    def ended_by_signal(self) -> bool:
+    def is_ended_by_signal(self) -> bool:
         """Whether a signal ended it in good order; some launchers send their notice to the ranks themselves."""
-        return not self.alive and self.process.exitcode - 128 in SIGNALS
+        return not self.is_alive and self.process.exitcode - 128 in SIGNALS
 
-    def listen(self) -> None:
+    def read_messages(self) -> None:
         """Take in what the rank has written: JSON, which is read as text and never unpickled."""
         with contextlib.suppress(EOFError, OSError):
             while self.pipe.poll():
-                self.said |= json.loads(self.pipe.recv_bytes())
-        self.ready = "ready" in self.said
+                self.messages |= json.loads(self.pipe.recv_bytes())
 
-    def send(self, number: int) -> None:
-        if self.alive:
+    def send_signal(self, number: int) -> None:
+        if self.is_alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
 
 
-def _spawn(function: Callable[..., Any], args: Sequence[Any], first: RankSpec, count: int) -> Any:
+def _spawn(function: Callable[..., Any], args: Sequence[Any], first: RankSpec, num_processes: int) -> Any:
     """Start ranks, watch over them, and return what rank 0 returned."""
     store = None
     if first.keeps_store:
@@ -193,103 +198,127 @@ def _spawn(function: Callable[..., Any], args: Sequence[Any], first: RankSpec, c
         first = replace(first, port=store.port, keeps_store=False)
     context = multiprocessing.get_context("spawn")
     children: list[_Child] = []
-    with _forwarding(children) as received:
+    with _forward_signals(children) as received:
         try:
-            for k in range(count):
+            for k in range(num_processes):
                 spec = replace(first, rank=first.rank + k, local_rank=first.local_rank + k)
                 spec = replace(spec, device=device_of_rank(spec, first.device, spawned=True))
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_child, args=(function, tuple(args), spec, theirs, os.getpid()))
+                parent_end, child_end = context.Pipe(duplex=False)
+                process = context.Process(target=_run_child, args=(function, tuple(args), spec, child_end, os.getpid()))
                 process.start()
-                theirs.close()  # so that reading ends when the child does
-                children.append(_Child(spec.rank, process, ours))
+                child_end.close()  # so that reading ends when the child does
+                children.append(_Child(spec.rank, process, parent_end))
             _watch(children, received)
         finally:
             for child in children:
-                child.send(signal.SIGKILL)
+                child.send_signal(signal.SIGKILL)
             for child in children:
                 child.process.join()
-                child.listen()
+                child.read_messages()
                 child.pipe.close()
+
     failed = [child for child in children if child.process.exitcode != 0]
-    error = _failure(failed, received) if failed else None
+    error = _make_error(failed, received) if failed else None
     for child in children:
         child.process.close()
     del store  # until here the ranks may have been using it
     if error is not None:
         raise error
-    return children[0].said.get("result")
+    return children[0].messages.get("result")
 
 
 @contextlib.contextmanager
-def _forwarding(children: list[_Child]) -> Generator[list[int]]:
+def _forward_signals(children: list[_Child]) -> Generator[list[int]]:
     """Pass the first signal of each kind on to the ranks; yields those received. A second Ctrl-C ends them at once."""
     received: list[int] = []
 
     def forward(number: int, frame: Any) -> None:
-        again = number in received
+        is_repeated = number in received
         received.append(number)
         for child in children:
-            if not child.ready:  # nothing has begun, so nothing can be lost
-                child.send(signal.SIGKILL)
-            elif not again or number == signal.SIGINT:
-                child.send(signal.SIGKILL if again else number)
+            if not child.is_ready:  # nothing has begun, so nothing can be lost
+                child.send_signal(signal.SIGKILL)
+            elif not is_repeated:
+                child.send_signal(number)
+            elif number == signal.SIGINT:
+                child.send_signal(signal.SIGKILL)
 
-    before = {}
+    handlers_before = {}
     if threading.current_thread() is threading.main_thread():
         # Not those that are ignored (nohup), nor handlers that Python did not install: it could not put them back.
-        free = [n for n in SIGNALS if signal.getsignal(n) not in (signal.SIG_IGN, None)]
-        before = {n: signal.signal(n, forward) for n in free}
+        forwarded = [n for n in SIGNALS if signal.getsignal(n) not in (signal.SIG_IGN, None)]
+        handlers_before = {n: signal.signal(n, forward) for n in forwarded}
     try:
         yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers_before.items():
             signal.signal(number, handler)
 
 
 def _watch(children: Sequence[_Child], received: Sequence[int]) -> None:
     """Return when all ranks have ended: by themselves, or because one failed or a signal came."""
-    deadline, last = math.inf, signal.SIGTERM
-    while alive := [child for child in children if child.alive]:
-        wait_for([child.process.sentinel for child in alive] + [child.pipe for child in alive], timeout=0.2)
+    deadline_s = math.inf
+    final_signal = signal.SIGTERM
+    while True:
+        alive = [child for child in children if child.is_alive]
+        if not alive:
+            return
+        wait_for([child.process.sentinel for child in alive] + [child.pipe for child in alive], timeout=POLL_S)
         for child in children:
-            child.listen()
-        now = time.monotonic()
-        if received and not all(child.ready for child in children):
-            deadline = 0.0
-        elif deadline == math.inf and (received or any(child.ended_by_signal for child in children)):
-            deadline, last = now + CHECKPOINT_S, signal.SIGKILL
-        elif deadline == math.inf and any(child.failed for child in children):
-            deadline = now + END_S
-        if now > deadline:
+            child.read_messages()
+
+        now_s = time.monotonic()
+        is_interrupted = bool(received) or any(child.is_ended_by_signal for child in children)
+        if received and not all(child.is_ready for child in children):
+            deadline_s = 0.0
+        elif deadline_s == math.inf and is_interrupted:
+            deadline_s = now_s + CHECKPOINT_S
+            final_signal = signal.SIGKILL
+        elif deadline_s == math.inf and any(child.has_failed for child in children):
+            deadline_s = now_s + END_S
+
+        if now_s > deadline_s:
             for child in alive:
-                child.ended_by_us = child.alive
-                child.send(last)
-            deadline, last = now + END_S, signal.SIGKILL
+                child.is_ended_by_us = child.is_alive
+                child.send_signal(final_signal)
+            deadline_s = now_s + END_S
+            final_signal = signal.SIGKILL
 
 
-def _failure(failed: Sequence[_Child], received: Sequence[int]) -> BaseException:
+def _make_error(failed: Sequence[_Child], received: Sequence[int]) -> BaseException:
     """The error to raise: that of the rank that failed first, not of those that failed because it did."""
-    told = [child for child in failed if "error" in child.said and child.said["kind"] != PeerError.__name__]
-    ended_by_signal = [child.process.exitcode - 128 for child in failed if child.ended_by_signal]
-    killed = [c for c in failed if "error" not in c.said and not c.ended_by_us and not c.ended_by_signal]
+    with_own_error: list[_Child] = []
+    killed: list[_Child] = []
+    signals = list(received)
+    for child in failed:
+        if child.is_ended_by_signal:
+            signals.append(child.process.exitcode - 128)
+        if "error" in child.messages:
+            if child.messages["kind"] != PeerError.__name__:
+                with_own_error.append(child)
+        elif not child.is_ended_by_us and not child.is_ended_by_signal:
+            killed.append(child)
+
     # A notice to one rank alone may end it where the others were not asked, as in evaluation: they fail without it.
-    if not told and (received or (ended_by_signal and not killed)):
-        return Interrupted([*received, *ended_by_signal][0])
-    child = (told or killed or list(failed))[0]
-    code = child.process.exitcode
+    if not with_own_error and (received or (signals and not killed)):
+        return Interrupted(signals[0])
+
+    culprit = (with_own_error or killed or list(failed))[0]
+    code = culprit.process.exitcode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-    said = child.said.get("error", "")
-    if child.said.get("kind") == "ValueError":  # the user's to put right, as in a run of one process
-        return ValueError(f"{said.removeprefix('ValueError: ')} (rank {child.rank} {how})")
-    hint = "" if said else ": it may have run out of memory; resume=true goes on from the last checkpoint"
-    error = RankError(f"rank {child.rank} {how}{': ' + said if said else hint}", child.rank, code)
-    if "trace" in child.said:
-        error.add_note(f"In rank {child.rank}:\n{child.said['trace']}")
+    message = culprit.messages.get("error", "")
+    if culprit.messages.get("kind") == "ValueError":  # the user's to put right, as in a run of one process
+        return ValueError(f"{message.removeprefix('ValueError: ')} (rank {culprit.rank} {how})")
+    reason = message or "it may have run out of memory; resume=true resumes from the last checkpoint"
+    error = RankError(f"rank {culprit.rank} {how}: {reason}", culprit.rank, code)
+    if "trace" in culprit.messages:
+        error.add_note(f"In rank {culprit.rank}:\n{culprit.messages['trace']}")
     return error
 
 
-def _child(function: Callable[..., Any], args: tuple[Any, ...], spec: RankSpec, pipe: Connection, parent: int) -> None:
+def _run_child(
+    function: Callable[..., Any], args: tuple[Any, ...], spec: RankSpec, pipe: Connection, parent: int
+) -> None:
     """The life of a spawned rank."""
     _end_with_parent(parent)
     # Ctrl-C in a terminal goes to every process of a group: it shall come once, from the parent.
@@ -297,13 +326,14 @@ def _child(function: Callable[..., Any], args: tuple[Any, ...], spec: RankSpec, 
     keep_freed_memory()
     try:
         world = World.join(spec)
-        _tell(pipe, ready=True)
-        result = _member(function, args, world)
+        _send_message(pipe, ready=True)
+        result = _run_rank(function, args, world)
         try:
-            _tell(pipe, result=result if spec.rank == 0 else None)
+            _send_message(pipe, result=result if spec.rank == 0 else None)
         except (TypeError, ValueError):
-            name = type(result).__name__
-            raise ValueError(f"rank 0 returned a {name}: return numbers, text, lists or dicts, or nothing") from None
+            raise ValueError(
+                f"rank 0 returned a {type(result).__name__}: return numbers, text, lists or dicts, or nothing"
+            ) from None
     except Interrupted as error:
         sys.exit(128 + error.number)
     except KeyboardInterrupt:
@@ -311,13 +341,13 @@ def _child(function: Callable[..., Any], args: tuple[Any, ...], spec: RankSpec, 
     except Exception as error:
         kind = "ValueError" if isinstance(error, ValueError) else type(error).__name__
         trace = {} if isinstance(error, ValueError | PeerError) else {"trace": traceback.format_exc()}
-        _tell(pipe, error=sentence(error), kind=kind, **trace)
+        _send_message(pipe, error=sentence(error), kind=kind, **trace)
         sys.exit(1)
 
 
-def _tell(pipe: Connection, **said: Any) -> None:
+def _send_message(pipe: Connection, **message: Any) -> None:
     with contextlib.suppress(BrokenPipeError):
-        pipe.send_bytes(json.dumps(said).encode())
+        pipe.send_bytes(json.dumps(message).encode())
 
 
 def _end_with_parent(parent: int) -> None:
@@ -325,12 +355,12 @@ def _end_with_parent(parent: int) -> None:
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
-        threading.Thread(target=_end_after, name="hopline-parent", daemon=True).start()
+        threading.Thread(target=_exit_after_parent, name="hopline-parent", daemon=True).start()
     if os.getppid() != parent:  # it ended before we could ask
         os._exit(1)
 
 
-def _end_after() -> None:
+def _exit_after_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait_for([parent.sentinel])

@@ -55,7 +55,8 @@ def _host_and_port(address: str | None) -> tuple[str | None, int | None]:
     has_port = ":" in address and not is_number and not address.endswith("]")
     host, _, port = address.rpartition(":") if has_port else (address, "", "")
     host = host.removeprefix("[").removesuffix("]")
-    if any(sign in address for sign in " /") or any(sign in host for sign in "[]") or not (host or port):
+    has_wrong_sign = any(sign in address for sign in " /") or any(sign in host for sign in "[]")
+    if has_wrong_sign or not (host or port):
         raise ValueError(
             f"address must be a host, a port or both, such as address=node1:29500 or address=:29500, not {address!r}"
         )

@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hopline.device.meter import find_device
-from hopline.distributed.gradients import BUCKET_BYTES, in_groups, sum_over_ranks, sum_tensors
+from hopline.distributed.gradients import BUCKET_BYTES, split_by_bytes, sum_over_ranks, sum_tensors
 from hopline.distributed.heartbeat import Heartbeat, NoHeartbeat, get_all
 from hopline.util.errors import PeerError
 from hopline.util.host import num_cores, who_set_threads
@@ -68,7 +68,8 @@ class GroupHandle:
 
     def destroy(self, *, broken: bool) -> None:
         """Destroy the group. broken: whether a rank of it is lost. May be called twice."""
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is not None:
             # Its owner may have destroyed all groups before.
             with suppress(RuntimeError, ValueError, AssertionError):
@@ -101,14 +102,17 @@ class World:
         heartbeat: Heartbeat | None = None,
         store: dist.Store | None = None,
     ) -> None:
-        self.rank, self.size = spec.rank, spec.size
-        self.local_rank, self.local_size = spec.local_rank, spec.local_size
+        self.rank = spec.rank
+        self.size = spec.size
+        self.local_rank = spec.local_rank
+        self.local_size = spec.local_size
         self.node = spec.node
         self.device = torch.device(spec.device)
         self.timeout_s = spec.timeout_s
         self.num_cores = num_cores()
         """Cores that this rank may use beside the other ranks of its host."""
-        self._heartbeat, self._store = heartbeat, store
+        self._heartbeat = heartbeat
+        self._store = store
         self._keeps_store = spec.keeps_store
         self._made_default_group = False
         self._lost = ""
@@ -142,31 +146,34 @@ class World:
         """
         from hopline.distributed.existing_group import join_existing_group
 
-        found = find_device(str(device))
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            return join_existing_group(found, timeout_s)
-        if not (dist.is_available() and dist.is_initialized()) and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        own_device = find_device(str(device))
+        is_initialized = dist.is_available() and dist.is_initialized()
+        if is_initialized and dist.get_world_size() > 1:
+            return join_existing_group(own_device, timeout_s)
+        if not is_initialized and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
             logger.warning(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialised, so this process "
                 "trains alone and on all seeds: call torch.distributed.init_process_group() before, or give "
                 "world=hl.World.alone() if that is meant"
             )
-        return cls.alone(found)
+        return cls.alone(own_device)
 
     @classmethod
     def join(cls, spec: RankSpec) -> World:
         """Meet the other ranks; every one of them must call this within `timeout_s`."""
-        start = time.monotonic()
+        start_s = time.monotonic()
+        address = f"{spec.address}:{spec.port}"
         try:
-            store, own = _stores(spec)
+            store, heartbeat_store = _connect_stores(spec)
         except RuntimeError as error:
-            place = f"{spec.address}:{spec.port} ({reason_of(error)})"
-            raise PeerError(f"rank {spec.rank} cannot reach rank 0 at {place}: check address=") from error
-        heartbeat = Heartbeat(own, spec.rank, spec.size, f"{spec.address}:{spec.port}")
+            raise PeerError(
+                f"rank {spec.rank} cannot reach rank 0 at {address} ({reason_of(error)}): check address="
+            ) from error
+        heartbeat = Heartbeat(heartbeat_store, spec.rank, spec.size, address)
         world = cls(spec, heartbeat, store)
         try:
-            with world.exchange(start):
-                world.num_cores = _share_of_cores(spec, store)
+            with world.exchange(start_s):
+                world.num_cores = _find_share_of_cores(spec, store)
                 if world.device.type == "cuda":
                     torch.cuda.set_device(world.device)
                 with defaults_in_environment(_backend_environment(spec)):
@@ -212,7 +219,8 @@ class World:
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         """The value that rank `src` has, as JSON makes it (tuples become lists); the others' is not looked at."""
-        data, problem = b"", None
+        data = b""
+        problem: Exception | None = None
         if self.rank == src:
             try:
                 data = json.dumps(value).encode()
@@ -222,12 +230,14 @@ class World:
             # The others must not wait for a value that cannot be sent.
             length = torch.tensor([-1 if problem else len(data)], device=self.device)
             self._broadcast(length, src)
+
             content = torch.empty(max(0, int(length)), dtype=torch.uint8, device=self.device)
             if self.rank == src and data:
                 content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             if content.numel():
                 self._broadcast(content, src)
             data = content.cpu().numpy().tobytes()
+
             if int(length) < 0 and problem is None:
                 raise ValueError(f"rank {src} has a value that is not plain: broadcast numbers, text, lists and dicts")
         if problem is not None:
@@ -238,32 +248,38 @@ class World:
         """Give every rank the numbers of rank `src`, in place; types and shapes must be the same everywhere."""
         if self.size == 1:
             return
-        for bucket in in_groups(BUCKET_BYTES, [t.detach() for t in tensors if t.numel()]):
-            whole = [tensor.contiguous() for tensor in bucket]
-            parts = [tensor.reshape(-1).view(torch.uint8) for tensor in whole]
-            flat = torch.cat([part.to(self.device) for part in parts])
+        for bucket in split_by_bytes(BUCKET_BYTES, [t.detach() for t in tensors if t.numel()]):
+            contiguous = [tensor.contiguous() for tensor in bucket]
+            bytes_of = [tensor.reshape(-1).view(torch.uint8) for tensor in contiguous]
+            flat = torch.cat([own_bytes.to(self.device) for own_bytes in bytes_of])
             self._broadcast(flat, src)
             if self.rank == src:
                 continue
-            sizes = [part.numel() for part in parts]
-            for tensor, copy, part, received in zip(bucket, whole, parts, flat.split(sizes), strict=True):
-                part.copy_(received)
-                if copy.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(copy)
+            parts = flat.split([own_bytes.numel() for own_bytes in bytes_of])
+            for tensor, same, own_bytes, received in zip(bucket, contiguous, bytes_of, parts, strict=True):
+                own_bytes.copy_(received)
+                is_copy = same.data_ptr() != tensor.data_ptr()
+                if is_copy:
+                    tensor.copy_(same)
 
     def all_to_all(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """By rank, the rows that each has for this one: piece r goes to rank r. Only the number of rows may differ."""
         if self.size == 1:
             return list(pieces)
-        counts = torch.tensor([piece.size(0) for piece in pieces], device=self.device)
-        coming = torch.empty_like(counts)
+        send_counts = torch.tensor([piece.size(0) for piece in pieces], device=self.device)
+        receive_counts = torch.empty_like(send_counts)
         sent = torch.cat(list(pieces)).contiguous().to(self.device)
         with self.exchange():
-            dist.all_to_all_single(coming, counts, group=self.group)
-            got = sent.new_empty(int(coming.sum()), *sent.shape[1:])
-            received, given = (t[:, None].flatten(1).view(torch.uint8) for t in (got, sent))
-            dist.all_to_all_single(received, given, coming.tolist(), counts.tolist(), group=self.group)
-        return list(got.to(pieces[0].device).split(coming.tolist()))
+            dist.all_to_all_single(receive_counts, send_counts, group=self.group)
+            received = sent.new_empty(int(receive_counts.sum()), *sent.shape[1:])
+            dist.all_to_all_single(
+                bytes_of_rows(received),
+                bytes_of_rows(sent),
+                receive_counts.tolist(),
+                send_counts.tolist(),
+                group=self.group,
+            )
+        return list(received.to(pieces[0].device).split(receive_counts.tolist()))
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -280,7 +296,7 @@ class World:
 
         Within, torch has as many threads as this rank has cores, unless the user has set OMP_NUM_THREADS.
         """
-        before = torch.get_num_threads()
+        threads_before = torch.get_num_threads()
         set_by = who_set_threads()
         is_ours_to_set = set_by == "launcher" or (set_by is None and self.size > 1)
         if is_ours_to_set:
@@ -294,7 +310,7 @@ class World:
             self._end_watch(None)
         finally:
             if is_ours_to_set:
-                torch.set_num_threads(before)
+                torch.set_num_threads(threads_before)
 
     def _end_watch(self, error: BaseException | None) -> None:
         """Whoever started the ranks closes their worlds: see `launch`."""
@@ -306,9 +322,10 @@ class World:
 
     def close(self, error: str = "") -> None:
         """Leave; `error` is what the others are told where this rank could not go on. May be called twice."""
-        heartbeat, self._heartbeat = self._heartbeat, None
+        heartbeat = self._heartbeat
         if heartbeat is None:
             return
+        self._heartbeat = None
         heartbeat.stop(last_words(error))
         if self._made_default_group and dist.is_initialized():
             with suppress(RuntimeError):
@@ -328,37 +345,43 @@ class World:
             dist.broadcast(tensor, src, group=self.group)
 
     @contextmanager
-    def exchange(self, start: float | None = None) -> Generator[None]:
+    def exchange(self, start_s: float | None = None) -> Generator[None]:
         """Whatever goes wrong inside is another rank's doing: find out whose."""
         if self._lost:
             raise PeerError(self._lost)
         heartbeat = self._running_heartbeat()
         heartbeat.exchanges += 1
-        start = time.monotonic() if start is None else start
+        start_s = time.monotonic() if start_s is None else start_s
         try:
             yield
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            who = heartbeat.find_lost()
-            after = f"rank {self.rank} noticed after {time.monotonic() - start:.0f} s"
-            self._lost = f"{who} ({after}: {reason_of(error)}): {RESUME}"
+            sentence_about_lost = heartbeat.find_lost()
+            noticed = f"rank {self.rank} noticed after {time.monotonic() - start_s:.0f} s"
+            self._lost = f"{sentence_about_lost} ({noticed}: {reason_of(error)}): {RESUME}"
             raise PeerError(self._lost) from error
+
+
+def bytes_of_rows(rows: Tensor) -> Tensor:
+    """[n, bytes per row] uint8 over the memory of contiguous rows [n, ...]: for backends that lack some dtypes."""
+    return rows[:, None].flatten(1).view(torch.uint8)
 
 
 def device_of_rank(spec: RankSpec, device: str, *, spawned: bool) -> str:
     """The device of one rank: ranks of a host take its GPUs in their order."""
     if torch.device(device).type != "cuda":
         return device
-    count = torch.cuda.device_count()
-    if count >= spec.local_size:
+    num_gpus = torch.cuda.device_count()
+    if num_gpus >= spec.local_size:
         return f"cuda:{spec.local_rank}"
     # Slurm may show every task only a GPU of its own; and gloo, unlike nccl, lets ranks share one.
-    if count and (spec.backend == "gloo" or (count == 1 and not spawned)):
-        return f"cuda:{spec.local_rank % count}"
+    may_have_its_own = num_gpus == 1 and not spawned
+    if num_gpus and (spec.backend == "gloo" or may_have_its_own):
+        return f"cuda:{spec.local_rank % num_gpus}"
     raise ValueError(
-        f"there are {count} GPUs for {spec.local_size} ranks on this host: start one process per GPU, by "
-        f"devices={max(1, count)} or your launcher"
+        f"there are {num_gpus} GPUs for {spec.local_size} ranks on this host: start one process per GPU, by "
+        f"devices={max(1, num_gpus)} or your launcher"
     )
 
 
@@ -369,16 +392,17 @@ def serve(address: str, port: int, timeout_s: float, *, local: bool) -> dist.TCP
     """
     listener: int | None = None
     try:
-        own = _own_address(address, local=local)
-        if own is None:  # as a public address that another machine passes on
+        own_address = _own_address(address, local=local)
+        if own_address is None:  # as a public address that another machine passes on
             logger.warning(
                 f"the ranks meet at {address}, which is no address of this host that others can reach: listening on "
                 "all of its interfaces; to use one of them, give address= its number"
             )
         else:
-            family = socket.AF_INET6 if ":" in own else socket.AF_INET
-            server = socket.create_server((own, port), family=family)
-            port, listener = server.getsockname()[1], server.detach()
+            family = socket.AF_INET6 if ":" in own_address else socket.AF_INET
+            server = socket.create_server((own_address, port), family=family)
+            port = server.getsockname()[1]
+            listener = server.detach()
         return dist.TCPStore(
             address,
             port,
@@ -388,8 +412,8 @@ def serve(address: str, port: int, timeout_s: float, *, local: bool) -> dist.TCP
             master_listen_fd=listener,
         )
     except (OSError, RuntimeError) as error:
-        place = f"{address}:{port}" if port else address
-        raise ValueError(f"cannot listen at {place} ({reason_of(error)}): choose another address=HOST:PORT") from error
+        where = f"{address}:{port}" if port else address
+        raise ValueError(f"cannot listen at {where} ({reason_of(error)}): choose another address=HOST:PORT") from error
 
 
 def _own_address(address: str, *, local: bool) -> str | None:
@@ -398,66 +422,91 @@ def _own_address(address: str, *, local: bool) -> str | None:
     On many hosts the host's own name means 127.0.1.1, at which no other one can reach it: not what ranks on several
     hosts use. A loopback number itself, as of a tunnel, they do use.
     """
-    found = [str(entry[4][0]) for entry in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)]
-    ours = {known.address.partition("%")[0] for all_ in psutil.net_if_addrs().values() for known in all_}
-    for number in found:
+    numbers = [str(entry[4][0]) for entry in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)]
+    own_numbers: set[str] = set()
+    for addresses in psutil.net_if_addrs().values():
+        own_numbers.update(entry.address.partition("%")[0] for entry in addresses)
+    for number in numbers:
         if number.startswith("127.") or number == "::1":
             if local or number == address:
                 return number
-        elif number.partition("%")[0] in ours:
+        elif number.partition("%")[0] in own_numbers:
             return number
     return None
 
 
-def _stores(spec: RankSpec) -> tuple[dist.Store, dist.Store]:
+def _connect_stores(spec: RankSpec) -> tuple[dist.Store, dist.Store]:
     """Two connections, one of them for the heart: a store answers one question at a time, and some wait for others."""
-    timeout = timedelta(seconds=spec.timeout_s)
-    first = (
-        serve(spec.address, spec.port, spec.timeout_s, local=spec.local_size == spec.size)
-        if spec.keeps_store
-        else dist.TCPStore(spec.address, spec.port, is_master=False, wait_for_workers=False, timeout=timeout)
-    )
-    second = dist.TCPStore(spec.address, spec.port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+    def connect() -> dist.TCPStore:
+        timeout = timedelta(seconds=spec.timeout_s)
+        return dist.TCPStore(spec.address, spec.port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+    if spec.keeps_store:
+        store = serve(spec.address, spec.port, spec.timeout_s, local=spec.local_size == spec.size)
+    else:
+        store = connect()
+    heartbeat_store = connect()
     prefix = f"hopline/{spec.key}"
-    return dist.PrefixStore(prefix, first), dist.PrefixStore(prefix, second)
+    return dist.PrefixStore(prefix, store), dist.PrefixStore(prefix, heartbeat_store)
 
 
-def _share_of_cores(spec: RankSpec, store: dist.Store) -> int:
+class _Seat(NamedTuple):
+    """What a rank writes about itself in the store, as a JSON list, before it joins the process group."""
+
+    size: int
+    """Number of ranks that it was started with."""
+    node: int
+    """Number of its host."""
+    cores: list[int]
+    """Cores that it may run on, sorted. Empty where the system does not tell."""
+    gpu: str
+    """Identity of its GPU. "" unless the backend is NCCL."""
+
+
+def _find_share_of_cores(spec: RankSpec, store: dist.Store) -> int:
     """Cores for this rank beside those that may run on the same ones, after all ranks were compared."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    gpu = gpu_identity(spec.device) if spec.backend == "nccl" else ""
-    store.set(f"seat/{spec.rank}", json.dumps([spec.size, spec.node, cores, gpu]))
-    said = get_all(store, [f"seat/{r}" for r in range(spec.size)])
-    seats = [_read_spec(rank, value, spec) for rank, value in enumerate(said)]
-    first_with: dict[str, int] = {}
-    for rank, (size, _, _, gpu) in enumerate(seats):
-        if size != spec.size:
+    own = _Seat(
+        size=spec.size,
+        node=spec.node,
+        cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
+        gpu=gpu_identity(spec.device) if spec.backend == "nccl" else "",
+    )
+    store.set(f"seat/{spec.rank}", json.dumps(own))
+    values = get_all(store, [f"seat/{r}" for r in range(spec.size)])
+    seats = [_read_seat(rank, value, spec) for rank, value in enumerate(values)]
+
+    first_with_gpu: dict[str, int] = {}
+    for rank, seat in enumerate(seats):
+        if seat.size != spec.size:
             raise ValueError(
-                f"rank {rank} was started as one of {size} and rank {spec.rank} as one of {spec.size}: "
+                f"rank {rank} was started as one of {seat.size} and rank {spec.rank} as one of {spec.size}: "
                 "give the same devices= on every host"
             )
-        if gpu and (other := first_with.setdefault(gpu, rank)) != rank:
+        first_rank = first_with_gpu.setdefault(seat.gpu, rank)
+        if seat.gpu and first_rank != rank:
             raise ValueError(
-                f"ranks {other} and {rank} have the same GPU ({gpu}), which nccl cannot share: start one process per "
-                "GPU (torchrun --nproc-per-node, srun --ntasks-per-node, devices=), "
+                f"ranks {first_rank} and {rank} have the same GPU ({seat.gpu}), which nccl cannot share: start one "
+                "process per GPU (torchrun --nproc-per-node, srun --ntasks-per-node, devices=), "
                 "or set the environment variable HOPLINE_BACKEND=gloo"
             )
-    beside = sum(other[1:3] == (spec.node, cores) for other in seats)
-    share = max(1, num_cores() // beside)
+
+    num_sharing = sum(seat.node == own.node and seat.cores == own.cores for seat in seats)
+    share = max(1, num_cores() // num_sharing)
     if who_set_threads() != "user":
         torch.set_num_threads(share)
     return share
 
 
-def _read_spec(rank: int, said: bytes, spec: RankSpec) -> tuple[int, int, list[int], str]:
+def _read_seat(rank: int, value: bytes, spec: RankSpec) -> _Seat:
     try:
-        size, node, cores, gpu = json.loads(said.decode())
+        size, node, cores, gpu = json.loads(value.decode())
     except (ValueError, TypeError) as error:  # UnicodeDecodeError is a ValueError
         raise ValueError(
-            f"what stands for rank {rank} at {spec.address}:{spec.port} was not written by hopline ({said[:40]!r}): "
+            f"what stands for rank {rank} at {spec.address}:{spec.port} was not written by hopline ({value[:40]!r}): "
             "choose another address=HOST:PORT"
         ) from error
-    return size, node, cores, gpu
+    return _Seat(size=size, node=node, cores=cores, gpu=gpu)
 
 
 def gpu_identity(device: str) -> str:
@@ -480,12 +529,15 @@ def interface_towards(address: str, *, several_hosts: bool) -> str | None:
         family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(target)  # sends nothing: the system only picks the way
-            own = probe.getsockname()[0]
+            own_address = probe.getsockname()[0]
     except OSError:
         return None
-    if several_hosts and own.startswith(("127.", "::1")):
+    if several_hosts and own_address.startswith(("127.", "::1")):
         return None
-    return next((name for name, all_ in psutil.net_if_addrs().items() if any(a.address == own for a in all_)), None)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == own_address for entry in addresses):
+            return name
+    return None
 
 
 @contextmanager
