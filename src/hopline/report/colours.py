@@ -47,7 +47,9 @@ def find_colours(count: int) -> list[Pair]:
         for step in range(num_hues)
     ]
     # Of each candidate the distance to the nearest colour found so far.
-    distances = [min((distance(candidate, colour) for colour in colours), default=math.inf) for candidate in candidates]
+    distances: list[float] = []
+    for candidate in candidates:
+        distances.append(min((distance(candidate, colour) for colour in colours), default=math.inf))
     while len(colours) < count:
         furthest = candidates[distances.index(max(distances))]
         colours.append(furthest)
@@ -93,7 +95,7 @@ def _oklab_to_linear(lab: Lab) -> tuple[float, float, float]:
 
 
 def _hex_to_oklab(colour: str) -> Lab:
-    values = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    values = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]  # of "#rrggbb"
     r, g, b = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values)
     l = math.cbrt(0.4122214708 * r + 0.5363325363 * g + 0.0514459929 * b)
     m = math.cbrt(0.2119034982 * r + 0.6806995451 * g + 0.1073969566 * b)

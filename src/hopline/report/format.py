@@ -21,8 +21,9 @@ class Unit(NamedTuple):
         if seconds == 0:
             return "0"
         text = f"{seconds / self.seconds:,.{self.decimals}f}"
-        least = 10**-self.decimals
-        return f"< {least:g}" if 0 < seconds < least * self.seconds / 2 else text
+        last_digit = 10**-self.decimals
+        is_rounded_to_zero = 0 < seconds < last_digit * self.seconds / 2
+        return f"< {last_digit:g}" if is_rounded_to_zero else text
 
 
 MILLISECONDS = Unit("ms", 1e-3, 1)
@@ -63,7 +64,9 @@ def amount(value: Any) -> str:
         return "none"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
 def _digits(value: float) -> str:

@@ -23,23 +23,26 @@ def changed_keys(settings: Any) -> list[str]:
     A nested object of another class than the default's, such as `method=Historical()`, has its "kind" changed, and is
     compared with the defaults of its own class.
     """
-    defaults, found = defaults_of(type(settings)), []
+    defaults = defaults_of(type(settings))
+    changed: list[str] = []
     for name, stored in to_dict(settings).items():
         value = getattr(settings, name)
         if name not in defaults:  # of a user's own method: it has to be given
-            found.append(name)
+            changed.append(name)
             continue
-        usual = defaults[name]
+        default = defaults[name]
         if isinstance(value, Mapping):  # keyword arguments of a conv: flattened, each is a key of its own
-            found += [f"{name}.{key}" for key in value if key not in usual or value[key] != usual[key]]
+            changed += [f"{name}.{key}" for key in value if key not in default or value[key] != default[key]]
             continue
-        if not dataclasses.is_dataclass(value) or isinstance(value, type):
-            found += [name] if value != usual else []
+        is_nested = dataclasses.is_dataclass(value) and not isinstance(value, type)
+        if not is_nested:
+            if value != default:
+                changed.append(name)
             continue
-        if "kind" in stored and type(value) is not type(usual):
-            found.append(f"{name}.kind")
-        found += [f"{name}.{key}" for key in changed_keys(value)]
-    return found
+        if "kind" in stored and type(value) is not type(default):
+            changed.append(f"{name}.kind")
+        changed += [f"{name}.{key}" for key in changed_keys(value)]
+    return changed
 
 
 def split_settings(config: Mapping[str, Any], changed: Iterable[str] | None) -> Settings:
@@ -49,8 +52,8 @@ def split_settings(config: Mapping[str, Any], changed: Iterable[str] | None) -> 
         return Settings(settings, {})
     keys = set(changed)
     return Settings(
-        {key: value for key, value in settings.items() if key in keys},
-        {key: value for key, value in settings.items() if key not in keys},
+        changed={key: value for key, value in settings.items() if key in keys},
+        others={key: value for key, value in settings.items() if key not in keys},
     )
 
 

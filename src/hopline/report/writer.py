@@ -54,19 +54,22 @@ class Report:
     ) -> None:
         self.folder = Path(folder)
         self._lock = threading.Lock()
-        self._start_s, self._earlier_s = time.perf_counter(), 0.0
+        self._start_s = time.perf_counter()
+        self._earlier_s = 0.0
         self._spans: list[Span] = []
-        self._max_spans, self._num_dropped = max_spans, 0
+        self._max_spans = max_spans
+        self._num_dropped = 0
         self._counters: dict[str, float] = {}
-        self._closed = False
-        self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+        self._is_closed = False
+        self._new_folders = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._start_files(describe(config, changed), resume, is_kept)
         except OSError as error:
             reason = error.strerror or type(error).__name__
-            message = f"Cannot write the run folder '{folder}' ({reason}): choose another with out=FOLDER."
-            raise ValueError(message) from error
+            raise ValueError(
+                f"Cannot write the run folder '{folder}' ({reason}): choose another with out=FOLDER."
+            ) from error
 
     def on_span(self, span: Span) -> None:
         """Keep a span for the trace."""
@@ -92,7 +95,7 @@ class Report:
         path = self.folder / "metrics.jsonl"
         with self._lock:
             others = [other for other in report_html.read_records(path) if other.get("event") != record["event"]]
-            write_text(path, "".join(json.dumps(kept) + "\n" for kept in [*others, stamped]))
+            write_text(path, "".join(json.dumps(line) + "\n" for line in [*others, stamped]))
 
     def note(self, text: str) -> None:
         """Append a line with the time of day to run.log."""
@@ -101,14 +104,21 @@ class Report:
 
     def close(self, status: str = "ok") -> None:
         """Write the trace and the page; once, however often it is called."""
-        if self._closed:
+        if self._is_closed:
             return
-        self._closed = True
+        self._is_closed = True
         with self._lock:
-            spans, num_dropped, counters = list(self._spans), self._num_dropped, dict(self._counters)
+            spans = list(self._spans)
+            num_dropped = self._num_dropped
+            counters = dict(self._counters)
         self.log(
-            {"event": "close", "status": status, "counters": counters}
-            | {"num_spans": len(spans), "num_dropped_spans": num_dropped}
+            {
+                "event": "close",
+                "status": status,
+                "counters": counters,
+                "num_spans": len(spans),
+                "num_dropped_spans": num_dropped,
+            }
         )
         trace = chrome_trace(spans, self._start_s) | {"otherData": {"num_dropped_spans": num_dropped}}
         write_text(self.folder / "trace.json", json.dumps(trace))
@@ -119,7 +129,7 @@ class Report:
         for name in FILES:
             (self.folder / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not empty: somebody has put something there
-            for path in self._made:
+            for path in self._new_folders:
                 path.rmdir()
 
     def __enter__(self) -> Self:
@@ -130,10 +140,10 @@ class Report:
     ) -> None:
         status = "ok"
         if kind is not None:
+            status = "interrupted" if issubclass(kind, KeyboardInterrupt) else f"failed: {kind.__name__}"
             reason = " ".join(str(error).split())
-            status = f"failed: {kind.__name__}{f': {reason}' if reason else ''}"
-            if issubclass(kind, KeyboardInterrupt):
-                status = f"interrupted{f': {reason}' if reason else ''}"
+            if reason:
+                status += f": {reason}"
             self.note(status)
         self.close(status)
 
@@ -146,7 +156,7 @@ class Report:
             file.write(line + "\n")
 
     def _start_files(
-        self, described: Mapping[str, Any], resume: bool, is_kept: Callable[[Mapping[str, Any]], bool]
+        self, description: Mapping[str, Any], resume: bool, is_kept: Callable[[Mapping[str, Any]], bool]
     ) -> None:
         metrics = self.folder / "metrics.jsonl"
         records = report_html.read_records(metrics) if resume else []
@@ -160,7 +170,7 @@ class Report:
             write_text(self.folder / "run.log", "")
             for stale in ("trace.json", "report.html"):
                 (self.folder / stale).unlink(missing_ok=True)
-        write_text(self.folder / "config.json", json.dumps(_plain(described), indent=2) + "\n")
+        write_text(self.folder / "config.json", json.dumps(_plain(description), indent=2) + "\n")
 
 
 def is_complete(folder: Path) -> bool:
@@ -185,22 +195,22 @@ def describe(config: Mapping[str, Any], changed: Sequence[str] | None = None) ->
 
 def versions() -> dict[str, str | None]:
     """Versions of Python and of the packages that decide a run's numbers; None for one run from its source."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    versions_by_name: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
-        found[package] = None
+        versions_by_name[package] = None
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            versions_by_name[package] = importlib.metadata.version(package)
+    return versions_by_name
 
 
 def _without_folders(argument: str) -> str:
     """Reduce absolute paths, which tell about a machine and not about a run, to their last part."""
     key, equals, value = argument.rpartition("=")
-    paths = [
-        PureWindowsPath(part).name if PurePosixPath(part).is_absolute() or PureWindowsPath(part).is_absolute() else part
-        for part in value.split(",")
-    ]
-    return key + equals + ",".join(paths)
+    parts: list[str] = []
+    for part in value.split(","):
+        is_absolute = PurePosixPath(part).is_absolute() or PureWindowsPath(part).is_absolute()
+        parts.append(PureWindowsPath(part).name if is_absolute else part)
+    return key + equals + ",".join(parts)
 
 
 def _plain(value: Any) -> Any:
@@ -221,7 +231,8 @@ def _plain(value: Any) -> Any:
 
 def chrome_trace(spans: Sequence[Span], start_s: float) -> dict[str, Any]:
     """Return spans as a Chrome trace, which chrome://tracing and ui.perfetto.dev open."""
-    threads = {name: tid for tid, name in enumerate(dict.fromkeys(span.thread for span in spans), start=1)}
+    thread_names = dict.fromkeys(span.thread for span in spans)
+    threads = {name: tid for tid, name in enumerate(thread_names, start=1)}
     names = [
         {"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": name}}
         for name, tid in threads.items()
