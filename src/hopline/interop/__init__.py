@@ -148,21 +148,23 @@ class Sampler:
         pad: bool = False,
         pinned: bool = False,
     ) -> None:
-        found = data if isinstance(data, Graph) else getattr(data, "graph", None)
-        if not isinstance(found, Graph):
+        graph = data if isinstance(data, Graph) else getattr(data, "graph", None)
+        if not isinstance(graph, Graph):
             raise TypeError(f"a Sampler takes a graph or a dataset, not {type(data).__name__}: see interop.graph")
         _check_fanouts(fanouts, replace, pad)
-        converter(to)
-        _check_index_dtype(index_dtype, found)
-        self.graph: Graph = found
+        converter(to)  # refuses a name that is no framework's
+        _check_index_dtype(index_dtype, graph)
+        self.graph: Graph = graph
         self.seed = seed
         self.step = 0
         """How many samples were drawn; may be set."""
-        self.device = _device(device, found)
+        self.device = _find_device(device, graph)
         self.framework = to
         self.index_dtype = index_dtype
-        self._replace, self._pad = replace, pad
-        self._pinned = pinned or (found.device.type == "cuda" and found.indices.device.type == "cpu")
+        self._replace = replace
+        self._pad = pad
+        is_pinned_already = graph.device.type == "cuda" and graph.indices.device.type == "cpu"
+        self._pinned = pinned or is_pinned_already
         self._fanouts = tuple(fanouts)
         self._neighbors: NeighborSampler | None = None
         self._lock = threading.Lock()
@@ -191,36 +193,50 @@ class Sampler:
         """
         ids = from_any(seeds).to(self.device)
         with self._lock:
-            step, self.step = self.step, self.step + 1
+            step = self.step
+            self.step += 1
             if self._neighbors is None:
-                self._neighbors = NeighborSampler(self._placed(), self._fanouts, replace=self._replace, edge_ids=True)
+                graph = self._graph_on_device()
+                self._neighbors = NeighborSampler(graph, self._fanouts, replace=self._replace, edge_ids=True)
             neighbors = self._neighbors
+
         blocks = neighbors.sample(ids, ops.derive_key(self.seed, step))
         n_id = aligned(blocks[0].src_ids.to(self.index_dtype))
-        sample = Sample(n_id, ids.numel(), [self._adj(block) for block in blocks])
+        sample = Sample(n_id=n_id, batch_size=ids.numel(), adjs=[self._make_adj(block) for block in blocks])
         if self._pad:
-            sample = _padded(sample, neighbors.fanouts, self.graph.num_nodes)
+            sample = _pad_sample(sample, neighbors.fanouts, self.graph.num_nodes)
         return sample.to(self.framework)
 
-    def _placed(self) -> Graph:
+    def _graph_on_device(self) -> Graph:
         """The graph where it is sampled."""
         if self.graph.device == self.device:
             return self.graph
         return self.graph.pinned(self.device, copy=True) if self._pinned else self.graph.to(self.device)
 
-    def _adj(self, block: Block) -> Adj:
+    def _make_adj(self, block: Block) -> Adj:
         part = block.part
         assert part.edge_ids is not None
-        edge_index = part.edge_index.to(self.index_dtype)
-        return Adj(edge_index, aligned(part.edge_ids.to(self.index_dtype)), (block.num_src, block.num_dst))
+        return Adj(
+            edge_index=part.edge_index.to(self.index_dtype),
+            e_id=aligned(part.edge_ids.to(self.index_dtype)),
+            size=(block.num_src, block.num_dst),
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         with self._lock:
             twin = shared(self.graph)
             if self.graph is not twin and self.graph.device.type == "cpu":
-                self.graph, self._neighbors = twin, None
-        settings = {"seed": self.seed, "replace": self._replace, "device": str(self.device), "to": self.framework}
-        settings |= {"index_dtype": self.index_dtype, "pad": self._pad, "pinned": self._pinned}
+                self.graph = twin
+                self._neighbors = None
+        settings = {
+            "seed": self.seed,
+            "replace": self._replace,
+            "device": str(self.device),
+            "to": self.framework,
+            "index_dtype": self.index_dtype,
+            "pad": self._pad,
+            "pinned": self._pinned,
+        }
         return _open_sampler, (twin, self._fanouts, self.step, settings)
 
 
@@ -230,23 +246,24 @@ def _open_sampler(graph: Graph, fanouts: Sequence[int], step: int, settings: dic
     return sampler
 
 
-def _padded(sample: Sample, fanouts: Sequence[int], num_nodes: int) -> Sample:
+def _pad_sample(sample: Sample, fanouts: Sequence[int], num_nodes: int) -> Sample:
     """The sample filled up to the most that its fan-outs allow.
 
     Nodes are filled up with node 0, and edges with ones from source 0 to a destination behind the last: JAX's segment
     ops leave those out, elsewhere give the segment op one destination more and drop it.
     """
-    edges, nodes = [], [sample.batch_size]
-    for fanout in fanouts:
-        edges.append(nodes[-1] * fanout)
-        nodes.append(min(nodes[-1] * (1 + fanout), max(num_nodes, nodes[0])))
-    adjs = []
-    for layer, adj in enumerate(reversed(sample.adjs)):
-        missing, size = (0, edges[layer] - adj.e_id.numel()), (nodes[layer + 1], nodes[layer])
+    num_dst = sample.batch_size
+    max_nodes = max(num_nodes, sample.batch_size)
+    adjs: list[Adj] = []
+    for fanout, adj in zip(fanouts, reversed(sample.adjs), strict=True):  # from the seeds outwards
+        num_src = min(num_dst * (1 + fanout), max_nodes)
+        missing = (0, num_dst * fanout - adj.e_id.numel())
         source, target = adj.edge_index
-        edge_index = torch.stack([pad(source, missing), pad(target, missing, value=size[1])])
-        adjs.append(Adj(edge_index, pad(adj.e_id, missing), size))
-    return Sample(pad(sample.n_id, (0, nodes[-1] - sample.n_id.numel())), sample.batch_size, adjs[::-1])
+        edge_index = torch.stack([pad(source, missing), pad(target, missing, value=num_dst)])
+        adjs.append(Adj(edge_index=edge_index, e_id=pad(adj.e_id, missing), size=(num_src, num_dst)))
+        num_dst = num_src  # the sources of a hop are the destinations of the next
+    missing_nodes = (0, num_dst - sample.n_id.numel())
+    return Sample(n_id=pad(sample.n_id, missing_nodes), batch_size=sample.batch_size, adjs=adjs[::-1])
 
 
 def _check_fanouts(fanouts: Sequence[int], replace: bool, pad: bool) -> None:
@@ -262,11 +279,11 @@ def _check_index_dtype(dtype: torch.dtype, graph: Graph) -> None:
         raise ValueError("the ids of this graph do not fit 32 bits: use index_dtype=torch.int64")
 
 
-def _device(device: torch.device | str | None, graph: Graph) -> torch.device:
-    asked = graph.device if device is None else torch.device(device)
-    if asked.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={str(asked)!r}, but torch sees no CUDA device here: use device='cpu'")
-    return with_index(asked)
+def _find_device(device: torch.device | str | None, graph: Graph) -> torch.device:
+    requested = graph.device if device is None else torch.device(device)
+    if requested.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={str(requested)!r}, but torch sees no CUDA device here: use device='cpu'")
+    return with_index(requested)
 
 
 def batch_to(batch: Batch | Sample, framework: str) -> dict[str, Any] | Sample:
@@ -295,16 +312,23 @@ def batch_to(batch: Batch | Sample, framework: str) -> dict[str, Any] | Sample:
         return batch.to(framework)
     convert = converter(framework)
 
-    def block(one: Block) -> dict[str, Any]:
-        part = one.part
-        ids = {} if part.edge_ids is None else {"e_id": convert(aligned(part.edge_ids))}
-        edge = {name: convert(aligned(rows)) for name, rows in part.edge.items()}
-        return {"edge_index": convert(part.edge_index), "size": (one.num_src, one.num_dst), "edge": edge, **ids}
+    def convert_block(block: Block) -> dict[str, Any]:
+        part = block.part
+        arrays = {
+            "edge_index": convert(part.edge_index),
+            "size": (block.num_src, block.num_dst),
+            "edge": {name: convert(aligned(rows)) for name, rows in part.edge.items()},
+        }
+        if part.edge_ids is not None:
+            arrays["e_id"] = convert(aligned(part.edge_ids))
+        return arrays
 
-    rows = {"x": batch.x, "y": batch.y, **batch.tables}
-    arrays = {name: convert(aligned(as_tensor(value))) for name, value in rows.items() if value is not None}
-    ids = {"seeds": convert(aligned(batch.seeds)), "n_id": convert(aligned(batch.input_ids))}
-    return {**ids, **arrays, "blocks": [block(one) for one in batch.blocks]}
+    arrays = {"seeds": convert(aligned(batch.seeds)), "n_id": convert(aligned(batch.input_ids))}
+    for name, rows in {"x": batch.x, "y": batch.y, **batch.tables}.items():
+        if rows is not None:
+            arrays[name] = convert(aligned(as_tensor(rows)))
+    arrays["blocks"] = [convert_block(block) for block in batch.blocks]
+    return arrays
 
 
 def graph(indptr: Any, indices: Any = None, edge: Mapping[str, Any] | None = None) -> Graph:
@@ -327,8 +351,9 @@ def graph(indptr: Any, indices: Any = None, edge: Mapping[str, Any] | None = Non
     if hasattr(indptr, "tocsc"):
         matrix = indptr.tocsc()
         if matrix.shape[0] != matrix.shape[1]:
-            raise ValueError(f"a graph's matrix is square, not {list(matrix.shape)}")
-        indptr, indices = matrix.indptr, matrix.indices
+            raise ValueError(f"a graph's matrix is square, [num_nodes, num_nodes], not {list(matrix.shape)}")
+        indptr = matrix.indptr
+        indices = matrix.indices
     if indices is None:
         raise ValueError("give indptr and indices, or one SciPy matrix; for edges [2, E], graph_from_edges(edges)")
     arrays = {name: from_any(rows) for name, rows in (edge or {}).items()}
@@ -354,11 +379,12 @@ def graph_from_edges(edge_index: Any, num_nodes: int | None = None, edge: Mappin
     edges = from_any(edge_index).cpu()
     if edges.dim() != 2 or edges.size(0) != 2 or edges.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"edges must be int64 or int32 [2, E], sources first, not {list(edges.shape)} {edges.dtype}")
-    size = int(edges.max()) + 1 if num_nodes is None and edges.numel() else num_nodes or 0
-    check_ids(edges.reshape(-1), size)
-    indptr, order = ops.group_edges(edges[1].contiguous(), size)
+    if num_nodes is None:
+        num_nodes = int(edges.max()) + 1 if edges.numel() else 0
+    check_ids(edges.reshape(-1), num_nodes)
+    indptr, order = ops.group_edges(edges[1].contiguous(), num_nodes)
     arrays = {name: from_any(rows).cpu()[order] for name, rows in (edge or {}).items()}
-    return Graph(indptr, edges[0][order].to(torch.int32 if size < 2**31 else torch.int64), arrays)
+    return Graph(indptr, edges[0][order].to(torch.int32 if num_nodes < 2**31 else torch.int64), arrays)
 
 
 class Features(Table):
@@ -395,10 +421,11 @@ class Features(Table):
         return self.below.num_bytes
 
     def __getitem__(self, ids: Any) -> Any:
-        asked, rows = from_any(ids).reshape(-1), self.below.storage()
-        if rows is not None and rows.is_cuda:
-            asked = asked.to(rows.device)
-        return to(aligned(self.below.read(asked)), self.framework)
+        ids = from_any(ids).reshape(-1)
+        storage = self.below.storage()
+        if storage is not None and storage.is_cuda:
+            ids = ids.to(storage.device)
+        return to(aligned(self.below.read(ids)), self.framework)
 
     def read(self, ids: Tensor) -> Tensor:
         return self.below.read(ids)
@@ -440,8 +467,8 @@ def table(rows: Any, to: str = "torch") -> Features:
     """
     if hasattr(rows, "tocsr"):
         csr = rows.tocsr()
-        parts = (from_any(csr.indptr).long(), from_any(csr.indices), from_any(csr.data))
-        return Features(SparseTable(*parts, csr.shape[1]), to)
+        sparse = SparseTable(from_any(csr.indptr).long(), from_any(csr.indices), from_any(csr.data), csr.shape[1])
+        return Features(sparse, to)
     return Features(rows if isinstance(rows, Table) else TensorTable(from_any(rows)), to)
 
 
@@ -478,15 +505,15 @@ def shared(what: Any) -> Any:
         return what
     if not isinstance(what, Graph):
         raise TypeError(f"a {type(what).__name__} cannot be shared: pass a graph or a table")
-    return what.get_cached("shared twin", partial(_shared_twin, what))
+    return what.get_cached("shared twin", partial(_make_shared_twin, what))
 
 
-def _shared_twin(graph: Graph) -> SharedGraph:
+def _make_shared_twin(graph: Graph) -> SharedGraph:
     arrays = {"indptr": graph.indptr, "indices": graph.indices}
     arrays |= {f"edge.{name}": rows for name, rows in graph.edge.items()}
     return _open_graph({name: share(rows) for name, rows in arrays.items()})
 
 
 def _open_graph(arrays: Mapping[str, SharedArray]) -> SharedGraph:
-    edge = {name[5:]: array.tensor for name, array in arrays.items() if name.startswith("edge.")}
+    edge = {name.removeprefix("edge."): array.tensor for name, array in arrays.items() if name.startswith("edge.")}
     return SharedGraph(arrays["indptr"].tensor, arrays["indices"].tensor, edge, arrays)

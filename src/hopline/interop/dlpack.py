@@ -64,7 +64,7 @@ def to_numpy(tensor: Tensor) -> Any:
     _check(tensor, "NumPy")
     if tensor.device.type != "cpu":
         raise ValueError("NumPy arrays are in host memory: type tensor.cpu() first, which copies, or use to_cupy")
-    return _shared_as("NumPy", tensor, lambda: tensor.numpy())
+    return _convert("NumPy", tensor, lambda: tensor.numpy())
 
 
 def to_jax(tensor: Tensor) -> Any:
@@ -74,14 +74,15 @@ def to_jax(tensor: Tensor) -> Any:
         ImportError: JAX is not installed.
         ValueError: JAX would copy the tensor, or cannot share it.
     """
-    jax = _module("jax")
-    _check(tensor, "JAX", aligned=True)
-    if tensor.dtype in (torch.int64, torch.uint64, torch.float64, torch.complex128) and not jax.config.jax_enable_x64:
+    jax = _import("jax")
+    _check(tensor, "JAX", must_be_aligned=True)
+    is_64_bits = tensor.dtype in (torch.int64, torch.uint64, torch.float64, torch.complex128)
+    if is_64_bits and not jax.config.jax_enable_x64:
         raise ValueError(
             f"JAX would copy {tensor.dtype} to 32 bits: type jax.config.update('jax_enable_x64', True) at the start, "
             "or give 32 bits, by tensor.int() or tensor.float(); a Sampler does so with index_dtype=torch.int32"
         )
-    return _shared_as("JAX", tensor, lambda: jax.dlpack.from_dlpack(tensor, copy=False))
+    return _convert("JAX", tensor, lambda: jax.dlpack.from_dlpack(tensor, copy=False))
 
 
 def to_tensorflow(tensor: Tensor) -> Any:
@@ -91,14 +92,14 @@ def to_tensorflow(tensor: Tensor) -> Any:
         ImportError: TensorFlow is not installed.
         ValueError: TensorFlow cannot share the tensor, or sees no GPU.
     """
-    tensorflow = _module("tensorflow")
-    _check(tensor, "TensorFlow", aligned=True)
+    tensorflow = _import("tensorflow")
+    _check(tensor, "TensorFlow", must_be_aligned=True)
     if tensor.is_cuda:
         if not tensorflow.config.list_physical_devices("GPU"):
             raise ValueError("this TensorFlow sees no GPU: type tensor.cpu() first, which copies")
         torch.cuda.current_stream(tensor.device).synchronize()  # it does not ask for a stream
-    convert = tensorflow.experimental.dlpack.from_dlpack
-    return _shared_as("TensorFlow", tensor, lambda: convert(to_dlpack(tensor)))
+    from_dlpack = tensorflow.experimental.dlpack.from_dlpack
+    return _convert("TensorFlow", tensor, lambda: from_dlpack(to_dlpack(tensor)))
 
 
 def to_paddle(tensor: Tensor) -> Any:
@@ -108,13 +109,13 @@ def to_paddle(tensor: Tensor) -> Any:
         ImportError: Paddle is not installed.
         ValueError: Paddle cannot share the tensor, or has no CUDA.
     """
-    paddle = _module("paddle")
+    paddle = _import("paddle")
     _check(tensor, "Paddle")
     if tensor.is_cuda:
         if not paddle.is_compiled_with_cuda():
             raise ValueError("this Paddle has no CUDA: type tensor.cpu() first, which copies")
         torch.cuda.current_stream(tensor.device).synchronize()
-    return _shared_as("Paddle", tensor, lambda: paddle.utils.dlpack.from_dlpack(to_dlpack(tensor)))
+    return _convert("Paddle", tensor, lambda: paddle.utils.dlpack.from_dlpack(to_dlpack(tensor)))
 
 
 def to_cupy(tensor: Tensor) -> Any:
@@ -124,11 +125,11 @@ def to_cupy(tensor: Tensor) -> Any:
         ImportError: CuPy is not installed.
         ValueError: The tensor is on the host, or cannot be shared.
     """
-    cupy = _module("cupy")
+    cupy = _import("cupy")
     _check(tensor, "CuPy")
     if not tensor.is_cuda:
         raise ValueError("CuPy arrays are on a GPU: type tensor.cuda() first, which copies, or use to_numpy")
-    return _shared_as("CuPy", tensor, lambda: cupy.from_dlpack(tensor))
+    return _convert("CuPy", tensor, lambda: cupy.from_dlpack(tensor))
 
 
 FRAMEWORKS: dict[str, Callable[[Tensor], Any]] = {
@@ -166,7 +167,7 @@ def converter(framework: str) -> Callable[[Tensor], Any]:
     return FRAMEWORKS[framework]
 
 
-def _module(name: str) -> Any:
+def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -174,7 +175,7 @@ def _module(name: str) -> Any:
         raise ImportError(f"{name} cannot be imported ({error}): pip install {install}") from error
 
 
-def _check(tensor: Tensor, framework: str, *, aligned: bool = False) -> None:
+def _check(tensor: Tensor, framework: str, *, must_be_aligned: bool = False) -> None:
     """Refuse what cannot be shared as it is, and say what to type."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"this is a {type(tensor).__name__}: type from_any(array) first, which makes a tensor of it")
@@ -185,18 +186,20 @@ def _check(tensor: Tensor, framework: str, *, aligned: bool = False) -> None:
         problem = "is sparse: type tensor.to_dense() first, or share its indices and values"
     elif not tensor.is_contiguous():
         problem = "is not contiguous: type tensor.contiguous() first, which copies"
-    elif aligned and tensor.numel() and not tensor.is_cuda and tensor.data_ptr() % ALIGNED_BYTES:
+    elif must_be_aligned and not tensor.is_cuda and tensor.numel() and tensor.data_ptr() % ALIGNED_BYTES:
         problem = f"does not start at a multiple of {ALIGNED_BYTES} bytes: type tensor.clone() first, which copies"
     if problem:
         raise ValueError(f"{framework} cannot share this tensor: it {problem}")
 
 
-def _shared_as(framework: str, tensor: Tensor, convert: Callable[[], Any]) -> Any:
+def _convert(framework: str, tensor: Tensor, convert: Callable[[], Any]) -> Any:
     try:
         return convert()
     except Exception as error:  # each framework has its own
-        message = f"{framework} cannot share a tensor of {tensor.dtype} on {tensor.device} ({error})"
-        raise ValueError(f"{message}: type tensor.float(), .int() or .cpu() first, which copies") from error
+        raise ValueError(
+            f"{framework} cannot share a tensor of {tensor.dtype} on {tensor.device} ({error}): type tensor.float(), "
+            ".int() or .cpu() first, which copies"
+        ) from error
 
 
 def aligned(tensor: Tensor) -> Tensor:
