@@ -1,4 +1,11 @@
-"""Which of several processes this one is, as torchrun, Slurm's srun, Ray and others say in the environment."""
+"""Which rank this process is, by the environment variables of its launcher.
+
+`detect` reads the variables of torchrun, or of Slurm's srun, and returns a `Task`, or None if the process
+is alone. Variables that are missing or contradict each other are refused by name.
+
+`read_local_rank_and_node` is for process groups that somebody else has made. It reads only where a rank is
+on its host.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 SPECIAL_STEPS = 0xFFFFFFF0
-"""Slurm numbers from here on the steps that are no srun: a batch script, an interactive shell."""
+"""Slurm gives numbers from here on to steps without srun: a batch script, an interactive shell."""
 FIRST_PORT = 12_000
 """The lowest port that is made from a Slurm job's number: above those of services."""
 NUM_PORTS = 20_000
@@ -18,27 +25,37 @@ NUM_PORTS = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One task among those a launcher started."""
+    """One process among those that a launcher started."""
 
     launcher: str
     """"torchrun" or "srun"."""
     rank: int
+    """Number of this task among all."""
     size: int
+    """Number of all tasks."""
     local_rank: int
+    """Number of this task among those of its host."""
     local_size: int
-    """Tasks on this host."""
+    """Number of tasks on this host."""
     node: int
+    """Number of this host. Different on every host."""
     num_nodes: int
+    """Number of hosts."""
     address: str
+    """Host of rank 0, where the ranks meet."""
     port: int
+    """Port of the store at `address`."""
     has_store: bool = False
-    """Whether the launcher itself keeps the store in which ranks meet."""
+    """Whether the launcher itself serves the store in which ranks meet."""
     key: str = ""
-    """What tells this start from earlier ones at the same address."""
+    """Differs between starts that meet at the same address, such as a run and its restart."""
 
 
 def detect(environ: Mapping[str, str]) -> Task | None:
-    """Where a launcher has put this process; None when it is alone, as in a Slurm allocation without srun."""
+    """The task that a launcher started as this process.
+
+    None if it is alone, as in a Slurm allocation without srun.
+    """
     if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return _read_torchrun(environ)
     is_slurm_step = "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ
@@ -48,6 +65,7 @@ def detect(environ: Mapping[str, str]) -> Task | None:
 
 
 def _read_torchrun(environ: Mapping[str, str]) -> Task | None:
+    """The task by the variables of torchrun, which Ray and others set too. None if there is only one."""
     advice = "start with torchrun, which sets them all, or unset RANK, WORLD_SIZE and LOCAL_RANK"
     rank = _read_number(environ, "RANK", advice)
     size = _read_number(environ, "WORLD_SIZE", advice)
@@ -80,8 +98,9 @@ def _read_torchrun(environ: Mapping[str, str]) -> Task | None:
 def _read_node(environ: Mapping[str, str], *, first_of_host: int) -> int:
     """The number of this host, from torchrun's GROUP_RANK or the NODE_RANK of Ray, Lightning and Kubeflow.
 
-    Without either, hosts may have different numbers of ranks, so no host but the first can count those before it. The
-    first rank of a host then tells it from all others.
+    first_of_host: The first rank of this host. It is the number if both variables are missing. Hosts may
+        have different numbers of ranks, so a host cannot count the hosts before it, but no two have the
+        same first rank.
     """
     for name in ("GROUP_RANK", "NODE_RANK"):
         if name in environ:
@@ -90,27 +109,31 @@ def _read_node(environ: Mapping[str, str], *, first_of_host: int) -> int:
 
 
 class _RankVariables(NamedTuple):
-    """Names of the variables in which a launcher tells where a rank is."""
+    """Names of the variables in which a launcher says where a rank is."""
 
     rank: str
+    """Variable with the number of the rank."""
     size: str
+    """Variable with the number of ranks."""
     local_rank: str
+    """Variable with the number of the rank on its host."""
     nodes: tuple[str, ...]
-    """Names under which the number of the host may be found, the first one first."""
+    """Variables with the number of the host. The first one that is set counts."""
 
 
 _RANK_VARIABLES = (
     _RankVariables(rank="RANK", size="WORLD_SIZE", local_rank="LOCAL_RANK", nodes=("GROUP_RANK", "NODE_RANK")),
     _RankVariables(rank="SLURM_PROCID", size="SLURM_NTASKS", local_rank="SLURM_LOCALID", nodes=("SLURM_NODEID",)),
 )
-"""Those of torchrun and of engines that set the same variables, and those of Slurm."""
+"""Variables of torchrun and of launchers that set the same ones, then those of Slurm."""
 
 
 def read_local_rank_and_node(environ: Mapping[str, str], rank: int, size: int) -> tuple[int | None, int | None]:
-    """(local rank, number of the host) of a rank as its launcher says; None for what no launcher of this rank says.
+    """(local rank, number of the host) of a rank, as its launcher says. None for what no launcher says.
 
-    Variables may be left from a launcher that started another process than this rank, as where a rank of torchrun
-    starts processes of its own: they count only if they speak of this rank.
+    Variables may be left from a launcher that started another process, such as a rank of torchrun that
+    starts processes of its own. So they count only if their number of ranks, and their rank if they name
+    one, are the given ones.
     """
     for names in _RANK_VARIABLES:
         is_this_rank = environ.get(names.rank, str(rank)) == str(rank)
@@ -122,6 +145,10 @@ def read_local_rank_and_node(environ: Mapping[str, str], rank: int, size: int) -
 
 
 def _read_srun(environ: Mapping[str, str]) -> Task | None:
+    """The task by the variables of srun. None if there is only one.
+
+    Slurm names no port. Every task makes the same one from the numbers of the job and of its step.
+    """
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     rank = _read_number(environ, "SLURM_PROCID")
     size = _read_number(environ, size_name)
@@ -147,7 +174,7 @@ def _read_srun(environ: Mapping[str, str]) -> Task | None:
         local_size=tasks_per_node[node],
         node=node,
         num_nodes=len(tasks_per_node),
-        # A host's own name may mean nothing to it, and one host needs no name.
+        # A host may be unable to resolve its own name. Tasks on one host need no name.
         address=hosts[0] if len(tasks_per_node) > 1 else "127.0.0.1",
         port=FIRST_PORT + (job * 7 + step) % NUM_PORTS,
         key=f"{job}.{step}",
@@ -155,7 +182,10 @@ def _read_srun(environ: Mapping[str, str]) -> Task | None:
 
 
 def _read_tasks_per_node(environ: Mapping[str, str], size_name: str, size: int, num_hosts: int) -> list[int]:
-    """How many tasks run on each node of the step."""
+    """[number of nodes]: tasks of the step on each node.
+
+    size_name: The variable that `size`, the number of all tasks, was read from. Errors name it.
+    """
     if "SLURM_STEP_TASKS_PER_NODE" in environ:
         name = "SLURM_STEP_TASKS_PER_NODE"
         counts = list(_expand_counts(environ[name], name))
@@ -175,7 +205,7 @@ def _read_tasks_per_node(environ: Mapping[str, str], size_name: str, size: int, 
 
 
 def _expand_counts(text: str, name: str) -> Iterator[int]:
-    """The numbers in Slurm's "2(x3),1"."""
+    """The numbers in Slurm's "2(x3),1": 2, 2, 2, 1."""
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
         if match is None:
@@ -184,7 +214,10 @@ def _expand_counts(text: str, name: str) -> Iterator[int]:
 
 
 def expand_hosts(text: str, name: str) -> list[str]:
-    """The hosts in Slurm's "node[001-003,7],other"; `name` is what an error calls the list."""
+    """The hosts in Slurm's "node[001-003,7],other": node001, node002, node003, node7, other.
+
+    name: The variable that the text was read from. Errors name it.
+    """
     if text.count("[") != text.count("]") or not re.fullmatch(r"[\w.\[\],\s-]+", text):
         raise ValueError(f"{name} is {text!r}, which is not a list of hosts such as node[1-3],other")
     hosts: list[str] = []
@@ -202,7 +235,7 @@ def expand_hosts(text: str, name: str) -> list[str]:
 
 
 def _expand_ranges(ranges: str, text: str, name: str) -> Iterator[str]:
-    """The numbers in "001-003,7", with their leading zeros."""
+    """The numbers in "001-003,7" with their leading zeros: "001", "002", "003", "7"."""
     for part in ranges.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
@@ -214,6 +247,7 @@ def _expand_ranges(ranges: str, text: str, name: str) -> Iterator[str]:
 
 
 def _read_text(environ: Mapping[str, str], name: str, advice: str = "start with srun") -> str:
+    """The value of a variable that must be set. advice: what an error says to type."""
     if not environ.get(name, "").strip():
         raise ValueError(f"the environment variable {name} is missing: {advice}")
     return environ[name].strip()
@@ -222,6 +256,7 @@ def _read_text(environ: Mapping[str, str], name: str, advice: str = "start with 
 def _read_number(
     environ: Mapping[str, str], name: str, advice: str = "start with srun", *, default: int | None = None
 ) -> int:
+    """The value of a variable as a number from 0 on. default: the number if the variable is not set."""
     if default is not None and name not in environ:
         return default
     text = _read_text(environ, name, advice)
@@ -231,5 +266,6 @@ def _read_number(
 
 
 def _check_below(name: str, value: int, limit_name: str, limit: int) -> None:
+    """Refuse a number, counted from 0, that is not below the count of which it is one."""
     if value >= limit:
         raise ValueError(f"{name} is {value}, which does not go with {limit_name} = {limit}: count from 0")

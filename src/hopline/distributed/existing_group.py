@@ -1,14 +1,17 @@
-"""The world of a process group that somebody else has made: a script, Ray Train, Lightning Fabric, Accelerate.
+"""The world of a process group that a script, Ray Train, Lightning Fabric or Accelerate has made.
 
-The group, called the owner's here, is only asked for its ranks, its backend and its store. Exchanges go through a
-process group of our own over the same ranks, for three reasons:
+The *owner* is whoever has initialised torch.distributed. Hopline asks the owner's group for its ranks, its
+backend and its store, and does not use it otherwise. Collective calls go through a second process group
+over the same ranks:
 
-- Its backend fits the device that trains: gloo for tensors on the host under an NCCL group, for example.
-- Exchanges of the owner, such as those of DDP in another thread, never meet ours.
-- After an error on one rank, destroying our group wakes the others, which wait in an exchange. The owner's group stays
-  as it is and can be used again.
+- Its backend fits the device that trains, such as gloo for tensors on the host under an NCCL group.
+- Collective calls of the owner, such as those of DDP in another thread, never mix with those of hopline.
+- After an error on one rank, destroying the second group wakes ranks that wait in a call. The owner's group
+  stays as it is and can be used again.
 
-Ranks find their hosts, and say that they are alive, in the store of our group, which is the owner's under a prefix.
+No launcher of hopline has numbered the ranks. So each rank writes an `Introduction` into the store of the
+second group, which is the owner's store under a prefix. `find_host_ranks` computes from all of them which
+ranks share a host. The heartbeats use the same store.
 """
 
 from __future__ import annotations
@@ -45,26 +48,36 @@ from hopline.util.errors import PeerError
 from hopline.util.host import host_identity, num_cores
 
 USUAL_TIMEOUT_S = 600.0
-"""Where the owner's group does not tell its own."""
+"""Seconds to wait for a rank, if the owner's group does not tell its timeout.
+
+The default of `LaunchSettings`.
+"""
 
 
 LEAVE_S = 5.0
-"""How long the first rank, which may keep the store, waits after an error for the others to read about it."""
+"""Most seconds that rank 0, which may serve the store, waits after an error for the others to read it.
+
+A rule of thumb.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Introduction:
-    """What every rank says of itself before it has a place."""
+    """What a rank knows about itself before it knows the others.
+
+    All ranks read it from the store, as JSON.
+    """
 
     host: str
-    """Equal on ranks that can share memory."""
+    """Identity of its host. Equal on ranks that can share memory."""
     local_rank: int | None = None
-    """As a launcher says; None where none does."""
+    """Its number on its host, as a launcher says. None if no launcher does."""
     node: int | None = None
-    """The number of its host, as a launcher says."""
+    """Number of its host, as a launcher says. None if no launcher does."""
     cores: Sequence[int] = ()
+    """Cores that it may run on, sorted. Empty if the system does not tell."""
     current_gpu: int | None = None
-    """The current CUDA device; None on a rank that trains on the host."""
+    """Number of its current CUDA device. None if it trains on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,17 +85,21 @@ class HostRank:
     """Where a rank is among those of its host."""
 
     local_rank: int
+    """Number of the rank on its host."""
     local_size: int
+    """Number of ranks on its host."""
     node: int
+    """Number of its host. Different on every host."""
     num_sharing_cores: int
     """Ranks of the host that may run on the same cores, this one included."""
 
 
 class GroupWorld(World):
-    """The world of an existing process group: `World.current` makes it.
+    """The world of an existing process group. `World.current` makes it.
 
-    Its heart beats from the first exchange on, until `watch` ends or the world is closed. An error within `watch`
-    closes it. What was made here goes with this object; the owner's group and store do not.
+    Its heartbeat runs from a first collective call until `watch` ends or the world is closed. An error
+    within `watch` closes the world. It owns its `GroupResources`, which are closed with it at the latest.
+    The owner's group and store stay.
     """
 
     def __init__(self, spec: RankSpec, resources: GroupResources, num_cores: int) -> None:
@@ -107,7 +124,8 @@ class GroupWorld(World):
         if error is None:
             self._resources.pause_heartbeat()
             return
-        # Frames of an exchange that failed refer to the process group, whose end the other ranks wait for.
+        # Frames of a failed call, which the error keeps alive, refer to the process group. Gloo closes its
+        # connections only when nothing refers to the group, and other ranks wait for that.
         if isinstance(error, PeerError):
             traceback.clear_frames(error.__traceback__)
             if error.__cause__ is not None:
@@ -119,25 +137,27 @@ class GroupWorld(World):
 
 
 class GroupResources:
-    """What a `GroupWorld` has made in the owner's process: process groups, and a heart while it beats.
+    """What a `GroupWorld` has made in the owner's process: process groups, and a heartbeat while it runs.
 
-    It knows nothing of its world, so that it can end with it. Threads that prepare batches exchange too, hence the
-    lock.
+    It does not refer to its world: the finalizer of the world refers to it, and would keep the world alive.
+    Prefetching threads make collective calls too, so a lock guards the heartbeat and the last message.
     """
 
     def __init__(self, group: GroupHandle, store: dist.Store, rank: int, size: int) -> None:
         self.groups = [group]
+        """All process groups of the world. The first one carries its own collective calls."""
         self._store = store
         self._rank = rank
         self._size = size
         self._heartbeat: Heartbeat | NoHeartbeat | None = None
         self._num_exchanges = 0
-        """Those of hearts that have stopped."""
+        """Collective calls that were begun while earlier heartbeats ran."""
         self._last_words: str | None = None
+        """The last message of this rank. None until `close`."""
         self._lock = threading.Lock()
 
     def running_heartbeat(self) -> Heartbeat | NoHeartbeat:
-        """The heart, started if it is at rest."""
+        """The heartbeat, which is started if it does not run. Raises a PeerError after `close`."""
         with self._lock:
             if self._last_words is not None:
                 reason = self._last_words.removeprefix("error ")
@@ -150,19 +170,23 @@ class GroupResources:
             return self._heartbeat
 
     def pause_heartbeat(self) -> None:
-        """Stop the heart until the next exchange: nobody waits for this rank."""
+        """Stop the heartbeat until the next collective call. Nobody waits for this rank meanwhile."""
         with self._lock:
             self._stop_heartbeat(last_words(""))
 
     def close(self, words: str, broken: bool = False) -> None:
-        """Tell the others why this rank leaves, and destroy what was made here. May be called twice."""
+        """Tell the others why this rank leaves, and destroy the process groups. May be called twice.
+
+        words: The last message, as `last_words` makes it.
+        broken: Whether a rank is lost.
+        """
         with self._lock:
             if self._last_words is not None:
                 return
             self._last_words = words
             is_error = words != last_words("")
             if is_error and self._heartbeat is None:
-                self._heartbeat = self._new_heartbeat()  # so that the others can read why
+                self._heartbeat = self._new_heartbeat()  # so that the others can read the error
             heartbeat = self._heartbeat
             self._stop_heartbeat(words)
             for group in self.groups:
@@ -171,14 +195,17 @@ class GroupResources:
                 heartbeat.wait_for_others(LEAVE_S)  # the store may end with this process
 
     def _new_heartbeat(self) -> Heartbeat | NoHeartbeat:
+        """A heartbeat that counts on from the last one. The caller holds the lock."""
         try:
-            # A store answers one question at a time, and some wait for others: a heartbeat needs its own connection.
+            # A connection handles one call at a time, and some calls wait for other ranks. A heartbeat must
+            # not.
             store = self._store.clone()
         except (AttributeError, RuntimeError):  # the owner's store is of a kind that cannot be cloned
             return NoHeartbeat(self._num_exchanges)
         return Heartbeat(store, self._rank, self._size, _address_of(self._store), self._num_exchanges)
 
     def _stop_heartbeat(self, words: str) -> None:
+        """Stop the heartbeat if it runs. words: its last message. The caller holds the lock."""
         heartbeat = self._heartbeat
         self._heartbeat = None
         if heartbeat is not None:
@@ -187,7 +214,13 @@ class GroupResources:
 
 
 def join_existing_group(device: torch.device, timeout_s: float | None) -> GroupWorld:
-    """Meet the other ranks of torch's default group; every one of them must call this."""
+    """The world of torch's default process group. Every rank of the group must call this.
+
+    device: Where this rank trains. "cuda" without a number: `find_gpu` chooses.
+    timeout_s: Seconds to wait for a rank. None: the timeout of the owner's group.
+
+    Raises a PeerError if not all ranks come within the timeout.
+    """
     rank = dist.get_rank()
     size = dist.get_world_size()
     backend = backend_for(device)
@@ -227,10 +260,14 @@ def join_existing_group(device: torch.device, timeout_s: float | None) -> GroupW
 
 
 def find_host_ranks(introductions: Sequence[Introduction]) -> list[HostRank]:
-    """The place of every rank on its host, and the number of its host; hosts may have different numbers of ranks.
+    """By rank: its number on its host, and the number of the host.
 
-    Local ranks and numbers of hosts are those that launchers say, where these make sense together. Else ranks of a
-    host, and hosts, are counted in the order of the ranks.
+    Hosts may have different numbers of ranks.
+
+    Local ranks are those of the launchers, if on a host they are 0, 1, 2, ... in any order. Else the ranks
+    of the host are counted in their order. For the numbers of hosts see `_number_hosts`.
+
+    introductions: Those of all ranks, by rank.
     """
     ranks_by_host: dict[str, list[int]] = {}
     for rank, introduction in enumerate(introductions):
@@ -255,7 +292,10 @@ def find_host_ranks(introductions: Sequence[Introduction]) -> list[HostRank]:
 
 
 def _number_hosts(introductions: Sequence[Introduction], hosts: Sequence[Sequence[int]]) -> list[int]:
-    """A number for every host: the launcher's, if it says one for each host and no two hosts have the same."""
+    """A number for every host: the launchers' if each host has one of its own, else 0, 1, 2, ...
+
+    hosts: The ranks of each host.
+    """
     stated: list[int] = []
     for ranks in hosts:
         numbers = {introductions[rank].node for rank in ranks}
@@ -266,11 +306,17 @@ def _number_hosts(introductions: Sequence[Introduction], hosts: Sequence[Sequenc
 
 
 def find_gpu(device: torch.device, spec: RankSpec, on_host: Sequence[Introduction]) -> torch.device:
-    """The GPU of this rank: the one it is given, or the one that the owner of the group has chosen for it.
+    """The GPU of this rank. The first of these that is known:
 
-    Lightning Fabric and Accelerate make it the current device, and so do most scripts. Ray Train leaves that to its
-    `prepare_model`, and names the device in ACCELERATE_TORCH_DEVICE before. Where all ranks of a host are at GPU 0,
-    nobody has chosen, and they take its GPUs in their order.
+    1. The number in `device`.
+    2. The GPU that the owner's group is bound to.
+    3. ACCELERATE_TORCH_DEVICE, in which Ray Train names the GPU before its `prepare_model` makes it the
+       current one.
+    4. The current CUDA device, if a rank of the host has another one than GPU 0. Lightning Fabric,
+       Accelerate and most scripts set it. If all ranks of a host are at GPU 0, nobody has chosen.
+    5. The GPU whose number is the local rank.
+
+    on_host: Introductions of all ranks of this host.
     """
     if device.index is not None:
         return device
@@ -287,7 +333,10 @@ def find_gpu(device: torch.device, spec: RankSpec, on_host: Sequence[Introductio
 
 
 def backend_for(device: torch.device) -> str:
-    """The backend of our group: NCCL for a GPU if the owner's group has it, else gloo, which takes all tensors."""
+    """The backend of the second process group: NCCL for a GPU if the owner's group has it, else gloo.
+
+    Gloo takes tensors of GPUs too. Raises a ValueError if the owner's group has no store.
+    """
     if distributed_c10d._get_default_store() is None:
         raise ValueError(
             f"the process group (backend {dist.get_backend()}) has no store in which ranks could meet: initialise "
@@ -299,22 +348,24 @@ def backend_for(device: torch.device) -> str:
 
 
 def _owner_timeout_s() -> float:
+    """Timeout of the owner's group in seconds, or `USUAL_TIMEOUT_S` if it does not tell."""
     group = distributed_c10d._get_default_group()
     for kind in ("cuda", "cpu"):
-        # No such device in the group, or a backend that does not tell.
+        # The group has no backend for this kind of device, or one without options.
         with contextlib.suppress(RuntimeError, AttributeError):
             return group._get_backend(torch.device(kind)).options._timeout.total_seconds()
     return USUAL_TIMEOUT_S
 
 
 def _new_group(backend: str, timeout_s: float) -> GroupHandle:
-    """A process group of all ranks, which is ours."""
+    """A new process group of all ranks. Every rank must call this."""
     variables: dict[str, str] = {}
     if backend == "nccl":
         variables["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a lost rank raises an error; by default it aborts the process
     elif "gloo" not in distributed_c10d.get_backend_config():
-        # Gloo takes the address that the host's own name means, which others may not reach. The owner's group shows
-        # the way to the first rank. Where the owner uses gloo itself, it works as it is.
+        # By default gloo resolves the host's own name, which may be an address that other hosts cannot
+        # reach. The address of the owner's store tells which network interface leads to them. If the
+        # owner's group uses gloo itself, its settings work as they are.
         host = _address_of(distributed_c10d._get_default_store()).rpartition(":")[0]
         interface = interface_towards(host, several_hosts=True) if host else None
         if interface:
@@ -324,14 +375,14 @@ def _new_group(backend: str, timeout_s: float) -> GroupHandle:
 
 
 def _address_of(store: dist.Store) -> str:
-    """HOST:PORT of a store that a process serves; "" of one in files."""
+    """HOST:PORT of a store that a process serves. "" for a store in files."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else ""
 
 
 def _introduce(store: dist.Store, rank: int, size: int, device: torch.device) -> list[Introduction]:
-    """What all ranks say of themselves."""
+    """Introductions of all ranks, by rank. Every rank must call this."""
     local_rank, node = read_local_rank_and_node(os.environ, rank, size)
     own = Introduction(
         host=host_identity(),
@@ -345,7 +396,7 @@ def _introduce(store: dist.Store, rank: int, size: int, device: torch.device) ->
 
 
 def _check_own_gpu(store: dist.Store, rank: int, size: int, device: torch.device) -> None:
-    """Refuse ranks that have one GPU together, on which NCCL would wait or fail."""
+    """Refuse two ranks with the same GPU: NCCL would hang or fail. Every rank must call this."""
     first_with_gpu: dict[str, int] = {}
     for other, gpu in enumerate(_tell_all(store, "gpu", rank, size, gpu_identity(str(device)))):
         first_rank = first_with_gpu.setdefault(gpu, other)
@@ -357,7 +408,10 @@ def _check_own_gpu(store: dist.Store, rank: int, size: int, device: torch.device
 
 
 def _tell_all(store: dist.Store, what: str, rank: int, size: int, text: str) -> list[str]:
-    """By rank, what each says of something, after all have said it."""
+    """Write a text into the store, and return the texts of all ranks, by rank. Waits until all are written.
+
+    what: Part of the keys. Every rank must call this with the same one.
+    """
     store.set(f"{what}/{rank}", text)
     try:
         return [value.decode() for value in get_all(store, [f"{what}/{other}" for other in range(size)])]

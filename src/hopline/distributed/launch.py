@@ -1,4 +1,20 @@
-"""Starting the ranks of a run: alone, by spawning them, or where torchrun, srun or a process group has them already."""
+"""`run`: runs a function in every rank, and starts the ranks if nobody else has.
+
+A process is one of four things, and `run` finds out which:
+
+    torch.distributed is initialised   its processes are the ranks: nothing is started
+    torchrun or srun started it        it is a rank, or with devices= the parent of several
+    devices= is above 1                it is the parent: it spawns the ranks and watches them
+    none of these                      it is alone
+
+A parent and a spawned rank talk in three ways. The rank writes JSON into a pipe: that it is ready, its
+result or its error. The parent sends signals. The exit code of the rank tells how it ended: 128 + n if it
+caught signal n.
+
+Ranks end together. If one fails, the others get `END_S` seconds to notice and to end by themselves. After a
+signal they get `CHECKPOINT_S` seconds to write a checkpoint. Then the parent ends them. If the parent is
+killed, they end too.
+"""
 
 from __future__ import annotations
 
@@ -30,25 +46,45 @@ from hopline.util.host import keep_freed_memory
 from hopline.util.signals import SIGNALS, Interrupted
 
 END_S = 2.0
-"""After one rank has failed, the others get so long to end by themselves, and again so long once told to."""
+"""Seconds that ranks get to end by themselves after one has failed, and again after SIGTERM.
+
+A rule of thumb.
+"""
 CHECKPOINT_S = 30.0
-"""After a signal, ranks get so long to write a checkpoint and end."""
+"""Seconds that ranks get after a signal, to write a checkpoint and end. A rule of thumb."""
 POLL_S = 0.2
-"""How often the parent looks at deadlines while its ranks say nothing."""
+"""Most seconds between two looks of the parent at its deadlines. A rule of thumb."""
 _PR_SET_PDEATHSIG = 1
+"""The option of Linux's `prctl` that sets the signal a process gets when its parent ends."""
 
 
 def run(function: Callable[..., Any], settings: LaunchSettings, *args: Any, device: str = "cpu") -> Any:
-    """Run `function(world, *args)` in every rank; returns what it returned in this process, or in rank 0.
+    """Run `function(world, *args)` in every rank.
 
-    Where processes are started here, `function` must be importable, `args` plain data, and the result goes through
-    JSON. A rank that fails ends the others. A signal (Ctrl-C, SIGTERM, SIGUSR1) is passed on to them once. Where
-    `torch.distributed` is initialised, its processes are the ranks, and no process is started.
+    If this process starts ranks, it returns what rank 0 returned, as JSON makes it, or None if rank 0 is on
+    another host. Then `function` must be importable and `args` picklable. Else it returns what the function
+    returned in this process.
+
+    A rank that fails ends the others. A signal (Ctrl-C, SIGTERM, SIGUSR1) is forwarded to started ranks
+    once.
+
+    Args:
+        function: Runs in every rank. Its first argument is the `World` of the rank.
+        settings: Number of processes to start, and where they meet.
+        args: Further arguments of the function.
+        device: "cpu" or "cuda". Ranks of a host take its GPUs in their order.
+
+    Raises:
+        RankError: A started rank failed or was killed.
+        ValueError: A setting does not fit the launcher, or a started rank raised a ValueError.
+        Interrupted: A signal ended the ranks.
+        PeerError: This process is a rank, and the ranks did not meet or lost one of them.
     """
     if dist.is_available() and dist.is_initialized():
         _check_starts_no_process(settings)
         return _run_rank(function, args, World.current(device, settings.timeout_s))
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent ends its ranks, unless it is killed itself
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # Torchrun's agent, the parent, ends its ranks, but not if it is killed itself.
         _end_with_parent(os.getppid())
     task = detect(os.environ)
     num_processes = _count_processes(settings, task, device)
@@ -67,7 +103,7 @@ def run(function: Callable[..., Any], settings: LaunchSettings, *args: Any, devi
 
 
 def _check_starts_no_process(settings: LaunchSettings) -> None:
-    """Refuse settings of processes that would be started, in a process that is one of several already."""
+    """Refuse settings that would start processes, because this process is a rank already."""
     refused = [f"address={settings.address}"] if settings.address else []
     if settings.devices not in (1, "auto", dist.get_world_size()):
         refused.append(f"devices={settings.devices}")
@@ -79,14 +115,14 @@ def _check_starts_no_process(settings: LaunchSettings) -> None:
 
 
 def _count_processes(settings: LaunchSettings, task: Task | None, device: str) -> int:
-    """How many processes to start here."""
+    """Number of ranks that this process starts. 1: it starts none, and is a rank itself."""
     is_one_per_node = task is None or task.size == task.num_nodes
     if settings.devices == "auto":
         has_all_gpus = torch.device(device).type == "cuda" and is_one_per_node
         return max(1, torch.cuda.device_count()) if has_all_gpus else 1
     if settings.devices > 1 and not is_one_per_node:
         assert task is not None
-        if settings.devices == task.local_size:  # said twice, but the same thing
+        if settings.devices == task.local_size:  # the launcher has started them already
             return 1
         raise ValueError(
             f"{task.launcher} started {task.local_size} tasks on this host, under each of which devices="
@@ -96,7 +132,7 @@ def _count_processes(settings: LaunchSettings, task: Task | None, device: str) -
 
 
 def _first_rank_spec(settings: LaunchSettings, task: Task | None, num_processes: int, device: str) -> RankSpec:
-    """The seat of this process, or of the first one to be started here."""
+    """The specification of this process as a rank, or of the first rank that it starts."""
     backend = _choose_backend(device)
     if task is None:
         return RankSpec(
@@ -128,7 +164,7 @@ def _first_rank_spec(settings: LaunchSettings, task: Task | None, num_processes:
 
 
 def _choose_backend(device: str) -> str:
-    """What carries the exchanges between ranks on devices of a kind."""
+    """The backend of the process group: HOPLINE_BACKEND, or by default NCCL for GPUs and gloo for CPUs."""
     default = "nccl" if torch.device(device).type == "cuda" else "gloo"
     backend = os.environ.get("HOPLINE_BACKEND") or default
     if backend not in ("gloo", "nccl"):
@@ -139,7 +175,10 @@ def _choose_backend(device: str) -> str:
 
 
 def _run_rank(function: Callable[..., Any], args: Sequence[Any], world: World) -> Any:
-    """Run one rank, and tell the others how it ended."""
+    """Run the function in this rank.
+
+    At its end the world is closed, which tells the other ranks how it ended.
+    """
     try:
         result = function(world, *args)
     except BaseException as error:
@@ -151,13 +190,18 @@ def _run_rank(function: Callable[..., Any], args: Sequence[Any], world: World) -
 
 @dataclass
 class _Child:
-    """A rank that was started here, as its parent sees it."""
+    """A spawned rank, as its parent sees it."""
 
     rank: int
+    """Number of the rank."""
     process: Any
+    """The `multiprocessing` process."""
     pipe: Connection
+    """The parent's end of the pipe that the rank writes to."""
     messages: dict[str, Any] = field(default_factory=dict)
+    """All that the rank has written, by key: "ready"; "result"; or "error", "kind" and perhaps "trace"."""
     is_ended_by_us: bool = False
+    """Whether the parent sent the signal that ended it."""
 
     @property
     def is_ready(self) -> bool:
@@ -170,15 +214,19 @@ class _Child:
 
     @property
     def has_failed(self) -> bool:
+        """Whether the rank has ended with another exit code than 0."""
         return not self.is_alive and self.process.exitcode != 0
 
     @property
     def is_ended_by_signal(self) -> bool:
-        """Whether a signal ended it in good order; some launchers send their notice to the ranks themselves."""
+        """Whether the rank caught a signal and ended in good order.
+
+        Some launchers signal the ranks directly.
+        """
         return not self.is_alive and self.process.exitcode - 128 in SIGNALS
 
     def read_messages(self) -> None:
-        """Take in what the rank has written: JSON, which is read as text and never unpickled."""
+        """Read what the rank has written so far. It is JSON, which is never unpickled."""
         with contextlib.suppress(EOFError, OSError):
             while self.pipe.poll():
                 self.messages |= json.loads(self.pipe.recv_bytes())
@@ -190,10 +238,13 @@ class _Child:
 
 
 def _spawn(function: Callable[..., Any], args: Sequence[Any], first: RankSpec, num_processes: int) -> Any:
-    """Start ranks, watch over them, and return what rank 0 returned."""
+    """Start ranks, wait until all have ended, and return what rank 0 returned. None on other hosts than its.
+
+    first: The specification of the first rank. The others follow it in rank and local rank.
+    """
     store = None
     if first.keeps_store:
-        # Kept here, where no rank's end can take it away.
+        # The parent serves the store, so that it outlives every rank.
         store = serve(first.address, first.port, first.timeout_s, local=first.local_size == first.size)
         first = replace(first, port=store.port, keeps_store=False)
     context = multiprocessing.get_context("spawn")
@@ -210,6 +261,7 @@ def _spawn(function: Callable[..., Any], args: Sequence[Any], first: RankSpec, n
                 children.append(_Child(spec.rank, process, parent_end))
             _watch(children, received)
         finally:
+            # A rank is still alive only if an error has ended the block above early.
             for child in children:
                 child.send_signal(signal.SIGKILL)
             for child in children:
@@ -221,7 +273,7 @@ def _spawn(function: Callable[..., Any], args: Sequence[Any], first: RankSpec, n
     error = _make_error(failed, received) if failed else None
     for child in children:
         child.process.close()
-    del store  # until here the ranks may have been using it
+    del store  # referred to until here, because the ranks used it
     if error is not None:
         raise error
     return children[0].messages.get("result")
@@ -229,14 +281,18 @@ def _spawn(function: Callable[..., Any], args: Sequence[Any], first: RankSpec, n
 
 @contextlib.contextmanager
 def _forward_signals(children: list[_Child]) -> Generator[list[int]]:
-    """Pass the first signal of each kind on to the ranks; yields those received. A second Ctrl-C ends them at once."""
+    """A context that forwards the first signal of each kind to the ranks. A second Ctrl-C kills them.
+
+    children: Ranks, to which the caller may add meanwhile.
+    Yields a list to which the numbers of received signals are added.
+    """
     received: list[int] = []
 
     def forward(number: int, frame: Any) -> None:
         is_repeated = number in received
         received.append(number)
         for child in children:
-            if not child.is_ready:  # nothing has begun, so nothing can be lost
+            if not child.is_ready:  # it has not begun to train, so nothing is lost
                 child.send_signal(signal.SIGKILL)
             elif not is_repeated:
                 child.send_signal(number)
@@ -244,8 +300,9 @@ def _forward_signals(children: list[_Child]) -> Generator[list[int]]:
                 child.send_signal(signal.SIGKILL)
 
     handlers_before = {}
-    if threading.current_thread() is threading.main_thread():
-        # Not those that are ignored (nohup), nor handlers that Python did not install: it could not put them back.
+    if threading.current_thread() is threading.main_thread():  # Python sets handlers in no other thread
+        # Signals that are ignored stay so (nohup). Handlers that Python did not install (None) could not be
+        # restored.
         forwarded = [n for n in SIGNALS if signal.getsignal(n) not in (signal.SIG_IGN, None)]
         handlers_before = {n: signal.signal(n, forward) for n in forwarded}
     try:
@@ -256,7 +313,16 @@ def _forward_signals(children: list[_Child]) -> Generator[list[int]]:
 
 
 def _watch(children: Sequence[_Child], received: Sequence[int]) -> None:
-    """Return when all ranks have ended: by themselves, or because one failed or a signal came."""
+    """Return when all ranks have ended: by themselves, or killed after a deadline.
+
+    The first failure or signal sets a deadline. When it is over, ranks that are still alive get a signal:
+
+        a rank failed                       after `END_S` SIGTERM, `END_S` later SIGKILL
+        a signal came                       after `CHECKPOINT_S` SIGKILL
+        a signal came before all are ready  at once SIGTERM, `POLL_S` later SIGKILL
+
+    received: The list of `_forward_signals`, which grows.
+    """
     deadline_s = math.inf
     final_signal = signal.SIGTERM
     while True:
@@ -286,7 +352,14 @@ def _watch(children: Sequence[_Child], received: Sequence[int]) -> None:
 
 
 def _make_error(failed: Sequence[_Child], received: Sequence[int]) -> BaseException:
-    """The error to raise: that of the rank that failed first, not of those that failed because it did."""
+    """The error that the parent raises: that of the rank that failed by itself, not of those that lost it.
+
+    In this order: a rank with an error of its own, the signal that came, a rank that was killed from
+    outside, any.
+
+    failed: Ranks with another exit code than 0.
+    received: Signals that the parent got.
+    """
     with_own_error: list[_Child] = []
     killed: list[_Child] = []
     signals = list(received)
@@ -299,7 +372,8 @@ def _make_error(failed: Sequence[_Child], received: Sequence[int]) -> BaseExcept
         elif not child.is_ended_by_us and not child.is_ended_by_signal:
             killed.append(child)
 
-    # A notice to one rank alone may end it where the others were not asked, as in evaluation: they fail without it.
+    # A signal to one rank alone may end it while the others do not look for signals, as in evaluation. They
+    # then fail because it is gone, and the signal is the cause.
     if not with_own_error and (received or (signals and not killed)):
         return Interrupted(signals[0])
 
@@ -307,7 +381,7 @@ def _make_error(failed: Sequence[_Child], received: Sequence[int]) -> BaseExcept
     code = culprit.process.exitcode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
     message = culprit.messages.get("error", "")
-    if culprit.messages.get("kind") == "ValueError":  # the user's to put right, as in a run of one process
+    if culprit.messages.get("kind") == "ValueError":  # a mistake of the user, as in a run of one process
         return ValueError(f"{message.removeprefix('ValueError: ')} (rank {culprit.rank} {how})")
     reason = message or "it may have run out of memory; resume=true resumes from the last checkpoint"
     error = RankError(f"rank {culprit.rank} {how}: {reason}", culprit.rank, code)
@@ -319,9 +393,14 @@ def _make_error(failed: Sequence[_Child], received: Sequence[int]) -> BaseExcept
 def _run_child(
     function: Callable[..., Any], args: tuple[Any, ...], spec: RankSpec, pipe: Connection, parent: int
 ) -> None:
-    """The life of a spawned rank."""
+    """Run a spawned rank from its start to its exit.
+
+    pipe: The rank's end of the pipe to the parent.
+    parent: Process id of the parent.
+    """
     _end_with_parent(parent)
-    # Ctrl-C in a terminal goes to every process of a group: it shall come once, from the parent.
+    # Ctrl-C in a terminal goes to every process of its group. A group of its own leaves forwarding to the
+    # parent.
     os.setpgid(0, 0)
     keep_freed_memory()
     try:
@@ -346,21 +425,26 @@ def _run_child(
 
 
 def _send_message(pipe: Connection, **message: Any) -> None:
+    """Write a message to the parent, unless that has ended."""
     with contextlib.suppress(BrokenPipeError):
         pipe.send_bytes(json.dumps(message).encode())
 
 
 def _end_with_parent(parent: int) -> None:
-    """Have this process end when its parent does, even when that is killed."""
+    """Let the system end this process when its parent ends, even if the parent is killed.
+
+    parent: its process id.
+    """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
         threading.Thread(target=_exit_after_parent, name="hopline-parent", daemon=True).start()
-    if os.getppid() != parent:  # it ended before we could ask
+    if os.getppid() != parent:  # the parent ended before `prctl` was called
         os._exit(1)
 
 
 def _exit_after_parent() -> None:
+    """Wait until the parent ends, then end this process. A thread, for systems without `prctl`."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait_for([parent.sentinel])

@@ -1,4 +1,19 @@
-"""Memory that all processes of a host share: arrays whose pickle says where they lie, and zeros that all ranks map."""
+"""Memory that the processes of a host share.
+
+`share` puts a tensor into memory that others can map. The pickle of the resulting `SharedArray` is a
+handle: a path, an offset, a dtype and a shape. Whoever unpickles it maps the same memory.
+
+    process A                                       process B
+    share(tensor) -> memfd 7, mapped                unpickle -> open /proc/A/fd/7, mmap
+    pickle: ("/proc/A/fd/7", offset, ...)   ---->   a tensor over the same pages
+
+A memfd is a file in memory without a name. It needs no /dev/shm, and the system frees it when the last
+process that maps it ends. Other processes open it through the /proc entry of the process that made it. So
+that process must be alive, and keep the descriptor, until they have. A tensor that lies in a memory-mapped
+file already is not copied: its handle names that file.
+
+`shared_zeros` gives all ranks of a host one array, without pickling.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +35,31 @@ from hopline.distributed.world import World
 from hopline.util.config import format_size
 
 _SENT: set[SharedArray] = set()
-"""Arrays whose handle was given away: whoever got it may open it at any later time. Owned by this module, since pickle
-says to nobody else what it sends; emptied by `release`, or with the process. Adding to it is atomic."""
+"""Arrays that were pickled. They stay alive, because the receiver may open them at any later time.
+
+Owned by this module: pickle does not tell anybody else what it sends. `release` empties it. Adding is
+atomic, so it needs no lock.
+"""
 
 
 class SharedArray:
     """A tensor in memory that other processes can map, or in a file that they can open.
 
-    Its pickle is a handle of some hundred bytes. It leads to memory for as long as the process lives that made it;
-    whoever has opened it by then keeps it.
+    Its pickle is a handle of some hundred bytes. A handle to memory can be opened until the process that
+    made it ends or releases it (`release`). A process that has opened it keeps the memory.
+
+    The array owns its descriptor, and closes it at its end.
     """
 
     def __init__(self, file: int | str, offset: int, tensor: Tensor, *, writable: bool) -> None:
         self.file = file
-        """A descriptor of memory that has no name, or the path of a file."""
+        """A descriptor of a memfd, or the path of a file. "" if the array is empty."""
         self.offset = offset
-        """Bytes before the array in its file."""
+        """Bytes of the file before the array."""
         self.tensor = tensor
+        """The array itself, over the shared memory."""
         self.writable = writable
+        """Whether processes that open it may write."""
         if isinstance(file, int):
             weakref.finalize(self, os.close, file)
 
@@ -52,7 +74,10 @@ class SharedArray:
 
 
 def share(tensor: Tensor) -> SharedArray:
-    """An array that other processes can open: the same memory if it lies in a mapped file, else one copy of it."""
+    """The tensor as an array that other processes can open.
+
+    It is the same memory if the tensor lies in a memory-mapped file, else a copy in shared memory.
+    """
     tensor = tensor.detach()
     mapped = mapped_file(tensor)
     if mapped is not None:
@@ -70,7 +95,9 @@ def share(tensor: Tensor) -> SharedArray:
 
 
 def release() -> None:
-    """Give back the memory of arrays that were sent and that nobody here uses: their handles lead nowhere then.
+    """Free the memory of arrays that were sent, unless this process still uses them.
+
+    Handles of freed arrays cannot be opened any more. Processes that have opened one keep the memory.
 
     Example:
         >>> hl.interop.release()
@@ -79,11 +106,16 @@ def release() -> None:
 
 
 def new_file(num_bytes: int) -> int | str:
-    """Memory without a name where the system has that: it is gone with the last process that maps it."""
+    """A descriptor of a new memfd of `num_bytes` zeros.
+
+    On systems without memfd it is the path of a temporary file, which is removed when this process ends.
+    Raises an OSError if there is not enough memory.
+    """
     if hasattr(os, "memfd_create"):
-        # Unlike /dev/shm, which a container may limit to 64 MB; asked for now, since later it would be a bus error.
+        # Not in /dev/shm, which a container may limit to 64 MB.
         descriptor = os.memfd_create("hopline")
         try:
+            # All memory is allocated now. If some were missing later, touching it would be a bus error.
             os.posix_fallocate(descriptor, 0, num_bytes)
         except OSError:
             os.close(descriptor)
@@ -97,30 +129,45 @@ def new_file(num_bytes: int) -> int | str:
 
 
 def map_file(file: int, offset: int, dtype: torch.dtype, shape: tuple[int, ...], *, writable: bool) -> Tensor:
-    """The array at an offset of a file, mapped."""
+    """A tensor over a memory map of a file.
+
+    The map ends with the tensor, and needs the descriptor no longer.
+
+    file: Descriptor of the open file.
+    offset: Bytes of the file before the tensor.
+    """
     access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
     count = torch.Size(shape).numel()
     buffer = mmap.mmap(file, offset + count * dtype.itemsize, access=access)
     with warnings.catch_warnings():
-        # Torch cannot mark a tensor as read-only and says so.
+        # Torch has no read-only tensors, and warns.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(shape)
 
 
 def _path_of(file: int | str) -> str:
-    """The path under which other processes of this host can open a file."""
+    """The path by which other processes of this host can open a file.
+
+    file: a descriptor of this process, or a path.
+    """
     return f"/proc/{os.getpid()}/fd/{file}" if isinstance(file, int) else file
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
-    """What tells a file from one that took its path, or its process number, later."""
+    """(inode, bytes): tells a file from another one that has the same path later.
+
+    A path in /proc may lead to another file when the sender has ended and its process id is used again.
+    """
     return status.st_ino, status.st_size
 
 
 def _open(
     path: str, identity: tuple[int, int], offset: int, dtype: str, shape: tuple[int, ...], writable: bool
 ) -> SharedArray:
-    """The array behind a handle, in another process or in this one."""
+    """Unpickle a `SharedArray`: open the file of a handle and map it.
+
+    identity: as `_identity` was at pickling.
+    """
     gone = (
         f"what was shared is no longer there ({path}): the process that sent it must run on this host, and not have "
         "called hl.interop.release(), until it is opened"
@@ -129,38 +176,45 @@ def _open(
         descriptor = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
     except OSError as error:
         raise ValueError(gone) from error
-    if _identity(os.fstat(descriptor)) != identity:  # a process or a file that took the place of the one meant
+    if _identity(os.fstat(descriptor)) != identity:
         os.close(descriptor)
         raise ValueError(gone)
     tensor = map_file(descriptor, offset, getattr(torch, dtype), shape, writable=writable)
     if path.startswith("/proc/"):
+        # The descriptor stays open: this array can be pickled again after the sender has ended.
         return SharedArray(descriptor, offset, tensor, writable=writable)
     os.close(descriptor)
     return SharedArray(path, offset, tensor, writable=writable)
 
 
 def _make_empty(dtype: str, shape: tuple[int, ...]) -> SharedArray:
+    """Unpickle an array without elements, which has no memory to share."""
     return SharedArray("", 0, torch.empty(shape, dtype=getattr(torch, dtype)), writable=True)
 
 
 class MappedFile(NamedTuple):
-    """A file in whose shared mapping a tensor lies."""
+    """The file whose memory map holds a tensor."""
 
     path: str
-    """The file's path."""
+    """Path of the file."""
     offset: int
     """Bytes of the file before the tensor."""
     writable: bool
-    """Whether the mapping may be written."""
+    """Whether the memory map may be written."""
 
 
 def mapped_file(tensor: Tensor) -> MappedFile | None:
-    """The file in whose shared mapping a tensor lies; None if it does not, or is gone."""
+    """The file whose shared memory map holds a tensor, by /proc/self/maps.
+
+    None if the tensor lies in ordinary memory or in a private map, if the file was removed or replaced, or
+    on systems without /proc.
+    """
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.numel():
         return None
     start = tensor.data_ptr()
     with contextlib.suppress(OSError, ValueError), open("/proc/self/maps") as maps:
         for line in maps:
+            # Such as "7f10a000-7f20a000 rw-s 00001000 08:01 4711 /data/x.bin"; s means shared.
             span, access, position, _, inode, *name = line.rstrip("\n").split(maxsplit=5)
             low, high = (int(end, 16) for end in span.split("-"))
             if not low <= start < high:
@@ -174,7 +228,13 @@ def mapped_file(tensor: Tensor) -> MappedFile | None:
 
 
 def shared_zeros(shape: Sequence[int], dtype: torch.dtype, world: World) -> Tensor:
-    """Zeros in one memory for all ranks of a host, which goes with the last of them: every rank must call this."""
+    """[shape] zeros that all ranks of a host share. The system frees the memory when the last of them ends.
+
+    Every rank must call this. The first rank of each host makes the memory, the others open it through
+    /proc.
+
+    Raises an error on every rank if one cannot make or open the memory.
+    """
     if not world.any(world.local_size > 1):
         return torch.zeros(shape, dtype=dtype)
     # Per rank: if it is the first of its host, the number of that host plus 1, else 0.
@@ -209,13 +269,17 @@ def shared_zeros(shape: Sequence[int], dtype: torch.dtype, world: World) -> Tens
     agree(problem, world, "open shared tables")
 
     if isinstance(file, int):
-        os.close(file)  # those who have mapped it keep it
+        os.close(file)  # all ranks of the host have mapped it, and a map keeps the memory
     assert zeros is not None
     return zeros
 
 
 def agree(problem: Exception | None, world: World, verb: str) -> None:
-    """Go on only if all ranks can, so that none waits for one that gave up."""
+    """Raise an error on every rank if one has a problem, so that no rank waits for one that gave up.
+
+    Every rank must call this. problem: the error of this rank, which it raises. None if it has none.
+    verb: What the rank did, for the error on the others: "another rank could not ...".
+    """
     failed = world.any(problem is not None)
     if problem is not None:
         raise problem
