@@ -1,4 +1,13 @@
-"""Charts as SVG text: curves over epochs and stacked bars, with axes, a legend and values on hover."""
+"""Charts as SVG text: curves over epochs and stacked bars, with axes, a legend and values on hover.
+
+The page needs no script and no file besides itself. A value is shown on hover by the `<title>` of its
+shape. Colours are CSS variables, `--c0`, `--c1`, ..., which `colours.style` defines.
+
+    y of the SVG grows downwards       TOP +-----------------+
+                                           |    the curves   |
+                          HEIGHT - BOTTOM  +-----------------+
+                                         LEFT          width - RIGHT
+"""
 
 import math
 import statistics
@@ -8,6 +17,7 @@ from html import escape
 from hopline.report.format import Unit
 
 Points = Sequence[tuple[float, float]]
+"""(epoch or step, value) of each point of a curve."""
 
 # ---- size of a chart and of its margins, in units of the SVG. Chosen by eye.
 
@@ -29,7 +39,7 @@ MAX_HOVERS = 400
 
 def format_short(value: float) -> str:
     """Write a number in a few characters: 0.7312, 45.2k, 1.5M."""
-    # Four digits are short enough: thousands are written with a k from ten thousand on.
+    # Numbers of four digits are short enough as they are, so k begins at ten thousand.
     for least, factor, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= least:
             return f"{value / factor:.5g}{letter}"
@@ -37,7 +47,10 @@ def format_short(value: float) -> str:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return round numbers that cover a range, about as many as asked for."""
+    """Return round numbers at equal steps that cover a range, about `count` of them.
+
+    A step is 1, 2, 2.5 or 5 times a power of ten.
+    """
     if high <= low:
         margin = abs(low) / 10 or 1.0
         low -= margin
@@ -51,12 +64,17 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def swatch(colour: int, name: str) -> str:
-    """Name something that a chart shows, with its colour before it."""
+    """Write a name with its colour before it, as HTML. colour: its number, as in `--c0`."""
     return f'<span class="key"><i style="background:var(--c{colour})"></i>{escape(name)}</span>'
 
 
 def _figure(title: str, names: Iterable[str], width: int, drawing: str) -> str:
+    """Put a drawing into a figure with its title and a legend.
+
+    names: those of the colours, from `--c0` on.
+    """
     names = list(names)
+    # A single curve that is named like the chart needs no legend.
     needs_legend = names != [title.lower()]
     keys = "".join(swatch(i, name) for i, name in enumerate(names)) if needs_legend else ""
     kind = "wide" if width > WIDTH else ""
@@ -71,7 +89,13 @@ def _figure(title: str, names: Iterable[str], width: int, drawing: str) -> str:
 def _axes(
     label_xs: Sequence[float], labels: Sequence[str], y_ticks: Sequence[float], width: int, over: str = "epoch"
 ) -> str:
-    """Horizontal gridlines with numbers at the left, labels below; `label_xs` are scaled already."""
+    """Draw horizontal gridlines with numbers at the left, and labels below.
+
+    label_xs: Centre of each label, in units of the SVG.
+    labels: Texts below the drawing.
+    y_ticks: Values of the gridlines, ascending.
+    over: Title of the horizontal axis.
+    """
     floor = HEIGHT - BOTTOM
     parts = []
     for value in y_ticks:
@@ -85,6 +109,7 @@ def _axes(
 
 
 def _scale(value: float, low: float, high: float, start: float, stop: float) -> float:
+    """Map low .. high linearly to start .. stop. An empty range goes to the middle."""
     return start + (value - low) / (high - low) * (stop - start) if high > low else (start + stop) / 2
 
 
@@ -96,9 +121,12 @@ def line_chart(
     always_shown: float | None = None,
     width: int = WIDTH,
 ) -> str:
-    """Draw curves over epochs, or whatever `over` names, as an SVG figure, or nothing when no curve has a point.
+    """Draw curves as an SVG figure. "" if no curve has a point.
 
-    always_shown: a value that the vertical axis shows in any case.
+    series: Points of each curve, by name.
+    over: Title of the horizontal axis.
+    always_shown: A value that the vertical axis includes in any case.
+    width: Of the figure, in units of the SVG.
     """
     series = {name: points for name, points in series.items() if points}
     if not series:
@@ -126,7 +154,8 @@ def line_chart(
         drawn = [(scale_x(x), scale_y(y)) for x, y in points]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
         parts.append(f'<polyline class="curve" style="stroke:{colour}" points="{line}"/>')
-        # Dots where they stand apart; where they are many, something unseen to point at.
+        # A few points are dots. Many dots would hide the curve: they are transparent, and larger, to be
+        # pointed at.
         dot = f'r="3" style="fill:{colour}"' if len(points) <= MAX_BARS else 'r="6" fill="transparent"'
         every = -(-len(points) // MAX_HOVERS)
         for (x, y), (epoch, value) in list(zip(drawn, points, strict=True))[::every]:
@@ -136,10 +165,13 @@ def line_chart(
 
 
 def bar_chart(title: str, names: Sequence[str], bars: Sequence[tuple[float, Mapping[str, float]]], unit: Unit) -> str:
-    """Draw one stacked bar per epoch, or per few epochs where they are many, as an SVG figure.
+    """Draw one stacked bar per epoch as an SVG figure. "" if there are no names.
 
-    names: what bars are made of, from the bottom up; each has the colour of its position.
-    bars: (epoch, seconds by name), drawn in `unit`.
+    With more than `MAX_BARS` epochs a bar is the mean of several.
+
+    names: Parts of a bar from the bottom up. The first one has the colour `--c0`.
+    bars: (epoch, seconds by name).
+    unit: The unit of the vertical axis.
     """
     if not names:
         return ""
@@ -159,7 +191,7 @@ def bar_chart(title: str, names: Sequence[str], bars: Sequence[tuple[float, Mapp
     pitch = (width - LEFT - RIGHT) / len(means)
     bar_width = min(pitch * 0.72, MAX_BAR_WIDTH)
     centres = [LEFT + pitch * (i + 0.5) for i in range(len(means))]
-    every = -(-len(means) * max(map(len, labels)) // LABEL_CHARS)
+    every = -(-len(means) * max(map(len, labels)) // LABEL_CHARS)  # each label, or each second one, ...
     parts = [_axes(centres[::every], labels[::every], y_ticks, width)]
     for centre, label, stages in zip(centres, labels, means, strict=True):
         height_below = 0.0

@@ -1,4 +1,14 @@
-"""The HTML page of a run: its files read, its curves drawn, its facts, settings, memory and times laid out."""
+"""The HTML page of a run, made from the files of its folder alone.
+
+    config.json, metrics.jsonl  --read_run-->  RunFiles  --render-->  one HTML text
+
+The page is one file without scripts: style, charts and tables are in it. It can be made at any time: of a
+run that ended, failed, was killed or is under way, and of runs that earlier versions wrote. So a value
+of a record may be missing or of another type (`is_number`, `numbers`). A section without values is left out.
+
+Sections, from the top: header, tiles, facts, notices, curves, time by part, pipeline, memory plan, memory
+budget, counters, settings, versions.
+"""
 
 import json
 import math
@@ -18,6 +28,7 @@ from hopline.report.settings import flatten, split_settings
 from hopline.util.config import format_size
 
 Record = dict[str, Any]
+"""One line of metrics.jsonl. "event" says what it is about: "epoch", "evaluate", "budget", ..."""
 
 STYLE = """
 :root {
@@ -100,35 +111,46 @@ details .table { margin-top: 6px; }
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """What the files of a run folder say."""
+    """Contents of a run folder. A record that a run did not write is {}."""
 
     name: str
+    """Name of the run."""
     about: Record
+    """config.json: settings, command, versions and machine."""
     start: Record
-    """Dataset, model and method; old runs have no such record."""
+    """Dataset, model and method. Old runs have no such record."""
     elapsed_s: float
-    """The stamp of the last record."""
+    """Seconds from the start of the run to its last record."""
     epochs: list[Record]
+    """One record per epoch, in order."""
     evaluations: list[Record]
+    """One record per evaluated epoch and split, in order."""
     budgets: list[Record]
-    """Of each epoch that kept to a budget."""
+    """Predicted and measured memory: one record per epoch that kept to a budget, in order."""
     plan: Record
-    """What it was promised to take."""
+    """The memory plan, made before the run."""
     pipeline: Record
-    """Why epochs took as long as they did."""
+    """The bottleneck: an `Explanation` of the run, or of its last epoch."""
     history: Record
-    """How old the rows were that historical training read."""
+    """Staleness of the historical embeddings that training read."""
     end: Record
+    """Results of a run that ended."""
     close: Record
+    """Status and counters, written last."""
     num_unreadable: int
+    """Lines of metrics.jsonl that are not JSON objects."""
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the records of a metrics.jsonl, without the lines that cannot be read."""
+    """Return the records of a metrics.jsonl, without lines that cannot be read.
+
+    [] if there is no such file.
+    """
     return _read_lines(path)[0]
 
 
 def _read_lines(path: Path) -> tuple[list[Record], int]:
+    """(records, number of lines that cannot be read), such as half a line of a run that was killed."""
     if not path.exists():
         return [], 0
     records: list[Record] = []
@@ -146,7 +168,10 @@ def _read_lines(path: Path) -> tuple[list[Record], int]:
 
 
 def read_run(folder: Path) -> RunFiles:
-    """Read a run folder, of a run that ended, failed, was killed or is still under way."""
+    """Read the folder of a run that ended, failed, was killed or is under way.
+
+    Raises a ValueError if config.json is missing or damaged.
+    """
     path = folder / "config.json"
     try:
         about = json.loads(path.read_text("utf-8"))
@@ -156,12 +181,13 @@ def read_run(folder: Path) -> RunFiles:
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         raise ValueError(f"'{path}' is damaged: restore it, or run again with another out=FOLDER.") from None
     records, num_unreadable = _read_lines(folder / "metrics.jsonl")
+    # By epoch and split: a resumed run may evaluate an epoch again, and the last record counts.
     evaluations: dict[tuple[float, str], Record] = {}
     for record in records:
         has_metrics = is_number(record.get("epoch")) and isinstance(record.get("metrics"), dict)
         if record.get("event") == "evaluate" and has_metrics:
             evaluations[record["epoch"], str(record.get("split"))] = record
-    last = {record.get("event"): record for record in records}
+    last = {record.get("event"): record for record in records}  # of each event
     return RunFiles(
         name=name,
         about=about,
@@ -180,7 +206,7 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def _last_by_epoch(records: Iterable[Record], event: str) -> list[Record]:
-    """A resumed run repeats epochs; what it logged last holds."""
+    """The last record of an event for each epoch, in order. A resumed run may log an epoch again."""
     last = {r["epoch"]: r for r in records if r.get("event") == event and is_number(r.get("epoch"))}
     return [last[epoch] for epoch in sorted(last)]
 
@@ -190,7 +216,7 @@ def render(folder: Path) -> str:
     run = read_run(folder)
     config = run.about["config"]
     evaluate = config.get("evaluate") or _mapping(config.get("train")).get("evaluate")
-    is_async = evaluate in ("async", "async_cpu")  # the second of earlier versions
+    is_async = evaluate in ("async", "async_cpu")  # earlier versions wrote the second
     waited_for = [r for r in run.evaluations if not is_async or r.get("split") != "valid"]
     parts = time_by_part(run.elapsed_s, run.epochs, waited_for)
     body = [
@@ -211,6 +237,7 @@ def render(folder: Path) -> str:
     settings = settings_section(config, run.about.get("changed"))
     body.append(f'<div class="grid"><div>{settings}</div><div>{versions_section}</div></div>')
 
+    # At least as many colours as the chart with the most parts has.
     num_stages = len({name for epoch in run.epochs for name in stages_of(epoch)})
     num_metrics = len({(r.get("split"), name) for r in run.evaluations for name in r["metrics"]})
     style = STYLE + report_colours.style(max(len(report_colours.CHOSEN), num_stages, num_metrics))
@@ -223,10 +250,12 @@ def render(folder: Path) -> str:
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
+    """The value if it is a mapping, else {}."""
     return value if isinstance(value, Mapping) else {}
 
 
 def _header(run: RunFiles) -> str:
+    """Name, status, start, command and, if the run failed, its error."""
     status = str(run.close.get("status") or "not finished")
     state, _, problem = status.partition(": ")
     css_class = {"ok": "ok", "not finished": ""}.get(state, "failed")
@@ -243,12 +272,13 @@ def _header(run: RunFiles) -> str:
 
 
 def _tiles(run: RunFiles, total_s: float) -> str:
+    """The main numbers of a run, one per tile. total_s: seconds of the whole run."""
     tiles: list[tuple[str, str]] = []  # (label, value)
     for split, metrics, note in _results(run):
         tiles += [(f"{split} {name}{note}", f"{value:.4f}") for name, value in metrics.items() if is_number(value)]
     for name, label in (("loss", "loss"), ("seeds_per_s", "seeds per second")):
         values = {value for _, value in _series(run.epochs, name)}
-        if len(values) == 1:  # no curve shows it
+        if len(values) == 1:  # no chart shows a value that never changes
             tiles.append((label, amount(*values)))
     tiles.append(("epochs", f"{len(run.epochs):,}"))
     if total_s > 0:
@@ -267,7 +297,11 @@ def _tiles(run: RunFiles, total_s: float) -> str:
 
 
 def _results(run: RunFiles) -> Iterable[tuple[str, Record, str]]:
-    """The best validation and the test metrics, from the end of the run or from what was evaluated so far."""
+    """Yield (split, metrics, note) of the best validation and of the test.
+
+    They come from the record of the run's end. Without it the best evaluation so far is taken, by its first
+    metric.
+    """
 
     def score(evaluation: Record) -> float:
         value = _first(evaluation["metrics"])
@@ -287,10 +321,12 @@ def _results(run: RunFiles) -> Iterable[tuple[str, Record, str]]:
 
 
 def _first(values: Mapping[str, Any]) -> Any:
+    """The first value of a mapping. None if it is empty."""
     return next(iter(values.values()), None)
 
 
 def _notices(run: RunFiles) -> Iterable[str]:
+    """Yield what a reader should know about a run that is not as usual."""
     if not run.close:
         yield "This run has not closed its report: it is still under way, or it was killed."
     if run.num_unreadable:
@@ -310,6 +346,7 @@ def _notice(text: str) -> str:
 
 
 def _curves(run: RunFiles) -> str:
+    """Charts of loss, metrics, learning rate and speed over epochs."""
     metrics: dict[str, list[tuple[float, float]]] = {}
     for record in run.evaluations:
         for name, value in record["metrics"].items():
@@ -323,7 +360,7 @@ def _curves(run: RunFiles) -> str:
     }
     drawn: list[str] = []
     for title, series in charts.items():
-        # A chart of what never changes says nothing: tiles and facts have the value.
+        # A value that never changes is in the tiles or facts instead.
         is_changing = any(len({value for _, value in points}) > 1 for points in series.values())
         if is_changing:
             drawn.append(line_chart(title, series))
@@ -332,11 +369,15 @@ def _curves(run: RunFiles) -> str:
 
 
 def _series(records: Iterable[Record], name: str) -> Points:
+    """(epoch, value) of all records that have a number under `name`."""
     return [(r["epoch"], r[name]) for r in records if is_number(r.get(name))]
 
 
 def _evaluation_stages(run: RunFiles) -> list[Record]:
-    """Statistics of the stages that are in no epoch's time; of evaluation as a whole `time_by_part` has the time."""
+    """Statistics of stages that no epoch has: those of evaluation.
+
+    "evaluate" itself is in `time_by_part`.
+    """
     in_epochs = {"evaluate"}
     for epoch in run.epochs:
         in_epochs.update(numbers(epoch.get("stages")), stages_of(epoch))
@@ -344,19 +385,21 @@ def _evaluation_stages(run: RunFiles) -> list[Record]:
 
 
 def _counters(run: RunFiles) -> str:
+    """A table of all counters: their totals, and their values in the last epoch."""
     last = numbers(run.epochs[-1].get("counters")) if run.epochs else {}
     totals = numbers(run.close.get("counters"))
-    if not totals:
+    if not totals:  # the run has not closed its report
         for epoch in run.epochs:
             for name, count in numbers(epoch.get("counters")).items():
                 totals[name] = totals.get(name, 0) + count
-    # Numbers in a name in their order: to_2 before to_16.
+    # Numbers in names are ordered by value, to_2 before to_16: parts are padded to equal length.
     names = sorted({*totals, *last}, key=lambda name: [f"{part:>9}" for part in re.split(r"(\d+)", name)])
     rows = [(name, _write_counter(name, totals.get(name)), _write_counter(name, last.get(name))) for name in names]
     return f"<h2>Counters</h2>{table(('counter', 'total', 'last epoch'), rows, numbers_from=1)}" if rows else ""
 
 
 def _write_counter(name: str, value: float | None) -> str:
+    """A counter for people: with a unit if its name says that it counts bytes."""
     if value is None:
         return ABSENT
     if "bytes" in name:
@@ -365,20 +408,23 @@ def _write_counter(name: str, value: float | None) -> str:
 
 
 MANY_ROWS = 12
-"""Epochs beyond which a table by epoch is folded away."""
+"""Rows. A longer table by epoch is folded. A rule of thumb."""
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+"""(name, bytes) of the units of memory in charts, the largest first."""
 
 
 def is_number(value: Any) -> bool:
+    """Whether a value of a record is a finite number. JSON's true and false are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def numbers(values: Any) -> dict[str, float]:
+    """The finite numbers of a dict. {} if the value is none."""
     return {k: v for k, v in values.items() if is_number(v)} if isinstance(values, dict) else {}
 
 
 class Html(str):
-    """Text of a cell that is HTML already."""
+    """Text of a table cell that is HTML already, and is not escaped."""
 
 
 def table(
@@ -389,7 +435,15 @@ def table(
     sums: Iterable[Sequence[Any]] = (),
     kind: str = "",
 ) -> str:
-    """Write a table. numbers_from: the first column of numbers. sums: rows below the others, set apart."""
+    """Write a table as HTML. Cells are escaped, unless they are `Html`.
+
+    heads: Texts of the first row.
+    rows: Cells of each row.
+    numbers_from: The first column of numbers, which are aligned to the right. The default is beyond any
+        table.
+    sums: Rows below the others, set apart.
+    kind: CSS class of the table: "keys", "bars" or "".
+    """
 
     def write_row(tag: str, cells: Sequence[Any], row_class: str = "") -> str:
         html = ""
@@ -405,7 +459,7 @@ def table(
 
 
 def _text(value: Any) -> str:
-    """A value as it is typed in key=value: none, true, or 10,10."""
+    """A value as it is typed in key=value: none, true or 10,10."""
     if isinstance(value, (list, tuple)):
         return ",".join(map(_text, value))
     is_word = value is None or isinstance(value, bool)
@@ -413,21 +467,27 @@ def _text(value: Any) -> str:
 
 
 def fold(title: str, content: str) -> str:
-    """Hide something behind its title, which opens it on a click."""
+    """Fold HTML behind its title, which opens it on a click."""
     return f"<details><summary>{escape(title)}</summary>{content}</details>"
 
 
 def thin_out(values: Sequence[float], max_points: int) -> tuple[list[float], int]:
-    """(at most `max_points` values, each the largest of its stretch; how many values a stretch has)."""
+    """(at most `max_points` values, number of values behind each).
+
+    Each is the largest of consecutive values.
+    """
     per_point = max(1, -(-len(values) // max_points))
     return [max(values[start : start + per_point]) for start in range(0, len(values), per_point)], per_point
 
 
 def budget_section(records: Sequence[Record]) -> str:
-    """Predicted and measured bytes by epoch, and by step before and after splitting; nothing without a budget."""
+    """Predicted and measured memory, as a chart by step and a table by epoch. "" without a budget.
+
+    records: `RunFiles.budgets`.
+    """
     if not records:
         return ""
-    columns = (
+    columns = (  # (head, key in the record, how to write it)
         ("steps", "num_steps", _write_count),
         ("limit", "limit_bytes", _write_size),
         ("predicted", "promised_bytes", _write_size),
@@ -453,7 +513,10 @@ def budget_section(records: Sequence[Record]) -> str:
 
 
 def plan_section(record: Record) -> str:
-    """What a plan says that a run keeps at each place, and the peak that it predicts; nothing without one."""
+    """The memory plan: resident items, a step, and the predicted peak at each place. "" without a plan.
+
+    record: `RunFiles.plan`.
+    """
     totals = record.get("totals") or []
     if not totals:
         return ""
@@ -471,15 +534,17 @@ def plan_section(record: Record) -> str:
 
 
 def _write_size(record: Record, key: str) -> str:
+    """Bytes under a key, with a unit."""
     return format_size(record[key]) if is_number(record.get(key)) else ABSENT
 
 
 def _write_count(record: Record, key: str) -> str:
+    """The count under a key, with thousands separators."""
     return f"{record[key]:,}" if is_number(record.get(key)) else ABSENT
 
 
 def _bytes_chart(records: Sequence[Record]) -> str:
-    """Bytes of every step before and after splitting, under the line of the budget."""
+    """A chart of the bytes of every step, before and after splitting, and of the limit."""
     curves: dict[str, list[tuple[float, float]]] = {"before splitting": [], "after splitting": [], "limit": []}
     steps_before = 0  # of the epochs before
     for record in records:
@@ -502,7 +567,7 @@ def _bytes_chart(records: Sequence[Record]) -> str:
 
 
 def _thin_out_points(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """As many points as a chart shows; the largest of those that lie together stays."""
+    """At most `MAX_HOVERS` points. Of consecutive points the largest stays, so that peaks stay visible."""
     _, per_point = thin_out([v for _, v in points], MAX_HOVERS)
     stretches = (points[start : start + per_point] for start in range(0, len(points), per_point))
     return [max(stretch, key=lambda point: point[1]) for stretch in stretches]
@@ -515,20 +580,22 @@ SIZES = {
     "num_classes": "classes",
     "num_seeds": "training seeds",
 }
-"""Sizes of the dataset in the record of a run's start, with what they are called on the page."""
+"""Sizes of the dataset: keys in the record of a run's start, and names on the page."""
 MAIN_SETTINGS = {
     "sampled": {"fanouts": "fan-outs", "batch_size": "batch size"},
     "historical": {"num_parts": "parts", "parts_per_batch": "parts per batch"},
     "full_batch": {"num_shards": "shards"},
 }
-"""What a reader asks first of each method's settings."""
+"""The settings of each method that are among the facts: keys, and names on the page."""
 
 
 def facts_section(start: Record, config: Mapping[str, Any], learning_rates: Sequence[float]) -> str:
     """Dataset, model and training in three cards.
 
-    start: the record of the run's start. Old runs have none: then the settings tell what they can.
-    learning_rates: of all epochs. Where they are all the same, this is the place that shows it.
+    start: The record of the run's start. {} of an old run: then the settings have some of the facts.
+    config: The settings.
+    learning_rates: Those of all epochs. They are shown if they are all the same, since no chart shows them
+        then.
     """
     facts = start or _facts_of_settings(config)
     dataset = {"name": facts.get("dataset")} | {label: facts.get(key) for key, label in SIZES.items()}
@@ -547,16 +614,18 @@ def facts_section(start: Record, config: Mapping[str, Any], learning_rates: Sequ
 
 
 def _card(title: str, facts: Mapping[str, Any]) -> str:
+    """Facts as a list of names and values. "" if no value is known."""
     terms = [f"<dt>{name}</dt><dd>{escape(amount(value))}</dd>" for name, value in facts.items() if value is not None]
     return f'<div class="card"><h3>{title}</h3><dl>{"".join(terms)}</dl></div>' if terms else ""
 
 
 def _method_facts(method: Any) -> dict[str, Any]:
+    """The method's name and its `MAIN_SETTINGS`. method: its settings, with "kind"."""
     if not isinstance(method, Mapping):
         return {}
     kind = str(method.get("kind"))
     facts: dict[str, Any] = {"method": kind}
-    # A Trainer in Python wrote FullBatch where `hopline train` wrote full_batch.
+    # The name is FullBatch in a run of a Trainer in Python, and full_batch in one of `hopline train`.
     by_class = {name.replace("_", ""): labels for name, labels in MAIN_SETTINGS.items()}
     for key, label in by_class.get(kind.replace("_", "").lower(), {}).items():
         value = method.get(key)
@@ -565,6 +634,7 @@ def _method_facts(method: Any) -> dict[str, Any]:
 
 
 def _facts_of_settings(config: Mapping[str, Any]) -> Record:
+    """The facts that settings tell, under the keys of the record of a run's start."""
     model = config.get("model")
     if isinstance(model, Mapping):
         model_name = model.get("name")
@@ -581,7 +651,10 @@ def _facts_of_settings(config: Mapping[str, Any]) -> Record:
 
 
 def settings_section(config: Mapping[str, Any], keys: Any) -> str:
-    """The settings that differ from their defaults, and the others folded away. keys: as config.json names them."""
+    """Tables of the changed settings and, folded, of the others.
+
+    keys: Keys of the changed settings, as config.json has them. Anything but a list: not known.
+    """
     changed, others = split_settings(config, keys if isinstance(keys, list) else None)
 
     def rows(settings: Mapping[str, Any]) -> str:
@@ -595,13 +668,14 @@ def settings_section(config: Mapping[str, Any], keys: Any) -> str:
 
 
 def time_by_part(elapsed_s: float, epochs: Sequence[Record], evaluations: Sequence[Record]) -> dict[str, float]:
-    """The seconds of each part of the run; their sum is the total.
+    """Seconds of each part of the run. Their sum is the total.
 
-    elapsed_s: the stamp of the last record.
-    evaluations: those that training waited for.
+    elapsed_s: Seconds from the start of the run to its last record.
+    epochs: Records of all epochs.
+    evaluations: Records of the evaluations that training waited for.
     """
     stages = [numbers(record.get("stages")) for record in epochs]
-    # Written within the seconds of an epoch, and after its evaluation.
+    # Checkpoints are written within the seconds of an epoch ("checkpoint"), and after its evaluation.
     within_s = sum(seconds.get("checkpoint", 0.0) for seconds in stages)
     after_s = sum(seconds.get("evaluate.checkpoint", 0.0) for seconds in stages)
     parts = {
@@ -609,20 +683,23 @@ def time_by_part(elapsed_s: float, epochs: Sequence[Record], evaluations: Sequen
         "evaluation": _sum(evaluations, "seconds"),
         "checkpoints": within_s + after_s,
     }
-    # Of a run that was killed within an epoch and resumed, the seconds of that epoch count what no stamp does.
+    # Not below 0: after a run was killed within an epoch and resumed, the seconds of that epoch include
+    # time that `elapsed_s` does not.
     parts["everything else"] = max(0.0, elapsed_s - sum(parts.values()))
     return parts
 
 
 def _sum(records: Sequence[Record], key: str) -> float:
+    """The sum of the numbers under a key."""
     return sum(record[key] for record in records if is_number(record.get(key)))
 
 
 def time_section(parts: Mapping[str, float], evaluation_stages: Sequence[Record], is_async: bool) -> str:
     """Time by part as a table with bars.
 
-    evaluation_stages: statistics of the stages of evaluation, which run side by side.
-    is_async: whether validation ran beside training.
+    parts: Seconds of each part.
+    evaluation_stages: Statistics of the stages of evaluation, which overlap.
+    is_async: Whether validation ran concurrently with training.
     """
     total_s = sum(parts.values())
     unit = unit_of([total_s])
@@ -640,6 +717,7 @@ def time_section(parts: Mapping[str, float], evaluation_stages: Sequence[Record]
 
 
 def _evaluation_table(stages: Sequence[Record]) -> str:
+    """Times of the stages of evaluation in a folded table. "" if none was timed."""
     columns = ("first_epoch_s", "mean_s")
     times = [stage[column] for stage in stages for column in columns if is_number(stage.get(column))]
     if not times:
@@ -651,19 +729,23 @@ def _evaluation_table(stages: Sequence[Record]) -> str:
 
 
 def stages_of(epoch: Record) -> dict[str, float]:
-    """Seconds of each stage in an epoch: its own work, or of old runs its spans, which hold waiting too."""
+    """Seconds of each stage in an epoch, without waiting.
+
+    Old runs have only spans, which include waiting.
+    """
     return numbers(epoch.get("work")) or numbers(epoch.get("stages"))
 
 
 def pipeline_section(pipeline: Record, epochs: Sequence[Record]) -> str:
-    """The bottleneck and what to change, the stages by epoch, and what their overlap gains.
+    """The bottleneck and what to change, the stages by epoch, and the gain of their overlap.
 
-    pipeline: the explanation of the run, or of its last epoch; empty where there is none.
+    pipeline: `RunFiles.pipeline`.
+    epochs: Records of all epochs.
     """
     shares = numbers(pipeline.get("shares"))
     work = [stages_of(epoch) for epoch in epochs]
     timed = dict.fromkeys(name for stages in work for name in stages)
-    # In the order in which a batch goes through them.
+    # Shares are in the order in which a batch goes through the stages. Stages without a share follow.
     names = [name for name in shares if name in timed] + [name for name in timed if name not in shares]
     if not names:
         return ""
@@ -674,7 +756,7 @@ def pipeline_section(pipeline: Record, epochs: Sequence[Record]) -> str:
         parts.append(f'<p class="notice">{escape(str(pipeline["sentence"]))}</p>')
     parts.append(f'<p class="dim">{_pipeline_note(pipeline, has_work)}</p>')
     has_several = len(epochs) > 1
-    if has_several:  # of one epoch the table says it all
+    if has_several:  # one epoch needs no chart besides the table
         bars = [(epoch["epoch"], stages) for epoch, stages in zip(epochs, work, strict=True)]
         parts.append(bar_chart("Work by stage" if has_work else "Time by stage", names, bars, unit))
 
@@ -712,6 +794,7 @@ def pipeline_section(pipeline: Record, epochs: Sequence[Record]) -> str:
 
 
 def _pipeline_note(pipeline: Record, has_work: bool) -> str:
+    """What the times below mean. has_work: whether they leave waiting out."""
     sentences = ["Work of each stage per epoch, without waiting." if has_work else "Time in each stage per epoch."]
     if pipeline.get("shares"):
         workers = pipeline.get("workers")

@@ -1,4 +1,8 @@
-"""Which settings of a run differ from their defaults: found when the run begins, and stored in its config.json."""
+"""Which settings of a run differ from their defaults.
+
+`changed_keys` finds them when the run begins, and config.json stores them. `split_settings` reads them for
+the page.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +17,22 @@ class Settings(NamedTuple):
     """The settings of a run by key, such as "method.fanouts"."""
 
     changed: dict[str, Any]
-    """Those that differ from their defaults; all of them where defaults are not known."""
+    """Settings that differ from their defaults. All settings if a run did not store which do."""
     others: dict[str, Any]
+    """Settings with their default values."""
 
 
 def changed_keys(settings: Any) -> list[str]:
-    """Dotted keys of a settings object whose values are not the defaults, those of nested objects included.
+    """Keys of a settings object whose values are not the defaults. "method.fanouts" is in a nested object.
 
-    A nested object of another class than the default's, such as `method=Historical()`, has its "kind" changed, and is
-    compared with the defaults of its own class.
+    A nested object of another class than the default, such as `method=Historical()`, has the changed key
+    "method.kind". Its fields are compared with the defaults of its own class.
     """
     defaults = defaults_of(type(settings))
     changed: list[str] = []
     for name, stored in to_dict(settings).items():
         value = getattr(settings, name)
-        if name not in defaults:  # of a user's own method: it has to be given
+        if name not in defaults:  # a field without a default, as a user's own method may have
             changed.append(name)
             continue
         default = defaults[name]
@@ -46,7 +51,11 @@ def changed_keys(settings: Any) -> list[str]:
 
 
 def split_settings(config: Mapping[str, Any], changed: Iterable[str] | None) -> Settings:
-    """Tell the settings that were changed from the others. changed: None of a run that did not store them."""
+    """Split the settings of a run into changed ones and others.
+
+    config: Settings as config.json has them.
+    changed: Keys of the changed ones. None: the run did not store them.
+    """
     settings = dict(flatten(config))
     if changed is None:
         return Settings(settings, {})
