@@ -1,14 +1,14 @@
-"""`Pipeline`: batches, or other results, prepared by threads before they are needed, and delivered in order.
+"""`Pipeline`: threads prepare batches, or other results, before they are needed, and deliver them in order.
 
     requests --> thread 1: stage a, stage b, ... --+
-             --> thread 2: stage a, stage b, ... --+--> at most `look_ahead` results --> the caller, in request order
+             --> thread 2: stage a, stage b, ... --+--> at most `look_ahead` results --> the caller, in order
              --> ...                             --+
 
 One thread takes one request through all stages, so that threads share nothing.
 
-Threads compete with training for cores. So they run at a lower priority (`give_way`), and their kernels run in the
-thread alone unless the caller leaves the cores idle. `Load` reports how busy a run was; `tuning` chooses the number
-of threads by it.
+Threads compete with training for cores. So they run at a lower priority (`give_way`), and their kernels run
+in the thread alone unless the caller leaves the cores idle. `Load` reports how busy a run was; `tuning`
+chooses the number of threads by it.
 """
 
 from __future__ import annotations
@@ -61,11 +61,17 @@ class Load:
     waited_s: float
     """Seconds of `wall_s` in which the caller waited for a result."""
     stages: dict[str, float]
-    """Seconds of all threads in each stage, by name. Time in which a thread was ready but had no core is left out."""
+    """Seconds of all threads in each stage, by name.
+
+    Time in which a thread was ready but had no core is left out.
+    """
 
 
 EXTRA_NICENESS = 10
-"""Niceness of a preparing thread beyond that of the process, so that training gets a core first. A rule of thumb."""
+"""Niceness of a preparing thread beyond that of the process, so that training gets a core first.
+
+A rule of thumb.
+"""
 MAX_NICENESS = 19
 """The lowest priority that Linux has."""
 _END = object()
@@ -83,18 +89,19 @@ class StageMemoryError(StageError, torch.OutOfMemoryError):
 class Pipeline:
     """Takes requests through stages in threads, and yields the results in the order of the requests.
 
-    The threads belong to one call of `run`, and end with it. The requests are iterated in the caller's thread.
+    The threads belong to one call of `run`, and end with it. The requests are iterated in the caller's
+    thread.
 
     Args:
         stages: Functions that each request goes through, one after the other.
         workers: Number of threads. 0: everything runs in the caller's thread.
-        look_ahead: Most results that exist, or are being made, before they are asked for. With a slow caller the
-            threads wait.
-        in_step: Whether stages wait for those of other ranks. Then one thread takes the requests in order. Requests
-            that were begun before the iterator is closed are finished. Ranks that took equally many results have
-            begun equally many requests, so no rank waits for one that stopped.
-        all_cores: Whether a thread's kernels may run on all cores, because the caller leaves them idle. Else they run
-            in the thread alone.
+        look_ahead: Most results that exist, or are being made, before they are asked for. With a slow
+            caller the threads wait.
+        in_step: Whether stages wait for those of other ranks. Then one thread takes the requests in order.
+            Requests that were begun before the iterator is closed are finished. Ranks that took equally
+            many results have begun equally many requests, so no rank waits for one that stopped.
+        all_cores: Whether a thread's kernels may run on all cores, because the caller leaves them idle.
+            Else they run in the thread alone.
     """
 
     def __init__(
@@ -115,7 +122,10 @@ class Pipeline:
         """Load of the last run that came to its end. None if there was none, or if it had no threads."""
 
     def run(self, requests: Iterable[Any]) -> Generator[Any, None, None]:
-        """Yield each request's result, in order. Closing the iterator ends the threads and drops their results."""
+        """Yield each request's result, in order.
+
+        Closing the iterator ends the threads and drops their results.
+        """
         if self.workers == 0:
             for request in requests:
                 yield self._run_stages(request, [])
@@ -136,8 +146,8 @@ class Pipeline:
                     return
                 pending.append(pool.submit(self._run_stages, request, stage_times))
 
-        # If the iterator is closed early, pending requests are dropped. With `in_step` they are finished, because
-        # stages of other ranks wait for theirs.
+        # If the iterator is closed early, pending requests are dropped. With `in_step` they are finished,
+        # because stages of other ranks wait for theirs.
         cancel = not self.in_step
         try:
             fill()
@@ -168,14 +178,18 @@ class Pipeline:
             pool.shutdown(wait=True, cancel_futures=cancel)
 
     def _run_stages(self, value: Any, stage_times: list[tuple[str, float]]) -> Any:
-        """The result of a request. Adds (stage, seconds) to `stage_times`, to which several threads may append."""
+        """The result of a request.
+
+        Adds (stage, seconds) to `stage_times`, to which several threads may append.
+        """
         for stage in self.stages:
             began_s = _alone_s()
             try:
                 with trace.span(stage.name):
                     value = stage.run(value)
             except Exception as error:
-                # The kind is kept, so that `except ValueError` and `except torch.OutOfMemoryError` still catch it.
+                # The kind is kept, so that `except ValueError` and `except torch.OutOfMemoryError` still
+                # catch it.
                 kind = StageError
                 if isinstance(error, ValueError):
                     kind = StageValueError
@@ -205,7 +219,8 @@ def _set_up_thread(num_kernel_threads: int) -> None:
 def give_way() -> None:
     """Lower the priority of this thread, so that it runs when training leaves a core idle or waits for it.
 
-    Only on Linux: elsewhere a priority belongs to a whole process. If the system refuses, the priority stays.
+    Only on Linux: elsewhere a priority belongs to a whole process. If the system refuses, the priority
+    stays.
     """
     if sys.platform.startswith("linux"):
         with contextlib.suppress(OSError):

@@ -1,12 +1,13 @@
-"""The number of threads that prepare batches, and of batches that they prepare ahead, chosen from epoch to epoch.
+"""Chooses from epoch to epoch how many threads prepare batches, and how many batches they prefetch.
 
-After each epoch the `Load` of the pipeline says how long training waited for batches, and how busy the threads were:
+After each epoch the `Load` of the pipeline says how long training waited for batches, and how busy the
+threads were:
 
     training waited much, threads were busy   --> twice the threads, as long as batches come faster for it
     training hardly waited, threads were idle --> fewer threads and fewer prefetched batches
 
-A change is judged after the next epoch. One that does not pay is undone, and then the numbers stay. Only speed and
-memory depend on them: every batch is the same with any number of threads.
+A change is judged after the next epoch. One that does not pay is undone, and then the numbers stay. Only
+speed and memory depend on them: every batch is the same with any number of threads.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from hopline.pipeline.stages import Load
 MAX_FIRST_WORKERS = 8
 """Most threads that a loader starts with, if `workers` is "auto". Tuning may add more. A rule of thumb."""
 RARE_WAIT = 0.01
-"""Share of an epoch. If training waits less than this for batches, there may be threads to spare. A rule of thumb."""
+"""If training waits for batches less than this share of an epoch, threads may be spared.
+
+A rule of thumb.
+"""
 FREQUENT_WAIT = 0.1
-"""Share of an epoch. If training waits more than this for batches, there are too few threads. A rule of thumb."""
+"""If training waits for batches more than this share of an epoch, threads are too few. A rule of thumb."""
 MIN_GAIN = 0.03
 """Share of the time per batch that more threads must save, and that fewer threads may cost. Less is noise.
 
@@ -49,9 +53,9 @@ class _Trial(NamedTuple):
 class Tuning:
     """The numbers for the next epoch, and what earlier epochs have shown.
 
-    If training waits, the threads are doubled, as long as that makes batches faster. If it hardly waits, the threads
-    are reduced to twice the number that the work keeps busy. A change that does not pay is undone, and ends the
-    tuning.
+    If training waits, the threads are doubled, as long as that makes batches faster. If it hardly waits,
+    the threads are reduced to twice the number that the work keeps busy. A change that does not pay is
+    undone, and ends the tuning.
     """
 
     workers: int
@@ -75,7 +79,10 @@ class Tuning:
         return self.workers, self.look_ahead
 
     def learn(self, load: Load) -> None:
-        """Choose the numbers for the next epoch by the load of the last. The first epoch, a warm-up, is ignored."""
+        """Choose the numbers for the next epoch by the load of the last.
+
+        The first epoch, a warm-up, is ignored.
+        """
         self._num_epochs += 1
         is_too_short = load.num_results < MIN_LOOK_AHEADS * self.look_ahead or load.wall_s <= 0
         if self.settled or self._num_epochs == 1 or is_too_short:
@@ -104,7 +111,10 @@ class Tuning:
             self._try_workers(min(max_workers, 2 * self.workers), batch_s * (1 - MIN_GAIN))
 
     def _try_workers(self, workers: int, max_batch_s: float) -> None:
-        """Change the numbers for the next epoch. They stay if a batch then takes at most `max_batch_s` seconds."""
+        """Change the numbers for the next epoch.
+
+        They stay if a batch then takes at most `max_batch_s` seconds.
+        """
         self._trial = _Trial(self.workers, self.look_ahead, max_batch_s)
         self.workers = workers
         self.look_ahead = min(2 * workers, self.max_look_ahead)
@@ -113,15 +123,16 @@ class Tuning:
 class Threads:
     """The number of threads of one loader, and of batches that they prepare ahead.
 
-    If both are "auto", a `Tuning` changes them between epochs. Only the thread that takes the batches may call it.
+    If both are "auto", a `Tuning` changes them between epochs. Only the thread that takes the batches may
+    call it.
 
     Args:
-        workers: Number of threads. "auto": at first one per core, up to `MAX_FIRST_WORKERS`. They may take all cores,
-            because they give way to training.
+        workers: Number of threads. "auto": at first one per core, up to `MAX_FIRST_WORKERS`. They may take
+            all cores, because they give way to training.
         look_ahead: Number of batches that they may be ahead. "auto": two per thread.
         num_cores: Cores of this process.
-        by_gpu: Whether a GPU prepares the batches. It works in order, and threads would only take turns; so there are
-            none.
+        by_gpu: Whether a GPU prepares the batches. It works in order, and threads would only take turns; so
+            there are none.
     """
 
     def __init__(
@@ -150,6 +161,9 @@ class Threads:
         return self._fixed if self._tuning is None else self._tuning.threads
 
     def learn(self, load: Load | None) -> None:
-        """Tune the numbers after an epoch that ran to its end. load: None if no thread prepared its batches."""
+        """Tune the numbers after an epoch that ran to its end.
+
+        load: None if no thread prepared its batches.
+        """
         if self._tuning is not None and load is not None:
             self._tuning.learn(load)
