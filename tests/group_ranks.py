@@ -143,7 +143,7 @@ def come_alone(folder: Path) -> dict[str, Any]:
 def die(folder: Path) -> dict[str, Any]:
     """A rank is killed in an exchange of a group whose store cannot serve a second connection."""
     world = hl.World.current()
-    world._own._store = NoClone()  # type: ignore[attr-defined]
+    world._resources._store = NoClone()  # type: ignore[attr-defined]
     world.barrier()
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hopline.distributed.environment import FIRST_PORT, NUM_PORTS, detect, expand_hosts, place_on_host
+from hopline.distributed.environment import FIRST_PORT, NUM_PORTS, detect, expand_hosts, read_local_rank_and_node
 
 TORCHRUN = {
     "RANK": "5",
@@ -67,18 +67,18 @@ def test_hosts_of_any_size_have_different_numbers_without_a_word_of_the_launcher
 
 def test_where_a_rank_of_an_existing_group_is():
     ray = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "NODE_RANK": "1"}
-    assert place_on_host(ray, 5, 8) == (1, 1)
-    assert place_on_host(TORCHRUN | {"NODE_RANK": "7"}, 5, 8) == (1, 1)
+    assert read_local_rank_and_node(ray, 5, 8) == (1, 1)
+    assert read_local_rank_and_node(TORCHRUN | {"NODE_RANK": "7"}, 5, 8) == (1, 1)
     fabric = without(ray, "RANK", "LOCAL_WORLD_SIZE")
-    assert place_on_host(fabric, 5, 8) == (1, 1)
-    assert place_on_host(without(ray, "NODE_RANK"), 5, 8) == (1, None)
-    assert place_on_host(SRUN, 3, 7) == (1, 1)
+    assert read_local_rank_and_node(fabric, 5, 8) == (1, 1)
+    assert read_local_rank_and_node(without(ray, "NODE_RANK"), 5, 8) == (1, None)
+    assert read_local_rank_and_node(SRUN, 3, 7) == (1, 1)
     # Variables that speak of another process: of a rank of torchrun that has started processes of its own.
-    assert place_on_host(ray, 4, 8) == (None, None)
-    assert place_on_host(ray, 5, 9) == (None, None)
-    assert place_on_host({"LOCAL_RANK": "1"}, 5, 8) == (None, None)
-    assert place_on_host(ray | {"LOCAL_RANK": "one"}, 5, 8) == (None, None)
-    assert place_on_host({}, 0, 2) == (None, None)
+    assert read_local_rank_and_node(ray, 4, 8) == (None, None)
+    assert read_local_rank_and_node(ray, 5, 9) == (None, None)
+    assert read_local_rank_and_node({"LOCAL_RANK": "1"}, 5, 8) == (None, None)
+    assert read_local_rank_and_node(ray | {"LOCAL_RANK": "one"}, 5, 8) == (None, None)
+    assert read_local_rank_and_node({}, 0, 2) == (None, None)
 
 
 def test_torchrun_inside_of_srun_is_torchrun():

@@ -12,7 +12,14 @@ import torch
 import torch.distributed as dist
 
 import hopline as hl
-from hopline.distributed.existing_group import HostPlace, Introduction, OwnObjects, backend_for, find_gpu, find_places
+from hopline.distributed.existing_group import (
+    GroupResources,
+    HostRank,
+    Introduction,
+    backend_for,
+    find_gpu,
+    find_host_ranks,
+)
 from hopline.distributed.heartbeat import NoHeartbeat
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
@@ -171,12 +178,12 @@ def test_a_heart_that_cannot_beat_is_none():
 
     store: Any = NoClone()
     group: Any = object()
-    own = OwnObjects(group, store, 0, 2)
-    own.groups.clear()
-    assert isinstance(own.running_heartbeat(), NoHeartbeat)
-    own.end("error X: y")
+    resources = GroupResources(group, store, 0, 2)
+    resources.groups.clear()
+    assert isinstance(resources.running_heartbeat(), NoHeartbeat)
+    resources.close("error X: y")
     with pytest.raises(PeerError, match=r"left the others \(X: y\), so nothing can be exchanged: make a new Trainer"):
-        own.running_heartbeat()
+        resources.running_heartbeat()
 
 
 def test_a_group_of_one_rank_is_this_process_alone(tmp_path: Path):
@@ -194,24 +201,24 @@ def said(host: str, local_rank: int | None = None, node: int | None = None, core
     return Introduction(host=host, local_rank=local_rank, node=node, cores=cores)
 
 
-def place(local_rank: int, local_size: int, node: int, num_beside: int) -> HostPlace:
-    return HostPlace(local_rank=local_rank, local_size=local_size, node=node, num_beside=num_beside)
+def place(local_rank: int, local_size: int, node: int, num_sharing_cores: int) -> HostRank:
+    return HostRank(local_rank=local_rank, local_size=local_size, node=node, num_sharing_cores=num_sharing_cores)
 
 
 def test_places_are_those_of_the_launcher_or_counted_by_hosts():
     # Nobody says anything, and ranks of two hosts alternate.
     counted = [place(0, 2, 0, 2), place(0, 1, 1, 1), place(1, 2, 0, 2)]
-    assert find_places([said("a"), said("b"), said("a")]) == counted
+    assert find_host_ranks([said("a"), said("b"), said("a")]) == counted
     # The launcher says it all: other local ranks, other numbers of hosts.
     told = [said("a", 1, 5), said("b", 0, 2), said("a", 0, 5)]
-    assert find_places(told) == [place(1, 2, 5, 2), place(0, 1, 2, 1), place(0, 2, 5, 2)]
+    assert find_host_ranks(told) == [place(1, 2, 5, 2), place(0, 1, 2, 1), place(0, 2, 5, 2)]
     # What cannot be right is counted: a local rank twice, one host with two numbers, two hosts with one.
-    assert find_places([said("a", 0, 0), said("b", 0, 0), said("a", 0, 1)]) == counted
-    assert find_places([said("a", 0, 7), said("b", 0, 7), said("a", 1, 7)]) == counted
-    assert find_places([said("a", 0, 3), said("b"), said("a", 1, 3)]) == counted
+    assert find_host_ranks([said("a", 0, 0), said("b", 0, 0), said("a", 0, 1)]) == counted
+    assert find_host_ranks([said("a", 0, 7), said("b", 0, 7), said("a", 1, 7)]) == counted
+    assert find_host_ranks([said("a", 0, 3), said("b"), said("a", 1, 3)]) == counted
     # Ranks that are bound to cores of their own share none.
-    bound = find_places([said("a", cores=(0,)), said("a", cores=(1,)), said("a", cores=(1,))])
-    assert [one.num_beside for one in bound] == [1, 2, 2]
+    bound = find_host_ranks([said("a", cores=(0,)), said("a", cores=(1,)), said("a", cores=(1,))])
+    assert [one.num_sharing_cores for one in bound] == [1, 2, 2]
 
 
 @pytest.fixture

@@ -57,9 +57,9 @@ def test_words_that_no_rank_says_are_not_heard(said: bytes, heartbeat: Heartbeat
     before, until = store.get("alive/0"), time.monotonic() + 10
     while store.get("alive/0") == before and time.monotonic() < until:  # its own beats go on
         time.sleep(0.01)
-    assert heartbeat._words(1) == "7 1"
+    assert heartbeat._words_of(1) == "7 1"
     store.set("alive/1", "error KeyError: 'x'")
-    while heartbeat._words(1) == "7 1" and time.monotonic() < until:
+    while heartbeat._words_of(1) == "7 1" and time.monotonic() < until:
         time.sleep(0.01)
     assert heartbeat.find_lost() == "rank 1 stopped with KeyError: 'x'"
 

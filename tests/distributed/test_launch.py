@@ -17,7 +17,7 @@ import pytest
 
 from hopline.distributed import launch
 from hopline.distributed.environment import Task
-from hopline.distributed.launch import _Child, _devices_here, _failure, _first_rank_spec, run
+from hopline.distributed.launch import _Child, _count_processes, _first_rank_spec, _make_error, run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import RankSpec, World, device_of_rank
 from hopline.run.settings import RunConfig
@@ -94,16 +94,16 @@ def test_settings_that_were_removed_say_what_to_do():
 def test_how_many_processes_are_started_here(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     two, auto = LaunchSettings(devices=2), LaunchSettings(devices="auto")
-    assert _devices_here(two, None, "cpu") == 2
-    assert _devices_here(two, ONE_PER_NODE, "cpu") == 2
-    assert _devices_here(two, LAUNCHED, "cpu") == 1  # srun has started two here already
-    assert _devices_here(LaunchSettings(), LAUNCHED, "cpu") == 1
-    assert _devices_here(auto, None, "cpu") == 1
-    assert _devices_here(auto, None, "cuda") == 4
-    assert _devices_here(auto, ONE_PER_NODE, "cuda") == 4
-    assert _devices_here(auto, LAUNCHED, "cuda") == 1
+    assert _count_processes(two, None, "cpu") == 2
+    assert _count_processes(two, ONE_PER_NODE, "cpu") == 2
+    assert _count_processes(two, LAUNCHED, "cpu") == 1  # srun has started two here already
+    assert _count_processes(LaunchSettings(), LAUNCHED, "cpu") == 1
+    assert _count_processes(auto, None, "cpu") == 1
+    assert _count_processes(auto, None, "cuda") == 4
+    assert _count_processes(auto, ONE_PER_NODE, "cuda") == 4
+    assert _count_processes(auto, LAUNCHED, "cuda") == 1
     with pytest.raises(ValueError, match="srun started 2 tasks on this host, under each of which devices=3 would"):
-        _devices_here(LaunchSettings(devices=3), LAUNCHED, "cpu")
+        _count_processes(LaunchSettings(devices=3), LAUNCHED, "cpu")
 
 
 def test_where_ranks_sit():
@@ -159,8 +159,8 @@ class Ended:
         self.exitcode = exitcode
 
 
-def ended(rank: int, code: int, by_us: Any = False, **said: str) -> _Child:
-    return _Child(rank, Ended(code), None, said=said, ended_by_us=by_us)  # type: ignore[arg-type]
+def ended(rank: int, code: int, by_us: Any = False, **messages: str) -> _Child:
+    return _Child(rank, Ended(code), None, messages=messages, is_ended_by_us=by_us)  # type: ignore[arg-type]
 
 
 LOST = {"error": "PeerError: rank 2 stopped answering", "kind": "PeerError"}
@@ -184,7 +184,7 @@ LOST = {"error": "PeerError: rank 2 stopped answering", "kind": "PeerError"}
 )
 def test_the_failure_that_came_first_is_raised(failed: list[_Child], signals: list[int], kind: type, message: str):
     with pytest.raises(kind, match=message):
-        raise _failure(failed, signals)
+        raise _make_error(failed, signals)
 
 
 def wait_until(true: Callable[[], bool], seconds: float) -> bool:

@@ -86,14 +86,14 @@ def test_what_cannot_come_in_says_why(array: Any, message: str):
 def test_what_cannot_be_shared_says_what_to_type(
     framework: str, tensor: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(dlpack, "_module", lambda name: None)  # it is refused before the framework is asked
+    monkeypatch.setattr(dlpack, "_import", lambda name: None)  # it is refused before the framework is asked
     with pytest.raises((TypeError, ValueError), match=message):
         to(tensor, framework)
 
 
 @pytest.mark.parametrize("framework", ["jax", "tensorflow"])
 def test_memory_that_is_not_aligned_is_refused_by_those_that_need_it(framework: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(dlpack, "_module", lambda name: None)
+    monkeypatch.setattr(dlpack, "_import", lambda name: None)
     tensor = torch.ones(9)[1:]
     with pytest.raises(ValueError, match=r"tensor.clone\(\)"):
         to(tensor, framework)
@@ -107,7 +107,7 @@ def test_types_and_devices_that_a_framework_lacks_are_named(monkeypatch: pytest.
     with pytest.raises(ValueError, match=r"tensor.cpu\(\)"):
         to_numpy(torch.ones(2, device="meta"))
     narrow = types.SimpleNamespace(config=types.SimpleNamespace(jax_enable_x64=False))
-    monkeypatch.setattr(dlpack, "_module", lambda name: narrow)
+    monkeypatch.setattr(dlpack, "_import", lambda name: narrow)
     with pytest.raises(ValueError, match=r"index_dtype=torch\.int32"):
         to_jax(torch.arange(2))
     with pytest.raises(ValueError, match=r"tensor.cuda\(\)"):

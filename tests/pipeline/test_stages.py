@@ -13,7 +13,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from hopline.pipeline.stages import NICER, Pipeline, Stage
+from hopline.pipeline.stages import EXTRA_NICENESS, Pipeline, Stage
 from hopline.util import trace
 from hopline.util.errors import StageError
 
@@ -228,9 +228,9 @@ def test_preparing_threads_give_way_to_training() -> None:
 
     here = os.getpriority(os.PRIO_PROCESS, 0)
     (found,) = Pipeline([Stage("look", priority)], workers=1).run([0])
-    assert found == (min(19, here + NICER), 1)
+    assert found == (min(19, here + EXTRA_NICENESS), 1)
     (found,) = Pipeline([Stage("look", priority)], workers=1, all_cores=True).run([0])
-    assert found == (min(19, here + NICER), torch.get_num_threads())
+    assert found == (min(19, here + EXTRA_NICENESS), torch.get_num_threads())
     assert os.getpriority(os.PRIO_PROCESS, 0) == here
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hopline.core.batch import Batch
 from hopline.core.row_handles import Rows
-from hopline.pipeline.transfer import ALIGNED, Mover, PendingBatch
+from hopline.pipeline.transfer import ALIGN_BYTES, Mover, PendingBatch
 from hopline.tables import TensorTable
 from tests.helpers import assert_same_batches, batch_of, generator, randint, randn, random_graph
 
@@ -48,7 +48,7 @@ class LateCopies:
     def copy(self, staged: Tensor) -> Tensor:
         out = torch.zeros_like(staged)
         self.pending.append(lambda: out.copy_(staged))
-        assert staged.storage_offset() * staged.element_size() % ALIGNED == 0
+        assert staged.storage_offset() * staged.element_size() % ALIGN_BYTES == 0
         return out
 
     def mark(self) -> Event:
@@ -131,7 +131,7 @@ def test_handles_and_what_is_there_already_stay() -> None:
 
 
 def test_a_tensor_that_does_not_fit_is_moved_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hopline.pipeline.transfer.ROOM", -1000)
+    monkeypatch.setattr("hopline.pipeline.transfer.GAP_BYTES", -1000)
     (batch,) = batches(1)
     copies = LateCopies()
     mover = Mover(ELSEWHERE, 1, copies)

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hopline.report.charts import MAX_BARS, MAX_HOVERS, bar_chart, line_chart, short, ticks
+from hopline.report.charts import MAX_BARS, MAX_HOVERS, bar_chart, format_short, line_chart, ticks
 from hopline.report.format import MILLISECONDS, SECONDS
 
 
@@ -37,7 +37,7 @@ def test_ticks_cover_the_range_with_few_even_steps(low: float, high: float):
     [(0, "0"), (0.73125, "0.7312"), (9999, "9999"), (45_200, "45.2k"), (1.5e6, "1.5M"), (3e9, "3G")],
 )
 def test_short_numbers(value: float, text: str):
-    assert short(value) == text
+    assert format_short(value) == text
 
 
 def test_a_curve_falls_when_its_values_do():
@@ -76,7 +76,7 @@ def test_long_runs_stay_small():
 
 
 def test_a_chart_over_something_else_than_epochs_with_its_axis_from_zero():
-    figure = line_chart("Bytes", {"bytes": [(1, 40.0), (9, 50.0)]}, over="step", least=0.0, width=900)
+    figure = line_chart("Bytes", {"bytes": [(1, 40.0), (9, 50.0)]}, over="step", always_shown=0.0, width=900)
     assert titles(figure) == ["bytes, step 1: 40", "bytes, step 9: 50"]
     texts = [element.text for element in drawing(figure).iter("text")]
     assert "0" in texts

@@ -1,10 +1,17 @@
-"""Processes that train together: ranks, their messages, and memory that they share.
+"""Processes that train together: ranks, their collective calls, and memory that they share.
 
-Read `world` first: one rank's view of all, with the few exchanges there are. `gradients` combines gradients, `launch`
-starts ranks, `existing_group` joins those of a process group that somebody else has made, `environment` reads the
-variables of torchrun, Slurm and others, `heartbeat` finds a rank that died, `all_to_all` asks the owners of rows,
-`shared_memory` maps one copy per host. The order of exchanges must be the same on all ranks. It stands on `core` and
-below.
+Read `world` first: a `World` is one rank's view of all ranks, with the collective calls that hopline uses.
 
-State of the process: `shared_memory` owns handles that were sent.
+    world            the ranks, and sums, broadcasts and barriers over them
+    gradients        how gradients of the ranks are combined
+    launch           starts ranks, or joins those that torchrun or Slurm has started
+    existing_group   joins the ranks of a process group that somebody else has made
+    environment      reads the variables of torchrun, Slurm and others
+    heartbeat        finds a rank that died
+    all_to_all       fetches rows from the ranks that own them
+    shared_memory    arrays that all processes of a host map
+
+All ranks must make their collective calls in the same order. The folder stands on `core` and below.
+
+State of the process: `shared_memory` keeps arrays whose handles were sent.
 """

@@ -1,4 +1,15 @@
-"""Questions to the owners of rows, and their answers, by all-to-all."""
+"""Rows of other ranks, fetched by all-to-all.
+
+Every row of a sharded array has one owner. A `RowRequest` fetches rows from their owners in two
+all-to-alls:
+
+    this rank                        every other rank
+    positions  --- RowRequest --->   `rows`: its own rows that were asked for
+    answers    <---- reply -------   one answer per asked row
+
+All ranks take part in every call, also those that need no row. A `Channel` carries the messages. It has a
+process group of its own, so that a prefetching thread can use it while the main thread sums gradients.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +22,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hopline import ops
-from hopline.distributed.world import GroupHandle, World
+from hopline.distributed.world import GroupHandle, World, bytes_of_rows
 from hopline.util import trace
 
 
 def rank_and_size(world: World | None = None) -> tuple[int, int]:
-    """Which process this is, of how many: of a world, or of torch.distributed."""
+    """(rank, number of ranks) of this process, by a world or by torch.distributed.
+
+    (0, 1) if it is alone.
+    """
     if world is not None:
         return world.rank, world.size
-    grouped = dist.is_available() and dist.is_initialized()
-    return (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
 
 
 class Channel:
-    """All-to-all between the ranks, apart from all else that they say to each other.
+    """Collective calls over a process group of its own (gloo, tensors on the host).
 
-    It has a process group of its own (gloo, on the host), so that a thread can prepare batches while the main thread
-    sums gradients. Every rank makes its channels, and uses each of them, in the same order.
+    One thread at a time may use a channel. Another thread may use another channel or the world at the same
+    time. Every rank makes its channels, and calls the methods of each, in the same order. With one rank
+    every call returns the values that it is given.
 
-    world: names the rank that stopped where an exchange fails; without it, the processes of torch.distributed.
+    world: The ranks. If a call fails, the world names the rank that stopped. None: the processes of
+        torch.distributed, and a failure is torch's own error.
     """
 
     def __init__(self, world: World | None = None) -> None:
@@ -37,53 +54,68 @@ class Channel:
         self.rank, self.size = rank_and_size(world)
         self._handle: GroupHandle | None = None
         if self.size > 1:
-            with self._guarded():
+            with self._name_lost_rank():
                 self._handle = GroupHandle(dist.new_group(backend="gloo")) if world is None else world.new_group()
 
-    def counts(self, giving: Tensor) -> Tensor:
-        """[size] how many rows come from each rank, where giving[r] go to rank r."""
-        return self.send(giving[:, None], [1] * self.size, [1] * self.size).view(-1)
+    def counts(self, send_counts: Tensor) -> Tensor:
+        """[size] int64: rows that each rank will send to this one.
 
-    def send(self, rows: Tensor, giving: Sequence[int], coming: Sequence[int]) -> Tensor:
-        """What the ranks have for this one, rank after rank: giving[r] of the rows go to rank r."""
+        send_counts: [size] int64, rows for each rank.
+        """
+        return self.send(send_counts[:, None], [1] * self.size, [1] * self.size).view(-1)
+
+    def send(self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+        """Send each rank its part of the rows, and return the rows from all ranks, by rank.
+
+        rows: [n, ...] on the host: send_counts[0] rows for rank 0, then send_counts[1] for rank 1, ...
+        receive_counts: rows that come from each rank, as `counts` returns them.
+        """
         if self.size == 1:
             return rows
         rows = rows.contiguous()
-        got = rows.new_empty((sum(coming), *rows.shape[1:]))
-        received, given = (t[:, None].flatten(1).view(torch.uint8) for t in (got, rows))
-        with self._guarded():
-            dist.all_to_all_single(received, given, list(coming), list(giving), group=self._group)
-        trace.count("bytes.exchanged", (rows.size(0) - giving[self.rank]) * given.size(1))
-        return got
+        received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+        received_bytes = bytes_of_rows(received)
+        sent_bytes = bytes_of_rows(rows)
+        with self._name_lost_rank():
+            dist.all_to_all_single(
+                received_bytes, sent_bytes, list(receive_counts), list(send_counts), group=self._group
+            )
+        num_rows_to_others = rows.size(0) - send_counts[self.rank]
+        trace.count("bytes.exchanged", num_rows_to_others * sent_bytes.size(1))
+        return received
 
     def all(self, rows: Tensor) -> Tensor:
-        """The rows of all ranks, one behind the other."""
-        coming = self.counts(torch.full((self.size,), rows.size(0)))
-        return self.send(torch.cat([rows] * self.size), [rows.size(0)] * self.size, coming.tolist())
+        """The rows of all ranks, concatenated in the order of the ranks.
+
+        Ranks may have different numbers of rows.
+        """
+        receive_counts = self.counts(torch.full((self.size,), rows.size(0)))
+        return self.send(torch.cat([rows] * self.size), [rows.size(0)] * self.size, receive_counts.tolist())
 
     def max(self, values: Tensor) -> Tensor:
-        """The largest over the ranks, one by one."""
+        """The elementwise maximum over the ranks."""
         values = values.clone()
         if self.size > 1:
-            with self._guarded():
+            with self._name_lost_rank():
                 dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
         return values
 
     def check_same(self, value: bytes, what: str) -> None:
-        """Refuse to go on where the ranks differ in something they must have in common."""
+        """Raise a ValueError if the ranks have different values. what: names the value in the error."""
         digest = hashlib.blake2b(value, digest_size=8).digest()
-        found = self.all(torch.frombuffer(bytearray(digest), dtype=torch.int64))
-        differing = (found != found[0]).nonzero().view(-1).tolist()
+        digests = self.all(torch.frombuffer(bytearray(digest), dtype=torch.int64))
+        differing = (digests != digests[0]).nonzero().view(-1).tolist()
         if differing:
             raise ValueError(f"rank {differing[0]} and rank 0 differ in {what}: give all ranks the same")
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        assert self._handle is not None  # there are other ranks
+        assert self._handle is not None  # None only if this rank is alone
         return self._handle.group
 
     @contextmanager
-    def _guarded(self) -> Generator[None]:
+    def _name_lost_rank(self) -> Generator[None]:
+        """A context in which a failed call raises a `PeerError` that names the lost rank, given a world."""
         if self.world is None:
             yield
         else:
@@ -92,34 +124,57 @@ class Channel:
 
 
 class RowRequest:
-    """Rows asked of their owners: every rank asks at once, some perhaps for none.
+    """Rows that this rank asks of their owners.
 
-    positions: [n] int64, rank r owning ptr[r] .. ptr[r + 1] - 1. Answers come back in the order of `positions`.
+    Every rank makes its request in the same call, perhaps for no row.
+
+    ptr: [size + 1] int64. Rank r owns positions ptr[r] .. ptr[r + 1] - 1.
+    positions: [n] int64. Answers come back in this order.
     """
 
     def __init__(self, channel: Channel, ptr: Tensor, positions: Tensor) -> None:
         owners = torch.bucketize(positions, ptr[1:-1], right=True)
         ends, order = ops.group_edges(owners, channel.size)
+        num_asked = ends.diff()
         self.channel = channel
-        self._asked = ends.diff().tolist()
-        self._heard = channel.counts(ends.diff()).tolist()
-        self._back = torch.empty_like(order)
-        self._back[order] = torch.arange(order.numel())
-        self.rows = channel.send(positions[order], self._asked, self._heard) - ptr[channel.rank]
-        """[m] int64: the own rows that the ranks ask this one for."""
+        self._num_asked = num_asked.tolist()
+        """[size]: rows that this rank asks of each rank."""
+        self._num_to_answer = channel.counts(num_asked).tolist()
+        """[size]: rows that each rank asks of this one."""
+        # Requests are sent sorted by owner, so answers arrive in that order too: answer i belongs to
+        # positions[order[i]]. The inverse permutation brings them back into the order of `positions`.
+        self._inverse = torch.empty_like(order)
+        self._inverse[order] = torch.arange(order.numel())
+        self.rows = channel.send(positions[order], self._num_asked, self._num_to_answer) - ptr[channel.rank]
+        """[m] int64: rows of this rank that the ranks ask for, counted from its first one.
+
+        In the order of the ranks.
+        """
 
     def reply(self, rows: Tensor) -> Tensor:
-        """Give one row for each of `rows`; returns those that were asked for."""
-        return ops.gather_rows(self.channel.send(rows, self._heard, self._asked), self._back)
+        """Send one row for each of `self.rows`, and return the rows that this rank asked for.
+
+        rows: [m, ...] on the host, in the order of `self.rows`.
+        Returns [n, ...], in the order of `positions`.
+        """
+        answers = self.channel.send(rows, self._num_to_answer, self._num_asked)
+        return ops.gather_rows(answers, self._inverse)
 
     def reply_lists(self, counts: Tensor, values: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Give counts[i] entries of every array for row i; returns (indptr, entries) of those that were asked for."""
-        got = self.channel.send(counts, self._heard, self._asked)
-        giving, coming = _totals(counts, self._heard), _totals(got, self._asked)
-        starts = torch.cat([got.new_zeros(1), got.cumsum(0)])
-        indptr, positions = ops.row_positions(starts, self._back)
-        return indptr, [ops.gather_rows(self.channel.send(v, giving, coming), positions) for v in values]
+        """Send a list of entries for each of `self.rows`, and return the lists that this rank asked for.
 
+        counts: [m] int64, entries of each row.
+        values: Arrays [counts.sum(), ...] with the entries of all rows, one row after the other.
+        Returns (indptr, entries): for position i, entries[k][indptr[i] : indptr[i + 1]] of each array k.
+        """
+        answer_counts = self.channel.send(counts, self._num_to_answer, self._num_asked)
+        send_counts = [int(of_rank.sum()) for of_rank in counts.split(self._num_to_answer)]
+        receive_counts = [int(of_rank.sum()) for of_rank in answer_counts.split(self._num_asked)]
 
-def _totals(counts: Tensor, sizes: Sequence[int]) -> list[int]:
-    return [int(piece.sum()) for piece in counts.split(list(sizes))]
+        starts = torch.cat([answer_counts.new_zeros(1), answer_counts.cumsum(0)])
+        indptr, entry_positions = ops.row_positions(starts, self._inverse)
+        entries: list[Tensor] = []
+        for array in values:
+            answers = self.channel.send(array, send_counts, receive_counts)
+            entries.append(ops.gather_rows(answers, entry_positions))
+        return indptr, entries

@@ -1,14 +1,17 @@
-"""The world of a process group that somebody else has made: a script, Ray Train, Lightning Fabric, Accelerate.
+"""The world of a process group that a script, Ray Train, Lightning Fabric or Accelerate has made.
 
-The group, called the owner's here, is only asked for its ranks, its backend and its store. Exchanges go through a
-process group of our own over the same ranks, for three reasons:
+The *owner* is whoever has initialised torch.distributed. Hopline asks the owner's group for its ranks, its
+backend and its store, and does not use it otherwise. Collective calls go through a second process group
+over the same ranks:
 
-- Its backend fits the device that trains: gloo for tensors on the host under an NCCL group, for example.
-- Exchanges of the owner, such as those of DDP in another thread, never meet ours.
-- After an error on one rank, destroying our group wakes the others, which wait in an exchange. The owner's group stays
-  as it is and can be used again.
+- Its backend fits the device that trains, such as gloo for tensors on the host under an NCCL group.
+- Collective calls of the owner, such as those of DDP in another thread, never mix with those of hopline.
+- After an error on one rank, destroying the second group wakes ranks that wait in a call. The owner's group
+  stays as it is and can be used again.
 
-Ranks find their hosts, and say that they are alive, in the store of our group, which is the owner's under a prefix.
+No launcher of hopline has numbered the ranks. So each rank writes an `Introduction` into the store of the
+second group, which is the owner's store under a prefix. `find_host_ranks` computes from all of them which
+ranks share a host. The heartbeats use the same store.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hopline.distributed.environment import place_on_host
+from hopline.distributed.environment import read_local_rank_and_node
 from hopline.distributed.heartbeat import Heartbeat, NoHeartbeat, get_all
 from hopline.distributed.world import (
     GroupHandle,
@@ -45,121 +48,145 @@ from hopline.util.errors import PeerError
 from hopline.util.host import host_identity, num_cores
 
 USUAL_TIMEOUT_S = 600.0
-"""Where the owner's group does not tell its own."""
+"""Seconds to wait for a rank, if the owner's group does not tell its timeout.
+
+The default of `LaunchSettings`.
+"""
 
 
 LEAVE_S = 5.0
-"""How long the first rank, which may keep the store, waits after an error for the others to read about it."""
+"""Most seconds that rank 0, which may serve the store, waits after an error for the others to read it.
+
+A rule of thumb.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Introduction:
-    """What every rank says of itself before it has a place."""
+    """What a rank knows about itself before it knows the others.
+
+    All ranks read it from the store, as JSON.
+    """
 
     host: str
-    """Equal on ranks that can share memory."""
+    """Identity of its host. Equal on ranks that can share memory."""
     local_rank: int | None = None
-    """As a launcher says; None where none does."""
+    """Its number on its host, as a launcher says. None if no launcher does."""
     node: int | None = None
-    """The number of its host, as a launcher says."""
+    """Number of its host, as a launcher says. None if no launcher does."""
     cores: Sequence[int] = ()
+    """Cores that it may run on, sorted. Empty if the system does not tell."""
     current_gpu: int | None = None
-    """The current CUDA device; None on a rank that trains on the host."""
+    """Number of its current CUDA device. None if it trains on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostPlace:
+class HostRank:
     """Where a rank is among those of its host."""
 
     local_rank: int
+    """Number of the rank on its host."""
     local_size: int
+    """Number of ranks on its host."""
     node: int
-    num_beside: int
+    """Number of its host. Different on every host."""
+    num_sharing_cores: int
     """Ranks of the host that may run on the same cores, this one included."""
 
 
 class GroupWorld(World):
-    """The world of an existing process group: `World.current` makes it.
+    """The world of an existing process group. `World.current` makes it.
 
-    Its heart beats from the first exchange on, until `watch` ends or the world is closed. An error within `watch`
-    closes it. What was made here goes with this object; the owner's group and store do not.
+    Its heartbeat runs from a first collective call until `watch` ends or the world is closed. An error
+    within `watch` closes the world. It owns its `GroupResources`, which are closed with it at the latest.
+    The owner's group and store stay.
     """
 
-    def __init__(self, spec: RankSpec, own: OwnObjects, cores: int) -> None:
+    def __init__(self, spec: RankSpec, resources: GroupResources, num_cores: int) -> None:
         super().__init__(spec)
-        self.num_cores = cores
-        self._own = own
-        weakref.finalize(self, own.end, last_words(""))
+        self.num_cores = num_cores
+        self._resources = resources
+        weakref.finalize(self, resources.close, last_words(""))
 
     @property
     def group(self) -> dist.ProcessGroup:
-        return self._own.groups[0].group
+        return self._resources.groups[0].group
 
     def new_group(self) -> GroupHandle:
         group = _new_group("gloo", self.timeout_s)
-        self._own.groups.append(group)
+        self._resources.groups.append(group)
         return group
 
     def close(self, error: str = "") -> None:
-        self._own.end(last_words(error), broken=bool(self._lost))
+        self._resources.close(last_words(error), broken=bool(self._lost))
 
     def _end_watch(self, error: BaseException | None) -> None:
         if error is None:
-            self._own.rest()
+            self._resources.pause_heartbeat()
             return
-        # Frames of an exchange that failed refer to the process group, whose end the other ranks wait for.
+        # Frames of a failed call, which the error keeps alive, refer to the process group. Gloo closes its
+        # connections only when nothing refers to the group, and other ranks wait for that.
         if isinstance(error, PeerError):
-            for one in (error, error.__cause__):
-                traceback.clear_frames(None if one is None else one.__traceback__)
+            traceback.clear_frames(error.__traceback__)
+            if error.__cause__ is not None:
+                traceback.clear_frames(error.__cause__.__traceback__)
         self.close(sentence(error))
 
     def _running_heartbeat(self) -> Heartbeat | NoHeartbeat:
-        return self._own.running_heartbeat()
+        return self._resources.running_heartbeat()
 
 
-class OwnObjects:
-    """What a `GroupWorld` has made in the owner's process: process groups, and a heart while it beats.
+class GroupResources:
+    """What a `GroupWorld` has made in the owner's process: process groups, and a heartbeat while it runs.
 
-    It knows nothing of its world, so that it can end with it. Threads that prepare batches exchange too, hence the
-    lock.
+    It does not refer to its world: the finalizer of the world refers to it, and would keep the world alive.
+    Prefetching threads make collective calls too, so a lock guards the heartbeat and the last message.
     """
 
     def __init__(self, group: GroupHandle, store: dist.Store, rank: int, size: int) -> None:
         self.groups = [group]
-        self._store, self._rank, self._size = store, rank, size
+        """All process groups of the world. The first one carries its own collective calls."""
+        self._store = store
+        self._rank = rank
+        self._size = size
         self._heartbeat: Heartbeat | NoHeartbeat | None = None
         self._num_exchanges = 0
-        """Those of hearts that have stopped."""
+        """Collective calls that were begun while earlier heartbeats ran."""
         self._last_words: str | None = None
+        """The last message of this rank. None until `close`."""
         self._lock = threading.Lock()
 
     def running_heartbeat(self) -> Heartbeat | NoHeartbeat:
-        """The heart, started if it is at rest."""
+        """The heartbeat, which is started if it does not run. Raises a PeerError after `close`."""
         with self._lock:
             if self._last_words is not None:
-                why = self._last_words.removeprefix("error ")
+                reason = self._last_words.removeprefix("error ")
                 raise PeerError(
-                    f"this rank has left the others ({why}), so nothing can be exchanged: make a new Trainer, or call "
-                    "hl.World.current() again"
+                    f"this rank has left the others ({reason}), so nothing can be exchanged: make a new Trainer, or "
+                    "call hl.World.current() again"
                 )
             if self._heartbeat is None:
                 self._heartbeat = self._new_heartbeat()
             return self._heartbeat
 
-    def rest(self) -> None:
-        """Stop the heart until the next exchange: nobody waits for this rank."""
+    def pause_heartbeat(self) -> None:
+        """Stop the heartbeat until the next collective call. Nobody waits for this rank meanwhile."""
         with self._lock:
             self._stop_heartbeat(last_words(""))
 
-    def end(self, words: str, broken: bool = False) -> None:
-        """Tell the others why this rank leaves, and destroy what was made here. May be called twice."""
+    def close(self, words: str, broken: bool = False) -> None:
+        """Tell the others why this rank leaves, and destroy the process groups. May be called twice.
+
+        words: The last message, as `last_words` makes it.
+        broken: Whether a rank is lost.
+        """
         with self._lock:
             if self._last_words is not None:
                 return
             self._last_words = words
             is_error = words != last_words("")
             if is_error and self._heartbeat is None:
-                self._heartbeat = self._new_heartbeat()  # so that the others can read why
+                self._heartbeat = self._new_heartbeat()  # so that the others can read the error
             heartbeat = self._heartbeat
             self._stop_heartbeat(words)
             for group in self.groups:
@@ -168,25 +195,36 @@ class OwnObjects:
                 heartbeat.wait_for_others(LEAVE_S)  # the store may end with this process
 
     def _new_heartbeat(self) -> Heartbeat | NoHeartbeat:
+        """A heartbeat that counts on from the last one. The caller holds the lock."""
         try:
-            # A store answers one question at a time, and some wait for others: a heartbeat needs its own connection.
+            # A connection handles one call at a time, and some calls wait for other ranks. A heartbeat must
+            # not.
             store = self._store.clone()
         except (AttributeError, RuntimeError):  # the owner's store is of a kind that cannot be cloned
             return NoHeartbeat(self._num_exchanges)
         return Heartbeat(store, self._rank, self._size, _address_of(self._store), self._num_exchanges)
 
     def _stop_heartbeat(self, words: str) -> None:
-        heartbeat, self._heartbeat = self._heartbeat, None
+        """Stop the heartbeat if it runs. words: its last message. The caller holds the lock."""
+        heartbeat = self._heartbeat
+        self._heartbeat = None
         if heartbeat is not None:
             self._num_exchanges = heartbeat.exchanges
             heartbeat.stop(words)
 
 
 def join_existing_group(device: torch.device, timeout_s: float | None) -> GroupWorld:
-    """Meet the other ranks of torch's default group; every one of them must call this."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    """The world of torch's default process group. Every rank of the group must call this.
+
+    device: Where this rank trains. "cuda" without a number: `find_gpu` chooses.
+    timeout_s: Seconds to wait for a rank. None: the timeout of the owner's group.
+
+    Raises a PeerError if not all ranks come within the timeout.
+    """
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     backend = backend_for(device)
-    timeout_s = timeout_s or _timeout_of_owner()
+    timeout_s = timeout_s or _owner_timeout_s()
     try:
         group = _new_group(backend, timeout_s)
     except RuntimeError as error:
@@ -195,70 +233,90 @@ def join_existing_group(device: torch.device, timeout_s: float | None) -> GroupW
             "make the Trainer on every rank, or on one alone with world=hl.World.alone()"
         ) from error
     store = dist.PrefixStore("hopline", distributed_c10d._get_process_group_store(group.group))
-    own = OwnObjects(group, store, rank, size)
+    resources = GroupResources(group, store, rank, size)
     try:
-        said = _introduce(store, rank, size, device)
-        places = find_places(said)
-        place = places[rank]
-        beside = [one for one in said if one.host == said[rank].host]
+        introductions = _introduce(store, rank, size, device)
+        host_rank = find_host_ranks(introductions)[rank]
+        own_host = introductions[rank].host
         spec = RankSpec(
             rank=rank,
             size=size,
-            local_rank=place.local_rank,
-            local_size=place.local_size,
-            node=place.node,
+            local_rank=host_rank.local_rank,
+            local_size=host_rank.local_size,
+            node=host_rank.node,
             backend=backend,
             timeout_s=timeout_s,
         )
         if device.type == "cuda":
-            device = find_gpu(device, spec, beside)
+            device = find_gpu(device, spec, [other for other in introductions if other.host == own_host])
             torch.cuda.set_device(device)
         if backend == "nccl":
             _check_own_gpu(store, rank, size, device)
         spec = replace(spec, device=str(device))
-        return GroupWorld(spec, own, cores=max(1, num_cores() // place.num_beside))
+        return GroupWorld(spec, resources, num_cores=max(1, num_cores() // host_rank.num_sharing_cores))
     except BaseException as error:
-        own.end(last_words(sentence(error)))
+        resources.close(last_words(sentence(error)))
         raise
 
 
-def find_places(said: Sequence[Introduction]) -> list[HostPlace]:
-    """The place of every rank on its host, and the number of its host; hosts may have different numbers of ranks.
+def find_host_ranks(introductions: Sequence[Introduction]) -> list[HostRank]:
+    """By rank: its number on its host, and the number of the host.
 
-    Local ranks and numbers of hosts are those that launchers say, where these make sense together. Else ranks of a
-    host, and hosts, are counted in the order of the ranks.
+    Hosts may have different numbers of ranks.
+
+    Local ranks are those of the launchers, if on a host they are 0, 1, 2, ... in any order. Else the ranks
+    of the host are counted in their order. For the numbers of hosts see `_number_hosts`.
+
+    introductions: Those of all ranks, by rank.
     """
-    hosts: dict[str, list[int]] = {}
-    for rank, one in enumerate(said):
-        hosts.setdefault(one.host, []).append(rank)
-    places: dict[int, HostPlace] = {}
-    for ranks, node in zip(hosts.values(), _numbers_of_hosts(said, list(hosts.values())), strict=True):
-        local_ranks = [said[rank].local_rank for rank in ranks]
+    ranks_by_host: dict[str, list[int]] = {}
+    for rank, introduction in enumerate(introductions):
+        ranks_by_host.setdefault(introduction.host, []).append(rank)
+    hosts = list(ranks_by_host.values())
+
+    host_ranks: dict[int, HostRank] = {}
+    for ranks, node in zip(hosts, _number_hosts(introductions, hosts), strict=True):
+        local_ranks = [introductions[rank].local_rank for rank in ranks]
         if set(local_ranks) != set(range(len(ranks))):
             local_ranks = range(len(ranks))
         for rank, local_rank in zip(ranks, local_ranks, strict=True):
             assert local_rank is not None
-            num_beside = sum(said[other].cores == said[rank].cores for other in ranks)
-            places[rank] = HostPlace(local_rank=local_rank, local_size=len(ranks), node=node, num_beside=num_beside)
-    return [places[rank] for rank in range(len(said))]
+            own_cores = introductions[rank].cores
+            host_ranks[rank] = HostRank(
+                local_rank=local_rank,
+                local_size=len(ranks),
+                node=node,
+                num_sharing_cores=sum(introductions[other].cores == own_cores for other in ranks),
+            )
+    return [host_ranks[rank] for rank in range(len(introductions))]
 
 
-def _numbers_of_hosts(said: Sequence[Introduction], hosts: Sequence[Sequence[int]]) -> list[int]:
-    """A number for every host: the launcher's, if it says one for each host and no two hosts have the same."""
+def _number_hosts(introductions: Sequence[Introduction], hosts: Sequence[Sequence[int]]) -> list[int]:
+    """A number for every host: the launchers' if each host has one of its own, else 0, 1, 2, ...
+
+    hosts: The ranks of each host.
+    """
     stated: list[int] = []
     for ranks in hosts:
-        numbers = {said[rank].node for rank in ranks}
-        stated += [number for number in numbers if number is not None and len(numbers) == 1]
+        numbers = {introductions[rank].node for rank in ranks}
+        if len(numbers) == 1:
+            stated += [number for number in numbers if number is not None]
     is_complete = len(stated) == len(hosts) == len(set(stated))
     return stated if is_complete else list(range(len(hosts)))
 
 
 def find_gpu(device: torch.device, spec: RankSpec, on_host: Sequence[Introduction]) -> torch.device:
-    """The GPU of this rank: the one it is given, or the one that the owner of the group has chosen for it.
+    """The GPU of this rank. The first of these that is known:
 
-    Lightning Fabric and Accelerate make it the current device, and so do most scripts. Ray Train leaves that to its
-    `prepare_model`, and names the device in ACCELERATE_TORCH_DEVICE before. Where all ranks of a host are at GPU 0,
-    nobody has chosen, and they take its GPUs in their order.
+    1. The number in `device`.
+    2. The GPU that the owner's group is bound to.
+    3. ACCELERATE_TORCH_DEVICE, in which Ray Train names the GPU before its `prepare_model` makes it the
+       current one.
+    4. The current CUDA device, if a rank of the host has another one than GPU 0. Lightning Fabric,
+       Accelerate and most scripts set it. If all ranks of a host are at GPU 0, nobody has chosen.
+    5. The GPU whose number is the local rank.
+
+    on_host: Introductions of all ranks of this host.
     """
     if device.index is not None:
         return device
@@ -268,55 +326,64 @@ def find_gpu(device: torch.device, spec: RankSpec, on_host: Sequence[Introductio
     named = os.environ.get("ACCELERATE_TORCH_DEVICE", "")
     if named.startswith("cuda:"):
         return torch.device(named)
-    if any(one.current_gpu for one in on_host):
+    has_chosen = any(other.current_gpu for other in on_host)
+    if has_chosen:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(device_of_rank(spec, "cuda", spawned=False))
 
 
 def backend_for(device: torch.device) -> str:
-    """The backend of our group: NCCL for a GPU if the owner's group has it, else gloo, which takes all tensors."""
+    """The backend of the second process group: NCCL for a GPU if the owner's group has it, else gloo.
+
+    Gloo takes tensors of GPUs too. Raises a ValueError if the owner's group has no store.
+    """
     if distributed_c10d._get_default_store() is None:
         raise ValueError(
             f"the process group (backend {dist.get_backend()}) has no store in which ranks could meet: initialise "
             "torch.distributed with backend gloo or nccl"
         )
-    return "nccl" if device.type == "cuda" and "cuda:nccl" in distributed_c10d.get_backend_config() else "gloo"
+    if device.type == "cuda" and "cuda:nccl" in distributed_c10d.get_backend_config():
+        return "nccl"
+    return "gloo"
 
 
-def _timeout_of_owner() -> float:
+def _owner_timeout_s() -> float:
+    """Timeout of the owner's group in seconds, or `USUAL_TIMEOUT_S` if it does not tell."""
     group = distributed_c10d._get_default_group()
     for kind in ("cuda", "cpu"):
-        # No such device in the group, or a backend that does not tell.
+        # The group has no backend for this kind of device, or one without options.
         with contextlib.suppress(RuntimeError, AttributeError):
             return group._get_backend(torch.device(kind)).options._timeout.total_seconds()
     return USUAL_TIMEOUT_S
 
 
 def _new_group(backend: str, timeout_s: float) -> GroupHandle:
-    """A process group of all ranks, which is ours."""
+    """A new process group of all ranks. Every rank must call this."""
     variables: dict[str, str] = {}
     if backend == "nccl":
         variables["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a lost rank raises an error; by default it aborts the process
     elif "gloo" not in distributed_c10d.get_backend_config():
-        # Gloo takes the address that the host's own name means, which others may not reach. The owner's group shows
-        # the way to the first rank. Where the owner uses gloo itself, it works as it is.
+        # By default gloo resolves the host's own name, which may be an address that other hosts cannot
+        # reach. The address of the owner's store tells which network interface leads to them. If the
+        # owner's group uses gloo itself, its settings work as they are.
         host = _address_of(distributed_c10d._get_default_store()).rpartition(":")[0]
-        name = interface_towards(host, several_hosts=True) if host else None
-        variables |= {"GLOO_SOCKET_IFNAME": name} if name else {}
+        interface = interface_towards(host, several_hosts=True) if host else None
+        if interface:
+            variables["GLOO_SOCKET_IFNAME"] = interface
     with defaults_in_environment(variables):
         return GroupHandle(dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s)))
 
 
 def _address_of(store: dist.Store) -> str:
-    """HOST:PORT of a store that a process serves; "" of one in files."""
+    """HOST:PORT of a store that a process serves. "" for a store in files."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else ""
 
 
 def _introduce(store: dist.Store, rank: int, size: int, device: torch.device) -> list[Introduction]:
-    """What all ranks say of themselves."""
-    local_rank, node = place_on_host(os.environ, rank, size)
+    """Introductions of all ranks, by rank. Every rank must call this."""
+    local_rank, node = read_local_rank_and_node(os.environ, rank, size)
     own = Introduction(
         host=host_identity(),
         local_rank=local_rank,
@@ -324,22 +391,27 @@ def _introduce(store: dist.Store, rank: int, size: int, device: torch.device) ->
         cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
         current_gpu=torch.cuda.current_device() if device.type == "cuda" else None,
     )
-    return [Introduction(**json.loads(said)) for said in _tell_all(store, "seat", rank, size, json.dumps(asdict(own)))]
+    texts = _tell_all(store, "seat", rank, size, json.dumps(asdict(own)))
+    return [Introduction(**json.loads(text)) for text in texts]
 
 
 def _check_own_gpu(store: dist.Store, rank: int, size: int, device: torch.device) -> None:
-    """Refuse ranks that have one GPU together, on which NCCL would wait or fail."""
-    first_with: dict[str, int] = {}
+    """Refuse two ranks with the same GPU: NCCL would hang or fail. Every rank must call this."""
+    first_with_gpu: dict[str, int] = {}
     for other, gpu in enumerate(_tell_all(store, "gpu", rank, size, gpu_identity(str(device)))):
-        if gpu and (first := first_with.setdefault(gpu, other)) != other:
+        first_rank = first_with_gpu.setdefault(gpu, other)
+        if gpu and first_rank != other:
             raise ValueError(
-                f"ranks {first} and {other} have the same GPU ({gpu}), which nccl cannot share: start one process per "
-                "GPU, or initialise the process group with backend gloo"
+                f"ranks {first_rank} and {other} have the same GPU ({gpu}), which nccl cannot share: start one process "
+                "per GPU, or initialise the process group with backend gloo"
             )
 
 
 def _tell_all(store: dist.Store, what: str, rank: int, size: int, text: str) -> list[str]:
-    """By rank, what each says of something, after all have said it."""
+    """Write a text into the store, and return the texts of all ranks, by rank. Waits until all are written.
+
+    what: Part of the keys. Every rank must call this with the same one.
+    """
     store.set(f"{what}/{rank}", text)
     try:
         return [value.decode() for value in get_all(store, [f"{what}/{other}" for other in range(size)])]

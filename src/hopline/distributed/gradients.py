@@ -1,4 +1,14 @@
-"""Gradients over ranks: how they are combined (`Gradients`), by default summed by a flat all-reduce per bucket."""
+"""Gradients over ranks: `Gradients` says how they are combined, and `sum_over_ranks` is the default.
+
+    gradients of a bucket of parameters --> one flat tensor --> all-reduce --> back into the gradients
+
+Parameters go in buckets of `BUCKET_BYTES`, so that there are few collective calls and little memory for the
+copies. All buckets are reduced at once, and then written back.
+
+A rank may have no gradient for a parameter that others have one for. So a flat tensor ends with one number
+per parameter, which is the number of ranks with a gradient for it. Half-precision gradients are summed in
+float32.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +24,30 @@ if TYPE_CHECKING:
 
 
 BUCKET_BYTES = 25 << 20
-"""Gradients are exchanged in pieces of about this size: few enough to be fast, small enough to be held twice."""
+"""Bytes of gradients per all-reduce. DDP has the same default.
+
+Larger buckets need fewer calls. Each bucket has a copy of its gradients.
+"""
 
 
 class Gradients:
     """How ranks combine their gradients: `hl.Trainer(gradients=)`. This one, the default, sums them.
 
-    A subclass overrides what it needs. A rank's gradient is its share of the mean loss over the examples of all ranks,
-    so that the sum over the ranks is the gradient of that mean. In one optimizer step every rank calls
+    The loss is the mean over the examples of all ranks. A rank's gradient is the part of its own examples,
+    so the sum over the ranks is the gradient of the mean. Every rank calls
 
-        combine      after the backward passes of the step's units; then gradients are clipped, and the optimizer steps
-        after_step   after the optimizer's step
+        begin         before the first step of a run
+        combine       after the backward passes of a step; then gradients are clipped, the optimizer steps
+        after_step    after the optimizer's step
+        after_epoch   after the last step of an epoch, before anything is evaluated
 
-    and after_epoch after the last step of an epoch, before anything is evaluated: then all ranks must have the same
-    weights, or the run is refused. Gradients and weights are changed in place, without autograd. `parameters` are
-    those that require a gradient. `parameter.grad` is None where this rank has none, though others may have one.
+    After `after_epoch` all ranks must have the same weights, or the run is refused. A subclass overrides
+    the methods that it needs, and changes gradients and weights in place, without autograd. `parameters`
+    are those that require a gradient. `parameter.grad` is None if this rank has none, though others may
+    have one.
 
-    With one process the sum costs nothing, and a subclass is called as with several. Make the subclass a dataclass:
-    its fields are compared when a run is resumed.
+    With one process a subclass is called in the same way. Make the subclass a dataclass: its fields are
+    compared when a run is resumed.
 
     Example:
         >>> class Signs(hl.extend.Gradients):
@@ -50,8 +66,10 @@ class Gradients:
     """
 
     local: ClassVar[bool] = False
-    """Whether ranks have weights and optimizer states of their own between exchanges, as in local SGD. A checkpoint
-    then keeps those of every rank."""
+    """Whether ranks have different weights and optimizer states within an epoch, as in local SGD.
+
+    A checkpoint then holds those of every rank.
+    """
 
     def begin(self, parameters: Sequence[nn.Parameter], world: World) -> None:
         """Called before the first step of a run, and before the state of a checkpoint is loaded."""
@@ -61,18 +79,17 @@ class Gradients:
         sum_over_ranks(parameters, world)
 
     def after_step(self, parameters: Sequence[nn.Parameter], world: World) -> None:
-        """Called after the optimizer's step: weights may be exchanged here."""
+        """Called after the optimizer's step. A subclass may average weights over the ranks."""
 
     def after_epoch(self, parameters: Sequence[nn.Parameter], world: World) -> None:
-        """Called after the last step of an epoch: ranks with weights of their own bring them together here."""
+        """Called after the last step of an epoch. Ranks with different weights make them the same."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank remembers from step to step: tensors, numbers, strings, lists and dicts. Checkpoints keep that
-        of every rank."""
+        """State of this rank for checkpoints: tensors, numbers, strings, lists and dicts."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned on this rank; tensors come on the CPU."""
+        """Restore what `state_dict` returned on this rank. Tensors are on the CPU."""
 
 
 CombineGradients = Callable[[Sequence[nn.Parameter], "World"], None]
@@ -80,7 +97,7 @@ CombineGradients = Callable[[Sequence[nn.Parameter], "World"], None]
 
 
 class CombinedBy(Gradients):
-    """Gradients combined by a function."""
+    """`Gradients` whose `combine` is a function."""
 
     def __init__(self, function: CombineGradients) -> None:
         self.function = function
@@ -90,26 +107,33 @@ class CombinedBy(Gradients):
 
 
 def have_same_bits(tensors: Iterable[Tensor], world: World) -> bool:
-    """Whether all ranks have the same numbers in these tensors, by a sum of their bits."""
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    """Whether all ranks have the same numbers in these tensors, by one checksum per tensor.
+
+    A checksum is the sum of the numbers' bit patterns, read as integers. All ranks must call this with
+    tensors of the same shapes and types.
+    """
+    integer_dtypes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     real = [torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in tensors]
-    sums = [t.contiguous().view(whole[t.element_size()]).sum(dtype=torch.int64) for t in real if t.numel()]
+    sums = [t.contiguous().view(integer_dtypes[t.element_size()]).sum(dtype=torch.int64) for t in real if t.numel()]
     if not sums or world.size == 1:
         return True
-    # Ranks compare float64 numbers, in which whole ones are exact up to 2**53.
-    found = [float(value % (1 << 52)) for value in torch.stack(sums).tolist()]
-    return world.max(found) == [-least for least in world.max([-value for value in found])]
+    # `World.max` reduces float64 numbers, which hold integers exactly up to 2**53.
+    checksums = [float(value % (1 << 52)) for value in torch.stack(sums).tolist()]
+    largest = world.max(checksums)
+    smallest = [-value for value in world.max([-value for value in checksums])]
+    return largest == smallest
 
 
 def sum_over_ranks(parameters: Iterable[Tensor], world: World) -> None:
-    """Replace every gradient by its sum over the ranks; one that only some ranks have counts as zero elsewhere.
+    """Replace every gradient by its sum over the ranks, in place.
 
-    Afterwards all ranks have the same gradients: one that no rank has stays None. Half-precision gradients are
-    summed in float32. All ranks must call this with the same parameters.
+    A missing gradient counts as zero if another rank has one, and stays None if no rank has one. So
+    afterwards all ranks have the same gradients. Half-precision gradients are summed in float32. All ranks
+    must call this with the same parameters.
     """
     if world.size == 1:
         return
-    buckets = list(_buckets([p for p in parameters if p.requires_grad]))
+    buckets = list(_make_buckets([p for p in parameters if p.requires_grad]))
     flats = [_flatten(bucket, world.device) for bucket in buckets]
     _all_reduce(flats, world)
     for bucket, flat in zip(buckets, flats, strict=True):
@@ -117,23 +141,26 @@ def sum_over_ranks(parameters: Iterable[Tensor], world: World) -> None:
 
 
 def sum_tensors(tensors: Iterable[Tensor], world: World) -> None:
-    """Replace every tensor by its sum over the ranks, in place: the same bits on every rank.
+    """Replace every tensor by its sum over the ranks, in place. All ranks get the same bits.
 
-    Half-precision tensors are summed in float32. All ranks must call this with tensors of the same shapes and types.
+    Half-precision tensors are summed in float32. All ranks must call this with tensors of the same shapes
+    and types.
     """
     if world.size == 1:
         return
-    buckets = list(_buckets([tensor.detach() for tensor in tensors if tensor.numel()]))
-    flats = [
-        torch.cat([t.to(world.device, _exchange_dtype(t.dtype)).reshape(-1) for t in bucket]) for bucket in buckets
-    ]
+    buckets = list(_make_buckets([tensor.detach() for tensor in tensors if tensor.numel()]))
+    flats: list[Tensor] = []
+    for bucket in buckets:
+        flats.append(torch.cat([t.to(world.device, _sum_dtype(t.dtype)).reshape(-1) for t in bucket]))
     _all_reduce(flats, world)
     for bucket, flat in zip(buckets, flats, strict=True):
-        for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+        parts = flat.split([t.numel() for t in bucket])
+        for tensor, part in zip(bucket, parts, strict=True):
             tensor.copy_(part.view_as(tensor))
 
 
 def _all_reduce(flats: Sequence[Tensor], world: World) -> None:
+    """Sum each tensor over the ranks, in place. All calls begin before the first one is waited for."""
     with world.exchange():
         works = [dist.all_reduce(flat, group=world.group, async_op=True) for flat in flats]
         for work in works:
@@ -141,8 +168,11 @@ def _all_reduce(flats: Sequence[Tensor], world: World) -> None:
             work.wait()
 
 
-def in_groups(num_bytes: int, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in their order, in groups of about that size."""
+def split_by_bytes(num_bytes: int, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the tensors in their order, in groups of at most `num_bytes`.
+
+    A larger tensor is a group alone.
+    """
     group: list[Tensor] = []
     for tensor in tensors:
         if group and sum(t.nbytes for t in group) + tensor.nbytes > num_bytes:
@@ -153,38 +183,51 @@ def in_groups(num_bytes: int, tensors: Sequence[Tensor]) -> Iterator[list[Tensor
         yield group
 
 
-def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors that are exchanged together: the same on every rank, whichever gradients it has."""
-    for dtype in dict.fromkeys(_exchange_dtype(p.dtype) for p in parameters):
-        yield from in_groups(BUCKET_BYTES, [p for p in parameters if _exchange_dtype(p.dtype) == dtype])
+def _make_buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield groups of parameters that one all-reduce sums: of one dtype, and of about `BUCKET_BYTES`.
+
+    The groups depend on the parameters alone, not on which gradients exist. So they are the same on every
+    rank.
+    """
+    for dtype in dict.fromkeys(_sum_dtype(p.dtype) for p in parameters):
+        yield from split_by_bytes(BUCKET_BYTES, [p for p in parameters if _sum_dtype(p.dtype) == dtype])
 
 
 def _flatten(bucket: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The gradients one after another, zeros for missing ones, then 1 for each that is there and 0 for others."""
-    dtype = _exchange_dtype(bucket[0].dtype)
+    """[sum of numel + len(bucket)] on the device: all gradients of a bucket, then one flag per parameter.
+
+    A missing gradient is zeros. A flag is 1 if this rank has the gradient, else 0.
+    """
+    dtype = _sum_dtype(bucket[0].dtype)
     flat = torch.zeros(sum(p.numel() for p in bucket) + len(bucket), dtype=dtype, device=device)
     start = 0
-    for position, parameter in enumerate(bucket, start=-len(bucket)):
+    for flag_position, parameter in enumerate(bucket, start=-len(bucket)):
         if parameter.grad is not None:
             if parameter.grad.is_sparse:
                 raise ValueError("a gradient is sparse, which ranks cannot sum: make the embedding with sparse=False")
             flat[start : start + parameter.numel()].copy_(parameter.grad.reshape(-1))
-            flat[position] = 1
+            flat[flag_position] = 1
         start += parameter.numel()
     return flat
 
 
 def _unflatten(bucket: Sequence[Tensor], flat: Tensor) -> None:
+    """Write the sums of a flat tensor into the gradients of its bucket.
+
+    flat: as `_flatten` made it, reduced.
+    """
     parts = flat[: -len(bucket)].split([p.numel() for p in bucket])
-    # Looked at only where a gradient is missing: on a GPU this waits for the exchange to end.
-    incomplete = any(p.grad is None for p in bucket)
-    held = (flat[-len(bucket) :].tolist()) if incomplete else [1.0] * len(bucket)
-    for parameter, part, ranks in zip(bucket, parts, held, strict=True):
+    # `tolist` synchronises with a GPU. So the flags are read only if this rank misses a gradient.
+    ranks_with_gradient = [1.0] * len(bucket)
+    if any(p.grad is None for p in bucket):
+        ranks_with_gradient = flat[-len(bucket) :].tolist()
+    for parameter, part, num_ranks in zip(bucket, parts, ranks_with_gradient, strict=True):
         if parameter.grad is not None:
             parameter.grad.copy_(part.view_as(parameter))
-        elif ranks:
+        elif num_ranks:
             parameter.grad = part.view_as(parameter).to(parameter.device, parameter.dtype, copy=True)
 
 
-def _exchange_dtype(dtype: torch.dtype) -> torch.dtype:
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which tensors are summed: float32 for half precision, else their own."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

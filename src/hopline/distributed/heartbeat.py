@@ -1,4 +1,17 @@
-"""Which ranks are alive: each says so every second where all can see it, and the silent ones can be named."""
+"""Heartbeats: which ranks are alive, and which one to blame if a collective call fails.
+
+A failed collective call does not say which rank caused it. So a thread of every rank writes a message into
+the store of the process group every `BEAT_S` seconds, and reads those of the others:
+
+    alive/RANK = "BEATS EXCHANGES"   running: beats so far, and collective calls begun so far
+                 "left"              ended in good order
+                 "error TEXT"        ended by this error
+                 "lost 1,2"          gave up, because ranks 1 and 2 stopped answering
+
+After a failure `find_lost` blames, in this order: a rank that ended by an error, ranks that others call
+lost, the host of the store if it does not answer, ranks whose message no longer changes. If none is found
+within some seconds: ranks that never started, that left, or that have begun fewer calls than this one.
+"""
 
 from __future__ import annotations
 
@@ -7,151 +20,209 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 BEAT_S = 1.0
-"""Every rank says this often that it is alive."""
+"""Seconds between two beats of a rank. A rule of thumb."""
 STALE_S = 3.0
-"""A rank that has said nothing for so long has stopped."""
+"""Seconds. A running rank whose message has not changed for longer has stopped. A rule of thumb."""
 WORDS = re.compile(r"[0-9]{1,18} [0-9]{1,18}|left|lost [0-9]{1,9}(,[0-9]{1,9})*|error .*", re.DOTALL)
-"""All that ranks say."""
+"""All messages that a rank writes: a beat, "left", "lost ..." or "error ..."."""
+
+
+class _Message(NamedTuple):
+    """The latest message of a rank, as this rank has read it."""
+
+    words: str
+    """Text that `WORDS` matches."""
+    seen_s: float
+    """When this rank first read these words, in seconds of its own `time.monotonic`."""
 
 
 class Heartbeat:
-    """A thread that says in the store, every second, that this rank is alive, and notes which others say so.
+    """A thread that writes the heartbeat of this rank into a store, and reads those of the other ranks.
 
-    What is said is "beats exchanges" while the rank runs, and at the end "left", "lost 1,2" or "error ...". Clocks of
-    hosts differ, so what counts is when a rank's words were last seen to change. All talk with the store is in this
-    thread, so that a host that no longer answers holds up nobody else.
+    The thread starts with the object and ends with `stop`. Clocks of hosts differ, so a rank is judged by
+    how long its message has not changed, by the clock of this rank. Until `stop`, only the thread calls the
+    store: if the host of the store no longer answers, the thread waits for it, and no other.
+
+    Args:
+        store: A connection of its own: a call of another thread may block a connection for long.
+        rank: Number of this rank.
+        size: Number of ranks.
+        address: Where the store is served. Errors name it.
+        exchanges: First value of the attribute `exchanges`.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, place: str, exchanges: int = 0) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, address: str, exchanges: int = 0) -> None:
         self.exchanges = exchanges
-        """How many exchanges this rank has begun: the one that is behind is the one the others wait for."""
-        self._store, self._rank, self._size, self._place = store, rank, size, place
-        self._seen: dict[int, tuple[str, float]] = {}
-        self._answered = time.monotonic()
-        self._broken = False
+        """Collective calls that this rank has begun. The others wait for a rank that has begun fewer."""
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._address = address
+        self._messages: dict[int, _Message] = {}
+        self._store_answered_s = time.monotonic()
+        self._is_store_lost = False
         self._last_words = ""
-        self._wake, self._done = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="hopline-heart", daemon=True)
+        self._wake = threading.Event()
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hopline-heart", daemon=True)
         self._thread.start()
 
     def stop(self, last_words: str) -> None:
-        """Say the last words, unless others were said before, and end the thread."""
+        """Write the last message, unless `find_lost` has written one, and end the thread.
+
+        last_words: "left" or "error ...".
+        """
         self._last_words = self._last_words or last_words
         self._wake.set()
-        self._done.set()
+        self._is_stopped.set()
         self._thread.join(timeout=2.0)
 
     def wait_for_others(self, timeout_s: float) -> None:
-        """Wait until every rank has said its last words; called after `stop`."""
+        """Wait until every other rank has written its last message, or until one is silent.
+
+        Call it after `stop`.
+        """
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline and not self._broken:
+        while time.monotonic() < deadline and not self._is_store_lost:
             with suppress(RuntimeError):
-                self._look()
-            words = [self._words(rank) for rank in range(self._size) if rank != self._rank]
-            if not any(w and w[0].isdigit() for w in words) or self._stale():
+                self._read_messages()
+            words = [self._words_of(rank) for rank in range(self._size) if rank != self._rank]
+            is_any_running = any(text and text[0].isdigit() for text in words)
+            if not is_any_running or self._find_stale():
                 return
             time.sleep(0.05)
 
     def find_lost(self) -> str:
-        """Say who stopped answering, after looking long enough to tell; the others are told at once."""
+        """Who stopped answering, as a sentence. Also writes "lost ..." for the other ranks to read.
+
+        May take some seconds: a rank counts as silent after `STALE_S`, and its last beat may have come just
+        now.
+        """
         deadline = time.monotonic() + STALE_S + 2 * BEAT_S
         while True:
-            lost, sentence = self._suspects(final=time.monotonic() > deadline)
+            lost_ranks, sentence = self._find_suspects(final=time.monotonic() > deadline)
             if sentence:
-                self._last_words = f"lost {','.join(map(str, lost))}"
+                self._last_words = f"lost {','.join(map(str, lost_ranks))}"
                 self._wake.set()
                 return sentence
             time.sleep(0.1)
 
-    def _beat(self) -> None:
-        beats = 0
+    def _run(self) -> None:
+        """The thread: write a message, read all others, wait for the next beat or for `_wake`."""
+        num_beats = 0
         while True:
-            words, ending = self._last_words, self._done.is_set()
+            # Both are read before the message is written: a `stop` that comes later gets another round.
+            last_words = self._last_words
+            is_last = self._is_stopped.is_set()
             self._wake.clear()
             try:
-                self._store.set(f"alive/{self._rank}", words or f"{beats} {self.exchanges}")
-                self._look()
-            except RuntimeError:  # the store is gone, and its connection with it
-                self._broken = True
+                self._store.set(f"alive/{self._rank}", last_words or f"{num_beats} {self.exchanges}")
+                self._read_messages()
+            except RuntimeError:  # the process that serves the store has ended
+                self._is_store_lost = True
                 return
-            if ending:
+            if is_last:
                 return
-            beats += 1
-            if not self._done.is_set():
+            num_beats += 1
+            if not self._is_stopped.is_set():
                 self._wake.wait(BEAT_S)
 
-    def _look(self) -> None:
-        others = [r for r in range(self._size) if r in self._seen or self._store.check([f"alive/{r}"])]
-        values = get_all(self._store, [f"alive/{r}" for r in others])
-        self._answered = time.monotonic()
-        for rank, value in zip(others, values, strict=True):
+    def _read_messages(self) -> None:
+        """Read the messages of all ranks that have written one, and note when each was first seen."""
+        # Reading a key that does not exist would block, so a rank's first message is checked for.
+        ranks = [r for r in range(self._size) if r in self._messages or self._store.check([f"alive/{r}"])]
+        values = get_all(self._store, [f"alive/{r}" for r in ranks])
+        self._store_answered_s = time.monotonic()
+        for rank, value in zip(ranks, values, strict=True):
             words = bytes(value).decode(errors="replace")
-            # Whoever reaches the store can write there: what no rank says is as if nothing had been said.
-            if WORDS.fullmatch(words) and self._words(rank) != words:
-                self._seen[rank] = (words, self._answered)
+            # Any process that reaches the store can write to it. Text that no rank would write is ignored.
+            if WORDS.fullmatch(words) and self._words_of(rank) != words:
+                self._messages[rank] = _Message(words, self._store_answered_s)
 
-    def _words(self, rank: int) -> str:
-        return self._seen[rank][0] if rank in self._seen else ""
+    def _words_of(self, rank: int) -> str:
+        """The latest message of a rank. "" if it has written none."""
+        return self._messages[rank].words if rank in self._messages else ""
 
-    def _stale(self) -> list[int]:
-        """Ranks that have fallen silent without last words."""
-        now = time.monotonic()
-        seen = list(self._seen.items())
-        return [rank for rank, (words, at) in seen if words[0].isdigit() and now - at > STALE_S and rank != self._rank]
+    def _find_stale(self) -> list[int]:
+        """Other ranks that wrote no last message, and whose beats have stopped."""
+        now_s = time.monotonic()
+        stale: list[int] = []
+        # A copy: the thread may add to the dict meanwhile.
+        for rank, message in list(self._messages.items()):
+            is_running = message.words[0].isdigit()
+            if rank != self._rank and is_running and now_s - message.seen_s > STALE_S:
+                stale.append(rank)
+        return stale
 
-    def _suspects(self, *, final: bool) -> tuple[list[int], str]:
-        """The ranks to blame and a sentence about them; "" while it is too early to tell."""
+    def _find_suspects(self, *, final: bool) -> tuple[list[int], str]:
+        """(ranks to blame, a sentence about them). The sentence is "" while it is too early to tell.
+
+        final: Whether a silent rank would have been noticed by now. Then ranks that never started, that
+            left or that are behind are blamed.
+        """
         others = [rank for rank in range(self._size) if rank != self._rank]
-        words = {rank: self._words(rank) for rank in others}
+        words = {rank: self._words_of(rank) for rank in others}
+
+        # Errors first: others may call such a rank lost, but its error says why.
         for rank in others:
             if words[rank].startswith("error "):
                 return [rank], f"rank {rank} stopped with {words[rank].removeprefix('error ').strip()}"
         for text in words.values():
-            blamed = [int(r) for r in text[5:].split(",") if r != str(self._rank)] if text.startswith("lost ") else []
-            if blamed:
-                return blamed, f"{_ranks(blamed)} stopped answering"
-        if self._broken or time.monotonic() - self._answered > STALE_S:
-            return [0], f"rank 0 or its host stopped answering (at {self._place}, where the ranks meet)"
-        if stale := self._stale():
-            return stale, f"{_ranks(stale)} stopped answering"
+            if text.startswith("lost "):
+                # A rank that blames this one is not followed: this one is running.
+                blamed = [int(r) for r in text.removeprefix("lost ").split(",") if r != str(self._rank)]
+                if blamed:
+                    return blamed, f"{_name_ranks(blamed)} stopped answering"
+        if self._is_store_lost or time.monotonic() - self._store_answered_s > STALE_S:
+            return [0], f"rank 0 or its host stopped answering (at {self._address}, where the ranks meet)"
+        stale = self._find_stale()
+        if stale:
+            return stale, f"{_name_ranks(stale)} stopped answering"
         if not final:
             return [], ""
-        if missing := [rank for rank in others if not words[rank]]:
-            return missing, f"{_ranks(missing)} did not start"
-        if left := [rank for rank in others if words[rank] == "left"]:
-            return left, f"{_ranks(left)} ended before the others"
-        counts = {rank: int(words[rank].split()[1]) for rank in others if words[rank][0].isdigit()}
-        if behind := [rank for rank, count in counts.items() if count < self.exchanges]:
-            return behind, f"{_ranks(behind)} is alive but did not answer within timeout_s"
+
+        missing = [rank for rank in others if not words[rank]]
+        if missing:
+            return missing, f"{_name_ranks(missing)} did not start"
+        left = [rank for rank in others if words[rank] == "left"]
+        if left:
+            return left, f"{_name_ranks(left)} ended before the others"
+        num_exchanges = {rank: int(words[rank].split()[1]) for rank in others if words[rank][0].isdigit()}
+        behind = [rank for rank, count in num_exchanges.items() if count < self.exchanges]
+        if behind:
+            return behind, f"{_name_ranks(behind)} is alive but did not answer within timeout_s"
         return others, "the exchange between the ranks failed though all are alive"
 
 
 class NoHeartbeat:
-    """In place of a `Heartbeat` where the store of an existing process group cannot be used by a second thread.
+    """Stands in for a `Heartbeat` if the store of an existing process group allows no second connection.
 
-    A rank that is lost still ends the exchange with an error; which rank it was cannot be told.
+    A collective call with a lost rank still fails, but the error does not name the rank.
     """
 
     def __init__(self, exchanges: int = 0) -> None:
         self.exchanges = exchanges
 
     def stop(self, last_words: str) -> None:
-        """Nothing is said: there is nowhere to say it."""
+        """Does nothing: there is no store to write to."""
 
     def find_lost(self) -> str:
+        """A sentence that names no rank."""
         return "a rank stopped answering, and the store of this process group cannot tell which"
 
 
 def get_all(store: dist.Store, keys: Sequence[str]) -> list[bytes]:
-    """The values of all keys, each waited for; a store of files is asked one by one."""
+    """The values of all keys. Waits until each exists."""
     if store.has_extended_api():
         return [bytes(value) for value in store.multi_get(list(keys))] if keys else []
-    return [bytes(store.get(key)) for key in keys]
+    return [bytes(store.get(key)) for key in keys]  # such as a store of files
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def _name_ranks(ranks: Sequence[int]) -> str:
+    """ "rank 1" or "ranks 1, 2"."""
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}"

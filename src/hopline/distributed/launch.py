@@ -1,10 +1,25 @@
-"""Starting the ranks of a run: alone, by spawning them, or where torchrun, srun or a process group has them already."""
+"""`run`: runs a function in every rank, and starts the ranks if nobody else has.
+
+A process is one of four things, and `run` finds out which:
+
+    torch.distributed is initialised   its processes are the ranks: nothing is started
+    torchrun or srun started it        it is a rank, or with devices= the parent of several
+    devices= is above 1                it is the parent: it spawns the ranks and watches them
+    none of these                      it is alone
+
+A parent and a spawned rank talk in three ways. The rank writes JSON into a pipe: that it is ready, its
+result or its error. The parent sends signals. The exit code of the rank tells how it ended: 128 + n if it
+caught signal n.
+
+Ranks end together. If one fails, the others get `END_S` seconds to notice and to end by themselves. After a
+signal they get `CHECKPOINT_S` seconds to write a checkpoint. Then the parent ends them. If the parent is
+killed, they end too.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import json
 import math
 import multiprocessing
@@ -15,7 +30,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from typing import Any
@@ -31,60 +46,83 @@ from hopline.util.host import keep_freed_memory
 from hopline.util.signals import SIGNALS, Interrupted
 
 END_S = 2.0
-"""After one rank has failed, the others get so long to end by themselves, and again so long once told to."""
+"""Seconds that ranks get to end by themselves after one has failed, and again after SIGTERM.
+
+A rule of thumb.
+"""
 CHECKPOINT_S = 30.0
-"""After a signal, ranks get so long to write a checkpoint and end."""
+"""Seconds that ranks get after a signal, to write a checkpoint and end. A rule of thumb."""
+POLL_S = 0.2
+"""Most seconds between two looks of the parent at its deadlines. A rule of thumb."""
 _PR_SET_PDEATHSIG = 1
+"""The option of Linux's `prctl` that sets the signal a process gets when its parent ends."""
 
 
 def run(function: Callable[..., Any], settings: LaunchSettings, *args: Any, device: str = "cpu") -> Any:
-    """Run `function(world, *args)` in every rank; returns what it returned in this process, or in rank 0.
+    """Run `function(world, *args)` in every rank.
 
-    Where processes are started here, `function` must be importable, `args` plain data, and the result goes through
-    JSON. A rank that fails ends the others. A signal (Ctrl-C, SIGTERM, SIGUSR1) is passed on to them once. Where
-    `torch.distributed` is initialised, its processes are the ranks, and no process is started.
+    If this process starts ranks, it returns what rank 0 returned, as JSON makes it, or None if rank 0 is on
+    another host. Then `function` must be importable and `args` picklable. Else it returns what the function
+    returned in this process.
+
+    A rank that fails ends the others. A signal (Ctrl-C, SIGTERM, SIGUSR1) is forwarded to started ranks
+    once.
+
+    Args:
+        function: Runs in every rank. Its first argument is the `World` of the rank.
+        settings: Number of processes to start, and where they meet.
+        args: Further arguments of the function.
+        device: "cpu" or "cuda". Ranks of a host take its GPUs in their order.
+
+    Raises:
+        RankError: A started rank failed or was killed.
+        ValueError: A setting does not fit the launcher, or a started rank raised a ValueError.
+        Interrupted: A signal ended the ranks.
+        PeerError: This process is a rank, and the ranks did not meet or lost one of them.
     """
     if dist.is_available() and dist.is_initialized():
-        _check_starts_none(settings)
-        return _member(function, args, World.current(device, settings.timeout_s))
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent ends its ranks, unless it is killed itself
+        _check_starts_no_process(settings)
+        return _run_rank(function, args, World.current(device, settings.timeout_s))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # Torchrun's agent, the parent, ends its ranks, but not if it is killed itself.
         _end_with_parent(os.getppid())
     task = detect(os.environ)
-    count = _devices_here(settings, task, device)
-    spec = _first_rank_spec(settings, task, count, device)
+    num_processes = _count_processes(settings, task, device)
+    spec = _first_rank_spec(settings, task, num_processes, device)
     if spec.size == 1:
         return function(World.alone(device), *args)
-    if count > 1:
-        return _spawn(function, args, spec, count)
+    if num_processes > 1:
+        return _spawn(function, args, spec, num_processes)
+
     spec = replace(spec, device=device_of_rank(spec, device, spawned=False))
-    before = torch.get_num_threads()
+    threads_before = torch.get_num_threads()
     try:
-        return _member(function, args, World.join(spec))
+        return _run_rank(function, args, World.join(spec))
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads_before)
 
 
-def _check_starts_none(settings: LaunchSettings) -> None:
-    """Refuse settings of processes that would be started, in a process that is one of several already."""
-    asked = [f"address={settings.address}"] if settings.address else []
+def _check_starts_no_process(settings: LaunchSettings) -> None:
+    """Refuse settings that would start processes, because this process is a rank already."""
+    refused = [f"address={settings.address}"] if settings.address else []
     if settings.devices not in (1, "auto", dist.get_world_size()):
-        asked.append(f"devices={settings.devices}")
-    if asked:
+        refused.append(f"devices={settings.devices}")
+    if refused:
         raise ValueError(
             f"this process is rank {dist.get_rank()} of {dist.get_world_size()} of a process group that is initialised "
-            f"already, and no process is started under it: leave out {' and '.join(asked)}"
+            f"already, and no process is started under it: leave out {' and '.join(refused)}"
         )
 
 
-def _devices_here(settings: LaunchSettings, task: Task | None, device: str) -> int:
-    """How many processes to start here."""
-    kind = torch.device(device).type
-    one_per_node = task is None or task.size == task.num_nodes
+def _count_processes(settings: LaunchSettings, task: Task | None, device: str) -> int:
+    """Number of ranks that this process starts. 1: it starts none, and is a rank itself."""
+    is_one_per_node = task is None or task.size == task.num_nodes
     if settings.devices == "auto":
-        return max(1, torch.cuda.device_count()) if kind == "cuda" and one_per_node else 1
-    if settings.devices > 1 and not one_per_node:
+        has_all_gpus = torch.device(device).type == "cuda" and is_one_per_node
+        return max(1, torch.cuda.device_count()) if has_all_gpus else 1
+    if settings.devices > 1 and not is_one_per_node:
         assert task is not None
-        if settings.devices == task.local_size:  # said twice, but the same thing
+        if settings.devices == task.local_size:  # the launcher has started them already
             return 1
         raise ValueError(
             f"{task.launcher} started {task.local_size} tasks on this host, under each of which devices="
@@ -93,13 +131,13 @@ def _devices_here(settings: LaunchSettings, task: Task | None, device: str) -> i
     return settings.devices
 
 
-def _first_rank_spec(settings: LaunchSettings, task: Task | None, count: int, device: str) -> RankSpec:
-    """The seat of this process, or of the first one to be started here."""
-    backend = _backend(device)
+def _first_rank_spec(settings: LaunchSettings, task: Task | None, num_processes: int, device: str) -> RankSpec:
+    """The specification of this process as a rank, or of the first rank that it starts."""
+    backend = _choose_backend(device)
     if task is None:
         return RankSpec(
-            size=count,
-            local_size=count,
+            size=num_processes,
+            local_size=num_processes,
             device=device,
             backend=backend,
             address=settings.host or "127.0.0.1",
@@ -110,10 +148,10 @@ def _first_rank_spec(settings: LaunchSettings, task: Task | None, count: int, de
     if task.launcher == "torchrun" and settings.address:
         raise ValueError("leave out address= under torchrun: it has --master-addr and --master-port")
     return RankSpec(
-        rank=task.rank * count,
-        size=task.size * count,
-        local_rank=task.local_rank * count,
-        local_size=task.local_size * count,
+        rank=task.rank * num_processes,
+        size=task.size * num_processes,
+        local_rank=task.local_rank * num_processes,
+        local_size=task.local_size * num_processes,
         node=task.node,
         device=device,
         backend=backend,
@@ -125,19 +163,22 @@ def _first_rank_spec(settings: LaunchSettings, task: Task | None, count: int, de
     )
 
 
-def _backend(device: str) -> str:
-    """What carries the exchanges between ranks on devices of a kind."""
-    usual = "nccl" if torch.device(device).type == "cuda" else "gloo"
-    chosen = os.environ.get("HOPLINE_BACKEND") or usual
-    if chosen not in ("gloo", "nccl"):
-        raise ValueError(f"HOPLINE_BACKEND is {chosen!r}: it must be gloo or nccl")
-    if chosen == "nccl" and usual != "nccl":
+def _choose_backend(device: str) -> str:
+    """The backend of the process group: HOPLINE_BACKEND, or by default NCCL for GPUs and gloo for CPUs."""
+    default = "nccl" if torch.device(device).type == "cuda" else "gloo"
+    backend = os.environ.get("HOPLINE_BACKEND") or default
+    if backend not in ("gloo", "nccl"):
+        raise ValueError(f"HOPLINE_BACKEND is {backend!r}: it must be gloo or nccl")
+    if backend == "nccl" and default != "nccl":
         raise ValueError(f"HOPLINE_BACKEND=nccl needs device=cuda, not device={device}: unset it")
-    return chosen
+    return backend
 
 
-def _member(function: Callable[..., Any], args: Sequence[Any], world: World) -> Any:
-    """Run one rank, and tell the others how it ended."""
+def _run_rank(function: Callable[..., Any], args: Sequence[Any], world: World) -> Any:
+    """Run the function in this rank.
+
+    At its end the world is closed, which tells the other ranks how it ended.
+    """
     try:
         result = function(world, *args)
     except BaseException as error:
@@ -149,161 +190,229 @@ def _member(function: Callable[..., Any], args: Sequence[Any], world: World) -> 
 
 @dataclass
 class _Child:
-    """A rank that was started here, as its parent sees it."""
+    """A spawned rank, as its parent sees it."""
 
     rank: int
+    """Number of the rank."""
     process: Any
+    """The `multiprocessing` process."""
     pipe: Connection
-    ready: bool = False
-    said: dict[str, Any] = dataclasses.field(default_factory=dict)
-    ended_by_us: bool = False
+    """The parent's end of the pipe that the rank writes to."""
+    messages: dict[str, Any] = field(default_factory=dict)
+    """All that the rank has written, by key: "ready"; "result"; or "error", "kind" and perhaps "trace"."""
+    is_ended_by_us: bool = False
+    """Whether the parent sent the signal that ended it."""
 
     @property
-    def alive(self) -> bool:
+    def is_ready(self) -> bool:
+        """Whether the rank has joined the others."""
+        return "ready" in self.messages
+
+    @property
+    def is_alive(self) -> bool:
         return self.process.exitcode is None
 
     @property
-    def failed(self) -> bool:
-        return not self.alive and self.process.exitcode != 0
+    def has_failed(self) -> bool:
+        """Whether the rank has ended with another exit code than 0."""
+        return not self.is_alive and self.process.exitcode != 0
 
     @property
-    def ended_by_signal(self) -> bool:
-        """Whether a signal ended it in good order; some launchers send their notice to the ranks themselves."""
-        return not self.alive and self.process.exitcode - 128 in SIGNALS
+    def is_ended_by_signal(self) -> bool:
+        """Whether the rank caught a signal and ended in good order.
 
-    def listen(self) -> None:
-        """Take in what the rank has written: JSON, which is read as text and never unpickled."""
+        Some launchers signal the ranks directly.
+        """
+        return not self.is_alive and self.process.exitcode - 128 in SIGNALS
+
+    def read_messages(self) -> None:
+        """Read what the rank has written so far. It is JSON, which is never unpickled."""
         with contextlib.suppress(EOFError, OSError):
             while self.pipe.poll():
-                self.said |= json.loads(self.pipe.recv_bytes())
-        self.ready = "ready" in self.said
+                self.messages |= json.loads(self.pipe.recv_bytes())
 
-    def send(self, number: int) -> None:
-        if self.alive:
+    def send_signal(self, number: int) -> None:
+        if self.is_alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
 
 
-def _spawn(function: Callable[..., Any], args: Sequence[Any], first: RankSpec, count: int) -> Any:
-    """Start ranks, watch over them, and return what rank 0 returned."""
+def _spawn(function: Callable[..., Any], args: Sequence[Any], first: RankSpec, num_processes: int) -> Any:
+    """Start ranks, wait until all have ended, and return what rank 0 returned. None on other hosts than its.
+
+    first: The specification of the first rank. The others follow it in rank and local rank.
+    """
     store = None
     if first.keeps_store:
-        # Kept here, where no rank's end can take it away.
+        # The parent serves the store, so that it outlives every rank.
         store = serve(first.address, first.port, first.timeout_s, local=first.local_size == first.size)
         first = replace(first, port=store.port, keeps_store=False)
     context = multiprocessing.get_context("spawn")
     children: list[_Child] = []
-    with _forwarding(children) as received:
+    with _forward_signals(children) as received:
         try:
-            for k in range(count):
+            for k in range(num_processes):
                 spec = replace(first, rank=first.rank + k, local_rank=first.local_rank + k)
                 spec = replace(spec, device=device_of_rank(spec, first.device, spawned=True))
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_child, args=(function, tuple(args), spec, theirs, os.getpid()))
+                parent_end, child_end = context.Pipe(duplex=False)
+                process = context.Process(target=_run_child, args=(function, tuple(args), spec, child_end, os.getpid()))
                 process.start()
-                theirs.close()  # so that reading ends when the child does
-                children.append(_Child(spec.rank, process, ours))
+                child_end.close()  # so that reading ends when the child does
+                children.append(_Child(spec.rank, process, parent_end))
             _watch(children, received)
         finally:
+            # A rank is still alive only if an error has ended the block above early.
             for child in children:
-                child.send(signal.SIGKILL)
+                child.send_signal(signal.SIGKILL)
             for child in children:
                 child.process.join()
-                child.listen()
+                child.read_messages()
                 child.pipe.close()
+
     failed = [child for child in children if child.process.exitcode != 0]
-    error = _failure(failed, received) if failed else None
+    error = _make_error(failed, received) if failed else None
     for child in children:
         child.process.close()
-    del store  # until here the ranks may have been using it
+    del store  # referred to until here, because the ranks used it
     if error is not None:
         raise error
-    return children[0].said.get("result")
+    return children[0].messages.get("result")
 
 
 @contextlib.contextmanager
-def _forwarding(children: list[_Child]) -> Generator[list[int]]:
-    """Pass the first signal of each kind on to the ranks; yields those received. A second Ctrl-C ends them at once."""
+def _forward_signals(children: list[_Child]) -> Generator[list[int]]:
+    """A context that forwards the first signal of each kind to the ranks. A second Ctrl-C kills them.
+
+    children: Ranks, to which the caller may add meanwhile.
+    Yields a list to which the numbers of received signals are added.
+    """
     received: list[int] = []
 
     def forward(number: int, frame: Any) -> None:
-        again = number in received
+        is_repeated = number in received
         received.append(number)
         for child in children:
-            if not child.ready:  # nothing has begun, so nothing can be lost
-                child.send(signal.SIGKILL)
-            elif not again or number == signal.SIGINT:
-                child.send(signal.SIGKILL if again else number)
+            if not child.is_ready:  # it has not begun to train, so nothing is lost
+                child.send_signal(signal.SIGKILL)
+            elif not is_repeated:
+                child.send_signal(number)
+            elif number == signal.SIGINT:
+                child.send_signal(signal.SIGKILL)
 
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        # Not those that are ignored (nohup), nor handlers that Python did not install: it could not put them back.
-        free = [n for n in SIGNALS if signal.getsignal(n) not in (signal.SIG_IGN, None)]
-        before = {n: signal.signal(n, forward) for n in free}
+    handlers_before = {}
+    if threading.current_thread() is threading.main_thread():  # Python sets handlers in no other thread
+        # Signals that are ignored stay so (nohup). Handlers that Python did not install (None) could not be
+        # restored.
+        forwarded = [n for n in SIGNALS if signal.getsignal(n) not in (signal.SIG_IGN, None)]
+        handlers_before = {n: signal.signal(n, forward) for n in forwarded}
     try:
         yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers_before.items():
             signal.signal(number, handler)
 
 
 def _watch(children: Sequence[_Child], received: Sequence[int]) -> None:
-    """Return when all ranks have ended: by themselves, or because one failed or a signal came."""
-    deadline, last = math.inf, signal.SIGTERM
-    while alive := [child for child in children if child.alive]:
-        wait_for([child.process.sentinel for child in alive] + [child.pipe for child in alive], timeout=0.2)
+    """Return when all ranks have ended: by themselves, or killed after a deadline.
+
+    The first failure or signal sets a deadline. When it is over, ranks that are still alive get a signal:
+
+        a rank failed                       after `END_S` SIGTERM, `END_S` later SIGKILL
+        a signal came                       after `CHECKPOINT_S` SIGKILL
+        a signal came before all are ready  at once SIGTERM, `POLL_S` later SIGKILL
+
+    received: The list of `_forward_signals`, which grows.
+    """
+    deadline_s = math.inf
+    final_signal = signal.SIGTERM
+    while True:
+        alive = [child for child in children if child.is_alive]
+        if not alive:
+            return
+        wait_for([child.process.sentinel for child in alive] + [child.pipe for child in alive], timeout=POLL_S)
         for child in children:
-            child.listen()
-        now = time.monotonic()
-        if received and not all(child.ready for child in children):
-            deadline = 0.0
-        elif deadline == math.inf and (received or any(child.ended_by_signal for child in children)):
-            deadline, last = now + CHECKPOINT_S, signal.SIGKILL
-        elif deadline == math.inf and any(child.failed for child in children):
-            deadline = now + END_S
-        if now > deadline:
+            child.read_messages()
+
+        now_s = time.monotonic()
+        is_interrupted = bool(received) or any(child.is_ended_by_signal for child in children)
+        if received and not all(child.is_ready for child in children):
+            deadline_s = 0.0
+        elif deadline_s == math.inf and is_interrupted:
+            deadline_s = now_s + CHECKPOINT_S
+            final_signal = signal.SIGKILL
+        elif deadline_s == math.inf and any(child.has_failed for child in children):
+            deadline_s = now_s + END_S
+
+        if now_s > deadline_s:
             for child in alive:
-                child.ended_by_us = child.alive
-                child.send(last)
-            deadline, last = now + END_S, signal.SIGKILL
+                child.is_ended_by_us = child.is_alive
+                child.send_signal(final_signal)
+            deadline_s = now_s + END_S
+            final_signal = signal.SIGKILL
 
 
-def _failure(failed: Sequence[_Child], received: Sequence[int]) -> BaseException:
-    """The error to raise: that of the rank that failed first, not of those that failed because it did."""
-    told = [child for child in failed if "error" in child.said and child.said["kind"] != PeerError.__name__]
-    ended_by_signal = [child.process.exitcode - 128 for child in failed if child.ended_by_signal]
-    killed = [c for c in failed if "error" not in c.said and not c.ended_by_us and not c.ended_by_signal]
-    # A notice to one rank alone may end it where the others were not asked, as in evaluation: they fail without it.
-    if not told and (received or (ended_by_signal and not killed)):
-        return Interrupted([*received, *ended_by_signal][0])
-    child = (told or killed or list(failed))[0]
-    code = child.process.exitcode
+def _make_error(failed: Sequence[_Child], received: Sequence[int]) -> BaseException:
+    """The error that the parent raises: that of the rank that failed by itself, not of those that lost it.
+
+    In this order: a rank with an error of its own, the signal that came, a rank that was killed from
+    outside, any.
+
+    failed: Ranks with another exit code than 0.
+    received: Signals that the parent got.
+    """
+    with_own_error: list[_Child] = []
+    killed: list[_Child] = []
+    signals = list(received)
+    for child in failed:
+        if child.is_ended_by_signal:
+            signals.append(child.process.exitcode - 128)
+        if "error" in child.messages:
+            if child.messages["kind"] != PeerError.__name__:
+                with_own_error.append(child)
+        elif not child.is_ended_by_us and not child.is_ended_by_signal:
+            killed.append(child)
+
+    # A signal to one rank alone may end it while the others do not look for signals, as in evaluation. They
+    # then fail because it is gone, and the signal is the cause.
+    if not with_own_error and (received or (signals and not killed)):
+        return Interrupted(signals[0])
+
+    culprit = (with_own_error or killed or list(failed))[0]
+    code = culprit.process.exitcode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-    said = child.said.get("error", "")
-    if child.said.get("kind") == "ValueError":  # the user's to put right, as in a run of one process
-        return ValueError(f"{said.removeprefix('ValueError: ')} (rank {child.rank} {how})")
-    hint = "" if said else ": it may have run out of memory; resume=true goes on from the last checkpoint"
-    error = RankError(f"rank {child.rank} {how}{': ' + said if said else hint}", child.rank, code)
-    if "trace" in child.said:
-        error.add_note(f"In rank {child.rank}:\n{child.said['trace']}")
+    message = culprit.messages.get("error", "")
+    if culprit.messages.get("kind") == "ValueError":  # a mistake of the user, as in a run of one process
+        return ValueError(f"{message.removeprefix('ValueError: ')} (rank {culprit.rank} {how})")
+    reason = message or "it may have run out of memory; resume=true resumes from the last checkpoint"
+    error = RankError(f"rank {culprit.rank} {how}: {reason}", culprit.rank, code)
+    if "trace" in culprit.messages:
+        error.add_note(f"In rank {culprit.rank}:\n{culprit.messages['trace']}")
     return error
 
 
-def _child(function: Callable[..., Any], args: tuple[Any, ...], spec: RankSpec, pipe: Connection, parent: int) -> None:
-    """The life of a spawned rank."""
+def _run_child(
+    function: Callable[..., Any], args: tuple[Any, ...], spec: RankSpec, pipe: Connection, parent: int
+) -> None:
+    """Run a spawned rank from its start to its exit.
+
+    pipe: The rank's end of the pipe to the parent.
+    parent: Process id of the parent.
+    """
     _end_with_parent(parent)
-    # Ctrl-C in a terminal goes to every process of a group: it shall come once, from the parent.
+    # Ctrl-C in a terminal goes to every process of its group. A group of its own leaves forwarding to the
+    # parent.
     os.setpgid(0, 0)
     keep_freed_memory()
     try:
         world = World.join(spec)
-        _tell(pipe, ready=True)
-        result = _member(function, args, world)
+        _send_message(pipe, ready=True)
+        result = _run_rank(function, args, world)
         try:
-            _tell(pipe, result=result if spec.rank == 0 else None)
+            _send_message(pipe, result=result if spec.rank == 0 else None)
         except (TypeError, ValueError):
-            name = type(result).__name__
-            raise ValueError(f"rank 0 returned a {name}: return numbers, text, lists or dicts, or nothing") from None
+            raise ValueError(
+                f"rank 0 returned a {type(result).__name__}: return numbers, text, lists or dicts, or nothing"
+            ) from None
     except Interrupted as error:
         sys.exit(128 + error.number)
     except KeyboardInterrupt:
@@ -311,26 +420,31 @@ def _child(function: Callable[..., Any], args: tuple[Any, ...], spec: RankSpec, 
     except Exception as error:
         kind = "ValueError" if isinstance(error, ValueError) else type(error).__name__
         trace = {} if isinstance(error, ValueError | PeerError) else {"trace": traceback.format_exc()}
-        _tell(pipe, error=sentence(error), kind=kind, **trace)
+        _send_message(pipe, error=sentence(error), kind=kind, **trace)
         sys.exit(1)
 
 
-def _tell(pipe: Connection, **said: Any) -> None:
+def _send_message(pipe: Connection, **message: Any) -> None:
+    """Write a message to the parent, unless that has ended."""
     with contextlib.suppress(BrokenPipeError):
-        pipe.send_bytes(json.dumps(said).encode())
+        pipe.send_bytes(json.dumps(message).encode())
 
 
 def _end_with_parent(parent: int) -> None:
-    """Have this process end when its parent does, even when that is killed."""
+    """Let the system end this process when its parent ends, even if the parent is killed.
+
+    parent: its process id.
+    """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
-        threading.Thread(target=_end_after, name="hopline-parent", daemon=True).start()
-    if os.getppid() != parent:  # it ended before we could ask
+        threading.Thread(target=_exit_after_parent, name="hopline-parent", daemon=True).start()
+    if os.getppid() != parent:  # the parent ended before `prctl` was called
         os._exit(1)
 
 
-def _end_after() -> None:
+def _exit_after_parent() -> None:
+    """Wait until the parent ends, then end this process. A thread, for systems without `prctl`."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait_for([parent.sentinel])

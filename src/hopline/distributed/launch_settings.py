@@ -1,4 +1,7 @@
-"""Settings of the processes that train together: plain data, so that reading them needs no torch."""
+"""Settings of the processes that train together.
+
+The module imports no torch, so that reading them is fast.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ class LaunchSettings:
         "port": RemovedSetting(None, "set address=HOST:PORT, or address=:PORT"),
     }
     devices: int | Literal["auto"] = 1
-    """Processes to start on this host, or under each task of torchrun or srun; auto is one per GPU."""
+    """Processes to start on this host, or under each task of torchrun or srun. auto: one per GPU."""
     address: str | None = None
-    """Where ranks meet: the host of rank 0, a port, or both, as HOST, :PORT or HOST:PORT. Default: the host that the
-    launcher names, and a free port or one made from the number of the Slurm job."""
+    """Where ranks meet: the host of rank 0, a port, or both, as HOST, :PORT or HOST:PORT. Default: the host
+    that the launcher names, and a free port or one made from the number of the Slurm job."""
     timeout_s: float = 600.0
     """Seconds to wait for a rank that does not answer."""
 
@@ -35,19 +38,20 @@ class LaunchSettings:
 
     @property
     def host(self) -> str | None:
-        """The host of `address`."""
+        """The host in `address`. None if it names none."""
         return _host_and_port(self.address)[0]
 
     @property
     def port(self) -> int | None:
-        """The port of `address`."""
+        """The port in `address`. None if it names none."""
         return _host_and_port(self.address)[1]
 
 
 def _host_and_port(address: str | None) -> tuple[str | None, int | None]:
-    """The two parts of an address, each None where it is not there.
+    """(host, port) of an address. Each is None if the address does not name it.
 
-    A number with several colons (fe80::1) is a host alone; with a port it is written in brackets: [fe80::1]:29500.
+    An IPv6 address without brackets (fe80::1) is a host alone. With a port it has brackets:
+    [fe80::1]:29500.
     """
     if address is None:
         return None, None
@@ -55,7 +59,8 @@ def _host_and_port(address: str | None) -> tuple[str | None, int | None]:
     has_port = ":" in address and not is_number and not address.endswith("]")
     host, _, port = address.rpartition(":") if has_port else (address, "", "")
     host = host.removeprefix("[").removesuffix("]")
-    if any(sign in address for sign in " /") or any(sign in host for sign in "[]") or not (host or port):
+    has_wrong_sign = any(sign in address for sign in " /") or any(sign in host for sign in "[]")
+    if has_wrong_sign or not (host or port):
         raise ValueError(
             f"address must be a host, a port or both, such as address=node1:29500 or address=:29500, not {address!r}"
         )

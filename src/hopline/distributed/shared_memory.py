@@ -1,4 +1,19 @@
-"""Memory that all processes of a host share: arrays whose pickle says where they lie, and zeros that all ranks map."""
+"""Memory that the processes of a host share.
+
+`share` puts a tensor into memory that others can map. The pickle of the resulting `SharedArray` is a
+handle: a path, an offset, a dtype and a shape. Whoever unpickles it maps the same memory.
+
+    process A                                       process B
+    share(tensor) -> memfd 7, mapped                unpickle -> open /proc/A/fd/7, mmap
+    pickle: ("/proc/A/fd/7", offset, ...)   ---->   a tensor over the same pages
+
+A memfd is a file in memory without a name. It needs no /dev/shm, and the system frees it when the last
+process that maps it ends. Other processes open it through the /proc entry of the process that made it. So
+that process must be alive, and keep the descriptor, until they have. A tensor that lies in a memory-mapped
+file already is not copied: its handle names that file.
+
+`shared_zeros` gives all ranks of a host one array, without pickling.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +26,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,56 +35,69 @@ from hopline.distributed.world import World
 from hopline.util.config import format_size
 
 _SENT: set[SharedArray] = set()
-"""Arrays whose handle was given away: whoever got it may open it at any later time. Owned by this module, since pickle
-says to nobody else what it sends; emptied by `release`, or with the process. Adding to it is atomic."""
+"""Arrays that were pickled. They stay alive, because the receiver may open them at any later time.
+
+Owned by this module: pickle does not tell anybody else what it sends. `release` empties it. Adding is
+atomic, so it needs no lock.
+"""
 
 
 class SharedArray:
     """A tensor in memory that other processes can map, or in a file that they can open.
 
-    Its pickle is a handle of some hundred bytes. It leads to memory for as long as the process lives that made it;
-    whoever has opened it by then keeps it.
+    Its pickle is a handle of some hundred bytes. A handle to memory can be opened until the process that
+    made it ends or releases it (`release`). A process that has opened it keeps the memory.
+
+    The array owns its descriptor, and closes it at its end.
     """
 
     def __init__(self, file: int | str, offset: int, tensor: Tensor, *, writable: bool) -> None:
         self.file = file
-        """A descriptor of memory that has no name, or the path of a file."""
+        """A descriptor of a memfd, or the path of a file. "" if the array is empty."""
         self.offset = offset
-        """Bytes before the array in its file."""
+        """Bytes of the file before the array."""
         self.tensor = tensor
+        """The array itself, over the shared memory."""
         self.writable = writable
+        """Whether processes that open it may write."""
         if isinstance(file, int):
             weakref.finalize(self, os.close, file)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        dtype, shape = str(self.tensor.dtype).removeprefix("torch."), tuple(self.tensor.shape)
+        dtype = str(self.tensor.dtype).removeprefix("torch.")
+        shape = tuple(self.tensor.shape)
         if not self.tensor.numel():
-            return _empty, (dtype, shape)
+            return _make_empty, (dtype, shape)
         _SENT.add(self)
-        path = f"/proc/{os.getpid()}/fd/{self.file}" if isinstance(self.file, int) else self.file
-        return _open, (path, _identity(path), self.offset, dtype, shape, self.writable)
+        path = _path_of(self.file)
+        return _open, (path, _identity(os.stat(path)), self.offset, dtype, shape, self.writable)
 
 
 def share(tensor: Tensor) -> SharedArray:
-    """An array that other processes can open: the same memory if it lies in a mapped file, else one copy of it."""
+    """The tensor as an array that other processes can open.
+
+    It is the same memory if the tensor lies in a memory-mapped file, else a copy in shared memory.
+    """
     tensor = tensor.detach()
-    found = mapped_file(tensor)
-    if found is not None:
-        path, offset, writable = found
-        return SharedArray(path, offset, tensor, writable=writable)
+    mapped = mapped_file(tensor)
+    if mapped is not None:
+        return SharedArray(mapped.path, mapped.offset, tensor, writable=mapped.writable)
     num_bytes = tensor.numel() * tensor.element_size()
     if not num_bytes:
         return SharedArray("", 0, tensor.cpu(), writable=True)
+
     file = new_file(num_bytes)
-    handle = file if isinstance(file, int) else os.open(file, os.O_RDWR)
-    shared = map_file(handle, 0, tensor.dtype, tuple(tensor.shape), writable=True)
+    descriptor = file if isinstance(file, int) else os.open(file, os.O_RDWR)
+    shared = map_file(descriptor, 0, tensor.dtype, tuple(tensor.shape), writable=True)
     if not isinstance(file, int):
-        os.close(handle)
+        os.close(descriptor)
     return SharedArray(file, 0, shared.copy_(tensor), writable=True)
 
 
 def release() -> None:
-    """Give back the memory of arrays that were sent and that nobody here uses: their handles lead nowhere then.
+    """Free the memory of arrays that were sent, unless this process still uses them.
+
+    Handles of freed arrays cannot be opened any more. Processes that have opened one keep the memory.
 
     Example:
         >>> hl.interop.release()
@@ -78,96 +106,147 @@ def release() -> None:
 
 
 def new_file(num_bytes: int) -> int | str:
-    """Memory without a name where the system has that: it is gone with the last process that maps it."""
+    """A descriptor of a new memfd of `num_bytes` zeros.
+
+    On systems without memfd it is the path of a temporary file, which is removed when this process ends.
+    Raises an OSError if there is not enough memory.
+    """
     if hasattr(os, "memfd_create"):
-        # Unlike /dev/shm, which a container may limit to 64 MB; asked for now, since later it would be a bus error.
-        handle = os.memfd_create("hopline")
+        # Not in /dev/shm, which a container may limit to 64 MB.
+        descriptor = os.memfd_create("hopline")
         try:
-            os.posix_fallocate(handle, 0, num_bytes)
+            # All memory is allocated now. If some were missing later, touching it would be a bus error.
+            os.posix_fallocate(descriptor, 0, num_bytes)
         except OSError:
-            os.close(handle)
+            os.close(descriptor)
             raise
-        return handle
-    handle, path = tempfile.mkstemp(prefix="hopline-shared-")
+        return descriptor
+    descriptor, path = tempfile.mkstemp(prefix="hopline-shared-")
     atexit.register(Path(path).unlink, missing_ok=True)
-    os.truncate(handle, num_bytes)
-    os.close(handle)
+    os.truncate(descriptor, num_bytes)
+    os.close(descriptor)
     return path
 
 
 def map_file(file: int, offset: int, dtype: torch.dtype, shape: tuple[int, ...], *, writable: bool) -> Tensor:
-    """The array at an offset of a file, mapped."""
+    """A tensor over a memory map of a file.
+
+    The map ends with the tensor, and needs the descriptor no longer.
+
+    file: Descriptor of the open file.
+    offset: Bytes of the file before the tensor.
+    """
     access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
     count = torch.Size(shape).numel()
     buffer = mmap.mmap(file, offset + count * dtype.itemsize, access=access)
     with warnings.catch_warnings():
-        # Torch cannot mark a tensor as read-only and says so.
+        # Torch has no read-only tensors, and warns.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(shape)
 
 
-def _identity(path: str) -> tuple[int, int]:
-    found = os.stat(path)
-    return found.st_ino, found.st_size
+def _path_of(file: int | str) -> str:
+    """The path by which other processes of this host can open a file.
+
+    file: a descriptor of this process, or a path.
+    """
+    return f"/proc/{os.getpid()}/fd/{file}" if isinstance(file, int) else file
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    """(inode, bytes): tells a file from another one that has the same path later.
+
+    A path in /proc may lead to another file when the sender has ended and its process id is used again.
+    """
+    return status.st_ino, status.st_size
 
 
 def _open(
     path: str, identity: tuple[int, int], offset: int, dtype: str, shape: tuple[int, ...], writable: bool
 ) -> SharedArray:
-    """The array behind a handle, in another process or in this one."""
-    try:
-        file = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
-    except OSError as error:
-        raise ValueError(_gone(path)) from error
-    found = os.fstat(file)
-    if (found.st_ino, found.st_size) != identity:  # a process or a file that took the place of the one meant
-        os.close(file)
-        raise ValueError(_gone(path))
-    tensor = map_file(file, offset, getattr(torch, dtype), shape, writable=writable)
-    if path.startswith("/proc/"):
-        return SharedArray(file, offset, tensor, writable=writable)
-    os.close(file)
-    return SharedArray(path, offset, tensor, writable=writable)
+    """Unpickle a `SharedArray`: open the file of a handle and map it.
 
-
-def _gone(path: str) -> str:
-    return (
+    identity: as `_identity` was at pickling.
+    """
+    gone = (
         f"what was shared is no longer there ({path}): the process that sent it must run on this host, and not have "
         "called hl.interop.release(), until it is opened"
     )
+    try:
+        descriptor = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+    except OSError as error:
+        raise ValueError(gone) from error
+    if _identity(os.fstat(descriptor)) != identity:
+        os.close(descriptor)
+        raise ValueError(gone)
+    tensor = map_file(descriptor, offset, getattr(torch, dtype), shape, writable=writable)
+    if path.startswith("/proc/"):
+        # The descriptor stays open: this array can be pickled again after the sender has ended.
+        return SharedArray(descriptor, offset, tensor, writable=writable)
+    os.close(descriptor)
+    return SharedArray(path, offset, tensor, writable=writable)
 
 
-def _empty(dtype: str, shape: tuple[int, ...]) -> SharedArray:
+def _make_empty(dtype: str, shape: tuple[int, ...]) -> SharedArray:
+    """Unpickle an array without elements, which has no memory to share."""
     return SharedArray("", 0, torch.empty(shape, dtype=getattr(torch, dtype)), writable=True)
 
 
-def mapped_file(tensor: Tensor) -> tuple[str, int, bool] | None:
-    """(path, offset, writable) of the file in whose shared mapping a tensor lies; None if it does not, or is gone."""
+class MappedFile(NamedTuple):
+    """The file whose memory map holds a tensor."""
+
+    path: str
+    """Path of the file."""
+    offset: int
+    """Bytes of the file before the tensor."""
+    writable: bool
+    """Whether the memory map may be written."""
+
+
+def mapped_file(tensor: Tensor) -> MappedFile | None:
+    """The file whose shared memory map holds a tensor, by /proc/self/maps.
+
+    None if the tensor lies in ordinary memory or in a private map, if the file was removed or replaced, or
+    on systems without /proc.
+    """
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.numel():
         return None
     start = tensor.data_ptr()
     with contextlib.suppress(OSError, ValueError), open("/proc/self/maps") as maps:
         for line in maps:
+            # Such as "7f10a000-7f20a000 rw-s 00001000 08:01 4711 /data/x.bin"; s means shared.
             span, access, position, _, inode, *name = line.rstrip("\n").split(maxsplit=5)
             low, high = (int(end, 16) for end in span.split("-"))
-            if low <= start < high:
-                inside = start + tensor.numel() * tensor.element_size() <= high
-                if not name or access[3] != "s" or not inside or os.stat(name[0]).st_ino != int(inode):
-                    return None
-                return name[0], int(position, 16) + start - low, access[1] == "w"
+            if not low <= start < high:
+                continue
+            is_shared = access[3] == "s"
+            is_within = start + tensor.numel() * tensor.element_size() <= high
+            if not name or not is_shared or not is_within or os.stat(name[0]).st_ino != int(inode):
+                return None
+            return MappedFile(path=name[0], offset=int(position, 16) + start - low, writable=access[1] == "w")
     return None
 
 
 def shared_zeros(shape: Sequence[int], dtype: torch.dtype, world: World) -> Tensor:
-    """Zeros in one memory for all ranks of a host, which goes with the last of them: every rank must call this."""
+    """[shape] zeros that all ranks of a host share. The system frees the memory when the last of them ends.
+
+    Every rank must call this. The first rank of each host makes the memory, the others open it through
+    /proc.
+
+    Raises an error on every rank if one cannot make or open the memory.
+    """
     if not world.any(world.local_size > 1):
         return torch.zeros(shape, dtype=dtype)
-    firsts = world.sum([(world.node + 1) * (world.local_rank == 0 and r == world.rank) for r in range(world.size)])
+    # Per rank: if it is the first of its host, the number of that host plus 1, else 0.
+    is_first = world.local_rank == 0
+    own_host = [world.node + 1 if is_first and rank == world.rank else 0 for rank in range(world.size)]
+    host_of_first = world.sum(own_host)
+
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     file: int | str = ""
     problem: Exception | None = None
     try:
-        if world.local_rank == 0:
+        if is_first:
             file = new_file(num_bytes)
     except OSError as error:
         problem = ValueError(
@@ -175,24 +254,32 @@ def shared_zeros(shape: Sequence[int], dtype: torch.dtype, world: World) -> Tens
             "method.storage=bf16, or keep tables in files by method.folder="
         )
     agree(problem, world, "make shared tables")
-    own = f"/proc/{os.getpid()}/fd/{file}" if isinstance(file, int) else file
-    paths = {int(node) - 1: world.broadcast_object(own, rank) for rank, node in enumerate(firsts) if node}
-    opened: Tensor | None = None
+
+    path_by_node: dict[int, str] = {}
+    for rank, host in enumerate(host_of_first):
+        if host:
+            path_by_node[int(host) - 1] = world.broadcast_object(_path_of(file), rank)
+    zeros: Tensor | None = None
     try:
-        handle = os.open(paths[world.node], os.O_RDWR)
-        opened = map_file(handle, 0, dtype, tuple(shape), writable=True)
-        os.close(handle)
+        descriptor = os.open(path_by_node[world.node], os.O_RDWR)
+        zeros = map_file(descriptor, 0, dtype, tuple(shape), writable=True)
+        os.close(descriptor)
     except OSError as error:
         problem = error
     agree(problem, world, "open shared tables")
+
     if isinstance(file, int):
-        os.close(file)  # those who have mapped it keep it
-    assert opened is not None
-    return opened
+        os.close(file)  # all ranks of the host have mapped it, and a map keeps the memory
+    assert zeros is not None
+    return zeros
 
 
 def agree(problem: Exception | None, world: World, verb: str) -> None:
-    """Go on only if all ranks can, so that none waits for one that gave up."""
+    """Raise an error on every rank if one has a problem, so that no rank waits for one that gave up.
+
+    Every rank must call this. problem: the error of this rank, which it raises. None if it has none.
+    verb: What the rank did, for the error on the others: "another rank could not ...".
+    """
     failed = world.any(problem is not None)
     if problem is not None:
         raise problem

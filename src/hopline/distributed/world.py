@@ -1,4 +1,19 @@
-"""`World`: the processes that train together, and the few things they say to each other."""
+"""`World`: one rank's view of the processes that train together, and their collective calls.
+
+A rank joins in three steps (`World.join`):
+
+    1. store   one process serves a key-value store at a host and port; every rank connects to it
+    2. seats   every rank writes what it was started with; contradictions are refused
+    3. group   torch.distributed makes the process group (gloo or NCCL) that carries the collective calls
+
+A rank that dies would make the others wait. So each rank has a heartbeat, and every collective call runs
+within `World.exchange`: an error inside becomes a `PeerError` that names the rank that stopped and says how
+to resume.
+
+The rest of the file is about networks. A store must listen at an address that all hosts reach, and gloo
+must use the network interface that leads to them. The name of a host often means a loopback address, which
+neither may take.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +25,7 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -18,76 +33,100 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hopline.device.meter import find_device
-from hopline.distributed.gradients import BUCKET_BYTES, in_groups, sum_over_ranks, sum_tensors
+from hopline.distributed.gradients import BUCKET_BYTES, split_by_bytes, sum_over_ranks, sum_tensors
 from hopline.distributed.heartbeat import Heartbeat, NoHeartbeat, get_all
 from hopline.util.errors import PeerError
 from hopline.util.host import num_cores, who_set_threads
 from hopline.util.log import logger
 
 LEAVE_S = 5.0
-"""How long a rank that keeps the rendezvous waits, at the end, for the others to leave it."""
+"""Most seconds that a rank which serves the store waits at its end for the others to leave.
+
+A rule of thumb.
+"""
 RESUME = "start the same command again with resume=true to go on from the last checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """Where one process sits, and where it meets the others: plain data, for a process that is about to start."""
+    """Which rank a process is, and where it meets the others.
+
+    Plain data, which is sent to a process that starts.
+    """
 
     rank: int = 0
+    """Number of the rank."""
     size: int = 1
+    """Number of ranks."""
     local_rank: int = 0
+    """Number of the rank among those of its host."""
     local_size: int = 1
+    """Number of ranks on its host."""
     node: int = 0
+    """Number of its host. Different on every host."""
     device: str = "cpu"
+    """Where the rank trains."""
     backend: str = "gloo"
+    """Backend of the process group: "gloo" or "nccl"."""
     address: str = "127.0.0.1"
+    """Host of the store in which the ranks meet."""
     port: int = 0
+    """Port of the store. 0: the process that serves it takes a free one."""
     timeout_s: float = 600.0
+    """Seconds to wait for a rank that does not answer."""
     keeps_store: bool = False
-    """Whether this process keeps the store in which the ranks find each other."""
+    """Whether this process serves the store."""
     key: str = ""
-    """What tells this start from others that meet in the same store."""
+    """Differs between starts that meet in the same store. It is part of the prefix of their keys."""
 
 
 class GroupHandle:
-    """A process group that can be let go, whoever uses it.
+    """Hopline's only reference to a process group, so that `destroy` can close its connections.
 
-    Gloo closes its connections when nobody refers to the group any more, not when it is destroyed. Ranks that wait for
-    this one learn only by that. So users of a group refer to this object, and ask it for the group at each exchange.
+    Gloo closes the connections of a group when nothing refers to the group, not when it is destroyed. Only
+    then do ranks that wait for this one get an error. So users of a group hold this handle, and ask it for
+    the group at each collective call.
     """
 
     def __init__(self, group: Any) -> None:
-        assert isinstance(group, dist.ProcessGroup)  # this rank is one of its ranks
+        assert isinstance(group, dist.ProcessGroup)  # on ranks outside the group it would not be
         self._group: dist.ProcessGroup | None = group
 
     @property
     def group(self) -> dist.ProcessGroup:
+        """The process group. Raises a RuntimeError after `destroy`."""
         if self._group is None:
             raise RuntimeError("this process group was destroyed")
         return self._group
 
     def destroy(self, *, broken: bool) -> None:
-        """Destroy the group. broken: whether a rank of it is lost. May be called twice."""
-        group, self._group = self._group, None
+        """Destroy the group. broken: whether one of its ranks is lost. May be called twice."""
+        group = self._group
+        self._group = None
         if group is not None:
-            # Its owner may have destroyed all groups before.
+            # Torch raises one of these if its owner has destroyed all groups before.
             with suppress(RuntimeError, ValueError, AssertionError):
                 destroy_group(group, broken=broken)
 
 
 class World:
-    """One rank's view of all ranks. Alone, every exchange is free; else each must be called by all, in one order.
+    """One rank's view of all ranks, with the collective calls between them.
 
-    Sums are the same from run to run for the same number of ranks on the same machines, and the same on every rank.
-    There are three ways to one:
+    All ranks must make the same collective calls in the same order. With one rank they cost nothing. Every
+    rank gets the same sums. They are the same from run to run for the same number of ranks on the same
+    machines.
 
-    - `hl.World.current()`: the ranks of `torch.distributed`, where a script, Ray Train, Lightning Fabric or Accelerate
-      has initialised it. A `Trainer` without `world=` calls this itself.
-    - `hopline.distributed.launch.run` starts ranks, or joins those of torchrun and srun, and gives each its world.
+    A world comes from one of three functions:
+
+    - `hl.World.current()`: the ranks of `torch.distributed`, if a script, Ray Train, Lightning Fabric or
+      Accelerate has initialised it. A `Trainer` without `world=` calls this itself.
+    - `hopline.distributed.launch.run` starts ranks, or joins those of torchrun and srun, and gives each its
+      world.
     - `hl.World.alone()`: this process, whatever `torch.distributed` says.
 
-    Attributes: `rank` of `size`; `local_rank` of `local_size` on host number `node`; `device`; `num_cores` for this
-    rank; `group`, the process group of all exchanges, for collectives of your own (None is torch's default group).
+    Attributes: `rank` of `size`; `local_rank` of `local_size` on host number `node`; `device`; `num_cores`
+    for this rank; `group`, the process group of the collective calls, for calls of your own (None is
+    torch's default group).
 
     Example:
         >>> world = hl.World.current()
@@ -101,14 +140,17 @@ class World:
         heartbeat: Heartbeat | None = None,
         store: dist.Store | None = None,
     ) -> None:
-        self.rank, self.size = spec.rank, spec.size
-        self.local_rank, self.local_size = spec.local_rank, spec.local_size
+        self.rank = spec.rank
+        self.size = spec.size
+        self.local_rank = spec.local_rank
+        self.local_size = spec.local_size
         self.node = spec.node
         self.device = torch.device(spec.device)
         self.timeout_s = spec.timeout_s
         self.num_cores = num_cores()
-        """Cores that this rank may use beside the other ranks of its host."""
-        self._heartbeat, self._store = heartbeat, store
+        """Cores for this rank: its share of those that it has together with other ranks of its host."""
+        self._heartbeat = heartbeat
+        self._store = store
         self._keeps_store = spec.keeps_store
         self._made_default_group = False
         self._lost = ""
@@ -122,19 +164,21 @@ class World:
     def current(cls, device: str | torch.device = "cpu", timeout_s: float | None = None) -> World:
         """The ranks of `torch.distributed` if it is initialised, else this process alone.
 
-        Every rank of the process group must call this, in the same order as other collective calls. The group and its
-        store stay its owner's: they are never destroyed here. Exchanges have a process group of their own over the
-        same ranks, made by `torch.distributed.new_group`.
+        Every rank of the process group must call this, in the same order as other collective calls. The
+        group and its store belong to whoever made them, and are never destroyed by the world. Collective
+        calls of the world use another process group over the same ranks, made by
+        `torch.distributed.new_group`.
 
         Args:
-            device: Where this rank trains. "cuda" is the GPU that the process group was bound to, that Ray or the
-                current CUDA device names, or the one of the local rank; "cuda:1" is taken as it is. The current CUDA
-                device is set to it.
-            timeout_s: Seconds to wait for a rank that does not answer. Default: the timeout of the process group.
+            device: Where this rank trains. "cuda": the GPU that the process group is bound to, that Ray
+                names or that is the current CUDA device, else the one of the local rank. "cuda:1": this
+                GPU. It becomes the current CUDA device.
+            timeout_s: Seconds to wait for a rank that does not answer. Default: the timeout of the process
+                group.
 
         Raises:
             PeerError: Not every rank has called this within the timeout.
-            ValueError: There is no such device, or ranks of an NCCL group have one GPU together.
+            ValueError: There is no such device, or two ranks of an NCCL group have the same GPU.
 
         Example:
             >>> hl.World.current().size  # nobody has called torch.distributed.init_process_group
@@ -142,31 +186,42 @@ class World:
         """
         from hopline.distributed.existing_group import join_existing_group
 
-        found = find_device(str(device))
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            return join_existing_group(found, timeout_s)
-        if not (dist.is_available() and dist.is_initialized()) and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        own_device = find_device(str(device))
+        is_initialized = dist.is_available() and dist.is_initialized()
+        if is_initialized and dist.get_world_size() > 1:
+            return join_existing_group(own_device, timeout_s)
+        if not is_initialized and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
             logger.warning(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialised, so this process "
                 "trains alone and on all seeds: call torch.distributed.init_process_group() before, or give "
                 "world=hl.World.alone() if that is meant"
             )
-        return cls.alone(found)
+        return cls.alone(own_device)
 
     @classmethod
     def join(cls, spec: RankSpec) -> World:
-        """Meet the other ranks; every one of them must call this within `timeout_s`."""
-        start = time.monotonic()
+        """Meet the other ranks, each of which must call this within `timeout_s`.
+
+        It initialises torch's default process group, which `close` destroys.
+
+        Raises:
+            PeerError: The store cannot be reached, or a rank did not come or stopped.
+            ValueError: Ranks were started with different settings, or two of them have the same GPU under
+                NCCL.
+        """
+        start_s = time.monotonic()
+        address = f"{spec.address}:{spec.port}"
         try:
-            store, own = _stores(spec)
+            store, heartbeat_store = _connect_stores(spec)
         except RuntimeError as error:
-            place = f"{spec.address}:{spec.port} ({reason_of(error)})"
-            raise PeerError(f"rank {spec.rank} cannot reach rank 0 at {place}: check address=") from error
-        heartbeat = Heartbeat(own, spec.rank, spec.size, f"{spec.address}:{spec.port}")
+            raise PeerError(
+                f"rank {spec.rank} cannot reach rank 0 at {address} ({reason_of(error)}): check address="
+            ) from error
+        heartbeat = Heartbeat(heartbeat_store, spec.rank, spec.size, address)
         world = cls(spec, heartbeat, store)
         try:
-            with world.exchange(start):
-                world.num_cores = _share_of_cores(spec, store)
+            with world.exchange(start_s):
+                world.num_cores = _find_share_of_cores(spec, store)
                 if world.device.type == "cuda":
                     torch.cuda.set_device(world.device)
                 with defaults_in_environment(_backend_environment(spec)):
@@ -185,49 +240,61 @@ class World:
         return world
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Replace every gradient by its sum over the ranks: see `distributed.gradients`."""
+        """Replace every gradient by its sum over the ranks, in place. See `gradients.sum_over_ranks`."""
         sum_over_ranks(parameters, self)
 
     def sum_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Replace every tensor by its sum over the ranks, in place; types and shapes must be the same everywhere."""
+        """Replace every tensor by its sum over the ranks, in place.
+
+        All ranks must give the same types and shapes.
+        """
         sum_tensors(tensors, self)
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """The sums over the ranks, in float64."""
+        """The elementwise sum over the ranks, in float64."""
         if self.size == 1:
             return [float(value) for value in values]
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Sequence[float]) -> list[float]:
-        """The largest over the ranks, one by one."""
+        """The elementwise maximum over the ranks, in float64."""
         return [float(value) for value in values] if self.size == 1 else self._reduce(values, dist.ReduceOp.MAX)
 
     def any(self, flag: bool) -> bool:
-        """Whether some rank says yes."""
+        """Whether the flag is true on at least one rank."""
         return bool(flag) if self.size == 1 else self._reduce([float(flag)], dist.ReduceOp.MAX)[0] > 0
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         self.any(False)
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        """The value that rank `src` has, as JSON makes it (tuples become lists); the others' is not looked at."""
-        data, problem = b"", None
+        """The value of rank `src`, as JSON makes it: tuples become lists.
+
+        Values of other ranks are ignored.
+
+        Raises a ValueError on every rank if JSON cannot hold the value.
+        """
+        data = b""
+        problem: Exception | None = None
         if self.rank == src:
             try:
                 data = json.dumps(value).encode()
             except (TypeError, ValueError) as error:
                 problem = error
         if self.size > 1:
-            # The others must not wait for a value that cannot be sent.
+            # The number of bytes goes first. -1 says that the value cannot be sent, so that no rank waits
+            # for it.
             length = torch.tensor([-1 if problem else len(data)], device=self.device)
             self._broadcast(length, src)
+
             content = torch.empty(max(0, int(length)), dtype=torch.uint8, device=self.device)
             if self.rank == src and data:
                 content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             if content.numel():
                 self._broadcast(content, src)
             data = content.cpu().numpy().tobytes()
+
             if int(length) < 0 and problem is None:
                 raise ValueError(f"rank {src} has a value that is not plain: broadcast numbers, text, lists and dicts")
         if problem is not None:
@@ -235,53 +302,72 @@ class World:
         return json.loads(data.decode())
 
     def broadcast_tensors(self, tensors: Iterable[Tensor], src: int = 0) -> None:
-        """Give every rank the numbers of rank `src`, in place; types and shapes must be the same everywhere."""
+        """Write the values of rank `src` into the tensors of every rank.
+
+        All must have the same types and shapes.
+        """
         if self.size == 1:
             return
-        for bucket in in_groups(BUCKET_BYTES, [t.detach() for t in tensors if t.numel()]):
-            whole = [tensor.contiguous() for tensor in bucket]
-            parts = [tensor.reshape(-1).view(torch.uint8) for tensor in whole]
-            flat = torch.cat([part.to(self.device) for part in parts])
+        for bucket in split_by_bytes(BUCKET_BYTES, [t.detach() for t in tensors if t.numel()]):
+            # As bytes, tensors of different types go in one call. A tensor that is not contiguous is copied
+            # first, and the copy is written back.
+            contiguous = [tensor.contiguous() for tensor in bucket]
+            bytes_of = [tensor.reshape(-1).view(torch.uint8) for tensor in contiguous]
+            flat = torch.cat([own_bytes.to(self.device) for own_bytes in bytes_of])
             self._broadcast(flat, src)
             if self.rank == src:
                 continue
-            sizes = [part.numel() for part in parts]
-            for tensor, copy, part, received in zip(bucket, whole, parts, flat.split(sizes), strict=True):
-                part.copy_(received)
-                if copy.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(copy)
+            parts = flat.split([own_bytes.numel() for own_bytes in bytes_of])
+            for tensor, same, own_bytes, received in zip(bucket, contiguous, bytes_of, parts, strict=True):
+                own_bytes.copy_(received)
+                is_copy = same.data_ptr() != tensor.data_ptr()
+                if is_copy:
+                    tensor.copy_(same)
 
     def all_to_all(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """By rank, the rows that each has for this one: piece r goes to rank r. Only the number of rows may differ."""
+        """Send rows to every rank, and return the rows that each has for this one, by rank.
+
+        pieces: By rank, rows [n_r, ...] that go to it. All have the same type and the same shape but for
+            n_r.
+        """
         if self.size == 1:
             return list(pieces)
-        counts = torch.tensor([piece.size(0) for piece in pieces], device=self.device)
-        coming = torch.empty_like(counts)
+        send_counts = torch.tensor([piece.size(0) for piece in pieces], device=self.device)
+        receive_counts = torch.empty_like(send_counts)
         sent = torch.cat(list(pieces)).contiguous().to(self.device)
         with self.exchange():
-            dist.all_to_all_single(coming, counts, group=self.group)
-            got = sent.new_empty(int(coming.sum()), *sent.shape[1:])
-            received, given = (t[:, None].flatten(1).view(torch.uint8) for t in (got, sent))
-            dist.all_to_all_single(received, given, coming.tolist(), counts.tolist(), group=self.group)
-        return list(got.to(pieces[0].device).split(coming.tolist()))
+            dist.all_to_all_single(receive_counts, send_counts, group=self.group)
+            received = sent.new_empty(int(receive_counts.sum()), *sent.shape[1:])
+            dist.all_to_all_single(
+                bytes_of_rows(received),
+                bytes_of_rows(sent),
+                receive_counts.tolist(),
+                send_counts.tolist(),
+                group=self.group,
+            )
+        return list(received.to(pieces[0].device).split(receive_counts.tolist()))
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group of all exchanges; None is torch's default group."""
+        """The process group of the collective calls. None is torch's default group."""
         return None
 
     def new_group(self) -> GroupHandle:
-        """A further process group of all ranks (gloo, on the host): every rank must call this, in the same order."""
+        """A further process group of all ranks (gloo, tensors on the host). Every rank must call this."""
         return GroupHandle(dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s)))
 
     @contextmanager
     def watch(self) -> Generator[None]:
-        """A context in which the ranks do something together, such as `Trainer.fit`.
+        """A context for work that the ranks do together, such as `Trainer.fit`.
 
-        Within, torch has as many threads as this rank has cores, unless the user has set OMP_NUM_THREADS.
+        In it torch has as many threads as this rank has cores, unless the user has set OMP_NUM_THREADS. A
+        process that is alone keeps torch's own number, unless a launcher has set it. At the end the number
+        of before is restored.
         """
-        before = torch.get_num_threads()
+        threads_before = torch.get_num_threads()
         set_by = who_set_threads()
+        # Launchers such as torchrun set OMP_NUM_THREADS=1 if the user has not. That says nothing about the
+        # cores.
         is_ours_to_set = set_by == "launcher" or (set_by is None and self.size > 1)
         if is_ours_to_set:
             torch.set_num_threads(self.num_cores)
@@ -294,26 +380,31 @@ class World:
             self._end_watch(None)
         finally:
             if is_ours_to_set:
-                torch.set_num_threads(before)
+                torch.set_num_threads(threads_before)
 
     def _end_watch(self, error: BaseException | None) -> None:
-        """Whoever started the ranks closes their worlds: see `launch`."""
+        """Called at the end of `watch`. Does nothing: `launch`, which made this world, closes it."""
 
     def _running_heartbeat(self) -> Heartbeat | NoHeartbeat:
+        """The heartbeat. Raises a PeerError after `close`."""
         if self._heartbeat is None:
             raise PeerError("this rank has left the others: nothing can be exchanged after close()")
         return self._heartbeat
 
     def close(self, error: str = "") -> None:
-        """Leave; `error` is what the others are told where this rank could not go on. May be called twice."""
-        heartbeat, self._heartbeat = self._heartbeat, None
+        """Leave the other ranks. May be called twice.
+
+        error: Why this rank could not continue. The others read it. "": it ended in good order.
+        """
+        heartbeat = self._heartbeat
         if heartbeat is None:
             return
+        self._heartbeat = None
         heartbeat.stop(last_words(error))
         if self._made_default_group and dist.is_initialized():
             with suppress(RuntimeError):
                 destroy_group(None, broken=bool(self._lost))
-        if self._keeps_store:
+        if self._keeps_store:  # the store ends with this object, and the others still write to it
             heartbeat.wait_for_others(LEAVE_S)
         self._store = None
 
@@ -328,57 +419,87 @@ class World:
             dist.broadcast(tensor, src, group=self.group)
 
     @contextmanager
-    def exchange(self, start: float | None = None) -> Generator[None]:
-        """Whatever goes wrong inside is another rank's doing: find out whose."""
+    def exchange(self, start_s: float | None = None) -> Generator[None]:
+        """A context for one collective call.
+
+        A RuntimeError in it becomes a `PeerError` that names the lost rank.
+
+        Torch raises a RuntimeError if another rank does not answer. Running out of memory is this rank's
+        own failure, and is raised as it is. After the first PeerError every later call raises it again.
+
+        start_s: When the wait began, by `time.monotonic`. Default: now.
+        """
         if self._lost:
             raise PeerError(self._lost)
         heartbeat = self._running_heartbeat()
         heartbeat.exchanges += 1
-        start = time.monotonic() if start is None else start
+        start_s = time.monotonic() if start_s is None else start_s
         try:
             yield
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            who = heartbeat.find_lost()
-            after = f"rank {self.rank} noticed after {time.monotonic() - start:.0f} s"
-            self._lost = f"{who} ({after}: {reason_of(error)}): {RESUME}"
+            sentence_about_lost = heartbeat.find_lost()
+            noticed = f"rank {self.rank} noticed after {time.monotonic() - start_s:.0f} s"
+            self._lost = f"{sentence_about_lost} ({noticed}: {reason_of(error)}): {RESUME}"
             raise PeerError(self._lost) from error
 
 
+def bytes_of_rows(rows: Tensor) -> Tensor:
+    """[n, bytes per row] uint8 over the memory of contiguous rows [n, ...].
+
+    All-to-all then takes rows of any type.
+    """
+    return rows[:, None].flatten(1).view(torch.uint8)
+
+
 def device_of_rank(spec: RankSpec, device: str, *, spawned: bool) -> str:
-    """The device of one rank: ranks of a host take its GPUs in their order."""
+    """The device of one rank: ranks of a host take its GPUs in their order.
+
+    spawned: Whether hopline started the rank. Such ranks all see the same GPUs.
+    """
     if torch.device(device).type != "cuda":
         return device
-    count = torch.cuda.device_count()
-    if count >= spec.local_size:
+    num_gpus = torch.cuda.device_count()
+    if num_gpus >= spec.local_size:
         return f"cuda:{spec.local_rank}"
-    # Slurm may show every task only a GPU of its own; and gloo, unlike nccl, lets ranks share one.
-    if count and (spec.backend == "gloo" or (count == 1 and not spawned)):
-        return f"cuda:{spec.local_rank % count}"
+    # Slurm may show every task only its own GPU, as number 0. And gloo, unlike NCCL, allows ranks that
+    # share a GPU.
+    may_have_its_own = num_gpus == 1 and not spawned
+    if num_gpus and (spec.backend == "gloo" or may_have_its_own):
+        return f"cuda:{spec.local_rank % num_gpus}"
     raise ValueError(
-        f"there are {count} GPUs for {spec.local_size} ranks on this host: start one process per GPU, by "
-        f"devices={max(1, count)} or your launcher"
+        f"there are {num_gpus} GPUs for {spec.local_size} ranks on this host: start one process per GPU, by "
+        f"devices={max(1, num_gpus)} or your launcher"
     )
 
 
 def serve(address: str, port: int, timeout_s: float, *, local: bool) -> dist.TCPStore:
-    """The store in which ranks meet, kept by this process; port 0 takes a free one (see `.port`).
+    """Serve the store in which the ranks meet.
 
-    It answers whoever reaches it, so it listens only at the address that the ranks use. local: whether all are here.
+    The store answers any process that reaches it. So it listens only at the address that the ranks use.
+
+    Args:
+        address: The host, by a name or a number.
+        port: 0: a free one, which the store has as `.port`.
+        timeout_s: Seconds that calls of the store wait for a key.
+        local: Whether all ranks are on this host.
+
+    Raises a ValueError if this process cannot listen there.
     """
     listener: int | None = None
     try:
-        own = _own_address(address, local=local)
-        if own is None:  # as a public address that another machine passes on
+        own_address = _own_address(address, local=local)
+        if own_address is None:  # such as a public address that a router translates
             logger.warning(
                 f"the ranks meet at {address}, which is no address of this host that others can reach: listening on "
                 "all of its interfaces; to use one of them, give address= its number"
             )
         else:
-            family = socket.AF_INET6 if ":" in own else socket.AF_INET
-            server = socket.create_server((own, port), family=family)
-            port, listener = server.getsockname()[1], server.detach()
+            family = socket.AF_INET6 if ":" in own_address else socket.AF_INET
+            server = socket.create_server((own_address, port), family=family)
+            port = server.getsockname()[1]
+            listener = server.detach()
         return dist.TCPStore(
             address,
             port,
@@ -388,108 +509,157 @@ def serve(address: str, port: int, timeout_s: float, *, local: bool) -> dist.TCP
             master_listen_fd=listener,
         )
     except (OSError, RuntimeError) as error:
-        place = f"{address}:{port}" if port else address
-        raise ValueError(f"cannot listen at {place} ({reason_of(error)}): choose another address=HOST:PORT") from error
+        where = f"{address}:{port}" if port else address
+        raise ValueError(f"cannot listen at {where} ({reason_of(error)}): choose another address=HOST:PORT") from error
 
 
 def _own_address(address: str, *, local: bool) -> str | None:
-    """The number of this host's interface that an address names; None where it names none.
+    """The IP address of this host at which ranks reach it under `address`. None if there is none.
 
-    On many hosts the host's own name means 127.0.1.1, at which no other one can reach it: not what ranks on several
-    hosts use. A loopback number itself, as of a tunnel, they do use.
+    On many hosts the host's own name means 127.0.1.1, which other hosts cannot reach. So a name that means
+    a loopback address counts only if all ranks are local. A loopback address that was given as a number
+    always counts: it may be the end of a tunnel.
     """
-    found = [str(entry[4][0]) for entry in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)]
-    ours = {known.address.partition("%")[0] for all_ in psutil.net_if_addrs().values() for known in all_}
-    for number in found:
+    numbers = [str(entry[4][0]) for entry in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)]
+    own_numbers: set[str] = set()
+    for addresses in psutil.net_if_addrs().values():
+        own_numbers.update(entry.address.partition("%")[0] for entry in addresses)
+    for number in numbers:
         if number.startswith("127.") or number == "::1":
             if local or number == address:
                 return number
-        elif number.partition("%")[0] in ours:
+        elif number.partition("%")[0] in own_numbers:
             return number
     return None
 
 
-def _stores(spec: RankSpec) -> tuple[dist.Store, dist.Store]:
-    """Two connections, one of them for the heart: a store answers one question at a time, and some wait for others."""
-    timeout = timedelta(seconds=spec.timeout_s)
-    first = (
-        serve(spec.address, spec.port, spec.timeout_s, local=spec.local_size == spec.size)
-        if spec.keeps_store
-        else dist.TCPStore(spec.address, spec.port, is_master=False, wait_for_workers=False, timeout=timeout)
-    )
-    second = dist.TCPStore(spec.address, spec.port, is_master=False, wait_for_workers=False, timeout=timeout)
+def _connect_stores(spec: RankSpec) -> tuple[dist.Store, dist.Store]:
+    """(store of the rank, store of its heartbeat): two connections to one store, with the same prefix.
+
+    A connection handles one call at a time, and some calls wait for other ranks. A heartbeat must not wait
+    with them.
+    """
+
+    def connect() -> dist.TCPStore:
+        timeout = timedelta(seconds=spec.timeout_s)
+        return dist.TCPStore(spec.address, spec.port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+    if spec.keeps_store:
+        store = serve(spec.address, spec.port, spec.timeout_s, local=spec.local_size == spec.size)
+    else:
+        store = connect()
+    heartbeat_store = connect()
     prefix = f"hopline/{spec.key}"
-    return dist.PrefixStore(prefix, first), dist.PrefixStore(prefix, second)
+    return dist.PrefixStore(prefix, store), dist.PrefixStore(prefix, heartbeat_store)
 
 
-def _share_of_cores(spec: RankSpec, store: dist.Store) -> int:
-    """Cores for this rank beside those that may run on the same ones, after all ranks were compared."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    gpu = gpu_identity(spec.device) if spec.backend == "nccl" else ""
-    store.set(f"seat/{spec.rank}", json.dumps([spec.size, spec.node, cores, gpu]))
-    said = get_all(store, [f"seat/{r}" for r in range(spec.size)])
-    seats = [_read_spec(rank, value, spec) for rank, value in enumerate(said)]
-    first_with: dict[str, int] = {}
-    for rank, (size, _, _, gpu) in enumerate(seats):
-        if size != spec.size:
+class _Seat(NamedTuple):
+    """What a rank writes about itself into the store, as a JSON list, before it joins the process group."""
+
+    size: int
+    """Number of ranks that it was started with."""
+    node: int
+    """Number of its host."""
+    cores: list[int]
+    """Cores that it may run on, sorted. Empty if the system does not tell."""
+    gpu: str
+    """Identity of its GPU. "" unless the backend is NCCL."""
+
+
+def _find_share_of_cores(spec: RankSpec, store: dist.Store) -> int:
+    """Cores for this rank: those that it may run on, divided by the ranks that may run on the same ones.
+
+    It waits until every rank has written its seat. Torch gets this number of threads, unless the user has
+    chosen one.
+
+    Raises a ValueError if ranks were started with different numbers of ranks, or have the same GPU under
+    NCCL.
+    """
+    own = _Seat(
+        size=spec.size,
+        node=spec.node,
+        cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
+        gpu=gpu_identity(spec.device) if spec.backend == "nccl" else "",
+    )
+    store.set(f"seat/{spec.rank}", json.dumps(own))
+    values = get_all(store, [f"seat/{r}" for r in range(spec.size)])
+    seats = [_read_seat(rank, value, spec) for rank, value in enumerate(values)]
+
+    first_with_gpu: dict[str, int] = {}
+    for rank, seat in enumerate(seats):
+        if seat.size != spec.size:
             raise ValueError(
-                f"rank {rank} was started as one of {size} and rank {spec.rank} as one of {spec.size}: "
+                f"rank {rank} was started as one of {seat.size} and rank {spec.rank} as one of {spec.size}: "
                 "give the same devices= on every host"
             )
-        if gpu and (other := first_with.setdefault(gpu, rank)) != rank:
+        first_rank = first_with_gpu.setdefault(seat.gpu, rank)
+        if seat.gpu and first_rank != rank:
             raise ValueError(
-                f"ranks {other} and {rank} have the same GPU ({gpu}), which nccl cannot share: start one process per "
-                "GPU (torchrun --nproc-per-node, srun --ntasks-per-node, devices=), "
+                f"ranks {first_rank} and {rank} have the same GPU ({seat.gpu}), which nccl cannot share: start one "
+                "process per GPU (torchrun --nproc-per-node, srun --ntasks-per-node, devices=), "
                 "or set the environment variable HOPLINE_BACKEND=gloo"
             )
-    beside = sum(other[1:3] == (spec.node, cores) for other in seats)
-    share = max(1, num_cores() // beside)
+
+    num_sharing = sum(seat.node == own.node and seat.cores == own.cores for seat in seats)
+    share = max(1, num_cores() // num_sharing)
     if who_set_threads() != "user":
         torch.set_num_threads(share)
     return share
 
 
-def _read_spec(rank: int, said: bytes, spec: RankSpec) -> tuple[int, int, list[int], str]:
+def _read_seat(rank: int, value: bytes, spec: RankSpec) -> _Seat:
+    """The seat of a rank, as the store has it. Any process that reaches the store may have written it."""
     try:
-        size, node, cores, gpu = json.loads(said.decode())
+        size, node, cores, gpu = json.loads(value.decode())
     except (ValueError, TypeError) as error:  # UnicodeDecodeError is a ValueError
         raise ValueError(
-            f"what stands for rank {rank} at {spec.address}:{spec.port} was not written by hopline ({said[:40]!r}): "
+            f"what stands for rank {rank} at {spec.address}:{spec.port} was not written by hopline ({value[:40]!r}): "
             "choose another address=HOST:PORT"
         ) from error
-    return size, node, cores, gpu
+    return _Seat(size=size, node=node, cores=cores, gpu=gpu)
 
 
 def gpu_identity(device: str) -> str:
-    """What tells a GPU from all others, whatever its number is among those that a process may see."""
+    """The UUID of a GPU.
+
+    Its number differs between processes that see different GPUs. "" if torch has no UUID.
+    """
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def _backend_environment(spec: RankSpec) -> dict[str, str]:
-    """What the backends read from the environment when they start."""
+    """Environment variables that the backend reads when it starts, and their values."""
     if spec.backend == "nccl":
         return {"TORCH_NCCL_BLOCKING_WAIT": "1"}  # a lost rank raises an error; by default it aborts the process
-    # Gloo asks what the host's own name means, which on many machines is an address that no other host can reach.
+    # By default gloo resolves the host's own name, which on many hosts is an address that no other host can
+    # reach.
     name = interface_towards(spec.address, several_hosts=spec.local_size < spec.size)
     return {"GLOO_SOCKET_IFNAME": name} if name else {}
 
 
 def interface_towards(address: str, *, several_hosts: bool) -> str | None:
-    """The network interface over which this host reaches another, if that can be told."""
+    """Name of the network interface by which this host reaches an address. None if it cannot be found out.
+
+    several_hosts: Whether ranks are on several hosts. A loopback interface is then no answer.
+    """
     try:
         family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(target)  # sends nothing: the system only picks the way
-            own = probe.getsockname()[0]
+            probe.connect(target)  # of a datagram socket: sends nothing, the system only chooses a route
+            own_address = probe.getsockname()[0]
     except OSError:
         return None
-    if several_hosts and own.startswith(("127.", "::1")):
+    if several_hosts and own_address.startswith(("127.", "::1")):
         return None
-    return next((name for name, all_ in psutil.net_if_addrs().items() if any(a.address == own for a in all_)), None)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == own_address for entry in addresses):
+            return name
+    return None
 
 
 @contextmanager
 def defaults_in_environment(values: dict[str, str]) -> Generator[None]:
+    """A context in which these environment variables are set, unless they were set before."""
     added = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(added)
     try:
@@ -500,26 +670,29 @@ def defaults_in_environment(values: dict[str, str]) -> Generator[None]:
 
 
 def destroy_group(group: dist.ProcessGroup | None, *, broken: bool) -> None:
-    """Destroy a process group, or with None the default one and all others."""
+    """Destroy a process group. None: the default one and all others. broken: whether a rank is lost."""
     abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
     if broken and abort is not None and dist.get_backend(group) == "nccl":
-        abort(group)  # destroying waits for exchanges that will never end
+        abort(group)  # `destroy_process_group` would wait for collective calls that never end
     else:
         dist.destroy_process_group(group)
 
 
 def last_words(error: str) -> str:
-    """What a rank says at its end, for the others to read: see `heartbeat`."""
+    """The last message of a rank in its heartbeat. error: "" if it ended in good order."""
     return f"error {error[:500]}" if error else "left"
 
 
 def sentence(error: BaseException) -> str:
-    """An error in one line, with its kind."""
+    """The type of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of what torch says, without the place in its source."""
+    """The first line of an error of torch, without the source location before it.
+
+    At most 160 characters.
+    """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rpartition("] ")[2].rstrip(". ")[:160] or type(error).__name__

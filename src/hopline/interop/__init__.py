@@ -1,8 +1,16 @@
-"""Other frameworks: a sampler and a feature store that stand alone, with arrays in and out without a copy.
+"""Neighbour sampling and feature tables for other frameworks, with their arrays in and out.
 
-`dlpack` turns tensors into arrays of NumPy, CuPy, JAX, TensorFlow and Paddle over the same memory, and back.
-Arguments and shapes of `Sampler` and `Features` are public, and the examples in `examples/` are their tests. It
-stands on `budget` and below. Triton is loaded before TensorFlow here, since the other order ends the process.
+A training loop in NumPy, CuPy, JAX, TensorFlow or Paddle uses two objects:
+
+    seeds --> Sampler.sample --> edges of each layer -----------------+--> the framework's model
+                             --> n_id --> Features[n_id] --> rows ----+
+
+Arrays are not copied: `dlpack` makes a framework's array over the memory of a tensor, and back. `Sampler`
+and `Features` can be sent to other processes of the host. Their pickle is a handle, and all processes read
+the same memory (`shared`).
+
+Arguments and shapes are public, and `tests/interop` runs the loops in `examples/`. The folder stands on
+`budget` and below.
 """
 
 from __future__ import annotations
@@ -41,7 +49,8 @@ from hopline.interop.dlpack import (
 from hopline.tables import SparseTable, Table, TensorTable
 from hopline.util.config import check_fanouts
 
-# TensorFlow and Triton each bring an LLVM. Triton's ends the process if it is loaded second.
+# TensorFlow and Triton each bring an LLVM. Triton's ends the process if it is loaded second. So it is
+# loaded here, unless TensorFlow came before.
 if "tensorflow" not in sys.modules and all(importlib.util.find_spec(name) for name in ("tensorflow", "triton")):
     importlib.import_module("triton._C.libtriton")
 
@@ -68,18 +77,18 @@ __all__ = [
 
 
 class Adj(NamedTuple):
-    """One layer's edges, an item of `Sample.adjs`."""
+    """The edges of one layer, an item of `Sample.adjs`."""
 
     edge_index: Any
-    """[2, E], sources first: positions in `n_id`, sorted by destination."""
+    """[2, E]: sources, then destinations, as positions in `n_id`. Sorted by destination."""
     e_id: Any
-    """[E] each edge's position in the graph's `indices` and edge arrays."""
+    """[E]: the position of each edge in the graph's `indices` and edge arrays."""
     size: tuple[int, int]
-    """(sources, destinations); the destinations are the first of the sources."""
+    """(number of sources, number of destinations). The destinations are the first of the sources."""
 
 
 class Sample(NamedTuple):
-    """What a sampler gives, as PyG's old NeighborSampler and torch-quiver do: `n_id, batch_size, adjs = sample`.
+    """A sampled batch, in the form of PyG's old NeighborSampler and of torch-quiver.
 
     Example:
         >>> graph = hl.interop.graph_from_edges(torch.tensor([[0, 1, 2], [1, 2, 0]]))
@@ -89,14 +98,14 @@ class Sample(NamedTuple):
     """
 
     n_id: Any
-    """[N] the nodes whose rows are needed, the seeds first."""
+    """[N]: global ids of all nodes whose rows are needed, the seeds first."""
     batch_size: int
-    """How many seeds there are."""
+    """Number of seeds."""
     adjs: list[Adj]
-    """One per layer, outermost first: the order of computation."""
+    """The edges of each layer, in the order of computation: the outermost hop first."""
 
     def to(self, framework: str) -> Sample:
-        """The same in the framework's arrays, without a copy."""
+        """The sample with arrays of another framework, over the same memory."""
 
         def convert(array: Any) -> Any:
             return to(from_any(array), framework)
@@ -106,22 +115,24 @@ class Sample(NamedTuple):
 
 
 class Sampler:
-    """Neighbours of seeds of any framework, for a loop of your own. May be called from many threads.
+    """Samples neighbours of seeds, for a training loop of your own. Many threads may call it.
 
-    Every call draws anew; equal (seed, step) draw the same. Its pickle is a handle: processes that get it share the
-    graph, and go on from the same step, so give each its own `seed`.
+    Every call draws new neighbours. Equal `seed` and `step` draw the same ones.
+
+    Its pickle is a handle: processes that get it share the graph. They start at the same step, so give each
+    its own `seed`.
 
     Args:
         data: A graph or a dataset.
-        fanouts: In-edges drawn per node and hop, those of the seeds first; -1 takes all.
-        seed: Of every random draw, together with `step`.
+        fanouts: In-edges drawn per node and hop, those of the seeds first. -1: all.
+        seed: Key of the random draws, together with `step`.
         replace: Draw neighbours with replacement.
         device: Where to sample. Default: where the graph is.
         to: Framework of the samples: "torch", "numpy", "jax", "tensorflow", "paddle" or "cupy".
-        index_dtype: Of all ids in a sample. JAX takes torch.int32 as it is when it is not set to 64 bits.
-        pad: Give all samples of as many seeds one shape, for compilers. Nodes are filled up with node 0, edges with
-            ones from source 0 to a destination behind the last.
-        pinned: Leave the edges in host memory and let the GPU read them there.
+        index_dtype: Type of all ids in a sample. JAX needs torch.int32, unless it is set to 64 bits.
+        pad: Pad samples to a shape that depends only on the number of seeds, for compilers. Nodes are
+            padded with node 0, and edges with edges from source 0 to a destination behind the last one.
+        pinned: Leave the edges in pinned host memory, where the GPU reads them.
 
     Raises:
         TypeError: `data` is no graph.
@@ -148,28 +159,31 @@ class Sampler:
         pad: bool = False,
         pinned: bool = False,
     ) -> None:
-        found = data if isinstance(data, Graph) else getattr(data, "graph", None)
-        if not isinstance(found, Graph):
+        graph = data if isinstance(data, Graph) else getattr(data, "graph", None)
+        if not isinstance(graph, Graph):
             raise TypeError(f"a Sampler takes a graph or a dataset, not {type(data).__name__}: see interop.graph")
         _check_fanouts(fanouts, replace, pad)
-        converter(to)
-        _check_index_dtype(index_dtype, found)
-        self.graph: Graph = found
+        converter(to)  # raises a ValueError if there is no such framework
+        _check_index_dtype(index_dtype, graph)
+        self.graph: Graph = graph
         self.seed = seed
         self.step = 0
-        """How many samples were drawn; may be set."""
-        self.device = _device(device, found)
+        """Number of samples drawn so far. May be set."""
+        self.device = _find_device(device, graph)
         self.framework = to
         self.index_dtype = index_dtype
-        self._replace, self._pad = replace, pad
-        self._pinned = pinned or (found.device.type == "cuda" and found.indices.device.type == "cpu")
+        self._replace = replace
+        self._pad = pad
+        # A graph that a GPU samples may have its edges in pinned host memory.
+        is_pinned_already = graph.device.type == "cuda" and graph.indices.device.type == "cpu"
+        self._pinned = pinned or is_pinned_already
         self._fanouts = tuple(fanouts)
         self._neighbors: NeighborSampler | None = None
         self._lock = threading.Lock()
 
     @property
     def fanouts(self) -> tuple[int, ...]:
-        """Neighbours per node and hop, those of the seeds first; may be set between calls."""
+        """In-edges drawn per node and hop, those of the seeds first. May be set between calls."""
         return self._fanouts
 
     @fanouts.setter
@@ -181,104 +195,134 @@ class Sampler:
                 self._neighbors.fanouts = self._fanouts
 
     def sample(self, seeds: Any) -> Sample:
-        """Draw the nodes and edges that lead to the seeds.
+        """Sample the neighbourhood of seeds.
 
         Args:
-            seeds: [n] distinct node ids, of any framework.
+            seeds: [n] distinct node ids, an array of any framework.
 
         Raises:
-            ValueError: A seed is no node of the graph, or is there twice.
+            ValueError: A seed is no node of the graph, or occurs twice.
         """
         ids = from_any(seeds).to(self.device)
+        # The lock guards the step and the sampler. Sampling itself runs outside of it, in several threads
+        # at once.
         with self._lock:
-            step, self.step = self.step, self.step + 1
+            step = self.step
+            self.step += 1
             if self._neighbors is None:
-                self._neighbors = NeighborSampler(self._placed(), self._fanouts, replace=self._replace, edge_ids=True)
+                graph = self._graph_on_device()
+                self._neighbors = NeighborSampler(graph, self._fanouts, replace=self._replace, edge_ids=True)
             neighbors = self._neighbors
+
         blocks = neighbors.sample(ids, ops.derive_key(self.seed, step))
         n_id = aligned(blocks[0].src_ids.to(self.index_dtype))
-        sample = Sample(n_id, ids.numel(), [self._adj(block) for block in blocks])
+        sample = Sample(n_id=n_id, batch_size=ids.numel(), adjs=[self._make_adj(block) for block in blocks])
         if self._pad:
-            sample = _padded(sample, neighbors.fanouts, self.graph.num_nodes)
+            sample = _pad_sample(sample, neighbors.fanouts, self.graph.num_nodes)
         return sample.to(self.framework)
 
-    def _placed(self) -> Graph:
-        """The graph where it is sampled."""
+    def _graph_on_device(self) -> Graph:
+        """The graph on the device that samples. Its edges stay in pinned host memory if `pinned` is set."""
         if self.graph.device == self.device:
             return self.graph
         return self.graph.pinned(self.device, copy=True) if self._pinned else self.graph.to(self.device)
 
-    def _adj(self, block: Block) -> Adj:
+    def _make_adj(self, block: Block) -> Adj:
+        """The edges of a block, with ids of `index_dtype`."""
         part = block.part
         assert part.edge_ids is not None
-        edge_index = part.edge_index.to(self.index_dtype)
-        return Adj(edge_index, aligned(part.edge_ids.to(self.index_dtype)), (block.num_src, block.num_dst))
+        return Adj(
+            edge_index=part.edge_index.to(self.index_dtype),
+            e_id=aligned(part.edge_ids.to(self.index_dtype)),
+            size=(block.num_src, block.num_dst),
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         with self._lock:
+            # On the host, this sampler changes over to the shared graph too, so that there is one copy in
+            # memory.
             twin = shared(self.graph)
             if self.graph is not twin and self.graph.device.type == "cpu":
-                self.graph, self._neighbors = twin, None
-        settings = {"seed": self.seed, "replace": self._replace, "device": str(self.device), "to": self.framework}
-        settings |= {"index_dtype": self.index_dtype, "pad": self._pad, "pinned": self._pinned}
+                self.graph = twin
+                self._neighbors = None
+        settings = {
+            "seed": self.seed,
+            "replace": self._replace,
+            "device": str(self.device),
+            "to": self.framework,
+            "index_dtype": self.index_dtype,
+            "pad": self._pad,
+            "pinned": self._pinned,
+        }
         return _open_sampler, (twin, self._fanouts, self.step, settings)
 
 
 def _open_sampler(graph: Graph, fanouts: Sequence[int], step: int, settings: dict[str, Any]) -> Sampler:
+    """Unpickle a sampler. settings: keyword arguments of `Sampler`."""
     sampler = Sampler(graph, fanouts, **settings)
     sampler.step = step
     return sampler
 
 
-def _padded(sample: Sample, fanouts: Sequence[int], num_nodes: int) -> Sample:
-    """The sample filled up to the most that its fan-outs allow.
+def _pad_sample(sample: Sample, fanouts: Sequence[int], num_nodes: int) -> Sample:
+    """Pad a sample to the largest sizes that its fan-outs allow.
 
-    Nodes are filled up with node 0, and edges with ones from source 0 to a destination behind the last: JAX's segment
-    ops leave those out, elsewhere give the segment op one destination more and drop it.
+    Let d be the number of destinations of a hop and f its fan-out. The hop has at most d * f edges, and at
+    most d * (1 + f) sources, since destinations are sources too. There are never more nodes than in the
+    graph. The sources of a hop are the destinations of the next.
+
+    Nodes are padded with node 0. Edges are padded with edges from source 0 to destination d, one behind the
+    last. JAX's segment ops leave these out. Elsewhere, give the segment op one destination more and drop
+    it.
     """
-    edges, nodes = [], [sample.batch_size]
-    for fanout in fanouts:
-        edges.append(nodes[-1] * fanout)
-        nodes.append(min(nodes[-1] * (1 + fanout), max(num_nodes, nodes[0])))
-    adjs = []
-    for layer, adj in enumerate(reversed(sample.adjs)):
-        missing, size = (0, edges[layer] - adj.e_id.numel()), (nodes[layer + 1], nodes[layer])
+    num_dst = sample.batch_size
+    max_nodes = max(num_nodes, sample.batch_size)
+    adjs: list[Adj] = []
+    for fanout, adj in zip(fanouts, reversed(sample.adjs), strict=True):  # from the seeds outwards
+        num_src = min(num_dst * (1 + fanout), max_nodes)
+        missing = (0, num_dst * fanout - adj.e_id.numel())
         source, target = adj.edge_index
-        edge_index = torch.stack([pad(source, missing), pad(target, missing, value=size[1])])
-        adjs.append(Adj(edge_index, pad(adj.e_id, missing), size))
-    return Sample(pad(sample.n_id, (0, nodes[-1] - sample.n_id.numel())), sample.batch_size, adjs[::-1])
+        edge_index = torch.stack([pad(source, missing), pad(target, missing, value=num_dst)])
+        adjs.append(Adj(edge_index=edge_index, e_id=pad(adj.e_id, missing), size=(num_src, num_dst)))
+        num_dst = num_src  # the sources of a hop are the destinations of the next
+    missing_nodes = (0, num_dst - sample.n_id.numel())
+    return Sample(n_id=pad(sample.n_id, missing_nodes), batch_size=sample.batch_size, adjs=adjs[::-1])
 
 
 def _check_fanouts(fanouts: Sequence[int], replace: bool, pad: bool) -> None:
+    """Refuse fan-outs that cannot be sampled, or not with `pad`."""
     check_fanouts(fanouts, replace)
     if pad and -1 in fanouts:
         raise ValueError("pad=True needs to know how many neighbours there can be: give a number in place of -1")
 
 
 def _check_index_dtype(dtype: torch.dtype, graph: Graph) -> None:
+    """Refuse a type that is no index, or that cannot hold the ids of the graph's nodes and edges."""
     if dtype not in (torch.int32, torch.int64):
         raise ValueError(f"index_dtype is torch.int64 or torch.int32, not {dtype}")
     if dtype == torch.int32 and max(graph.num_nodes, graph.num_edges) >= 2**31:
         raise ValueError("the ids of this graph do not fit 32 bits: use index_dtype=torch.int64")
 
 
-def _device(device: torch.device | str | None, graph: Graph) -> torch.device:
-    asked = graph.device if device is None else torch.device(device)
-    if asked.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={str(asked)!r}, but torch sees no CUDA device here: use device='cpu'")
-    return with_index(asked)
+def _find_device(device: torch.device | str | None, graph: Graph) -> torch.device:
+    """The device with its number. None: that of the graph."""
+    requested = graph.device if device is None else torch.device(device)
+    if requested.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={str(requested)!r}, but torch sees no CUDA device here: use device='cpu'")
+    return with_index(requested)
 
 
 def batch_to(batch: Batch | Sample, framework: str) -> dict[str, Any] | Sample:
-    """Return a batch as a plain dict of the framework's arrays, its rows read; or a `Sample` as a `Sample` of them.
+    """Return a batch as a plain dict of a framework's arrays. A `Sample` stays a `Sample`.
 
     Args:
-        batch: Of a `Loader`, or of a `Sampler`.
+        batch: A batch of a `Loader`, or a sample of a `Sampler`.
         framework: "torch", "numpy", "jax", "tensorflow", "paddle" or "cupy".
 
     Returns:
-        "seeds" [num_seeds], "n_id" [num_input], "x" [num_input, num_features], "y", the other tables, and "blocks": a
-        dict per layer with "edge_index" [2, num_edges], "size" and "edge".
+        "seeds" [num_seeds], "n_id" [num_input], "x" [num_input, num_features], "y", the other tables, and
+        "blocks": a dict per layer with "edge_index" [2, num_edges], "size" (sources, destinations), "edge"
+        and, if the batch has edge ids, "e_id" [num_edges].
 
     Raises:
         ValueError: There is no such framework, or it cannot share an array.
@@ -295,24 +339,34 @@ def batch_to(batch: Batch | Sample, framework: str) -> dict[str, Any] | Sample:
         return batch.to(framework)
     convert = converter(framework)
 
-    def block(one: Block) -> dict[str, Any]:
-        part = one.part
-        ids = {} if part.edge_ids is None else {"e_id": convert(aligned(part.edge_ids))}
-        edge = {name: convert(aligned(rows)) for name, rows in part.edge.items()}
-        return {"edge_index": convert(part.edge_index), "size": (one.num_src, one.num_dst), "edge": edge, **ids}
+    def convert_block(block: Block) -> dict[str, Any]:
+        part = block.part
+        arrays = {
+            "edge_index": convert(part.edge_index),
+            "size": (block.num_src, block.num_dst),
+            "edge": {name: convert(aligned(rows)) for name, rows in part.edge.items()},
+        }
+        if part.edge_ids is not None:
+            arrays["e_id"] = convert(aligned(part.edge_ids))
+        return arrays
 
-    rows = {"x": batch.x, "y": batch.y, **batch.tables}
-    arrays = {name: convert(aligned(as_tensor(value))) for name, value in rows.items() if value is not None}
-    ids = {"seeds": convert(aligned(batch.seeds)), "n_id": convert(aligned(batch.input_ids))}
-    return {**ids, **arrays, "blocks": [block(one) for one in batch.blocks]}
+    arrays = {"seeds": convert(aligned(batch.seeds)), "n_id": convert(aligned(batch.input_ids))}
+    for name, rows in {"x": batch.x, "y": batch.y, **batch.tables}.items():
+        if rows is not None:
+            arrays[name] = convert(aligned(as_tensor(rows)))
+    arrays["blocks"] = [convert_block(block) for block in batch.blocks]
+    return arrays
 
 
 def graph(indptr: Any, indices: Any = None, edge: Mapping[str, Any] | None = None) -> Graph:
-    """Make a graph over any framework's arrays: node v receives from `indices[indptr[v]:indptr[v + 1]]`.
+    """Make a graph over any framework's arrays.
+
+    The in-neighbours of node v are `indices[indptr[v]:indptr[v + 1]]`.
 
     Args:
-        indptr: [num_nodes + 1] integers, copied only if they are not int64. Or a square SciPy matrix whose entry (i, j)
-            is the edge from i to j; one in CSC form is shared, others are brought into it.
+        indptr: [num_nodes + 1] integers, copied only if they are not int64. Or a square SciPy matrix whose
+            entry (i, j) is the edge from i to j. The indices of a CSC matrix are not copied; other forms
+            are converted.
         indices: [num_edges] int32 or int64 sources, not copied.
         edge: Edge arrays by name, with a row per edge in the order of `indices`.
 
@@ -327,8 +381,9 @@ def graph(indptr: Any, indices: Any = None, edge: Mapping[str, Any] | None = Non
     if hasattr(indptr, "tocsc"):
         matrix = indptr.tocsc()
         if matrix.shape[0] != matrix.shape[1]:
-            raise ValueError(f"a graph's matrix is square, not {list(matrix.shape)}")
-        indptr, indices = matrix.indptr, matrix.indices
+            raise ValueError(f"a graph's matrix is square, [num_nodes, num_nodes], not {list(matrix.shape)}")
+        indptr = matrix.indptr
+        indices = matrix.indices
     if indices is None:
         raise ValueError("give indptr and indices, or one SciPy matrix; for edges [2, E], graph_from_edges(edges)")
     arrays = {name: from_any(rows) for name, rows in (edge or {}).items()}
@@ -336,7 +391,9 @@ def graph(indptr: Any, indices: Any = None, edge: Mapping[str, Any] | None = Non
 
 
 def graph_from_edges(edge_index: Any, num_nodes: int | None = None, edge: Mapping[str, Any] | None = None) -> Graph:
-    """Make a graph from edges of any framework, grouped by destination, so they are copied.
+    """Make a graph from a list of edges of any framework.
+
+    The edges are copied, since they are sorted by destination.
 
     Args:
         edge_index: [2, num_edges] int64 or int32, sources first.
@@ -354,19 +411,22 @@ def graph_from_edges(edge_index: Any, num_nodes: int | None = None, edge: Mappin
     edges = from_any(edge_index).cpu()
     if edges.dim() != 2 or edges.size(0) != 2 or edges.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"edges must be int64 or int32 [2, E], sources first, not {list(edges.shape)} {edges.dtype}")
-    size = int(edges.max()) + 1 if num_nodes is None and edges.numel() else num_nodes or 0
-    check_ids(edges.reshape(-1), size)
-    indptr, order = ops.group_edges(edges[1].contiguous(), size)
+    if num_nodes is None:
+        num_nodes = int(edges.max()) + 1 if edges.numel() else 0
+    check_ids(edges.reshape(-1), num_nodes)
+    indptr, order = ops.group_edges(edges[1].contiguous(), num_nodes)
     arrays = {name: from_any(rows).cpu()[order] for name, rows in (edge or {}).items()}
-    return Graph(indptr, edges[0][order].to(torch.int32 if size < 2**31 else torch.int64), arrays)
+    return Graph(indptr, edges[0][order].to(torch.int32 if num_nodes < 2**31 else torch.int64), arrays)
 
 
 class Features(Table):
-    """A table whose `features[ids]` takes ids of any framework and gives rows in the one that is named.
+    """A table whose `features[ids]` takes ids of any framework and returns rows in a chosen one.
+
+    `write` takes arrays of any framework too. All other methods are those of the table below, with tensors.
 
     Args:
-        below: The table that has the rows.
-        to: "torch", "numpy", "jax", "tensorflow", "paddle" or "cupy".
+        below: The table that holds the rows.
+        to: Framework of the rows: "torch", "numpy", "jax", "tensorflow", "paddle" or "cupy".
 
     Raises:
         ValueError: There is no such framework.
@@ -395,10 +455,11 @@ class Features(Table):
         return self.below.num_bytes
 
     def __getitem__(self, ids: Any) -> Any:
-        asked, rows = from_any(ids).reshape(-1), self.below.storage()
-        if rows is not None and rows.is_cuda:
-            asked = asked.to(rows.device)
-        return to(aligned(self.below.read(asked)), self.framework)
+        ids = from_any(ids).reshape(-1)
+        storage = self.below.storage()
+        if storage is not None and storage.is_cuda:  # a table on a GPU is read by ids on that GPU
+            ids = ids.to(storage.device)
+        return to(aligned(self.below.read(ids)), self.framework)
 
     def read(self, ids: Tensor) -> Tensor:
         return self.below.read(ids)
@@ -423,7 +484,7 @@ class Features(Table):
 
 
 def table(rows: Any, to: str = "torch") -> Features:
-    """Make a feature store over any framework's rows.
+    """Make a feature table over any framework's rows.
 
     Args:
         rows: [num_nodes, ...] array (not copied), a SciPy matrix, or a table.
@@ -440,25 +501,31 @@ def table(rows: Any, to: str = "torch") -> Features:
     """
     if hasattr(rows, "tocsr"):
         csr = rows.tocsr()
-        parts = (from_any(csr.indptr).long(), from_any(csr.indices), from_any(csr.data))
-        return Features(SparseTable(*parts, csr.shape[1]), to)
+        sparse = SparseTable(from_any(csr.indptr).long(), from_any(csr.indices), from_any(csr.data), csr.shape[1])
+        return Features(sparse, to)
     return Features(rows if isinstance(rows, Table) else TensorTable(from_any(rows)), to)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SharedGraph(Graph):
-    """A graph whose pickle is a handle: who opens it reads the same memory."""
+    """A graph in shared memory.
+
+    Its pickle is a handle, and the process that unpickles it reads the same memory.
+    """
 
     arrays: Mapping[str, SharedArray] = field(default_factory=dict, repr=False)
+    """The shared arrays: "indptr", "indices" and "edge.NAME" of each edge array."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _open_graph, (dict(self.arrays),)
 
 
 def shared(what: Any) -> Any:
-    """Return the graph or table in memory that processes share: copied once, unless it is mapped from a file already.
+    """Return a graph or table in memory that processes of the host share.
 
-    A graph gets a twin there; a table is the same one, with its rows there. Sending one does the same.
+    It is copied once, unless it is memory-mapped from a file already. The result for a graph is a new
+    graph, which the graph caches. A table is the same object, and its rows move. Pickling one does the
+    same.
 
     Args:
         what: A `Graph` or a `Table`.
@@ -478,15 +545,17 @@ def shared(what: Any) -> Any:
         return what
     if not isinstance(what, Graph):
         raise TypeError(f"a {type(what).__name__} cannot be shared: pass a graph or a table")
-    return what.get_cached("shared twin", partial(_shared_twin, what))
+    return what.get_cached("shared twin", partial(_make_shared_twin, what))
 
 
-def _shared_twin(graph: Graph) -> SharedGraph:
+def _make_shared_twin(graph: Graph) -> SharedGraph:
+    """The graph in shared memory: a copy, except for arrays that are memory-mapped already."""
     arrays = {"indptr": graph.indptr, "indices": graph.indices}
     arrays |= {f"edge.{name}": rows for name, rows in graph.edge.items()}
     return _open_graph({name: share(rows) for name, rows in arrays.items()})
 
 
 def _open_graph(arrays: Mapping[str, SharedArray]) -> SharedGraph:
-    edge = {name[5:]: array.tensor for name, array in arrays.items() if name.startswith("edge.")}
+    """A graph over shared arrays. arrays: as `SharedGraph.arrays`."""
+    edge = {name.removeprefix("edge."): array.tensor for name, array in arrays.items() if name.startswith("edge.")}
     return SharedGraph(arrays["indptr"].tensor, arrays["indices"].tensor, edge, arrays)

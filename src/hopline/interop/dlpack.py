@@ -1,4 +1,12 @@
-"""Arrays of other frameworks over the memory of torch tensors, and the other way round: by DLPack, without a copy."""
+"""Tensors as arrays of other frameworks, and back, over the same memory.
+
+DLPack is a protocol by which frameworks hand over an array without a copy: a pointer, a shape, strides and
+a dtype. `from_any` makes a tensor over an array, and `to_numpy`, `to_jax`, ... make an array over a tensor.
+
+A framework may copy silently, or end the process, if it does not like an array. So each function checks
+before, and an error says what to type. A write on one side is seen on the other. JAX takes its
+arrays for constant, so a tensor must not be written after `to_jax`.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +21,14 @@ from torch import Tensor
 from torch.utils.dlpack import to_dlpack
 
 ALIGNED_BYTES = 64
-"""JAX copies CPU memory that is not aligned to this, and TensorFlow ends the process when it computes with it."""
+"""Bytes to which CPU memory must be aligned. JAX copies other memory, and TensorFlow ends the process."""
 
 
 def from_any(array: Any) -> Tensor:
-    """Return a tensor over the memory of any framework's array; lists and numbers become a new one.
+    """Return a tensor over the memory of any framework's array. Lists and numbers become a new tensor.
 
     Raises:
-        TypeError: It is no array, or a variable.
+        TypeError: It is no array, or it is a variable.
         ValueError: The array cannot be shared with torch.
 
     Example:
@@ -38,7 +46,7 @@ def from_any(array: Any) -> Tensor:
     try:
         if isinstance(array, np.ndarray):
             with warnings.catch_warnings():
-                # Torch cannot mark a tensor as read-only and says so; tables and graphs are not written in place.
+                # Torch has no read-only tensors, and warns.
                 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
                 return torch.from_numpy(array)
         if hasattr(array, "__dlpack__"):
@@ -64,24 +72,27 @@ def to_numpy(tensor: Tensor) -> Any:
     _check(tensor, "NumPy")
     if tensor.device.type != "cpu":
         raise ValueError("NumPy arrays are in host memory: type tensor.cpu() first, which copies, or use to_cupy")
-    return _shared_as("NumPy", tensor, lambda: tensor.numpy())
+    return _convert("NumPy", tensor, lambda: tensor.numpy())
 
 
 def to_jax(tensor: Tensor) -> Any:
-    """Return a JAX array over the tensor's memory, which must not be written any more: JAX takes it for constant.
+    """Return a JAX array over the tensor's memory.
+
+    JAX takes it for constant, so it must not be written any more.
 
     Raises:
         ImportError: JAX is not installed.
         ValueError: JAX would copy the tensor, or cannot share it.
     """
-    jax = _module("jax")
-    _check(tensor, "JAX", aligned=True)
-    if tensor.dtype in (torch.int64, torch.uint64, torch.float64, torch.complex128) and not jax.config.jax_enable_x64:
+    jax = _import("jax")
+    _check(tensor, "JAX", must_be_aligned=True)
+    is_64_bits = tensor.dtype in (torch.int64, torch.uint64, torch.float64, torch.complex128)
+    if is_64_bits and not jax.config.jax_enable_x64:
         raise ValueError(
             f"JAX would copy {tensor.dtype} to 32 bits: type jax.config.update('jax_enable_x64', True) at the start, "
             "or give 32 bits, by tensor.int() or tensor.float(); a Sampler does so with index_dtype=torch.int32"
         )
-    return _shared_as("JAX", tensor, lambda: jax.dlpack.from_dlpack(tensor, copy=False))
+    return _convert("JAX", tensor, lambda: jax.dlpack.from_dlpack(tensor, copy=False))
 
 
 def to_tensorflow(tensor: Tensor) -> Any:
@@ -91,14 +102,14 @@ def to_tensorflow(tensor: Tensor) -> Any:
         ImportError: TensorFlow is not installed.
         ValueError: TensorFlow cannot share the tensor, or sees no GPU.
     """
-    tensorflow = _module("tensorflow")
-    _check(tensor, "TensorFlow", aligned=True)
+    tensorflow = _import("tensorflow")
+    _check(tensor, "TensorFlow", must_be_aligned=True)
     if tensor.is_cuda:
         if not tensorflow.config.list_physical_devices("GPU"):
             raise ValueError("this TensorFlow sees no GPU: type tensor.cpu() first, which copies")
-        torch.cuda.current_stream(tensor.device).synchronize()  # it does not ask for a stream
-    convert = tensorflow.experimental.dlpack.from_dlpack
-    return _shared_as("TensorFlow", tensor, lambda: convert(to_dlpack(tensor)))
+        torch.cuda.current_stream(tensor.device).synchronize()  # TensorFlow does not wait for torch's stream
+    from_dlpack = tensorflow.experimental.dlpack.from_dlpack
+    return _convert("TensorFlow", tensor, lambda: from_dlpack(to_dlpack(tensor)))
 
 
 def to_paddle(tensor: Tensor) -> Any:
@@ -108,13 +119,13 @@ def to_paddle(tensor: Tensor) -> Any:
         ImportError: Paddle is not installed.
         ValueError: Paddle cannot share the tensor, or has no CUDA.
     """
-    paddle = _module("paddle")
+    paddle = _import("paddle")
     _check(tensor, "Paddle")
     if tensor.is_cuda:
         if not paddle.is_compiled_with_cuda():
             raise ValueError("this Paddle has no CUDA: type tensor.cpu() first, which copies")
         torch.cuda.current_stream(tensor.device).synchronize()
-    return _shared_as("Paddle", tensor, lambda: paddle.utils.dlpack.from_dlpack(to_dlpack(tensor)))
+    return _convert("Paddle", tensor, lambda: paddle.utils.dlpack.from_dlpack(to_dlpack(tensor)))
 
 
 def to_cupy(tensor: Tensor) -> Any:
@@ -124,11 +135,11 @@ def to_cupy(tensor: Tensor) -> Any:
         ImportError: CuPy is not installed.
         ValueError: The tensor is on the host, or cannot be shared.
     """
-    cupy = _module("cupy")
+    cupy = _import("cupy")
     _check(tensor, "CuPy")
     if not tensor.is_cuda:
         raise ValueError("CuPy arrays are on a GPU: type tensor.cuda() first, which copies, or use to_numpy")
-    return _shared_as("CuPy", tensor, lambda: cupy.from_dlpack(tensor))
+    return _convert("CuPy", tensor, lambda: cupy.from_dlpack(tensor))
 
 
 FRAMEWORKS: dict[str, Callable[[Tensor], Any]] = {
@@ -139,6 +150,7 @@ FRAMEWORKS: dict[str, Callable[[Tensor], Any]] = {
     "paddle": to_paddle,
     "cupy": to_cupy,
 }
+"""The function that makes an array of each framework from a tensor."""
 
 
 def to(tensor: Tensor, framework: str) -> Any:
@@ -160,13 +172,17 @@ def to(tensor: Tensor, framework: str) -> Any:
 
 
 def converter(framework: str) -> Callable[[Tensor], Any]:
-    """The function that makes the framework's arrays."""
+    """The function that makes an array of a framework from a tensor.
+
+    Raises a ValueError for an unknown name.
+    """
     if framework not in FRAMEWORKS:
         raise ValueError(f"there is no framework {framework!r} here: choose from {', '.join(FRAMEWORKS)}")
     return FRAMEWORKS[framework]
 
 
-def _module(name: str) -> Any:
+def _import(name: str) -> Any:
+    """Import a framework, or raise an ImportError that says how to install it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -174,8 +190,11 @@ def _module(name: str) -> Any:
         raise ImportError(f"{name} cannot be imported ({error}): pip install {install}") from error
 
 
-def _check(tensor: Tensor, framework: str, *, aligned: bool = False) -> None:
-    """Refuse what cannot be shared as it is, and say what to type."""
+def _check(tensor: Tensor, framework: str, *, must_be_aligned: bool = False) -> None:
+    """Refuse a tensor that cannot be shared as it is. The error says what to type.
+
+    must_be_aligned: Whether memory on the host must begin at a multiple of `ALIGNED_BYTES`.
+    """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"this is a {type(tensor).__name__}: type from_any(array) first, which makes a tensor of it")
     problem = ""
@@ -185,21 +204,27 @@ def _check(tensor: Tensor, framework: str, *, aligned: bool = False) -> None:
         problem = "is sparse: type tensor.to_dense() first, or share its indices and values"
     elif not tensor.is_contiguous():
         problem = "is not contiguous: type tensor.contiguous() first, which copies"
-    elif aligned and tensor.numel() and not tensor.is_cuda and tensor.data_ptr() % ALIGNED_BYTES:
+    elif must_be_aligned and not tensor.is_cuda and tensor.numel() and tensor.data_ptr() % ALIGNED_BYTES:
         problem = f"does not start at a multiple of {ALIGNED_BYTES} bytes: type tensor.clone() first, which copies"
     if problem:
         raise ValueError(f"{framework} cannot share this tensor: it {problem}")
 
 
-def _shared_as(framework: str, tensor: Tensor, convert: Callable[[], Any]) -> Any:
+def _convert(framework: str, tensor: Tensor, convert: Callable[[], Any]) -> Any:
+    """The result of `convert`. An error of the framework becomes a ValueError that says what to type."""
     try:
         return convert()
-    except Exception as error:  # each framework has its own
-        message = f"{framework} cannot share a tensor of {tensor.dtype} on {tensor.device} ({error})"
-        raise ValueError(f"{message}: type tensor.float(), .int() or .cpu() first, which copies") from error
+    except Exception as error:  # each framework has its own exception types
+        raise ValueError(
+            f"{framework} cannot share a tensor of {tensor.dtype} on {tensor.device} ({error}): type tensor.float(), "
+            ".int() or .cpu() first, which copies"
+        ) from error
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a copy where it cannot be shared with all frameworks: NumPy aligns less than torch."""
+    """The tensor, or a copy if it is not contiguous or not aligned for all frameworks.
+
+    A tensor over a NumPy array may be misaligned, since NumPy aligns its memory less strictly than torch.
+    """
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % ALIGNED_BYTES else tensor

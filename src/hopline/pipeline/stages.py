@@ -1,14 +1,14 @@
-"""`Pipeline`: batches, or other results, prepared by threads before they are needed, and delivered in order.
+"""`Pipeline`: threads prepare batches, or other results, before they are needed, and deliver them in order.
 
     requests --> thread 1: stage a, stage b, ... --+
-             --> thread 2: stage a, stage b, ... --+--> at most `look_ahead` results --> the caller, in request order
+             --> thread 2: stage a, stage b, ... --+--> at most `look_ahead` results --> the caller, in order
              --> ...                             --+
 
 One thread takes one request through all stages, so that threads share nothing.
 
-Threads compete with training for cores. So they run at a lower priority (`give_way`), and their kernels run in the
-thread alone unless the caller leaves the cores idle. `Load` reports how busy a run was; `tuning` chooses the number
-of threads by it.
+Threads compete with training for cores. So they run at a lower priority (`give_way`), and their kernels run
+in the thread alone unless the caller leaves the cores idle. `Load` reports how busy a run was; `tuning`
+chooses the number of threads by it.
 """
 
 from __future__ import annotations
@@ -61,11 +61,21 @@ class Load:
     waited_s: float
     """Seconds of `wall_s` in which the caller waited for a result."""
     stages: dict[str, float]
-    """Seconds of all threads in each stage, by name. Time in which a thread was ready but had no core is left out."""
+    """Seconds of all threads in each stage, by name.
+
+    Time in which a thread was ready but had no core is left out.
+    """
 
 
-NICER = 10
-"""Niceness of a preparing thread beyond that of the process, so that training gets a core first. A rule of thumb."""
+EXTRA_NICENESS = 10
+"""Niceness of a preparing thread beyond that of the process, so that training gets a core first.
+
+A rule of thumb.
+"""
+MAX_NICENESS = 19
+"""The lowest priority that Linux has."""
+_END = object()
+"""Says that no request is left. Any other value, None included, may be a request."""
 
 
 class StageValueError(StageError, ValueError):
@@ -79,18 +89,19 @@ class StageMemoryError(StageError, torch.OutOfMemoryError):
 class Pipeline:
     """Takes requests through stages in threads, and yields the results in the order of the requests.
 
-    The threads belong to one call of `run`, and end with it. The requests are iterated in the caller's thread.
+    The threads belong to one call of `run`, and end with it. The requests are iterated in the caller's
+    thread.
 
     Args:
         stages: Functions that each request goes through, one after the other.
         workers: Number of threads. 0: everything runs in the caller's thread.
-        look_ahead: Most results that exist, or are being made, before they are asked for. With a slow caller the
-            threads wait.
-        in_step: Whether stages wait for those of other ranks. Then one thread takes the requests in order. Requests
-            that were begun before the iterator is closed are finished. Ranks that took equally many results have
-            begun equally many requests, so no rank waits for one that stopped.
-        all_cores: Whether a thread's kernels may run on all cores, because the caller leaves them idle. Else they run
-            in the thread alone.
+        look_ahead: Most results that exist, or are being made, before they are asked for. With a slow
+            caller the threads wait.
+        in_step: Whether stages wait for those of other ranks. Then one thread takes the requests in order.
+            Requests that were begun before the iterator is closed are finished. Ranks that took equally
+            many results have begun equally many requests, so no rank waits for one that stopped.
+        all_cores: Whether a thread's kernels may run on all cores, because the caller leaves them idle.
+            Else they run in the thread alone.
     """
 
     def __init__(
@@ -103,32 +114,40 @@ class Pipeline:
         all_cores: bool = False,
     ) -> None:
         self.stages = tuple(stages)
-        self.in_step, self.all_cores = in_step, all_cores
+        self.in_step = in_step
+        self.all_cores = all_cores
         self.workers = min(1, workers) if in_step else workers
         self.look_ahead = max(1, look_ahead)
         self.load: Load | None = None
         """Load of the last run that came to its end. None if there was none, or if it had no threads."""
 
     def run(self, requests: Iterable[Any]) -> Generator[Any, None, None]:
-        """Yield each request's result, in order. Closing the iterator ends the threads and drops their results."""
+        """Yield each request's result, in order.
+
+        Closing the iterator ends the threads and drops their results.
+        """
         if self.workers == 0:
             for request in requests:
-                yield self._through_stages(request, [])
+                yield self._run_stages(request, [])
             return
+
         source = iter(requests)
-        pool = ops.start_threads(
-            self.workers, "hopline-pipeline", partial(_begin, torch.get_num_threads() if self.all_cores else 1)
-        )
+        num_kernel_threads = torch.get_num_threads() if self.all_cores else 1
+        pool = ops.start_threads(self.workers, "hopline-pipeline", partial(_set_up_thread, num_kernel_threads))
         pending: deque[Future[Any]] = deque()
-        waited, spent = list[float](), list[tuple[str, float]]()
+        waits_s: list[float] = []  # one per result
+        stage_times: list[tuple[str, float]] = []  # (stage, seconds), of all threads
 
         # Requests are submitted by the caller's thread alone, so `pending` needs no lock.
         def fill() -> None:
-            while len(pending) < self.look_ahead and (request := next(source, _END)) is not _END:
-                pending.append(pool.submit(self._through_stages, request, spent))
+            while len(pending) < self.look_ahead:
+                request = next(source, _END)
+                if request is _END:
+                    return
+                pending.append(pool.submit(self._run_stages, request, stage_times))
 
-        # If the iterator is closed early, pending requests are dropped. With `in_step` they are finished, because
-        # stages of other ranks wait for theirs.
+        # If the iterator is closed early, pending requests are dropped. With `in_step` they are finished,
+        # because stages of other ranks wait for theirs.
         cancel = not self.in_step
         try:
             fill()
@@ -137,18 +156,19 @@ class Pipeline:
                 asked_s = time.perf_counter()
                 with trace.span("wait"):
                     result = pending.popleft().result()
-                waited.append(time.perf_counter() - asked_s)
+                waits_s.append(time.perf_counter() - asked_s)
                 fill()  # before the caller gets the result, so that threads work while it uses it
                 yield result
-            if waited:
-                wall_s, (first_s, *rest_s) = time.perf_counter() - began_s, waited
-                stages = {stage.name: sum(s for name, s in spent if name == stage.name) for stage in self.stages}
+            if waits_s:
+                wall_s = time.perf_counter() - began_s
+                first_wait_s, *later_waits_s = waits_s
+                stages = {stage.name: sum(s for name, s in stage_times if name == stage.name) for stage in self.stages}
                 self.load = Load(
                     workers=self.workers,
                     look_ahead=self.look_ahead,
-                    num_results=len(waited),
-                    wall_s=wall_s - first_s,
-                    waited_s=sum(rest_s),
+                    num_results=len(waits_s),
+                    wall_s=wall_s - first_wait_s,
+                    waited_s=sum(later_waits_s),
                     stages=stages,
                 )
         except Exception:  # a stage or the requests failed: what is still pending is of no use
@@ -157,19 +177,26 @@ class Pipeline:
         finally:
             pool.shutdown(wait=True, cancel_futures=cancel)
 
-    def _through_stages(self, value: Any, spent: list[tuple[str, float]]) -> Any:
-        """The result of a request. Adds (stage, seconds) to `spent`, to which several threads may append."""
+    def _run_stages(self, value: Any, stage_times: list[tuple[str, float]]) -> Any:
+        """The result of a request.
+
+        Adds (stage, seconds) to `stage_times`, to which several threads may append.
+        """
         for stage in self.stages:
             began_s = _alone_s()
             try:
                 with trace.span(stage.name):
                     value = stage.run(value)
             except Exception as error:
-                # The kind is kept, so that `except ValueError` and `except torch.OutOfMemoryError` still catch it.
-                kinds = {ValueError: StageValueError, torch.OutOfMemoryError: StageMemoryError}
-                kind = next((kind for cause, kind in kinds.items() if isinstance(error, cause)), StageError)
+                # The kind is kept, so that `except ValueError` and `except torch.OutOfMemoryError` still
+                # catch it.
+                kind = StageError
+                if isinstance(error, ValueError):
+                    kind = StageValueError
+                elif isinstance(error, torch.OutOfMemoryError):
+                    kind = StageMemoryError
                 raise kind(f"stage {stage.name!r} failed: {error}") from error
-            spent.append((stage.name, max(0.0, _alone_s() - began_s)))
+            stage_times.append((stage.name, max(0.0, _alone_s() - began_s)))
         return value
 
 
@@ -178,26 +205,24 @@ def _alone_s() -> float:
     return time.perf_counter() - queued_s()
 
 
-def _begin(threads: int) -> None:
+def _set_up_thread(num_kernel_threads: int) -> None:
     """Set up a preparing thread: the number of threads of its kernels, and its priority."""
-    if threads == 1:
+    if num_kernel_threads == 1:
         ops.serial_here()
     else:
         # The first call in a thread sets its number to the default, so it must come before ours.
         torch.get_num_threads()
-        torch.set_num_threads(threads)  # of this thread only
+        torch.set_num_threads(num_kernel_threads)  # of this thread only
     give_way()
 
 
 def give_way() -> None:
     """Lower the priority of this thread, so that it runs when training leaves a core idle or waits for it.
 
-    Only on Linux: elsewhere a priority belongs to a whole process. If the system refuses, the priority stays.
+    Only on Linux: elsewhere a priority belongs to a whole process. If the system refuses, the priority
+    stays.
     """
     if sys.platform.startswith("linux"):
         with contextlib.suppress(OSError):
-            nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER)
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
-
-
-_END = object()
+            niceness = min(MAX_NICENESS, os.getpriority(os.PRIO_PROCESS, 0) + EXTRA_NICENESS)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

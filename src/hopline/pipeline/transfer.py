@@ -1,13 +1,14 @@
 """`Mover`: copies batches to a GPU while the GPU computes.
 
-    thread of the pipeline, `Mover.move`                                      thread that computes, `Mover.ready`
-    batch on the host --memcpy--> pinned buffer --copy stream--> the GPU ...  the current stream waits for the copies
+    thread of the pipeline, `Mover.move`                           thread that computes, `Mover.ready`
+    batch on the host --memcpy--> pinned buffer --copies--> GPU    its stream waits for the copies
 
-A copy from ordinary host memory blocks the host, so each tensor first goes into a pinned buffer. Copies run on a
-stream of their own, and an event marks their end. The host waits in three cases: if no buffer is
-free, if earlier copies from its buffer are not done, and for a tensor that does not fit into the buffer.
+A copy from ordinary host memory blocks the host, so each tensor first goes into a pinned buffer. Copies run
+on a stream of their own, and an event marks their end. The host waits in three cases: if no buffer is free,
+if earlier copies from its buffer are not done, and for a tensor that does not fit into the buffer.
 
-The price is a `memcpy` of every batch on the host, and `look_ahead` pinned buffers, each as large as a batch.
+The price is a `memcpy` of every batch on the host, and `look_ahead` pinned buffers, each as large as a
+batch.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ from hopline.device.out_of_memory import free_memory
 from hopline.device.streams import stream_for
 from hopline.util import trace
 
-ALIGNED = 256
-"""Bytes: tensors begin at multiples of this in a buffer. A rule of thumb."""
-ROOM = 1 << 16
-"""Bytes of a buffer beyond those of the batch's tensors, for the gaps that `ALIGNED` leaves. A rule of thumb."""
+ALIGN_BYTES = 256
+"""Tensors begin at multiples of this in a buffer. A rule of thumb."""
+GAP_BYTES = 1 << 16
+"""Bytes of a buffer beyond those of the batch's tensors, for the gaps that `ALIGN_BYTES` leaves.
+
+A rule of thumb.
+"""
 
 
 class Movable(Protocol):
@@ -55,11 +59,17 @@ class Copies(Protocol):
         ...
 
     def copy(self, staged: Tensor) -> Tensor:
-        """Begin to copy a tensor to the device. The result is complete when a mark that is made later is done."""
+        """Begin to copy a tensor to the device.
+
+        The result is complete when a mark that is made later is done.
+        """
         ...
 
     def mark(self) -> Any:
-        """An event that is done when all copies begun so far are done. Its `synchronize()` makes the host wait."""
+        """An event that is done when all copies begun so far are done.
+
+        Its `synchronize()` makes the host wait.
+        """
         ...
 
     def wait(self, event: Any, tensors: list[Tensor]) -> None:
@@ -94,8 +104,8 @@ class CudaCopies:
     def wait(self, event: torch.cuda.Event, tensors: list[Tensor]) -> None:
         compute = torch.cuda.current_stream(self.device)
         compute.wait_event(event)
-        # They were allocated on the copy stream. Without this, the allocator would give their memory to the next copy
-        # as soon as Python drops them, while the computation still reads it.
+        # They were allocated on the copy stream. Without this, the allocator would give their memory to the
+        # next copy as soon as Python drops them, while the computation still reads it.
         for tensor in tensors:
             tensor.record_stream(compute)
 
@@ -112,7 +122,10 @@ class _Slot:
 
 @dataclass(frozen=True, eq=False)
 class PendingBatch(Generic[B]):
-    """A batch whose tensors are still on their way. Nothing may use it before `Mover.ready` returns the batch."""
+    """A batch whose tensors are still on their way.
+
+    Nothing may use it before `Mover.ready` returns the batch.
+    """
 
     batch: B
     """The batch on the device."""
@@ -125,9 +138,9 @@ class PendingBatch(Generic[B]):
 class Mover:
     """Moves batches from the host to a device, without waiting for the copies to end.
 
-    `move` is a stage of the pipeline, and may run in any thread. `ready` is for the thread that computes, right
-    before it uses the batch. A mover owns `look_ahead` staging buffers. If copies from all of them are under way,
-    `move` waits for the oldest. On the CPU a batch stays where it is.
+    `move` is a stage of the pipeline, and may run in any thread. `ready` is for the thread that computes,
+    right before it uses the batch. A mover owns `look_ahead` staging buffers. If copies from all of them
+    are under way, `move` waits for the oldest. On the CPU a batch stays where it is.
     """
 
     def __init__(self, device: torch.device | str, look_ahead: int = 2, copies: Copies | None = None) -> None:
@@ -138,13 +151,16 @@ class Mover:
             self._slots.put(_Slot())
 
     def move(self, batch: B) -> B | PendingBatch[B]:
-        """Begin to move a batch. If the device has no memory for it, the batch is returned as it is, on the host.
+        """Begin to move a batch.
+
+        If the device has no memory for it, the batch is returned as it is, on the host.
 
         `ready` then moves it, when the steps before it are done and have freed their memory.
         """
         if self.copies is None:
             return batch.to(self.device)
-        # Taken out of the queue, a slot belongs to this thread. The queue returns the one used the longest time ago.
+        # Taken out of the queue, a slot belongs to this thread. The queue returns the one used the longest
+        # time ago.
         slot = self._slots.get()
         try:
             return self._move(batch, slot, self.copies)
@@ -157,10 +173,10 @@ class Mover:
     def _move(self, batch: B, slot: _Slot, copies: Copies) -> PendingBatch[B]:
         if slot.event is not None:
             slot.event.synchronize()  # else the bytes of an earlier batch would be overwritten on their way
-        needed = batch.num_bytes + ROOM
-        if slot.buffer is None or slot.buffer.numel() < needed:
+        needed_bytes = batch.num_bytes + GAP_BYTES
+        if slot.buffer is None or slot.buffer.numel() < needed_bytes:
             # A quarter more, so that a slightly larger batch does not pin memory again. A rule of thumb.
-            slot.buffer = copies.buffer(needed + needed // 4)
+            slot.buffer = copies.buffer(needed_bytes + needed_bytes // 4)
         try:
             with copies.within(), _CopyThroughBuffer(self.device, slot.buffer, copies) as staged:
                 moved = batch.to(self.device, non_blocking=True)
@@ -193,8 +209,8 @@ class _CopyThroughBuffer(TorchFunctionMode):
     """[n] uint8 in pinned host memory."""
     copies: Copies
     """Allocates on the device, and copies."""
-    used: int = 0
-    """Bytes of the buffer that are taken, a multiple of `ALIGNED`."""
+    used_bytes: int = 0
+    """Bytes of the buffer that hold tensors, a multiple of `ALIGN_BYTES`."""
     tensors: list[Tensor] = field(default_factory=list)
     """Tensors on the device that were made so far."""
 
@@ -202,20 +218,23 @@ class _CopyThroughBuffer(TorchFunctionMode):
         super().__init__()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.Tensor.to or args[0].device.type != "cpu" or args[1:2] != (self.device,):
+        is_move = func is torch.Tensor.to and args[0].device.type == "cpu" and args[1:2] == (self.device,)
+        if not is_move:
             return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():  # what the copy calls must not come here again
-            return self._through_buffer(args[0])
+            return self._copy(args[0])
 
-    def _through_buffer(self, tensor: Tensor) -> Tensor:
-        start, stop = self.used, self.used + tensor.nbytes
+    def _copy(self, tensor: Tensor) -> Tensor:
+        start = self.used_bytes
+        stop = start + tensor.nbytes
         if pinned.is_readable(tensor):  # pinned already: it needs no buffer
             moved = self.copies.copy(tensor)
         elif stop > self.buffer.numel():
-            # The buffer is full, because the batch has tensors that `num_bytes` does not count. The host waits.
+            # The buffer is full, because the batch has tensors that `num_bytes` does not count. The host
+            # waits.
             moved = tensor.to(self.device)
         else:
-            self.used = (stop + ALIGNED - 1) // ALIGNED * ALIGNED
+            self.used_bytes = (stop + ALIGN_BYTES - 1) // ALIGN_BYTES * ALIGN_BYTES
             staged = self.buffer[start:stop].view(tensor.dtype).view(tensor.shape)
             moved = self.copies.copy(staged.copy_(tensor))
         self.tensors.append(moved)

@@ -1,6 +1,12 @@
-"""What a run did: records, its page, and what held it up.
+"""What a run did: its records, its HTML page, and its bottleneck.
 
-`writer` appends JSON lines and a Chrome trace while a run lasts. `page` makes report.html of them, with `charts`,
-`colours` and `format`; `settings` tells changed settings from defaults; `bottleneck` says why an epoch takes as long
-as it does. Keys of the records are read by other programs: add, do not rename. It stands on `tables` and below.
+    writer       appends records to metrics.jsonl while a run lasts, and writes a Chrome trace at its end
+    page         makes report.html from these files
+    charts       draws curves and bars as SVG, for the page
+    colours      finds colours that can be told apart, for the charts
+    format       writes times, shares and counts for people
+    settings     tells changed settings from defaults
+    bottleneck   says why an epoch takes as long as it does, and what to change
+
+Other programs read the records: add keys, do not rename them. The folder stands on `tables` and below.
 """

@@ -1,75 +1,109 @@
-"""Why an epoch takes as long as it does: its stages, what their overlap can gain at most, and what to change."""
+"""The bottleneck of an epoch: which stage decides its time, and what to change.
+
+Stages are of two kinds. Threads can *prepare* batches while training computes; training takes one batch
+after the other.
+
+    threads    | sample gather | sample gather | sample gather | ...
+    training                   | forward backward | forward backward | ...
+
+`explain` takes the seconds that each stage took in an epoch. It computes how much of the epoch training
+waited, how long all stages take without overlap, and how short overlap could make the epoch (`bound_of`).
+`_Facts` turns these numbers into a verdict: one bottleneck, and one setting to type.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 PREPARED = ("sample", "gather", "divide", "move")
-"""Stages that threads can take ahead of training,"""
+"""Stages that threads can run before training needs the batch, in the order of a batch."""
 TRAINED = ("forward", "backward", "step", "optimizer", "exchange", "refresh", "checkpoint")
-"""and those that come in order, one batch after the other."""
-MUCH = 0.1
-"""A share of an epoch that is worth a change."""
+"""Stages of training, which run for one batch after the other."""
+
+# ---- shares from which on something is called the bottleneck. Rules of thumb.
+
+MIN_SHARE = 0.1
+"""Of an epoch: training waits for batches. Of the work: batches are prepared without threads."""
+MIN_REST = 0.5
+"""Of an epoch: time in no stage."""
+MIN_GPU_SHARE = 0.5
+"""Of the work: a stage of preparation that runs on the GPU."""
+MIN_IDLE = 0.3
+"""Of the time of preparing threads: they have nothing to do, because they may not prepare more batches."""
 REST = "everything else"
+"""The name of a bottleneck that is no stage, in the records."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What an explanation needs to know, so that it advises only what this run can change."""
+    """How a run is set up.
+
+    Advice depends on it, so that it names only settings that this run can change.
+    """
 
     workers: int = 0
-    """Threads that prepare batches; with 0 whoever trains does."""
+    """Threads that prepare batches. 0: the thread that trains does."""
     look_ahead: int = 1
-    """Batches that may be prepared ahead."""
+    """Batches that may be prefetched."""
     max_workers: int = 0
-    """How many threads there can be at most."""
+    """Most threads that may prepare batches."""
     planned: bool = False
-    """Whether a plan within a budget has set these."""
+    """Whether a plan has changed the method's settings to keep to a budget."""
     num_cores: int = 1
+    """Cores of this process."""
     sampled: bool = False
-    """Whether batches are samples, which smaller fan-outs make smaller."""
+    """Whether batches are sampled. Smaller fan-outs then make them smaller."""
     on_gpu: bool = False
-    """Whether a GPU trains,"""
+    """Whether a GPU trains."""
     drawn_on_gpu: bool = False
-    """and whether it prepares its batches itself."""
+    """Whether a GPU prepares the batches."""
     bf16: bool = False
+    """Whether training computes in bfloat16."""
     gpu_free: bool = False
-    """Whether there is a GPU, and the CPU trains."""
+    """Whether the host has a GPU, but the CPU trains."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """One epoch, or several together."""
+    """Why one epoch, or several epochs together, took as long as they did."""
 
     num_batches: int
+    """Batches of the epoch."""
     seconds: float
-    """What it took."""
+    """Seconds that the epoch took."""
     stages: dict[str, float]
-    """Seconds of each stage alone: without waiting for cores, as far as that is known."""
+    """Seconds of each stage. Time without a core is left out, as far as it is known."""
     shares: dict[str, float]
-    """The same as parts of `serial_s`."""
+    """Each stage as a share of `serial_s`."""
     serial_s: float
-    """What all stages take one after the other."""
+    """Seconds of all stages together: an epoch without overlap."""
     bound: float
-    """The least part of `serial_s` that overlap can make of it."""
+    """The shortest epoch with perfect overlap, as a share of `serial_s`."""
     achieved: float
-    """The part of it that it took."""
+    """The measured epoch, as a share of `serial_s`."""
     waited: float
-    """The part of the epoch in which training waited for batches."""
+    """Share of the epoch in which training waited for batches."""
     bottleneck: str
-    """The stage that decides."""
+    """The stage that decides, or "look_ahead", "cores" or `REST`."""
     sentence: str
-    """What it is, and what to change: at most 88 characters."""
+    """The bottleneck, how much of the time or work it is, and what to change. At most 88 characters."""
     advice: str
-    """What to change; empty where nothing can be done about it."""
+    """What to change. "" if nothing can be done about it."""
 
 
 def bound_of(prepared: float, trained: float, num_batches: int, workers: int = 1) -> float:
-    """The least ratio of pipelined to serial time: 1/N + (N-1)/N * the larger share, for N batches.
+    """The least ratio of pipelined to serial time.
 
-    The first batch goes through all stages, and from then on one leaves each time that the slowest stage takes.
-    prepared, trained: shares of the two stages that run side by side; several threads divide the first.
+    Let N be `num_batches`, and let the shares be of the serial time, so that a batch is 1/N of it. The
+    first batch goes through all stages: 1/N. Each of the other N - 1 leaves the pipeline one step of its
+    slower half later:
+
+        bound  =  1/N  +  (N - 1)/N * max(prepared / workers, trained)
+
+    prepared: Share of the stages that threads run. Several threads divide it.
+    trained: Share of the stages of training.
     """
     slowest = max(prepared / max(1, workers), trained)
     return 1 / num_batches + (num_batches - 1) / num_batches * slowest
@@ -82,109 +116,160 @@ def explain(
     setup: Setup,
     alone: Mapping[str, float] | None = None,
 ) -> Explanation | None:
-    """Explain an epoch of `seconds` by the spans of its stages; None where none was timed.
+    """Explain an epoch by the times of its stages. None if no stage was timed.
 
-    alone: seconds of stages whose spans hold times in which their threads had no core.
+    stages: Seconds in spans of each stage, summed over threads. "wait" is the time in which training
+        waited.
+    seconds: Seconds of the epoch.
+    num_batches: Batches of the epoch.
+    setup: How the run is set up.
+    alone: Seconds of some stages without the time in which their threads had no core. They replace those of
+        `stages` where the work is measured.
     """
-    known = dict(stages) | dict(alone or {})
-    found = {name: known[name] for name in (*PREPARED, *TRAINED) if known.get(name, 0) > 0}
-    serial_s = sum(found.values())
-    if not found or seconds <= 0 or num_batches < 1:
+    times = dict(stages) | dict(alone or {})
+    alone_s = {name: times[name] for name in (*PREPARED, *TRAINED) if times.get(name, 0) > 0}
+    serial_s = sum(alone_s.values())
+    if not alone_s or seconds <= 0 or num_batches < 1:
         return None
-    shares = {name: value / serial_s for name, value in found.items()}
+
+    shares = {name: value / serial_s for name, value in alone_s.items()}
     prepared = sum(shares.get(name, 0.0) for name in PREPARED)
-    idle = 1 - min(1.0, sum(stages.get(name, 0.0) for name in PREPARED) / (max(1, setup.workers) * seconds))
-    spent = sum(stages.get(name, 0.0) for name in (*TRAINED, *(() if setup.workers else PREPARED)))
-    free = max(0.0, 1 - spent / seconds)
+    preparing_s = sum(stages.get(name, 0.0) for name in PREPARED)
+    idle = 1 - min(1.0, preparing_s / (max(1, setup.workers) * seconds))
+    # Without threads that prepare, the thread that trains runs all stages.
+    stages_of_trainer = TRAINED if setup.workers else (*TRAINED, *PREPARED)
+    trainer_s = sum(stages.get(name, 0.0) for name in stages_of_trainer)
+    free = max(0.0, 1 - trainer_s / seconds)
     waited = min(free, stages.get("wait", 0.0) / seconds)  # a host that waits while its GPU is busy holds up nothing
-    rest = free - waited
-    facts = _Facts(setup, shares, prepared, waited, idle, rest, found, stages)
-    bottleneck, what, advice = facts.verdict()
+    facts = _Facts(
+        setup=setup,
+        shares=shares,
+        prepared=prepared,
+        waited=waited,
+        idle=idle,
+        rest=free - waited,
+        alone_s=alone_s,
+        spans_s=stages,
+    )
+    verdict = facts.find_verdict()
     return Explanation(
         num_batches=num_batches,
         seconds=seconds,
-        stages=found,
+        stages=alone_s,
         shares=shares,
         serial_s=serial_s,
         bound=bound_of(prepared, 1 - prepared, num_batches, setup.workers),
         achieved=seconds / serial_s,
         waited=waited,
-        bottleneck=bottleneck,
-        sentence=f"{what}: {advice}" if advice else what,
-        advice=advice,
+        bottleneck=verdict.bottleneck,
+        sentence=f"{verdict.extent}: {verdict.advice}" if verdict.advice else verdict.extent,
+        advice=verdict.advice,
     )
 
 
-@dataclass(frozen=True)
+class _Verdict(NamedTuple):
+    """The bottleneck, and what to do about it."""
+
+    bottleneck: str
+    """As `Explanation.bottleneck`."""
+    extent: str
+    """The bottleneck and its share of the time or of the work, for people."""
+    advice: str
+    """As `Explanation.advice`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Facts:
-    """What the verdict is made of."""
+    """The measurements by which the verdict is found."""
 
     setup: Setup
+    """How the run is set up."""
     shares: Mapping[str, float]
+    """Each stage as a share of the work, as `Explanation.shares`."""
     prepared: float
-    """The share of what is prepared."""
+    """Share of the work in `PREPARED` stages."""
     waited: float
+    """Share of the epoch in which training waited for batches."""
     idle: float
-    """The part of the epoch in which preparing threads had nothing to do."""
+    """Share of the time of preparing threads in which they had nothing to do."""
     rest: float
-    """The part of the epoch that is in no stage."""
-    alone: Mapping[str, float]
-    spans: Mapping[str, float]
+    """Share of the epoch in which the thread that trains was in no stage and did not wait for batches."""
+    alone_s: Mapping[str, float]
+    """Seconds of each stage alone, as `Explanation.stages`."""
+    spans_s: Mapping[str, float]
+    """Seconds in spans of each stage. Time in which threads had no core is included."""
 
-    def verdict(self) -> tuple[str, str, str]:
-        """(the bottleneck, how much of an epoch it is, what to change about it)."""
+    def find_verdict(self) -> _Verdict:
+        """Blame, in this order: preparation of batches, time in no stage, training itself."""
         setup = self.setup
-        if setup.workers and self.waited >= MUCH:
-            return self._prepared_too_slowly()
-        if not setup.workers and self.prepared >= MUCH:
-            return self._prepared_in_line()
-        if self.rest >= 0.5:
-            what = "launch overhead" if setup.on_gpu else "work around the steps"
-            advice = "set a larger method.batch_size" if setup.sampled else "make callbacks or your own sampler faster"
-            advice = "raise budget=" if setup.planned else advice
-            return REST, f"{what}, {self.rest:.0%} of an epoch", advice
-        return self._trained_too_slowly()
+        if setup.workers and self.waited >= MIN_SHARE:
+            return self._blame_prefetch()
+        if not setup.workers and self.prepared >= MIN_SHARE:
+            return self._blame_preparation()
+        if self.rest >= MIN_REST:
+            name = "launch overhead" if setup.on_gpu else "work around the steps"
+            if setup.planned:
+                advice = "raise budget="
+            elif setup.sampled:
+                advice = "set a larger method.batch_size"
+            else:
+                advice = "make callbacks or your own sampler faster"
+            return _Verdict(REST, f"{name}, {self.rest:.0%} of an epoch", advice)
+        return self._blame_training()
 
-    def _worst(self, names: tuple[str, ...]) -> str:
-        return max(names, key=lambda name: self.shares.get(name, 0.0))
+    def _slowest(self, stages: tuple[str, ...]) -> str:
+        """The stage with the largest share of the work."""
+        return max(stages, key=lambda name: self.shares.get(name, 0.0))
 
-    def _share(self, stage: str) -> str:
+    def _share_of(self, stage: str) -> str:
+        """A stage and its share of the work, for people."""
         return f"{stage}, {self.shares.get(stage, 0.0):.0%} of the work"
 
-    def _prepared_too_slowly(self) -> tuple[str, str, str]:
-        setup, worst = self.setup, self._worst(PREPARED)
-        share = f"{min(self.waited, 0.99):.0%} of the time"
-        trained_s = sum(s for name, s in self.alone.items() if name in TRAINED)
-        prepared_s = sum(s for name, s in self.alone.items() if name in PREPARED)
-        spans_s = sum(self.spans.get(name, 0.0) for name in PREPARED)
-        if self.idle >= 0.3 and setup.look_ahead < 2 * setup.workers:
-            advice = "raise budget=" if setup.planned else f"set method.look_ahead={2 * setup.workers}"
-            return "look_ahead", f"prefetch too short, training waits {share}", advice
-        if spans_s > 2 * prepared_s:
-            return "cores", f"too few cores ({setup.num_cores}), training waits {share}", self._less_work(worst)
-        if setup.workers < setup.max_workers:
-            needed = -(-prepared_s // max(trained_s, 1e-9))
-            workers = int(min(setup.max_workers, max(setup.workers + 1, needed)))
-            return worst, f"{worst}, waited for {share}", f"set method.workers={workers}"
-        return worst, f"{worst}, waited for {share}", self._less_work(worst)
-
-    def _prepared_in_line(self) -> tuple[str, str, str]:
-        setup, worst = self.setup, self._worst(PREPARED)
-        if setup.drawn_on_gpu and self.shares[worst] < 0.5:
-            return self._trained_too_slowly()
-        if setup.drawn_on_gpu:
-            return worst, self._share(worst), self._less_work(worst)
-        what = f"preparing batches without prefetch, {self.prepared:.0%} of the work"
-        if setup.planned:
-            return worst, what, "raise budget="
-        if setup.max_workers and (setup.on_gpu or setup.num_cores > 1):
-            return worst, what, "set method.workers=auto"
-        return worst, what, self._less_work(worst)
-
-    def _less_work(self, worst: str) -> str:
-        """What makes preparing less work for those who do it."""
+    def _blame_prefetch(self) -> _Verdict:
+        """The verdict if threads prepare batches, and training waits for them."""
         setup = self.setup
-        if setup.drawn_on_gpu and worst != "sample":
+        slowest = self._slowest(PREPARED)
+        share = f"{min(self.waited, 0.99):.0%} of the time"
+        trained_s = sum(s for name, s in self.alone_s.items() if name in TRAINED)
+        prepared_s = sum(s for name, s in self.alone_s.items() if name in PREPARED)
+        prepared_spans_s = sum(self.spans_s.get(name, 0.0) for name in PREPARED)
+
+        # Threads are idle although training waits: at times they have prepared all batches that they may.
+        if self.idle >= MIN_IDLE and setup.look_ahead < 2 * setup.workers:
+            advice = "raise budget=" if setup.planned else f"set method.look_ahead={2 * setup.workers}"
+            return _Verdict("look_ahead", f"prefetch too short, training waits {share}", advice)
+        # More than half of the time in these stages is waiting for a core.
+        if prepared_spans_s > 2 * prepared_s:
+            extent = f"too few cores ({setup.num_cores}), training waits {share}"
+            return _Verdict("cores", extent, self._advise_less_work(slowest))
+        extent = f"{slowest}, waited for {share}"
+        if setup.workers < setup.max_workers:
+            # With this many threads, preparing a batch takes no longer than training it.
+            needed_workers = -(-prepared_s // max(trained_s, 1e-9))
+            workers = int(min(setup.max_workers, max(setup.workers + 1, needed_workers)))
+            return _Verdict(slowest, extent, f"set method.workers={workers}")
+        return _Verdict(slowest, extent, self._advise_less_work(slowest))
+
+    def _blame_preparation(self) -> _Verdict:
+        """The verdict if the thread that trains, or its GPU, prepares the batches."""
+        setup = self.setup
+        slowest = self._slowest(PREPARED)
+        if setup.drawn_on_gpu and self.shares[slowest] < MIN_GPU_SHARE:
+            return self._blame_training()
+        if setup.drawn_on_gpu:
+            return _Verdict(slowest, self._share_of(slowest), self._advise_less_work(slowest))
+
+        extent = f"preparing batches without prefetch, {self.prepared:.0%} of the work"
+        if setup.planned:
+            return _Verdict(slowest, extent, "raise budget=")
+        if setup.max_workers and (setup.on_gpu or setup.num_cores > 1):
+            return _Verdict(slowest, extent, "set method.workers=auto")
+        return _Verdict(slowest, extent, self._advise_less_work(slowest))
+
+    def _advise_less_work(self, slowest: str) -> str:
+        """Advice that makes batches cheaper to prepare. "" if there is none. slowest: the slowest stage."""
+        setup = self.setup
+        if setup.drawn_on_gpu and slowest != "sample":
             return "set placement.features=pinned"  # the GPU then reads rows itself
         if setup.on_gpu and not setup.drawn_on_gpu and setup.max_workers:
             return "set placement.graph=pinned placement.features=pinned"  # it then samples itself, too
@@ -192,12 +277,16 @@ class _Facts:
             return "set smaller method.fanouts" + (", or device=cuda" if setup.gpu_free else "")
         return ""
 
-    def _trained_too_slowly(self) -> tuple[str, str, str]:
-        """Training is the work that the user asked for, so there is little to advise but where it runs."""
-        setup, worst = self.setup, self._worst(TRAINED)
-        if worst == "exchange":
+    def _blame_training(self) -> _Verdict:
+        """The verdict if training itself decides.
+
+        The user asked for this work, so there is little to advise.
+        """
+        setup = self.setup
+        slowest = self._slowest(TRAINED)
+        if slowest == "exchange":
             advice = "set a larger method.batch_size or accumulate="
-        elif worst == "checkpoint":
+        elif slowest == "checkpoint":
             advice = "set a larger checkpoint_s=, or out= on a faster disk"
         elif setup.gpu_free:
             advice = "set device=cuda"
@@ -205,4 +294,4 @@ class _Facts:
             advice = "try precision=bf16"
         else:
             advice = ""
-        return worst, self._share(worst), advice
+        return _Verdict(slowest, self._share_of(slowest), advice)

@@ -1,4 +1,13 @@
-"""Charts as SVG text: curves over epochs and stacked bars, with axes, a legend and values on hover."""
+"""Charts as SVG text: curves over epochs and stacked bars, with axes, a legend and values on hover.
+
+The page needs no script and no file besides itself. A value is shown on hover by the `<title>` of its
+shape. Colours are CSS variables, `--c0`, `--c1`, ..., which `colours.style` defines.
+
+    y of the SVG grows downwards       TOP +-----------------+
+                                           |    the curves   |
+                          HEIGHT - BOTTOM  +-----------------+
+                                         LEFT          width - RIGHT
+"""
 
 import math
 import statistics
@@ -8,40 +17,67 @@ from html import escape
 from hopline.report.format import Unit
 
 Points = Sequence[tuple[float, float]]
+"""(epoch or step, value) of each point of a curve."""
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 540, 250, 58, 14, 12, 40
+# ---- size of a chart and of its margins, in units of the SVG. Chosen by eye.
+
+WIDTH = 540
+HEIGHT = 250
+LEFT = 58
+RIGHT = 14
+TOP = 12
+BOTTOM = 40
+MAX_BAR_WIDTH = 64
+LABEL_CHARS = 110
+"""Characters that the labels below a bar chart may have together before some are left out."""
+
 MAX_BARS = 60
+"""Most bars of a bar chart, and most points of a curve that are drawn as dots."""
 MAX_HOVERS = 400
+"""Most points of a curve that show their value on hover."""
 
 
-def short(value: float) -> str:
+def format_short(value: float) -> str:
     """Write a number in a few characters: 0.7312, 45.2k, 1.5M."""
-    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= limit:
-            return f"{value / (limit if letter != 'k' else 1e3):.5g}{letter}"
+    # Numbers of four digits are short enough as they are, so k begins at ten thousand.
+    for least, factor, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= least:
+            return f"{value / factor:.5g}{letter}"
     return f"{value:.4g}"
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return round numbers that cover a range, about as many as asked for."""
+    """Return round numbers at equal steps that cover a range, about `count` of them.
+
+    A step is 1, 2, 2.5 or 5 times a power of ten.
+    """
     if high <= low:
         margin = abs(low) / 10 or 1.0
-        low, high = low - margin, high + margin
-    raw = (high - low) / count
-    power = 10 ** math.floor(math.log10(raw))
-    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
-    return [i * step for i in range(math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9) + 1)]
+        low -= margin
+        high += margin
+    raw_step = (high - low) / count
+    power = 10 ** math.floor(math.log10(raw_step))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw_step * 0.999)
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
+    return [i * step for i in range(first, last + 1)]
 
 
 def swatch(colour: int, name: str) -> str:
-    """Name something that a chart shows, with its colour before it."""
+    """Write a name with its colour before it, as HTML. colour: its number, as in `--c0`."""
     return f'<span class="key"><i style="background:var(--c{colour})"></i>{escape(name)}</span>'
 
 
 def _figure(title: str, names: Iterable[str], width: int, drawing: str) -> str:
-    names = [] if list(names) == [title.lower()] else names
+    """Put a drawing into a figure with its title and a legend.
+
+    names: those of the colours, from `--c0` on.
+    """
+    names = list(names)
+    # A single curve that is named like the chart needs no legend.
+    needs_legend = names != [title.lower()]
+    keys = "".join(swatch(i, name) for i, name in enumerate(names)) if needs_legend else ""
     kind = "wide" if width > WIDTH else ""
-    keys = "".join(swatch(i, name) for i, name in enumerate(names))
     view = f'class="{kind}" viewBox="0 0 {width} {HEIGHT}" role="img" aria-label="{escape(title)}"'
     return (
         f"<figure><figcaption>{escape(title)}{keys}</figcaption>"
@@ -50,21 +86,30 @@ def _figure(title: str, names: Iterable[str], width: int, drawing: str) -> str:
     )
 
 
-def _axes(x_labels: Points, x_text: Sequence[str], y_ticks: Sequence[float], width: int, over: str = "epoch") -> str:
-    """Horizontal gridlines with numbers at the left, labels below; `x_labels` are places, already scaled."""
+def _axes(
+    label_xs: Sequence[float], labels: Sequence[str], y_ticks: Sequence[float], width: int, over: str = "epoch"
+) -> str:
+    """Draw horizontal gridlines with numbers at the left, and labels below.
+
+    label_xs: Centre of each label, in units of the SVG.
+    labels: Texts below the drawing.
+    y_ticks: Values of the gridlines, ascending.
+    over: Title of the horizontal axis.
+    """
     floor = HEIGHT - BOTTOM
     parts = []
     for value in y_ticks:
         y = _scale(value, y_ticks[0], y_ticks[-1], floor, TOP)
         parts.append(f'<line class="gridline" x1="{LEFT}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>')
-    for (x, _), text in zip(x_labels, x_text, strict=True):
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{format_short(value)}</text>')
+    for x, text in zip(label_xs, labels, strict=True):
         parts.append(f'<text x="{x:.1f}" y="{floor + 16}" text-anchor="middle">{text}</text>')
     parts.append(f'<text x="{(LEFT + width - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{over}</text>')
     return "".join(parts)
 
 
 def _scale(value: float, low: float, high: float, start: float, stop: float) -> float:
+    """Map low .. high linearly to start .. stop. An empty range goes to the middle."""
     return start + (value - low) / (high - low) * (stop - start) if high > low else (start + stop) / 2
 
 
@@ -73,65 +118,88 @@ def line_chart(
     series: Mapping[str, Points],
     *,
     over: str = "epoch",
-    least: float | None = None,
+    always_shown: float | None = None,
     width: int = WIDTH,
 ) -> str:
-    """Draw curves over epochs, or whatever `over` names, as an SVG figure, or nothing when no curve has a point.
+    """Draw curves as an SVG figure. "" if no curve has a point.
 
-    least: a value that the vertical axis shows in any case.
+    series: Points of each curve, by name.
+    over: Title of the horizontal axis.
+    always_shown: A value that the vertical axis includes in any case.
+    width: Of the figure, in units of the SVG.
     """
     series = {name: points for name, points in series.items() if points}
     if not series:
         return ""
     epochs = [x for points in series.values() for x, _ in points]
     values = [y for points in series.values() for _, y in points]
-    values += [] if least is None else [least]
-    first, last, y_ticks = min(epochs), max(epochs), ticks(min(values), max(values))
-    x_ticks = [x for x in ticks(first, last, 6) if first <= x <= last and x == int(x)] if last > first else [first]
+    if always_shown is not None:
+        values.append(always_shown)
+    first = min(epochs)
+    last = max(epochs)
+    x_ticks = [first]
+    if last > first:
+        x_ticks = [x for x in ticks(first, last, 6) if first <= x <= last and x == int(x)]
+    y_ticks = ticks(min(values), max(values))
 
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = _scale(x, first, last, LEFT + 8, width - RIGHT - 8)
-        return across, _scale(y, y_ticks[0], y_ticks[-1], HEIGHT - BOTTOM, TOP)
+    def scale_x(x: float) -> float:
+        return _scale(x, first, last, LEFT + 8, width - RIGHT - 8)
 
-    parts = [_axes([place(x, 0) for x in x_ticks], [f"{x:g}" for x in x_ticks], y_ticks, width, over)]
+    def scale_y(y: float) -> float:
+        return _scale(y, y_ticks[0], y_ticks[-1], HEIGHT - BOTTOM, TOP)
+
+    parts = [_axes([scale_x(x) for x in x_ticks], [f"{x:g}" for x in x_ticks], y_ticks, width, over)]
     for i, (name, points) in enumerate(series.items()):
         colour = f"var(--c{i})"
-        places = [place(*point) for point in points]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        drawn = [(scale_x(x), scale_y(y)) for x, y in points]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
         parts.append(f'<polyline class="curve" style="stroke:{colour}" points="{line}"/>')
-        # Dots where they stand apart; where they are many, something unseen to point at.
+        # A few points are dots. Many dots would hide the curve: they are transparent, and larger, to be
+        # pointed at.
         dot = f'r="3" style="fill:{colour}"' if len(points) <= MAX_BARS else 'r="6" fill="transparent"'
-        for (x, y), (epoch, value) in list(zip(places, points, strict=True))[:: -(-len(points) // MAX_HOVERS)]:
+        every = -(-len(points) // MAX_HOVERS)
+        for (x, y), (epoch, value) in list(zip(drawn, points, strict=True))[::every]:
             hover = f"{escape(name)}, {over} {epoch:g}: {value:.6g}"
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" {dot}><title>{hover}</title></circle>')
     return _figure(title, series, width, "".join(parts))
 
 
 def bar_chart(title: str, names: Sequence[str], bars: Sequence[tuple[float, Mapping[str, float]]], unit: Unit) -> str:
-    """Draw one stacked bar per epoch, or per few epochs where they are many, as an SVG figure.
+    """Draw one stacked bar per epoch as an SVG figure. "" if there are no names.
 
-    names: what bars are made of, from the bottom up; each has the colour of its position.
-    bars: (epoch, seconds by name), drawn in `unit`.
+    With more than `MAX_BARS` epochs a bar is the mean of several.
+
+    names: Parts of a bar from the bottom up. The first one has the colour `--c0`.
+    bars: (epoch, seconds by name).
+    unit: The unit of the vertical axis.
     """
     if not names:
         return ""
     per_bar = -(-len(bars) // MAX_BARS)
-    groups = [bars[at : at + per_bar] for at in range(0, len(bars), per_bar)]
-    labels = [f"{g[0][0]:g}" if len(g) == 1 else f"{g[0][0]:g}–{g[-1][0]:g}" for g in groups]
-    means = [{n: statistics.fmean(s.get(n, 0.0) for _, s in group) / unit.seconds for n in names} for group in groups]
+    labels: list[str] = []
+    means: list[dict[str, float]] = []  # in `unit`
+    for start in range(0, len(bars), per_bar):
+        group = bars[start : start + per_bar]
+        first_epoch = group[0][0]
+        last_epoch = group[-1][0]
+        labels.append(f"{first_epoch:g}" if len(group) == 1 else f"{first_epoch:g}–{last_epoch:g}")
+        mean_s = {name: statistics.fmean(stages.get(name, 0.0) for _, stages in group) for name in names}
+        means.append({name: seconds / unit.seconds for name, seconds in mean_s.items()})
+
     y_ticks = ticks(0, max(sum(stages.values()) for stages in means) or 1.0)
     width = 2 * WIDTH
-    pitch = (width - LEFT - RIGHT) / len(groups)
-    thick = min(pitch * 0.72, 64)
-    centres = [(LEFT + pitch * (at + 0.5), 0.0) for at in range(len(groups))]
-    every = -(-len(groups) * max(map(len, labels)) // 110)
+    pitch = (width - LEFT - RIGHT) / len(means)
+    bar_width = min(pitch * 0.72, MAX_BAR_WIDTH)
+    centres = [LEFT + pitch * (i + 0.5) for i in range(len(means))]
+    every = -(-len(means) * max(map(len, labels)) // LABEL_CHARS)  # each label, or each second one, ...
     parts = [_axes(centres[::every], labels[::every], y_ticks, width)]
-    for (centre, _), label, stages in zip(centres, labels, means, strict=True):
-        below = 0.0
+    for centre, label, stages in zip(centres, labels, means, strict=True):
+        height_below = 0.0
         for i, (name, value) in enumerate(stages.items()):
-            bottom, top = (_scale(v, 0, y_ticks[-1], HEIGHT - BOTTOM, TOP) for v in (below, below + value))
-            below += value
-            box = f'x="{centre - thick / 2:.1f}" y="{top:.1f}" width="{thick:.1f}" height="{bottom - top:.1f}"'
+            bottom = _scale(height_below, 0, y_ticks[-1], HEIGHT - BOTTOM, TOP)
+            height_below += value
+            top = _scale(height_below, 0, y_ticks[-1], HEIGHT - BOTTOM, TOP)
+            box = f'x="{centre - bar_width / 2:.1f}" y="{top:.1f}" width="{bar_width:.1f}" height="{bottom - top:.1f}"'
             hover = escape(f"{name}, epoch {label}: {unit.write(value * unit.seconds)} {unit.name}")
             parts.append(f'<rect {box} style="fill:var(--c{i})"><title>{hover}</title></rect>')
     return _figure(f"{title}, in {unit.name}", names, width, "".join(parts))

@@ -1,7 +1,9 @@
-"""Colours of a page, as many as are asked for: no two alike, on a light page and on a dark one.
+"""Any number of colours that can be told apart, on a light page and on a dark one.
 
-The first ones are chosen by hand. Each further one is the candidate that lies furthest from all colours before it, in
-OKLab (https://bottosson.github.io/posts/oklab), where equal distances look equally different.
+The first ones, `CHOSEN`, are chosen by hand. Each further one is the candidate whose nearest colour is
+furthest away: a greedy choice, which costs (number of colours) x (number of candidates) distances.
+Distances are in OKLab (https://bottosson.github.io/posts/oklab), where equal distances look equally
+different.
 """
 
 import math
@@ -17,28 +19,32 @@ CHOSEN = (
     ("#0891b2", "#38c6de"),
     ("#77808f", "#a3acba"),
 )
-"""(on a light page, on a dark page)."""
+"""(on a light page, on a dark page) of the first colours, as #rrggbb."""
 
-# ---- candidates for the further ones, in OKLCH
+# ---- candidates for further colours, in OKLCH: lightness, chroma (distance from grey) and hue (an angle)
 
 LEVELS = ((0.40, 0.64), (0.54, 0.76), (0.68, 0.88))
-"""Lightness on a light page and on a dark one: far enough from either's background."""
+"""(on a light page, on a dark page): lightness of candidates, far enough from the page's background."""
 CHROMA = 0.14
+"""Chroma of candidates, if a screen can show it. A rule of thumb."""
 MIN_HUES = 36
-"""Hues at each lightness. With more colours to find there are as many as these."""
+"""Least number of hues at each lightness. With more colours to find, there is one hue per colour."""
 
 Lab = tuple[float, float, float]
+"""(lightness, a, b) of a colour in OKLab."""
 
 
 class Pair(NamedTuple):
-    """One colour, as it is on a light page and on a dark one."""
+    """One colour in its two forms, as #rrggbb."""
 
     light: str
+    """The colour on a light page."""
     dark: str
+    """The colour on a dark page."""
 
 
 def find_colours(count: int) -> list[Pair]:
-    """Find so many colours, each as different from the others as can be."""
+    """Find `count` colours, each as different from those before it as a candidate can be."""
     colours = [Pair(*pair) for pair in CHOSEN[:count]]
     num_hues = max(MIN_HUES, count)
     candidates = [
@@ -46,8 +52,10 @@ def find_colours(count: int) -> list[Pair]:
         for level in LEVELS
         for step in range(num_hues)
     ]
-    # Of each candidate the distance to the nearest colour found so far.
-    distances = [min((distance(candidate, colour) for colour in colours), default=math.inf) for candidate in candidates]
+    # For each candidate: the distance to the nearest colour so far.
+    distances: list[float] = []
+    for candidate in candidates:
+        distances.append(min((distance(candidate, colour) for colour in colours), default=math.inf))
     while len(colours) < count:
         furthest = candidates[distances.index(max(distances))]
         colours.append(furthest)
@@ -56,7 +64,10 @@ def find_colours(count: int) -> list[Pair]:
 
 
 def distance(a: Pair, b: Pair) -> float:
-    """How different two colours look, on the page where they are more alike; 0.02 can just be told apart."""
+    """How different two colours look, on the page where they are more alike.
+
+    0.02 can just be told apart.
+    """
     return min(math.dist(_hex_to_oklab(x), _hex_to_oklab(y)) for x, y in zip(a, b, strict=True))
 
 
@@ -69,18 +80,19 @@ def style(count: int) -> str:
 
 
 def _oklch_to_hex(lightness: float, chroma: float, hue: float) -> str:
-    """The colour, with less chroma where a screen cannot show it."""
+    """A colour as #rrggbb. Its chroma is reduced until a screen can show it."""
     while True:
         rgb = _oklab_to_linear((lightness, chroma * math.cos(hue), chroma * math.sin(hue)))
         if all(0 <= value <= 1 for value in rgb):
             break
         chroma *= 0.95
+    # From linear light to the numbers of sRGB: its transfer function.
     values = (12.92 * v if v <= 0.0031308 else 1.055 * v ** (1 / 2.4) - 0.055 for v in rgb)
     return "#" + "".join(f"{round(255 * value):02x}" for value in values)
 
 
 def _oklab_to_linear(lab: Lab) -> tuple[float, float, float]:
-    """OKLab to linear sRGB, by the matrices of its definition."""
+    """Linear (red, green, blue) of a colour, by the matrices that define OKLab."""
     lightness, a, b = lab
     l = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
     m = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
@@ -93,7 +105,8 @@ def _oklab_to_linear(lab: Lab) -> tuple[float, float, float]:
 
 
 def _hex_to_oklab(colour: str) -> Lab:
-    values = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    """The colour #rrggbb in OKLab: the inverse of the two functions above."""
+    values = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]  # of "#rrggbb"
     r, g, b = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values)
     l = math.cbrt(0.4122214708 * r + 0.5363325363 * g + 0.0514459929 * b)
     m = math.cbrt(0.2119034982 * r + 0.6806995451 * g + 0.1073969566 * b)

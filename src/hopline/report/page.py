@@ -1,4 +1,14 @@
-"""The HTML page of a run: its files read, its curves drawn, its facts, settings, memory and times laid out."""
+"""The HTML page of a run, made from the files of its folder alone.
+
+    config.json, metrics.jsonl  --read_run-->  RunFiles  --render-->  one HTML text
+
+The page is one file without scripts: style, charts and tables are in it. It can be made at any time: of a
+run that ended, failed, was killed or is under way, and of runs that earlier versions wrote. So a value
+of a record may be missing or of another type (`is_number`, `numbers`). A section without values is left out.
+
+Sections, from the top: header, tiles, facts, notices, curves, time by part, pipeline, memory plan, memory
+budget, counters, settings, versions.
+"""
 
 import json
 import math
@@ -18,6 +28,7 @@ from hopline.report.settings import flatten, split_settings
 from hopline.util.config import format_size
 
 Record = dict[str, Any]
+"""One line of metrics.jsonl. "event" says what it is about: "epoch", "evaluate", "budget", ..."""
 
 STYLE = """
 :root {
@@ -100,37 +111,51 @@ details .table { margin-top: 6px; }
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """What the files of a run folder say."""
+    """Contents of a run folder. A record that a run did not write is {}."""
 
     name: str
+    """Name of the run."""
     about: Record
+    """config.json: settings, command, versions and machine."""
     start: Record
-    """Dataset, model and method; old runs have no such record."""
+    """Dataset, model and method. Old runs have no such record."""
     elapsed_s: float
-    """The stamp of the last record."""
+    """Seconds from the start of the run to its last record."""
     epochs: list[Record]
+    """One record per epoch, in order."""
     evaluations: list[Record]
+    """One record per evaluated epoch and split, in order."""
     budgets: list[Record]
-    """Of each epoch that kept to a budget."""
+    """Predicted and measured memory: one record per epoch that kept to a budget, in order."""
     plan: Record
-    """What it was promised to take."""
+    """The memory plan, made before the run."""
     pipeline: Record
-    """Why epochs took as long as they did."""
+    """The bottleneck: an `Explanation` of the run, or of its last epoch."""
     history: Record
-    """How old the rows were that historical training read."""
+    """Staleness of the historical embeddings that training read."""
     end: Record
+    """Results of a run that ended."""
     close: Record
+    """Status and counters, written last."""
     num_unreadable: int
+    """Lines of metrics.jsonl that are not JSON objects."""
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the records of a metrics.jsonl, without the lines that cannot be read."""
+    """Return the records of a metrics.jsonl, without lines that cannot be read.
+
+    [] if there is no such file.
+    """
     return _read_lines(path)[0]
 
 
 def _read_lines(path: Path) -> tuple[list[Record], int]:
-    records, num_unreadable = [], 0
-    for line in path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []:
+    """(records, number of lines that cannot be read), such as half a line of a run that was killed."""
+    if not path.exists():
+        return [], 0
+    records: list[Record] = []
+    num_unreadable = 0
+    for line in path.read_text("utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
         except ValueError:
@@ -143,7 +168,10 @@ def _read_lines(path: Path) -> tuple[list[Record], int]:
 
 
 def read_run(folder: Path) -> RunFiles:
-    """Read a run folder, of a run that ended, failed, was killed or is still under way."""
+    """Read the folder of a run that ended, failed, was killed or is under way.
+
+    Raises a ValueError if config.json is missing or damaged.
+    """
     path = folder / "config.json"
     try:
         about = json.loads(path.read_text("utf-8"))
@@ -153,21 +181,21 @@ def read_run(folder: Path) -> RunFiles:
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         raise ValueError(f"'{path}' is damaged: restore it, or run again with another out=FOLDER.") from None
     records, num_unreadable = _read_lines(folder / "metrics.jsonl")
-    epochs, budgets = _by_epoch(records, "epoch"), _by_epoch(records, "budget")
-    evaluations = {
-        (r["epoch"], str(r.get("split"))): r
-        for r in records
-        if r.get("event") == "evaluate" and is_number(r.get("epoch")) and isinstance(r.get("metrics"), dict)
-    }
-    last = {r.get("event"): r for r in records}
+    # By epoch and split: a resumed run may evaluate an epoch again, and the last record counts.
+    evaluations: dict[tuple[float, str], Record] = {}
+    for record in records:
+        has_metrics = is_number(record.get("epoch")) and isinstance(record.get("metrics"), dict)
+        if record.get("event") == "evaluate" and has_metrics:
+            evaluations[record["epoch"], str(record.get("split"))] = record
+    last = {record.get("event"): record for record in records}  # of each event
     return RunFiles(
         name=name,
         about=about,
         start=last.get("start", {}),
         elapsed_s=max((r["elapsed_s"] for r in records if is_number(r.get("elapsed_s"))), default=0.0),
-        epochs=epochs,
+        epochs=_last_by_epoch(records, "epoch"),
         evaluations=[evaluations[key] for key in sorted(evaluations)],
-        budgets=budgets,
+        budgets=_last_by_epoch(records, "budget"),
         plan=last.get("plan", {}),
         pipeline=last.get("explain", last.get("pipeline", {})),
         history=last.get("history", {}),
@@ -177,10 +205,10 @@ def read_run(folder: Path) -> RunFiles:
     )
 
 
-def _by_epoch(records: Iterable[Record], event: str) -> list[Record]:
-    """A resumed run repeats epochs; what it logged last holds."""
-    found = {r["epoch"]: r for r in records if r.get("event") == event and is_number(r.get("epoch"))}
-    return [found[epoch] for epoch in sorted(found)]
+def _last_by_epoch(records: Iterable[Record], event: str) -> list[Record]:
+    """The last record of an event for each epoch, in order. A resumed run may log an epoch again."""
+    last = {r["epoch"]: r for r in records if r.get("event") == event and is_number(r.get("epoch"))}
+    return [last[epoch] for epoch in sorted(last)]
 
 
 def render(folder: Path) -> str:
@@ -188,7 +216,7 @@ def render(folder: Path) -> str:
     run = read_run(folder)
     config = run.about["config"]
     evaluate = config.get("evaluate") or _mapping(config.get("train")).get("evaluate")
-    is_async = evaluate in ("async", "async_cpu")  # the second of earlier versions
+    is_async = evaluate in ("async", "async_cpu")  # earlier versions wrote the second
     waited_for = [r for r in run.evaluations if not is_async or r.get("split") != "valid"]
     parts = time_by_part(run.elapsed_s, run.epochs, waited_for)
     body = [
@@ -203,11 +231,13 @@ def render(folder: Path) -> str:
         budget_section(run.budgets),
         _counters(run),
     ]
-    facts = {"platform": run.about.get("platform"), "cores": run.about.get("cpu_count")}
-    versions = [*flatten(_mapping(run.about.get("versions"))), *facts.items()]
-    machine = f"<h2>Versions and machine</h2>{table(('what', 'value'), versions, kind='keys')}"
+    machine = {"platform": run.about.get("platform"), "cores": run.about.get("cpu_count")}
+    versions = [*flatten(_mapping(run.about.get("versions"))), *machine.items()]
+    versions_section = f"<h2>Versions and machine</h2>{table(('what', 'value'), versions, kind='keys')}"
     settings = settings_section(config, run.about.get("changed"))
-    body.append(f'<div class="grid"><div>{settings}</div><div>{machine}</div></div>')
+    body.append(f'<div class="grid"><div>{settings}</div><div>{versions_section}</div></div>')
+
+    # At least as many colours as the chart with the most parts has.
     num_stages = len({name for epoch in run.epochs for name in stages_of(epoch)})
     num_metrics = len({(r.get("split"), name) for r in run.evaluations for name in r["metrics"]})
     style = STYLE + report_colours.style(max(len(report_colours.CHOSEN), num_stages, num_metrics))
@@ -220,32 +250,35 @@ def render(folder: Path) -> str:
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
+    """The value if it is a mapping, else {}."""
     return value if isinstance(value, Mapping) else {}
 
 
 def _header(run: RunFiles) -> str:
+    """Name, status, start, command and, if the run failed, its error."""
     status = str(run.close.get("status") or "not finished")
     state, _, problem = status.partition(": ")
-    kind = {"ok": "ok", "not finished": ""}.get(state, "failed")
-    when = [str(run.about.get("started") or "").replace("T", " ")]
-    if run.end.get("reason") and kind != "failed":
-        when.append(f"ended: {run.end['reason']}")
+    css_class = {"ok": "ok", "not finished": ""}.get(state, "failed")
+    state_text = "finished" if state == "ok" else state
+    times = [str(run.about.get("started") or "").replace("T", " ")]
+    if run.end.get("reason") and css_class != "failed":
+        times.append(f"ended: {run.end['reason']}")
     command = " ".join(map(str, run.about.get("command") or []))
-    shown = "finished" if state == "ok" else state
+    problem_notice = f'<p class="notice failed">{escape(problem)}</p>' if problem else ""
     return (
-        f'<h1>{escape(run.name)}<span class="status {kind}">{escape(shown)}</span></h1>'
-        f'<div class="dim">{escape(" · ".join(when))}</div><code>{escape(command)}</code>'
-        + (f'<p class="notice failed">{escape(problem)}</p>' if problem else "")
+        f'<h1>{escape(run.name)}<span class="status {css_class}">{escape(state_text)}</span></h1>'
+        f'<div class="dim">{escape(" · ".join(times))}</div><code>{escape(command)}</code>{problem_notice}'
     )
 
 
 def _tiles(run: RunFiles, total_s: float) -> str:
-    tiles: list[tuple[str, str]] = []
+    """The main numbers of a run, one per tile. total_s: seconds of the whole run."""
+    tiles: list[tuple[str, str]] = []  # (label, value)
     for split, metrics, note in _results(run):
         tiles += [(f"{split} {name}{note}", f"{value:.4f}") for name, value in metrics.items() if is_number(value)]
     for name, label in (("loss", "loss"), ("seeds_per_s", "seeds per second")):
         values = {value for _, value in _series(run.epochs, name)}
-        if len(values) == 1:  # no curve shows it
+        if len(values) == 1:  # no chart shows a value that never changes
             tiles.append((label, amount(*values)))
     tiles.append(("epochs", f"{len(run.epochs):,}"))
     if total_s > 0:
@@ -257,29 +290,43 @@ def _tiles(run: RunFiles, total_s: float) -> str:
         tiles.append(("bottleneck", str(run.pipeline["bottleneck"])))
     if is_number(run.end.get("peak_rss_bytes")):
         tiles.append(("peak host memory", format_size(run.end["peak_rss_bytes"])))
-    cells = [f'<div class="tile"><b>{escape(v)}</b><span class="dim">{escape(k)}</span></div>' for k, v in tiles]
-    return f'<div class="tiles">{"".join(cells)}</div>'
+    cells = ""
+    for label, value in tiles:
+        cells += f'<div class="tile"><b>{escape(value)}</b><span class="dim">{escape(label)}</span></div>'
+    return f'<div class="tiles">{cells}</div>'
 
 
 def _results(run: RunFiles) -> Iterable[tuple[str, Record, str]]:
-    """The best validation and the test metrics, from the end of the run or from what was evaluated so far."""
-    best = run.end.get("best_epoch")
+    """Yield (split, metrics, note) of the best validation and of the test.
+
+    They come from the record of the run's end. Without it the best evaluation so far is taken, by its first
+    metric.
+    """
+
+    def score(evaluation: Record) -> float:
+        value = _first(evaluation["metrics"])
+        return -value if evaluation.get("best_is") == "min" else value
+
+    best_epoch = run.end.get("best_epoch")
     valid = run.end.get("valid")
-    if not isinstance(valid, dict):
+    if not isinstance(valid, dict):  # the run has not ended
         scored = [r for r in run.evaluations if r.get("split") == "valid" and is_number(_first(r["metrics"]))]
-        top = max(scored, key=lambda r: _first(r["metrics"]) * (-1 if r.get("best_is") == "min" else 1), default=None)
-        valid, best = (top["metrics"], top["epoch"]) if top else (None, None)
+        best = max(scored, key=score, default=None)
+        valid = best["metrics"] if best else None
+        best_epoch = best["epoch"] if best else None
     if valid:
-        yield "best valid", valid, f" (epoch {best})" if best is not None else ""
+        yield "best valid", valid, f" (epoch {best_epoch})" if best_epoch is not None else ""
     if isinstance(run.end.get("test"), dict):
         yield "test", run.end["test"], ""
 
 
 def _first(values: Mapping[str, Any]) -> Any:
+    """The first value of a mapping. None if it is empty."""
     return next(iter(values.values()), None)
 
 
 def _notices(run: RunFiles) -> Iterable[str]:
+    """Yield what a reader should know about a run that is not as usual."""
     if not run.close:
         yield "This run has not closed its report: it is still under way, or it was killed."
     if run.num_unreadable:
@@ -299,6 +346,7 @@ def _notice(text: str) -> str:
 
 
 def _curves(run: RunFiles) -> str:
+    """Charts of loss, metrics, learning rate and speed over epochs."""
     metrics: dict[str, list[tuple[float, float]]] = {}
     for record in run.evaluations:
         for name, value in record["metrics"].items():
@@ -310,60 +358,73 @@ def _curves(run: RunFiles) -> str:
         "Learning rate": {"learning rate": _series(run.epochs, "lr")},
         "Seeds per second": {"seeds per second": _series(run.epochs, "seeds_per_s")},
     }
-    # A chart of what never changes says nothing: tiles and facts have the value.
-    drawn = [
-        line_chart(title, series)
-        for title, series in charts.items()
-        if any(len({value for _, value in points}) > 1 for points in series.values())
-    ]
+    drawn: list[str] = []
+    for title, series in charts.items():
+        # A value that never changes is in the tiles or facts instead.
+        is_changing = any(len({value for _, value in points}) > 1 for points in series.values())
+        if is_changing:
+            drawn.append(line_chart(title, series))
     columns = "grid three" if len(drawn) == 3 else "grid"
     return f'<h2>Over epochs</h2><div class="{columns}">{"".join(drawn)}</div>' if drawn else ""
 
 
 def _series(records: Iterable[Record], name: str) -> Points:
+    """(epoch, value) of all records that have a number under `name`."""
     return [(r["epoch"], r[name]) for r in records if is_number(r.get(name))]
 
 
 def _evaluation_stages(run: RunFiles) -> list[Record]:
-    """Statistics of the stages that are in no epoch's time; of evaluation as a whole `time_by_part` has the time."""
-    in_epochs = {"evaluate", *(name for r in run.epochs for name in (*numbers(r.get("stages")), *stages_of(r)))}
+    """Statistics of stages that no epoch has: those of evaluation.
+
+    "evaluate" itself is in `time_by_part`.
+    """
+    in_epochs = {"evaluate"}
+    for epoch in run.epochs:
+        in_epochs.update(numbers(epoch.get("stages")), stages_of(epoch))
     return [s for s in run.end.get("stages") or [] if isinstance(s, dict) and s.get("name") not in in_epochs]
 
 
 def _counters(run: RunFiles) -> str:
+    """A table of all counters: their totals, and their values in the last epoch."""
     last = numbers(run.epochs[-1].get("counters")) if run.epochs else {}
     totals = numbers(run.close.get("counters"))
-    if not totals:
-        for record in run.epochs:
-            for name, amount in numbers(record.get("counters")).items():
-                totals[name] = totals.get(name, 0) + amount
-    # Numbers in a name in their order: to_2 before to_16.
+    if not totals:  # the run has not closed its report
+        for epoch in run.epochs:
+            for name, count in numbers(epoch.get("counters")).items():
+                totals[name] = totals.get(name, 0) + count
+    # Numbers in names are ordered by value, to_2 before to_16: parts are padded to equal length.
     names = sorted({*totals, *last}, key=lambda name: [f"{part:>9}" for part in re.split(r"(\d+)", name)])
-    rows = [(name, *(_amount(name, values.get(name)) for values in (totals, last))) for name in names]
+    rows = [(name, _write_counter(name, totals.get(name)), _write_counter(name, last.get(name))) for name in names]
     return f"<h2>Counters</h2>{table(('counter', 'total', 'last epoch'), rows, numbers_from=1)}" if rows else ""
 
 
-def _amount(name: str, value: float | None) -> str:
+def _write_counter(name: str, value: float | None) -> str:
+    """A counter for people: with a unit if its name says that it counts bytes."""
     if value is None:
         return ABSENT
-    return format_size(value) if "bytes" in name else amount(int(value) if value % 1 == 0 else value)
+    if "bytes" in name:
+        return format_size(value)
+    return amount(int(value) if value % 1 == 0 else value)
 
 
 MANY_ROWS = 12
-"""Epochs beyond which a table by epoch is folded away."""
+"""Rows. A longer table by epoch is folded. A rule of thumb."""
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+"""(name, bytes) of the units of memory in charts, the largest first."""
 
 
 def is_number(value: Any) -> bool:
+    """Whether a value of a record is a finite number. JSON's true and false are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def numbers(values: Any) -> dict[str, float]:
+    """The finite numbers of a dict. {} if the value is none."""
     return {k: v for k, v in values.items() if is_number(v)} if isinstance(values, dict) else {}
 
 
 class Html(str):
-    """Text of a cell that is HTML already."""
+    """Text of a table cell that is HTML already, and is not escaped."""
 
 
 def table(
@@ -374,108 +435,141 @@ def table(
     sums: Iterable[Sequence[Any]] = (),
     kind: str = "",
 ) -> str:
-    """Write a table. numbers_from: the first column of numbers. sums: rows below the others, set apart."""
+    """Write a table as HTML. Cells are escaped, unless they are `Html`.
 
-    def row(tag: str, cells: Sequence[Any], of_kind: str = "") -> str:
-        marks = [' class="number"' if at >= numbers_from else "" for at in range(len(cells))]
-        texts = [cell if isinstance(cell, Html) else escape(_text(cell)) for cell in cells]
-        return f"<tr{of_kind}>{''.join(f'<{tag}{m}>{t}</{tag}>' for m, t in zip(marks, texts, strict=True))}</tr>"
+    heads: Texts of the first row.
+    rows: Cells of each row.
+    numbers_from: The first column of numbers, which are aligned to the right. The default is beyond any
+        table.
+    sums: Rows below the others, set apart.
+    kind: CSS class of the table: "keys", "bars" or "".
+    """
 
-    lines = [row("th", heads), *(row("td", cells) for cells in rows)]
-    lines += [row("td", cells, ' class="sum"') for cells in sums]
+    def write_row(tag: str, cells: Sequence[Any], row_class: str = "") -> str:
+        html = ""
+        for column, cell in enumerate(cells):
+            cell_class = ' class="number"' if column >= numbers_from else ""
+            text = cell if isinstance(cell, Html) else escape(_text(cell))
+            html += f"<{tag}{cell_class}>{text}</{tag}>"
+        return f"<tr{row_class}>{html}</tr>"
+
+    lines = [write_row("th", heads), *(write_row("td", cells) for cells in rows)]
+    lines += [write_row("td", cells, ' class="sum"') for cells in sums]
     return f'<div class="table {kind}"><table>{"".join(lines)}</table></div>'
 
 
 def _text(value: Any) -> str:
-    """A value as it is typed in key=value: none, true, or 10,10."""
+    """A value as it is typed in key=value: none, true or 10,10."""
     if isinstance(value, (list, tuple)):
         return ",".join(map(_text, value))
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+    is_word = value is None or isinstance(value, bool)
+    return str(value).lower() if is_word else str(value)
 
 
 def fold(title: str, content: str) -> str:
-    """Hide something behind its title, which opens it on a click."""
+    """Fold HTML behind its title, which opens it on a click."""
     return f"<details><summary>{escape(title)}</summary>{content}</details>"
 
 
-def thin_out(values: Sequence[float], most: int) -> tuple[list[float], int]:
-    """(at most so many values, each the largest of its stretch; how many values a stretch has)."""
-    per_point = max(1, -(-len(values) // most))
-    return [max(values[at : at + per_point]) for at in range(0, len(values), per_point)], per_point
+def thin_out(values: Sequence[float], max_points: int) -> tuple[list[float], int]:
+    """(at most `max_points` values, number of values behind each).
+
+    Each is the largest of consecutive values.
+    """
+    per_point = max(1, -(-len(values) // max_points))
+    return [max(values[start : start + per_point]) for start in range(0, len(values), per_point)], per_point
 
 
 def budget_section(records: Sequence[Record]) -> str:
-    """Predicted and measured bytes by epoch, and by step before and after splitting; nothing without a budget."""
+    """Predicted and measured memory, as a chart by step and a table by epoch. "" without a budget.
+
+    records: `RunFiles.budgets`.
+    """
     if not records:
         return ""
-    heads = ("epoch", "steps", "limit", "predicted", "measured", "split", "micro-batches", "resampled", "cut")
-    rows = [
-        (
-            f"{record['epoch']:g}",
-            _count(record, "num_steps"),
-            *(_size(record, name) for name in ("limit_bytes", "promised_bytes", "peak_bytes")),
-            *(_count(record, name) for name in ("split", "pieces", "resampled", "cut", "over", "oom")),
-        )
-        for record in records
-    ]
+    columns = (  # (head, key in the record, how to write it)
+        ("steps", "num_steps", _write_count),
+        ("limit", "limit_bytes", _write_size),
+        ("predicted", "promised_bytes", _write_size),
+        ("measured", "peak_bytes", _write_size),
+        ("split", "split", _write_count),
+        ("micro-batches", "pieces", _write_count),
+        ("resampled", "resampled", _write_count),
+        ("cut", "cut", _write_count),
+        ("over", "over", _write_count),
+        ("out of memory", "oom", _write_count),
+    )
+    heads = ["epoch", *(head for head, _, _ in columns)]
+    rows = [(f"{record['epoch']:g}", *(write(record, key) for _, key, write in columns)) for record in records]
     note = (
         '<p class="dim">The largest step of each epoch: the limit that the budget leaves for it, its predicted and '
         "its measured peak. Then how many batches were split, into how many micro-batches, how many were resampled or "
         "had edges cut, and how many steps went over the limit or ran out of memory and were run again.</p>"
     )
-    by_epoch = table((*heads, "over", "out of memory"), rows, numbers_from=1)
+    by_epoch = table(heads, rows, numbers_from=1)
     if len(rows) > MANY_ROWS:
         by_epoch = fold(f"By epoch ({len(rows)} rows)", by_epoch)
     return f"<h2>Memory budget</h2>{note}{_bytes_chart(records)}{by_epoch}"
 
 
 def plan_section(record: Record) -> str:
-    """What a plan says that a run keeps at each place, and the peak that it predicts; nothing without one."""
-    items, totals = record.get("items") or [], record.get("totals") or []
+    """The memory plan: resident items, a step, and the predicted peak at each place. "" without a plan.
+
+    record: `RunFiles.plan`.
+    """
+    totals = record.get("totals") or []
     if not totals:
         return ""
     rows = []
     for total in totals:
-        kept = [item for item in items if item.get("place") == total.get("place")]
-        rows += [(total["place"], item["name"], _size(item, "num_bytes")) for item in kept]
-        step = total["promised_bytes"] - sum(item["num_bytes"] for item in kept)
-        rows += [(total["place"], "a step", format_size(step))] if step > 0 else []
-        rows.append((total["place"], "predicted peak", _size(total, "promised_bytes")))
-        rows.append((total["place"], "budget", _size(total, "budget_bytes")))
+        place = total["place"]
+        resident = [item for item in record.get("items") or [] if item.get("place") == place]
+        rows += [(place, item["name"], _write_size(item, "num_bytes")) for item in resident]
+        step_bytes = total["promised_bytes"] - sum(item["num_bytes"] for item in resident)
+        if step_bytes > 0:
+            rows.append((place, "a step", format_size(step_bytes)))
+        rows.append((place, "predicted peak", _write_size(total, "promised_bytes")))
+        rows.append((place, "budget", _write_size(total, "budget_bytes")))
     return f"<h2>Memory plan</h2>{table(('place', 'what', 'bytes'), rows, numbers_from=2)}"
 
 
-def _size(record: Record, name: str) -> str:
-    return format_size(record[name]) if is_number(record.get(name)) else ABSENT
+def _write_size(record: Record, key: str) -> str:
+    """Bytes under a key, with a unit."""
+    return format_size(record[key]) if is_number(record.get(key)) else ABSENT
 
 
-def _count(record: Record, name: str) -> str:
-    return f"{record[name]:,}" if is_number(record.get(name)) else ABSENT
+def _write_count(record: Record, key: str) -> str:
+    """The count under a key, with thousands separators."""
+    return f"{record[key]:,}" if is_number(record.get(key)) else ABSENT
 
 
 def _bytes_chart(records: Sequence[Record]) -> str:
-    """Bytes of every step before and after splitting, under the line of the budget."""
-    found: dict[str, list[tuple[float, float]]] = {"before splitting": [], "after splitting": [], "limit": []}
-    step = 0
+    """A chart of the bytes of every step, before and after splitting, and of the limit."""
+    curves: dict[str, list[tuple[float, float]]] = {"before splitting": [], "after splitting": [], "limit": []}
+    steps_before = 0  # of the epochs before
     for record in records:
-        points = max(1, int(record.get("steps_per_point") or 1))
+        steps_per_point = max(1, int(record.get("steps_per_point") or 1))
         for name, key in (("before splitting", "before"), ("after splitting", "after")):
-            values = record.get(key) or []
-            found[name] += [(step + i * points + 1, v) for i, v in enumerate(values) if is_number(v)]
+            for i, num_bytes in enumerate(record.get(key) or []):
+                if is_number(num_bytes):
+                    curves[name].append((steps_before + i * steps_per_point + 1, num_bytes))
         num_steps = int(record.get("num_steps") or 0)
-        if num_steps and is_number(record.get("limit_bytes")):
-            found["limit"] += [(step + 1, record["limit_bytes"]), (step + num_steps, record["limit_bytes"])]
-        step += num_steps
-    largest = max((v for points in found.values() for _, v in points), default=0)
-    unit, size = next(((name, size) for name, size in UNITS if largest >= size), UNITS[-1])
-    series = {name: _fewer([(x, v / size) for x, v in points]) for name, points in found.items()}
-    return line_chart(f"Bytes per step, in {unit}", series, over="step", least=0.0, width=2 * WIDTH)
+        limit_bytes = record.get("limit_bytes")
+        if num_steps and limit_bytes is not None and is_number(limit_bytes):
+            curves["limit"].append((steps_before + 1, limit_bytes))
+            curves["limit"].append((steps_before + num_steps, limit_bytes))
+        steps_before += num_steps
+
+    largest = max((num_bytes for points in curves.values() for _, num_bytes in points), default=0)
+    unit, unit_bytes = next(((name, size) for name, size in UNITS if largest >= size), UNITS[-1])
+    series = {name: _thin_out_points([(x, v / unit_bytes) for x, v in points]) for name, points in curves.items()}
+    return line_chart(f"Bytes per step, in {unit}", series, over="step", always_shown=0.0, width=2 * WIDTH)
 
 
-def _fewer(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """As many points as a chart shows; the largest of those that lie together stays."""
+def _thin_out_points(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most `MAX_HOVERS` points. Of consecutive points the largest stays, so that peaks stay visible."""
     _, per_point = thin_out([v for _, v in points], MAX_HOVERS)
-    stretches = (points[at : at + per_point] for at in range(0, len(points), per_point))
+    stretches = (points[start : start + per_point] for start in range(0, len(points), per_point))
     return [max(stretch, key=lambda point: point[1]) for stretch in stretches]
 
 
@@ -486,20 +580,22 @@ SIZES = {
     "num_classes": "classes",
     "num_seeds": "training seeds",
 }
-"""Sizes of the dataset in the record of a run's start, with what they are called on the page."""
+"""Sizes of the dataset: keys in the record of a run's start, and names on the page."""
 MAIN_SETTINGS = {
     "sampled": {"fanouts": "fan-outs", "batch_size": "batch size"},
     "historical": {"num_parts": "parts", "parts_per_batch": "parts per batch"},
     "full_batch": {"num_shards": "shards"},
 }
-"""What a reader asks first of each method's settings."""
+"""The settings of each method that are among the facts: keys, and names on the page."""
 
 
 def facts_section(start: Record, config: Mapping[str, Any], learning_rates: Sequence[float]) -> str:
     """Dataset, model and training in three cards.
 
-    start: the record of the run's start. Old runs have none: then the settings tell what they can.
-    learning_rates: of all epochs. Where they are all the same, this is the place that shows it.
+    start: The record of the run's start. {} of an old run: then the settings have some of the facts.
+    config: The settings.
+    learning_rates: Those of all epochs. They are shown if they are all the same, since no chart shows them
+        then.
     """
     facts = start or _facts_of_settings(config)
     dataset = {"name": facts.get("dataset")} | {label: facts.get(key) for key, label in SIZES.items()}
@@ -518,16 +614,18 @@ def facts_section(start: Record, config: Mapping[str, Any], learning_rates: Sequ
 
 
 def _card(title: str, facts: Mapping[str, Any]) -> str:
+    """Facts as a list of names and values. "" if no value is known."""
     terms = [f"<dt>{name}</dt><dd>{escape(amount(value))}</dd>" for name, value in facts.items() if value is not None]
     return f'<div class="card"><h3>{title}</h3><dl>{"".join(terms)}</dl></div>' if terms else ""
 
 
 def _method_facts(method: Any) -> dict[str, Any]:
+    """The method's name and its `MAIN_SETTINGS`. method: its settings, with "kind"."""
     if not isinstance(method, Mapping):
         return {}
     kind = str(method.get("kind"))
     facts: dict[str, Any] = {"method": kind}
-    # A Trainer in Python wrote FullBatch where `hopline train` wrote full_batch.
+    # The name is FullBatch in a run of a Trainer in Python, and full_batch in one of `hopline train`.
     by_class = {name.replace("_", ""): labels for name, labels in MAIN_SETTINGS.items()}
     for key, label in by_class.get(kind.replace("_", "").lower(), {}).items():
         value = method.get(key)
@@ -536,22 +634,27 @@ def _method_facts(method: Any) -> dict[str, Any]:
 
 
 def _facts_of_settings(config: Mapping[str, Any]) -> Record:
-    train = config.get("train")
+    """The facts that settings tell, under the keys of the record of a run's start."""
     model = config.get("model")
     if isinstance(model, Mapping):
-        name = model.get("name")
+        model_name = model.get("name")
     else:  # the repr of a module
-        name = str(model).partition("(")[0] if model else None
+        model_name = str(model).partition("(")[0] if model else None
+    train = config.get("train")
+    has_train = isinstance(train, Mapping)
     return {
         "dataset": PurePath(str(config["data"])).name if config.get("data") else None,
-        "model": name,
+        "model": model_name,
         "method": config.get("method"),
-        "device": (train if isinstance(train, Mapping) else config).get("device"),
+        "device": train.get("device") if has_train else config.get("device"),
     }
 
 
 def settings_section(config: Mapping[str, Any], keys: Any) -> str:
-    """The settings that differ from their defaults, and the others folded away. keys: as config.json names them."""
+    """Tables of the changed settings and, folded, of the others.
+
+    keys: Keys of the changed settings, as config.json has them. Anything but a list: not known.
+    """
     changed, others = split_settings(config, keys if isinstance(keys, list) else None)
 
     def rows(settings: Mapping[str, Any]) -> str:
@@ -559,56 +662,62 @@ def settings_section(config: Mapping[str, Any], keys: Any) -> str:
 
     if not others:
         return f"<h2>Settings</h2>{rows(changed)}"
-    shown = rows(changed) if changed else '<p class="dim">All settings have their default values.</p>'
-    return f"<h2>Changed settings</h2>{shown}{fold(f'{len(others)} settings with their default values', rows(others))}"
+    changed_rows = rows(changed) if changed else '<p class="dim">All settings have their default values.</p>'
+    folded = fold(f"{len(others)} settings with their default values", rows(others))
+    return f"<h2>Changed settings</h2>{changed_rows}{folded}"
 
 
 def time_by_part(elapsed_s: float, epochs: Sequence[Record], evaluations: Sequence[Record]) -> dict[str, float]:
-    """The seconds of each part of the run; their sum is the total.
+    """Seconds of each part of the run. Their sum is the total.
 
-    elapsed_s: the stamp of the last record.
-    evaluations: those that training waited for.
+    elapsed_s: Seconds from the start of the run to its last record.
+    epochs: Records of all epochs.
+    evaluations: Records of the evaluations that training waited for.
     """
     stages = [numbers(record.get("stages")) for record in epochs]
-    # Written within the seconds of an epoch, and after its evaluation.
+    # Checkpoints are written within the seconds of an epoch ("checkpoint"), and after its evaluation.
     within_s = sum(seconds.get("checkpoint", 0.0) for seconds in stages)
     after_s = sum(seconds.get("evaluate.checkpoint", 0.0) for seconds in stages)
     parts = {
-        "training": _sum_of(epochs, "seconds") - within_s,
-        "evaluation": _sum_of(evaluations, "seconds"),
+        "training": _sum(epochs, "seconds") - within_s,
+        "evaluation": _sum(evaluations, "seconds"),
         "checkpoints": within_s + after_s,
     }
-    # Of a run that was killed within an epoch and resumed, the seconds of that epoch count what no stamp does.
+    # Not below 0: after a run was killed within an epoch and resumed, the seconds of that epoch include
+    # time that `elapsed_s` does not.
     parts["everything else"] = max(0.0, elapsed_s - sum(parts.values()))
     return parts
 
 
-def _sum_of(records: Sequence[Record], name: str) -> float:
-    return sum(record[name] for record in records if is_number(record.get(name)))
+def _sum(records: Sequence[Record], key: str) -> float:
+    """The sum of the numbers under a key."""
+    return sum(record[key] for record in records if is_number(record.get(key)))
 
 
 def time_section(parts: Mapping[str, float], evaluation_stages: Sequence[Record], is_async: bool) -> str:
     """Time by part as a table with bars.
 
-    evaluation_stages: statistics of the stages of evaluation, which run side by side.
-    is_async: whether validation ran beside training.
+    parts: Seconds of each part.
+    evaluation_stages: Statistics of the stages of evaluation, which overlap.
+    is_async: Whether validation ran concurrently with training.
     """
     total_s = sum(parts.values())
     unit = unit_of([total_s])
-    rows = [
-        (name, unit.write(seconds), percent(seconds / total_s), Html(f'<i style="width:{seconds / total_s:.1%}"></i>'))
-        for name, seconds in parts.items()
-    ]
+    rows = []
+    for name, seconds in parts.items():
+        share = seconds / total_s
+        rows.append((name, unit.write(seconds), percent(share), Html(f'<i style="width:{share:.1%}"></i>')))
     total = ("total", unit.write(total_s), "100%", Html(""))
     note = "From the start of training: opening the dataset came before."
     if is_async:
         note += " Validation ran beside training, and is in none of the parts."
     heads = ("part", f"time ({unit.name})", "share", "")
-    shown = table(heads, rows, numbers_from=1, sums=[total], kind="bars")
-    return f'<h2>Time by part</h2><p class="dim">{note}</p>{shown}{_evaluation(evaluation_stages)}'
+    by_part = table(heads, rows, numbers_from=1, sums=[total], kind="bars")
+    return f'<h2>Time by part</h2><p class="dim">{note}</p>{by_part}{_evaluation_table(evaluation_stages)}'
 
 
-def _evaluation(stages: Sequence[Record]) -> str:
+def _evaluation_table(stages: Sequence[Record]) -> str:
+    """Times of the stages of evaluation in a folded table. "" if none was timed."""
     columns = ("first_epoch_s", "mean_s")
     times = [stage[column] for stage in stages for column in columns if is_number(stage.get(column))]
     if not times:
@@ -620,20 +729,24 @@ def _evaluation(stages: Sequence[Record]) -> str:
 
 
 def stages_of(epoch: Record) -> dict[str, float]:
-    """Seconds of each stage in an epoch: its own work, or of old runs its spans, which hold waiting too."""
+    """Seconds of each stage in an epoch, without waiting.
+
+    Old runs have only spans, which include waiting.
+    """
     return numbers(epoch.get("work")) or numbers(epoch.get("stages"))
 
 
 def pipeline_section(pipeline: Record, epochs: Sequence[Record]) -> str:
-    """The bottleneck and what to change, the stages by epoch, and what their overlap gains.
+    """The bottleneck and what to change, the stages by epoch, and the gain of their overlap.
 
-    pipeline: the explanation of the run, or of its last epoch; empty where there is none.
+    pipeline: `RunFiles.pipeline`.
+    epochs: Records of all epochs.
     """
     shares = numbers(pipeline.get("shares"))
     work = [stages_of(epoch) for epoch in epochs]
-    found = dict.fromkeys(name for stages in work for name in stages)
-    # In the order in which a batch goes through them.
-    names = [name for name in shares if name in found] + [name for name in found if name not in shares]
+    timed = dict.fromkeys(name for stages in work for name in stages)
+    # Shares are in the order in which a batch goes through the stages. Stages without a share follow.
+    names = [name for name in shares if name in timed] + [name for name in timed if name not in shares]
     if not names:
         return ""
     unit = unit_of([statistics.median(sum(stages.values()) for stages in work)])
@@ -641,19 +754,24 @@ def pipeline_section(pipeline: Record, epochs: Sequence[Record]) -> str:
     parts = ["<h2>Pipeline</h2>"]
     if pipeline.get("sentence"):
         parts.append(f'<p class="notice">{escape(str(pipeline["sentence"]))}</p>')
-    parts.append(f'<p class="dim">{_note(pipeline, has_work)}</p>')
-    several = len(epochs) > 1
-    if several:  # of one epoch the table says it all
+    parts.append(f'<p class="dim">{_pipeline_note(pipeline, has_work)}</p>')
+    has_several = len(epochs) > 1
+    if has_several:  # one epoch needs no chart besides the table
         bars = [(epoch["epoch"], stages) for epoch, stages in zip(epochs, work, strict=True)]
         parts.append(bar_chart("Work by stage" if has_work else "Time by stage", names, bars, unit))
 
-    times = [f"first epoch ({unit.name})", f"later epochs, mean ({unit.name})", "± std"]
-    heads = ["stage", *(times if several else [f"epoch ({unit.name})"]), *(["share of the work"] if shares else [])]
+    heads = ["stage"]
+    if has_several:
+        heads += [f"first epoch ({unit.name})", f"later epochs, mean ({unit.name})", "± std"]
+    else:
+        heads.append(f"epoch ({unit.name})")
+    if shares:
+        heads.append("share of the work")
     rows = []
-    for at, name in enumerate(names):
+    for i, name in enumerate(names):
         first, *later = [stages.get(name, 0.0) for stages in work]
-        cells = [Html(swatch(at, name)), unit.write(first)]
-        if several:
+        cells = [Html(swatch(i, name)), unit.write(first)]
+        if has_several:
             cells.append(unit.write(statistics.fmean(later)))
             cells.append(unit.write(statistics.stdev(later) if len(later) > 1 else None))
         if shares:
@@ -662,23 +780,27 @@ def pipeline_section(pipeline: Record, epochs: Sequence[Record]) -> str:
 
     sums = []
     if shares:
-        serial_s, bound, seconds = pipeline["serial_s"], pipeline["bound"], pipeline["seconds"]
+        serial_s = pipeline["serial_s"]
+        bound = pipeline["bound"]
         for name, time_s, share in (
             ("all stages, one after the other", serial_s, 1.0),
             ("least with perfect overlap", serial_s * bound, bound),
-            ("measured epoch", seconds, pipeline["achieved"]),
+            ("measured epoch", pipeline["seconds"], pipeline["achieved"]),
         ):
-            time = unit.write(time_s)
-            sums.append([name, *(["", time, ""] if several else [time]), percent(share)])
+            time_text = unit.write(time_s)
+            time_cells = ["", time_text, ""] if has_several else [time_text]
+            sums.append([name, *time_cells, percent(share)])
     return "".join([*parts, table(heads, rows, numbers_from=1, sums=sums)])
 
 
-def _note(pipeline: Record, has_work: bool) -> str:
+def _pipeline_note(pipeline: Record, has_work: bool) -> str:
+    """What the times below mean. has_work: whether they leave waiting out."""
     sentences = ["Work of each stage per epoch, without waiting." if has_work else "Time in each stage per epoch."]
     if pipeline.get("shares"):
         workers = pipeline.get("workers")
         if workers:
-            sentences.append(f"Prefetch by {workers} thread{'s' * (workers > 1)}: stages overlap.")
+            threads = "thread" if workers == 1 else "threads"
+            sentences.append(f"Prefetch by {workers} {threads}: stages overlap.")
         else:
             sentences.append("No prefetch: the thread that trains also prepares the batches.")
         sentences.append(f"{pipeline['num_batches']:,} batches per epoch.")

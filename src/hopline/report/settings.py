@@ -1,4 +1,8 @@
-"""Which settings of a run differ from their defaults: found when the run begins, and stored in its config.json."""
+"""Which settings of a run differ from their defaults.
+
+`changed_keys` finds them when the run begins, and config.json stores them. `split_settings` reads them for
+the page.
+"""
 
 from __future__ import annotations
 
@@ -13,44 +17,52 @@ class Settings(NamedTuple):
     """The settings of a run by key, such as "method.fanouts"."""
 
     changed: dict[str, Any]
-    """Those that differ from their defaults; all of them where defaults are not known."""
+    """Settings that differ from their defaults. All settings if a run did not store which do."""
     others: dict[str, Any]
+    """Settings with their default values."""
 
 
 def changed_keys(settings: Any) -> list[str]:
-    """Dotted keys of a settings object whose values are not the defaults, those of nested objects included.
+    """Keys of a settings object whose values are not the defaults. "method.fanouts" is in a nested object.
 
-    A nested object of another class than the default's, such as `method=Historical()`, has its "kind" changed, and is
-    compared with the defaults of its own class.
+    A nested object of another class than the default, such as `method=Historical()`, has the changed key
+    "method.kind". Its fields are compared with the defaults of its own class.
     """
-    defaults, found = defaults_of(type(settings)), []
+    defaults = defaults_of(type(settings))
+    changed: list[str] = []
     for name, stored in to_dict(settings).items():
         value = getattr(settings, name)
-        if name not in defaults:  # of a user's own method: it has to be given
-            found.append(name)
+        if name not in defaults:  # a field without a default, as a user's own method may have
+            changed.append(name)
             continue
-        usual = defaults[name]
+        default = defaults[name]
         if isinstance(value, Mapping):  # keyword arguments of a conv: flattened, each is a key of its own
-            found += [f"{name}.{key}" for key in value if key not in usual or value[key] != usual[key]]
+            changed += [f"{name}.{key}" for key in value if key not in default or value[key] != default[key]]
             continue
-        if not dataclasses.is_dataclass(value) or isinstance(value, type):
-            found += [name] if value != usual else []
+        is_nested = dataclasses.is_dataclass(value) and not isinstance(value, type)
+        if not is_nested:
+            if value != default:
+                changed.append(name)
             continue
-        if "kind" in stored and type(value) is not type(usual):
-            found.append(f"{name}.kind")
-        found += [f"{name}.{key}" for key in changed_keys(value)]
-    return found
+        if "kind" in stored and type(value) is not type(default):
+            changed.append(f"{name}.kind")
+        changed += [f"{name}.{key}" for key in changed_keys(value)]
+    return changed
 
 
 def split_settings(config: Mapping[str, Any], changed: Iterable[str] | None) -> Settings:
-    """Tell the settings that were changed from the others. changed: None of a run that did not store them."""
+    """Split the settings of a run into changed ones and others.
+
+    config: Settings as config.json has them.
+    changed: Keys of the changed ones. None: the run did not store them.
+    """
     settings = dict(flatten(config))
     if changed is None:
         return Settings(settings, {})
     keys = set(changed)
     return Settings(
-        {key: value for key, value in settings.items() if key in keys},
-        {key: value for key, value in settings.items() if key not in keys},
+        changed={key: value for key, value in settings.items() if key in keys},
+        others={key: value for key, value in settings.items() if key not in keys},
     )
 
 

@@ -1,4 +1,14 @@
-"""The evidence of a run, in a folder: settings, metrics as JSON lines, a Chrome trace and an HTML page."""
+"""`Report`: writes what a run does into its folder.
+
+    config.json     settings, command, versions and machine, when the run begins
+    metrics.jsonl   one record per line: epochs, evaluations, ..., while it runs
+    run.log         lines with the time of day, while it runs
+    trace.json      spans of all threads as a Chrome trace, when it closes
+    report.html     the page, made from the files above when it closes
+
+A run may be killed at any time. So each line is written at once and its file closed, and whole files are
+replaced in one step. A resumed run continues metrics.jsonl and run.log.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +36,30 @@ if TYPE_CHECKING:
     from hopline.util.trace import Span
 
 MAX_SPANS = 200_000
+"""Most spans of a trace, which are kept in memory until the report closes. A rule of thumb."""
 FILES = ("config.json", "metrics.jsonl", "run.log", "trace.json", "report.html")
+"""All files that a report writes."""
 PACKAGES = ("hopline", "torch", "torch-geometric", "numba", "numpy")
+"""Packages whose versions are recorded."""
 
 
 class Report:
-    """Writes what a run does into its folder; a trace listener, and a context manager that closes it.
+    """Writes what a run does into its folder.
+
+    A report listens to `util.trace` (`on_span`, `on_count`). All methods but `close` and `discard` may be
+    called by any thread. As a context manager it closes itself, with the error if there is one.
 
     Args:
-        folder: The run folder, created if need be.
+        folder: The run folder. It is created if it does not exist.
         config: The settings, as `spec.to_dict` returns them.
-        changed: Keys of those that differ from their defaults, dotted. None: not known.
-        resume: Go on with the records of the run that is in the folder, rather than start afresh.
-        is_kept: Which of them to go on with.
-        max_spans: How many spans the trace may hold; those beyond are only counted.
+        changed: Keys of the settings that differ from their defaults, such as "method.fanouts". None: not
+            known.
+        resume: Continue the records of the run that is in the folder. Else they are removed.
+        is_kept: Says which records of that run stay.
+        max_spans: Most spans of the trace. Further ones are only counted.
+
+    Raises:
+        ValueError: The folder cannot be written.
     """
 
     def __init__(
@@ -54,22 +74,25 @@ class Report:
     ) -> None:
         self.folder = Path(folder)
         self._lock = threading.Lock()
-        self._start_s, self._earlier_s = time.perf_counter(), 0.0
+        self._start_s = time.perf_counter()
+        self._earlier_s = 0.0
         self._spans: list[Span] = []
-        self._max_spans, self._num_dropped = max_spans, 0
+        self._max_spans = max_spans
+        self._num_dropped = 0
         self._counters: dict[str, float] = {}
-        self._closed = False
-        self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+        self._is_closed = False
+        self._new_folders = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._start_files(describe(config, changed), resume, is_kept)
         except OSError as error:
             reason = error.strerror or type(error).__name__
-            message = f"Cannot write the run folder '{folder}' ({reason}): choose another with out=FOLDER."
-            raise ValueError(message) from error
+            raise ValueError(
+                f"Cannot write the run folder '{folder}' ({reason}): choose another with out=FOLDER."
+            ) from error
 
     def on_span(self, span: Span) -> None:
-        """Keep a span for the trace."""
+        """Add a span to the trace."""
         with self._lock:
             if len(self._spans) < self._max_spans:
                 self._spans.append(span)
@@ -82,17 +105,20 @@ class Report:
             self._counters[name] = self._counters.get(name, 0) + amount
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Append one record to metrics.jsonl, stamped with the seconds since the start."""
+        """Append a record to metrics.jsonl.
+
+        "elapsed_s", the seconds since the start of the run, is added.
+        """
         line = json.dumps(_plain({"elapsed_s": round(self._elapsed_s(), 3), **record}), allow_nan=False)
         self._append("metrics.jsonl", line)
 
     def log_once(self, record: Mapping[str, Any]) -> None:
-        """Log a record in place of the one of the same event that an earlier process of a resumed run has left."""
+        """Log a record in place of one of the same event, which an earlier process of the run has written."""
         stamped = _plain({"elapsed_s": round(self._elapsed_s(), 3), **record})
         path = self.folder / "metrics.jsonl"
         with self._lock:
             others = [other for other in report_html.read_records(path) if other.get("event") != record["event"]]
-            write_text(path, "".join(json.dumps(kept) + "\n" for kept in [*others, stamped]))
+            write_text(path, "".join(json.dumps(line) + "\n" for line in [*others, stamped]))
 
     def note(self, text: str) -> None:
         """Append a line with the time of day to run.log."""
@@ -100,26 +126,39 @@ class Report:
         self._append("run.log", f"{now} {text}")
 
     def close(self, status: str = "ok") -> None:
-        """Write the trace and the page; once, however often it is called."""
-        if self._closed:
+        """Write the last record, the trace and the page. Calls after the first do nothing.
+
+        status: "ok", or why the run did not end in good order.
+        """
+        if self._is_closed:
             return
-        self._closed = True
+        self._is_closed = True
         with self._lock:
-            spans, num_dropped, counters = list(self._spans), self._num_dropped, dict(self._counters)
+            spans = list(self._spans)
+            num_dropped = self._num_dropped
+            counters = dict(self._counters)
         self.log(
-            {"event": "close", "status": status, "counters": counters}
-            | {"num_spans": len(spans), "num_dropped_spans": num_dropped}
+            {
+                "event": "close",
+                "status": status,
+                "counters": counters,
+                "num_spans": len(spans),
+                "num_dropped_spans": num_dropped,
+            }
         )
         trace = chrome_trace(spans, self._start_s) | {"otherData": {"num_dropped_spans": num_dropped}}
         write_text(self.folder / "trace.json", json.dumps(trace))
         write_html(self.folder)
 
     def discard(self) -> None:
-        """Remove the folder, of a run that failed before its first step; what was there before stays."""
+        """Remove the files of a report, and the folders that it created.
+
+        For a run that failed before its first step.
+        """
         for name in FILES:
             (self.folder / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # not empty: somebody has put something there
-            for path in self._made:
+        with contextlib.suppress(OSError):  # a folder with other files stays
+            for path in self._new_folders:
                 path.rmdir()
 
     def __enter__(self) -> Self:
@@ -130,47 +169,54 @@ class Report:
     ) -> None:
         status = "ok"
         if kind is not None:
+            status = "interrupted" if issubclass(kind, KeyboardInterrupt) else f"failed: {kind.__name__}"
             reason = " ".join(str(error).split())
-            status = f"failed: {kind.__name__}{f': {reason}' if reason else ''}"
-            if issubclass(kind, KeyboardInterrupt):
-                status = f"interrupted{f': {reason}' if reason else ''}"
+            if reason:
+                status += f": {reason}"
             self.note(status)
         self.close(status)
 
     def _elapsed_s(self) -> float:
+        """Seconds since the start of the run, those of earlier processes included."""
         return self._earlier_s + time.perf_counter() - self._start_s
 
     def _append(self, name: str, line: str) -> None:
+        """Append a line to a file of the folder."""
         # Opened for each line: a run that is killed leaves whole lines, and no file stays open.
         with self._lock, open(self.folder / name, "a", encoding="utf-8") as file:
             file.write(line + "\n")
 
     def _start_files(
-        self, described: Mapping[str, Any], resume: bool, is_kept: Callable[[Mapping[str, Any]], bool]
+        self, description: Mapping[str, Any], resume: bool, is_kept: Callable[[Mapping[str, Any]], bool]
     ) -> None:
+        """Write config.json, and begin or continue the other files.
+
+        description: the contents of config.json.
+        """
         metrics = self.folder / "metrics.jsonl"
         records = report_html.read_records(metrics) if resume else []
         self._earlier_s = max((float(record.get("elapsed_s") or 0) for record in records), default=0.0)
-        # The run is not over any more.
+        # Records of the end of the run are dropped: it continues.
         records = [record for record in records if record.get("event") not in ("end", "close", "explain", "history")]
         records = [record for record in records if is_kept(record)]
-        # Written again from what could be read, so that half a line of a killed run does not spoil the next.
+        # The file is written again from the records that could be read. Else the next line would be
+        # appended to half a line of a killed run.
         write_text(metrics, "".join(json.dumps(record) + "\n" for record in records))
         if not resume:
             write_text(self.folder / "run.log", "")
             for stale in ("trace.json", "report.html"):
                 (self.folder / stale).unlink(missing_ok=True)
-        write_text(self.folder / "config.json", json.dumps(_plain(described), indent=2) + "\n")
+        write_text(self.folder / "config.json", json.dumps(_plain(description), indent=2) + "\n")
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a run folder has the report of a run that ended of itself."""
+    """Whether a run folder holds the report of a run that ended without an error or a signal."""
     records = report_html.read_records(folder / "metrics.jsonl")
     return any(record.get("event") == "close" and record.get("status") == "ok" for record in records)
 
 
 def describe(config: Mapping[str, Any], changed: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return the settings with what else a reader needs to repeat the run."""
+    """Return the contents of config.json: the settings, and what else a reader needs to repeat the run."""
     return {
         "format": 2,
         "config": config,
@@ -184,27 +230,33 @@ def describe(config: Mapping[str, Any], changed: Sequence[str] | None = None) ->
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python and of the packages that decide a run's numbers; None for one run from its source."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    """Versions of Python and of `PACKAGES`.
+
+    None for a package that is not installed, but runs from its source.
+    """
+    versions_by_name: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
-        found[package] = None
+        versions_by_name[package] = None
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            versions_by_name[package] = importlib.metadata.version(package)
+    return versions_by_name
 
 
 def _without_folders(argument: str) -> str:
-    """Reduce absolute paths, which tell about a machine and not about a run, to their last part."""
+    """Reduce absolute paths in an argument to their last part.
+
+    The rest tells about a machine, not a run.
+    """
     key, equals, value = argument.rpartition("=")
-    paths = [
-        PureWindowsPath(part).name if PurePosixPath(part).is_absolute() or PureWindowsPath(part).is_absolute() else part
-        for part in value.split(",")
-    ]
-    return key + equals + ",".join(paths)
+    parts: list[str] = []
+    for part in value.split(","):
+        is_absolute = PurePosixPath(part).is_absolute() or PureWindowsPath(part).is_absolute()
+        parts.append(PureWindowsPath(part).name if is_absolute else part)
+    return key + equals + ",".join(parts)
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON can hold it: numbers out of tensors, null for what is not finite."""
+    """Return a value as JSON can hold it: lists for tensors, None for numbers that are not finite."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, float):
@@ -215,13 +267,17 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _plain(spec.to_dict(value))
-    to_list = getattr(value, "tolist", None)  # of tensors and arrays, of any dimension
+    to_list = getattr(value, "tolist", None)  # tensors and arrays of any dimension have it
     return _plain(to_list()) if callable(to_list) else str(value)
 
 
 def chrome_trace(spans: Sequence[Span], start_s: float) -> dict[str, Any]:
-    """Return spans as a Chrome trace, which chrome://tracing and ui.perfetto.dev open."""
-    threads = {name: tid for tid, name in enumerate(dict.fromkeys(span.thread for span in spans), start=1)}
+    """Return spans as a Chrome trace, which chrome://tracing and ui.perfetto.dev open.
+
+    start_s: The time 0 of the trace, by the clock of the spans.
+    """
+    thread_names = dict.fromkeys(span.thread for span in spans)
+    threads = {name: tid for tid, name in enumerate(thread_names, start=1)}
     names = [
         {"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": name}}
         for name, tid in threads.items()
@@ -241,18 +297,18 @@ def chrome_trace(spans: Sequence[Span], start_s: float) -> dict[str, Any]:
 
 
 def render_html(folder: Path) -> str:
-    """Return the page of a run, built from the files in its folder alone."""
+    """Return the page of a run, made from the files in its folder alone."""
     return report_html.render(Path(folder))
 
 
 def write_html(folder: Path) -> Path:
-    """Write the page of a run into its folder again, and return where it is."""
+    """Write the page of a run into its folder, and return its path."""
     path = Path(folder) / "report.html"
     write_text(path, render_html(folder))
     return path
 
 
 def write_text(path: Path, text: str) -> None:
-    """Put a text in place of a file in one step."""
+    """Replace a file by a text in one step: readers see the old contents or the new ones."""
     with replacing(path) as file:
         file.write(text.encode())
