@@ -57,10 +57,10 @@ def npy_header(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     """The one header that an array of this type and shape has, so that reading is a comparison of bytes."""
     descr = numpy_dtype(dtype).str
     text = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {tuple(shape)!r}, }}".encode()
-    start = b"\x93NUMPY\x01\x00" + (HEADER_BYTES - 10).to_bytes(2, "little")
-    if len(start) + len(text) + 1 > HEADER_BYTES:
+    prefix = b"\x93NUMPY\x01\x00" + (HEADER_BYTES - 10).to_bytes(2, "little")
+    if len(prefix) + len(text) + 1 > HEADER_BYTES:
         raise ValueError(f"An array of shape {list(shape)} has too many dimensions: store at most four.")
-    return start + text.ljust(HEADER_BYTES - len(start) - 1) + b"\n"
+    return prefix + text.ljust(HEADER_BYTES - len(prefix) - 1) + b"\n"
 
 
 def file_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
@@ -76,32 +76,35 @@ def as_tensor(array: Any, what: str = "an array") -> Tensor:
     """
     if isinstance(array, Tensor):
         if array.is_complex():
-            raise _no_numbers(what, str(array.dtype).removeprefix("torch."))
+            raise _not_numbers_error(what, str(array.dtype).removeprefix("torch."))
         if array.dtype not in UNSIGNED:
             return array
         array = array.cpu().numpy()
+
     array = np.asarray(array)
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
-        raise _no_numbers(what, str(array.dtype))
+        raise _not_numbers_error(what, str(array.dtype))
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:
-        return _from_numpy(_signed(array, what))
+        return _from_numpy(_to_signed(array, what))
     if not array.dtype.isnative or any(stride < 0 for stride in array.strides):
         array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
     return _from_numpy(array)
 
 
-def _no_numbers(what: str, dtype: str) -> ValueError:
+def _not_numbers_error(what: str, dtype: str) -> ValueError:
     return ValueError(
         f"{what} holds {dtype} where numbers should be: give numbers, whole or floating-point, of at most 64 bits."
     )
 
 
-def _signed(array: np.ndarray, what: str) -> np.ndarray:
+def _to_signed(array: np.ndarray, what: str) -> np.ndarray:
     """Unsigned numbers as the signed ones that hold them all."""
-    if array.dtype.itemsize == 8 and array.size and array.max() > np.iinfo(np.int64).max:
-        at = int(np.argmax(array.reshape(-1) > np.iinfo(np.int64).max))
+    max_int64 = np.iinfo(np.int64).max
+    if array.dtype.itemsize == 8 and array.size and array.max() > max_int64:
+        numbers = array.reshape(-1)
+        position = int(np.argmax(numbers > max_int64))
         raise ValueError(
-            f"{what} holds {array.reshape(-1)[at]} at position {at}, which int64 cannot hold: give smaller numbers."
+            f"{what} holds {numbers[position]} at position {position}, which int64 cannot hold: give smaller numbers."
         )
     return array.astype(np.int32 if array.dtype.itemsize == 2 else np.int64)
 
@@ -149,10 +152,11 @@ class ArrayWriter:
     def append(self, rows: Tensor) -> None:
         """Write rows [n, *row_shape] after those already there."""
         assert tuple(rows.shape[1:]) == self.row_shape, (rows.shape, self.row_shape)
-        step = max(1, BYTES_AT_ONCE // max(1, prod(self.row_shape) * self.dtype.itemsize))
-        for start in range(0, rows.size(0), step):
-            piece = rows[start : start + step].to(self.dtype).contiguous()
-            data = as_bytes(piece)
+        row_bytes = prod(self.row_shape) * self.dtype.itemsize
+        rows_at_once = max(1, BYTES_AT_ONCE // max(1, row_bytes))
+        for start in range(0, rows.size(0), rows_at_once):
+            chunk = rows[start : start + rows_at_once].to(self.dtype).contiguous()
+            data = as_bytes(chunk)
             self._file.write(data)
             self.crc = zlib.crc32(data, self.crc)
         self.num_rows += rows.size(0)

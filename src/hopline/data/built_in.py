@@ -52,18 +52,20 @@ class PlantedPartition:
     @property
     def split_sizes(self) -> tuple[int, int, int]:
         """Numbers of training, validation and test nodes."""
-        train = self.num_nodes // 3 if self.num_train is None else self.num_train
-        valid = self.num_nodes // 12 if self.num_valid is None else self.num_valid
-        left = self.num_nodes - train - valid
-        return train, valid, left if self.num_test is None else min(self.num_test, left)
+        num_train = self.num_nodes // 3 if self.num_train is None else self.num_train
+        num_valid = self.num_nodes // 12 if self.num_valid is None else self.num_valid
+        num_left = self.num_nodes - num_train - num_valid
+        num_test = num_left if self.num_test is None else min(self.num_test, num_left)
+        return num_train, num_valid, num_test
 
     def scaled(self, scale: float) -> PlantedPartition:
         """The same kind of graph with all counts of nodes and edges multiplied and rounded."""
         if not scale > 0:
             raise ValueError(f"scale is {scale}: give a positive factor.")
-        names = ("num_nodes", "num_edges", "num_train", "num_valid", "num_test")
-        given = {name: getattr(self, name) for name in names}
-        counts: dict[str, Any] = {name: n if n is None else round(n * scale) for name, n in given.items()}
+        counts: dict[str, Any] = {}
+        for name in ("num_nodes", "num_edges", "num_train", "num_valid", "num_test"):
+            count = getattr(self, name)
+            counts[name] = None if count is None else round(count * scale)
         if self.symmetric:
             counts["num_edges"] += counts["num_edges"] % 2
         return replace(self, **counts)
@@ -103,10 +105,10 @@ BUILT_IN: dict[str, tuple[PlantedPartition, str]] = {
 
 def built_in(name: str, options: dict[str, Any]) -> PlantedPartition:
     """The settings of a built-in graph, scaled by `scale` and then changed by fields of `PlantedPartition`."""
-    known = ["scale", *(f.name for f in fields(PlantedPartition))]
+    names = ["scale", *(field.name for field in fields(PlantedPartition))]
     for key in options:
-        if key not in known:
-            raise ValueError(f"{name!r} has no option {key!r}: choose from {', '.join(known)}.{nearest(key, known)}")
+        if key not in names:
+            raise ValueError(f"{name!r} has no option {key!r}: choose from {', '.join(names)}.{nearest(key, names)}")
     changes = dict(options)
     settings = BUILT_IN[name][0].scaled(float(changes.pop("scale", 1)))
     return replace(settings, **changes) if changes else settings

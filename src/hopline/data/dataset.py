@@ -80,9 +80,10 @@ class Dataset:
                 raise ValueError(f"Table {name!r} has {len(table)} rows for {self.num_nodes} nodes.")
         if self.y is not None:
             _check_label_shape(self.y, self.task, self.num_nodes, self.num_classes)
-        for name, ids in (item for splits in (self.splits, *self.alternatives) for item in splits.items()):
-            if ids.dtype != torch.int64 or ids.dim() != 1:
-                raise ValueError(f"Split {name!r} must be a 1-D int64 tensor of node ids.")
+        for splits in (self.splits, *self.alternatives):
+            for name, ids in splits.items():
+                if ids.dtype != torch.int64 or ids.dim() != 1:
+                    raise ValueError(f"Split {name!r} must be a 1-D int64 tensor of node ids.")
 
     @property
     def num_nodes(self) -> int:
@@ -106,7 +107,7 @@ class Dataset:
     def labels(self) -> Tensor:
         """`y`, where there must be one."""
         if self.y is None:
-            raise self._no_labels()
+            raise self._no_labels_error()
         return self.y
 
     @property
@@ -116,13 +117,13 @@ class Dataset:
         if ids is not None and ids.numel():
             return ids
         if self.y is None and not self.num_classes:  # of shards, each rank has its own labels
-            raise self._no_labels()
+            raise self._no_labels_error()
         raise ValueError(
             f"Dataset {self.name!r} has no training nodes: draw some with split=0.6,0.2,0.2 (in Python "
             "hl.random_split(data)), or give it a 'train' split."
         )
 
-    def _no_labels(self) -> ValueError:
+    def _no_labels_error(self) -> ValueError:
         return ValueError(
             f"Dataset {self.name!r} has no labels: convert it with nodes=FILE that has a label column "
             "(columns.label=NAME if it is called otherwise), or in Python give y=."
@@ -152,9 +153,11 @@ class Dataset:
     def num_bytes(self) -> int:
         """Bytes of all arrays, wherever they are."""
         arrays = [ids for splits in self.all_splits for ids in splits.values()]
-        arrays += [] if self.y is None else [self.y]
-        own = sum(a.numel() * a.element_size() for a in arrays)
-        return own + self.graph.num_bytes + sum(table.num_bytes for table in self.tables.values())
+        if self.y is not None:
+            arrays.append(self.y)
+        array_bytes = sum(array.numel() * array.element_size() for array in arrays)
+        table_bytes = sum(table.num_bytes for table in self.tables.values())
+        return array_bytes + self.graph.num_bytes + table_bytes
 
     def __repr__(self) -> str:
         return (
@@ -165,53 +168,64 @@ class Dataset:
     def describe(self) -> str:
         """What the dataset holds, one line per part."""
         lines = [repr(self)]
-        lines += [f"  edge {name}: {_shape(a.shape, a.dtype)}" for name, a in self.graph.edge.items()]
+        for name, array in self.graph.edge.items():
+            lines.append(f"  edge {name}: {_shape_text(array.shape, array.dtype)}")
         for name, table in self.tables.items():
             kind = ", sparse" if isinstance(table, SparseTable) else ""
-            lines.append(f"  table {name}: {_shape(table.shape, table.dtype)}{kind}")
+            lines.append(f"  table {name}: {_shape_text(table.shape, table.dtype)}{kind}")
         if self.y is not None:
-            lines.append(f"  labels: {_shape(self.y.shape, self.y.dtype)}, task {self.task}, {self.metric}")
+            lines.append(f"  labels: {_shape_text(self.y.shape, self.y.dtype)}, task {self.task}, {self.metric}")
         sizes = ", ".join(f"{name} {ids.numel():,}" for name, ids in self.splits.items())
-        several = f" (one of {len(self.alternatives)})" if len(self.alternatives) > 1 else ""
-        lines.append(f"  split: {sizes or 'none'}{several}")
+        num_splits = f" (one of {len(self.alternatives)})" if len(self.alternatives) > 1 else ""
+        lines.append(f"  split: {sizes or 'none'}{num_splits}")
         lines += [f"  {key}: {value}" for key, value in self.meta.items()]
         return "\n".join(lines)
 
     def with_split(self, k: int) -> Dataset:
         """The same dataset with its k-th published split as the current one."""
-        if not 0 <= k < max(1, len(self.alternatives)):
-            count = max(1, len(self.alternatives))
-            raise ValueError(f"Dataset {self.name!r} has no split {k}: choose from 0 to {count - 1}.")
+        num_splits = max(1, len(self.alternatives))
+        if not 0 <= k < num_splits:
+            raise ValueError(f"Dataset {self.name!r} has no split {k}: choose from 0 to {num_splits - 1}.")
         return replace(self, splits=self.alternatives[k]) if self.alternatives else self
 
     def normalized(self, table: str = "x") -> Dataset:
         """The same dataset with each feature row divided by its sum (by 1 where that is less)."""
         rows = self.tables[table]
         if isinstance(rows, SparseTable):
-            row = torch.repeat_interleave(torch.arange(len(rows)), rows.indptr.diff())
-            sums = torch.zeros(len(rows), dtype=rows.dtype).index_add_(0, row, rows.values).clamp(min=1.0)
-            new: Table = SparseTable(rows.indptr, rows.columns, rows.values / sums[row], rows.num_columns)
+            entry_rows = torch.repeat_interleave(torch.arange(len(rows)), rows.indptr.diff())
+            sums = torch.zeros(len(rows), dtype=rows.dtype).index_add_(0, entry_rows, rows.values).clamp(min=1.0)
+            normalized: Table = SparseTable(
+                indptr=rows.indptr,
+                columns=rows.columns,
+                values=rows.values / sums[entry_rows],
+                num_columns=rows.num_columns,
+            )
         else:
             dense = rows.read(torch.arange(len(rows)))
-            new = TensorTable(dense / dense.sum(-1, keepdim=True).clamp(min=1.0))
-        return replace(self, tables={**self.tables, table: new})
+            normalized = TensorTable(dense / dense.sum(-1, keepdim=True).clamp(min=1.0))
+        return replace(self, tables={**self.tables, table: normalized})
 
     def one_hot(self, table: str = "x") -> Dataset:
         """The same dataset with a column for every node as features, so that a first linear layer learns a row each."""
-        every = torch.arange(self.num_nodes)
-        rows = SparseTable(torch.arange(self.num_nodes + 1), every, torch.ones(self.num_nodes), self.num_nodes)
-        return replace(self, tables={**self.tables, table: rows})
+        identity = SparseTable(
+            indptr=torch.arange(self.num_nodes + 1),
+            columns=torch.arange(self.num_nodes),
+            values=torch.ones(self.num_nodes),
+            num_columns=self.num_nodes,
+        )
+        return replace(self, tables={**self.tables, table: identity})
 
     def standardized(self, table: str = "x") -> Dataset:
         """The same dataset with features of mean 0 and standard deviation 1, columns of one value being 0; dense."""
         rows = self.tables[table].read(torch.arange(self.num_nodes))
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         is_constant = (rows == rows[:1]).all(0)
-        rows = rows - rows.mean(0)
-        deviation = rows.std(0)
+        centred = rows - rows.mean(0)
+        deviation = centred.std(0)
+        scaled = centred / torch.where(deviation > 0, deviation, 1)
         # The mean of equal numbers is off by rounding, so that their difference from it would not be 0.
-        new = TensorTable((rows / torch.where(deviation > 0, deviation, 1)).masked_fill(is_constant, 0))
-        return replace(self, tables={**self.tables, table: new})
+        standardized = TensorTable(scaled.masked_fill(is_constant, 0))
+        return replace(self, tables={**self.tables, table: standardized})
 
     def validate(self) -> list[str]:
         """Look at every number: index and label ranges, NaN, splits. Returns what was checked."""
@@ -241,7 +255,7 @@ def _check_label_shape(y: Tensor, task: str, num_nodes: int, num_classes: int) -
         raise ValueError(f"y must be a 1-D int64 tensor in the {task} task, not {list(y.shape)} {y.dtype}.{hint}")
 
 
-def _shape(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> str:
+def _shape_text(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> str:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
 
 
@@ -264,16 +278,26 @@ def _as_table(rows: Any, name: str) -> Table:
     if isinstance(rows, Tensor) and rows.layout == torch.strided:
         return TensorTable(as_tensor(rows, f"table {name!r}"))
     if isinstance(rows, Tensor) and rows.layout == torch.sparse_csr:
-        return SparseTable(rows.crow_indices().long(), rows.col_indices(), rows.values(), rows.size(1))
+        return SparseTable(
+            indptr=rows.crow_indices().long(),
+            columns=rows.col_indices(),
+            values=rows.values(),
+            num_columns=rows.size(1),
+        )
     if isinstance(rows, Tensor):
         # By way of COO and not of torch's own CSR, which warns that it is in beta.
         coo = rows.to_sparse_coo().coalesce()
         row, column = coo.indices()
         indptr = torch.zeros(rows.size(0) + 1, dtype=torch.int64)
         indptr[1:] = torch.bincount(row, minlength=rows.size(0)).cumsum(0)
-        return SparseTable(indptr, column, coo.values(), rows.size(1))
+        return SparseTable(indptr=indptr, columns=column, values=coo.values(), num_columns=rows.size(1))
     if hasattr(rows, "tocsr"):
         csr = rows.tocsr()
-        indptr, columns, values = (as_tensor(a, f"table {name!r}") for a in (csr.indptr, csr.indices, csr.data))
-        return SparseTable(indptr.long(), columns, values, csr.shape[1])
+        what = f"table {name!r}"
+        return SparseTable(
+            indptr=as_tensor(csr.indptr, what).long(),
+            columns=as_tensor(csr.indices, what),
+            values=as_tensor(csr.data, what),
+            num_columns=csr.shape[1],
+        )
     return TensorTable(as_tensor(rows, f"table {name!r}"))

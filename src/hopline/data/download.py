@@ -36,82 +36,98 @@ class Source:
 
     def fetch(self, raw: Path, target: Path, options: dict[str, Any]) -> None:
         """Download what is missing under `raw`, and convert it into the folder `target`."""
-        (self._fetch_ogb if self.is_ogb else self._fetch_pyg)(raw, target, options)
+        if self.is_ogb:
+            self._fetch_ogb(raw, target, options)
+        else:
+            self._fetch_pyg(raw, target, options)
 
     def _fetch_pyg(self, raw: Path, target: Path, options: dict[str, Any]) -> None:
         from hopline.data.formats.pyg import from_pyg
         from hopline.data.nodes import KNOWN_TASKS, normalize_labels, per_class_split
 
-        place = raw / self.kind
-        data = _attempt(self.name, place, lambda: load_pyg(self.kind, place, self.settings))
-        given: dict[str, Any] = {"name": self.name, "task": KNOWN_TASKS.get(self.name)}
-        labels, _ = normalize_labels(data.y, given["task"])
+        folder = raw / self.kind
+        data = _attempt(self.name, folder, lambda: load_pyg(self.kind, folder, self.settings))
+        task = KNOWN_TASKS.get(self.name)
+        arguments: dict[str, Any] = {
+            "name": self.name,
+            "task": task,
+            "meta": {"origin": f"torch_geometric.datasets.{self.kind}", **self.settings},
+        }
+        labels, _ = normalize_labels(data.y, task)
         if labels is not None and labels.dim() == 1 and "train_mask" not in data:
-            given["splits"] = per_class_split(labels)
-        given["meta"] = {"origin": f"torch_geometric.datasets.{self.kind}", **self.settings}
-        from_pyg(data, **(given | options)).save(target)
+            arguments["splits"] = per_class_split(labels)
+        from_pyg(data, **(arguments | options)).save(target)
 
     def _fetch_ogb(self, raw: Path, target: Path, options: dict[str, Any]) -> None:
         from hopline.data.formats.ogb import from_ogb_folder
 
-        folder = f"ogbn_{self.kind.removesuffix('-bin')}"
-        place = next((p for p in (raw.parent / folder, raw / folder) if is_ogb_folder(p)), raw / folder)
-        if not is_ogb_folder(place):
-            _attempt(self.name, place, lambda: _download_ogb(self.kind, place))
-        from_ogb_folder(place, folder=target, **({"name": self.name} | options))
+        folder_name = f"ogbn_{self.kind.removesuffix('-bin')}"
+        # Beside `raw` lies what a user has unpacked there; under it what was downloaded.
+        folder = raw.parent / folder_name
+        if not is_ogb_folder(folder):
+            folder = raw / folder_name
+        if not is_ogb_folder(folder):
+            _attempt(self.name, folder, lambda: _download_ogb(self.kind, folder))
+        from_ogb_folder(folder, folder=target, **({"name": self.name} | options))
 
 
-def _attempt(name: str, place: Path, work: Callable[[], T]) -> T:
+def _attempt(name: str, folder: Path, download: Callable[[], T]) -> T:
     """Run a downloader; whatever goes wrong in it becomes one sentence."""
     try:
-        return work()
+        return download()
     except Exception as error:  # downloaders of many libraries raise many things
         reason = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
         raise ValueError(
             f"Could not get {name!r} ({reason}): connect to the network and try again, "
-            f"or put its files as the downloader would under {place}."
+            f"or put its files as the downloader would under {folder}."
         ) from error
 
 
-def load_pyg(kind: str, place: Path, settings: dict[str, Any]) -> Data:
+def load_pyg(kind: str, folder: Path, settings: dict[str, Any]) -> Data:
     """The one graph of a PyG dataset; PPI's graphs are put side by side, with its split by graph."""
     import torch_geometric.datasets as datasets
 
     if kind == "PPI":
-        return _load_ppi(place)
-    found = getattr(datasets, kind, None)
-    if found is None:
+        return _load_ppi(folder)
+    dataset_class = getattr(datasets, kind, None)
+    if dataset_class is None:
         raise ValueError(f"torch_geometric.datasets has no {kind!r}.{nearest(kind, datasets.__all__)}")
-    dataset = found(str(place), **settings)
+    dataset = dataset_class(str(folder), **settings)
     if len(dataset) != 1:
         raise ValueError(f"it holds {len(dataset)} graphs, and hopline trains on one")
     return dataset[0]
 
 
-def _load_ppi(place: Path) -> Data:
+def _load_ppi(folder: Path) -> Data:
     import torch
     from torch_geometric.data import Batch, Data
     from torch_geometric.datasets import PPI
 
-    graphs = {split: [*PPI(str(place), split=split)] for split in ("train", "val", "test")}
-    joined = Batch.from_data_list([graph for part in graphs.values() for graph in part])
+    split_names = ("train", "val", "test")
+    graphs = []
+    num_nodes = []
+    for split in split_names:
+        split_graphs = [*PPI(str(folder), split=split)]
+        graphs += split_graphs
+        num_nodes.append(sum(int(graph.num_nodes or 0) for graph in split_graphs))
+
+    joined = Batch.from_data_list(graphs)
     data = Data(x=joined["x"], y=joined["y"], edge_index=joined["edge_index"])
-    counts = {split: sum(int(graph.num_nodes or 0) for graph in part) for split, part in graphs.items()}
-    owner = torch.repeat_interleave(torch.arange(3), torch.tensor(list(counts.values())))
-    for i, split in enumerate(counts):
-        data[f"{split}_mask"] = owner == i
+    split_of_node = torch.repeat_interleave(torch.arange(3), torch.tensor(num_nodes))
+    for i, split in enumerate(split_names):
+        data[f"{split}_mask"] = split_of_node == i
     return data
 
 
-def _download_ogb(archive: str, place: Path) -> None:
+def _download_ogb(archive: str, folder: Path) -> None:
     from torch_geometric.data import download_url, extract_zip
 
-    place.parent.mkdir(parents=True, exist_ok=True)
-    path = download_url(f"{OGB_URL}/{archive}.zip", str(place.parent))
-    extract_zip(path, str(place.parent))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    path = download_url(f"{OGB_URL}/{archive}.zip", str(folder.parent))
+    extract_zip(path, str(folder.parent))
     Path(path).unlink()
-    shutil.rmtree(place, ignore_errors=True)
-    (place.parent / archive).rename(place)
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder.parent / archive).rename(folder)
 
 
 def _pyg(name: str, what: str, kind: str, variant: str = "") -> Source:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,34 +22,45 @@ from hopline.tables import SparseTable, Table
 if TYPE_CHECKING:
     from hopline.data.dataset import Dataset
 
-_known = WeakIdKeyDictionary()
+
+class _Entry(NamedTuple):
+    version: int
+    checksum: str
+
+
+_checksums = WeakIdKeyDictionary()
 """By tensor: the version that it had, and its checksum then. Owned by this module: one array may be in many datasets,
 and a tensor has no field for it. An entry goes with its tensor; threads that compute one twice store equal ones."""
 
 
 def remember(array: Tensor, checksum: str) -> None:
     """The checksum of an array that was just opened, by its manifest."""
-    _known[array] = version_of(array), checksum
+    _checksums[array] = _Entry(version_of(array), checksum)
 
 
 def checksum_of(array: Tensor) -> str:
     """The checksum that the manifest of a folder with this array would have, after type and shape."""
-    known: tuple[int, str] | None = _known.get(array)
-    if known is None or known[0] != version_of(array):
-        checksum = checksum_text(_crc(array.split(_rows_at_once(array.shape, array.dtype))))
-        remember(array, checksum)
+    entry: _Entry | None = _checksums.get(array)
+    if entry is not None and entry.version == version_of(array):
+        checksum = entry.checksum
     else:
-        checksum = known[1]
+        chunks = array.split(_rows_at_once(array.shape, array.dtype))
+        checksum = checksum_text(_crc(chunks))
+        remember(array, checksum)
     return f"{str(array.dtype).removeprefix('torch.')} {list(array.shape)} {checksum}"
 
 
 def contents_of(data: Dataset) -> dict[str, str]:
     """By the names of a dataset's arrays, what tells them from others: edges, edge arrays, tables and labels."""
     graph = data.graph
-    found = {"edges": f"{checksum_of(graph.indptr)}, {checksum_of(graph.indices)}"}
-    found |= {f"edge array {name!r}": checksum_of(array) for name, array in graph.edge.items()}
-    found |= {f"table {name!r}": _of_table(table) for name, table in data.tables.items()}
-    return found if data.y is None else {**found, "labels": checksum_of(data.y)}
+    contents = {"edges": f"{checksum_of(graph.indptr)}, {checksum_of(graph.indices)}"}
+    for name, array in graph.edge.items():
+        contents[f"edge array {name!r}"] = checksum_of(array)
+    for name, table in data.tables.items():
+        contents[f"table {name!r}"] = _table_checksum(table)
+    if data.y is not None:
+        contents["labels"] = checksum_of(data.y)
+    return contents
 
 
 def fingerprint(data: Dataset) -> str:
@@ -57,24 +68,25 @@ def fingerprint(data: Dataset) -> str:
     return hashlib.blake2b(repr(sorted(contents_of(data).items())).encode(), digest_size=16).hexdigest()
 
 
-def _of_table(table: Table) -> str:
+def _table_checksum(table: Table) -> str:
     if isinstance(table, SparseTable):
         return ", ".join(checksum_of(array) for array in (table.indptr, table.columns, table.values))
-    stored = table.storage()
-    if stored is not None:
-        return checksum_of(stored)
-    every = torch.arange(len(table)).split(_rows_at_once(table.shape, table.dtype))
-    crc = _crc(table.read(ids) for ids in every)
+    storage = table.storage()
+    if storage is not None:
+        return checksum_of(storage)
+    id_chunks = torch.arange(len(table)).split(_rows_at_once(table.shape, table.dtype))
+    crc = _crc(table.read(ids) for ids in id_chunks)
     return f"{str(table.dtype).removeprefix('torch.')} {list(table.shape)} {checksum_text(crc)}"
 
 
-def _crc(pieces: Iterable[Tensor]) -> int:
+def _crc(chunks: Iterable[Tensor]) -> int:
     """Of rows that come some at a time: they may be on a GPU, or larger than memory."""
     crc = 0
-    for rows in pieces:
+    for rows in chunks:
         crc = zlib.crc32(as_bytes(rows.detach().cpu().contiguous()), crc)
     return crc
 
 
 def _rows_at_once(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return max(1, BYTES_AT_ONCE // max(1, dtype.itemsize * torch.Size(shape[1:]).numel()))
+    row_bytes = dtype.itemsize * torch.Size(shape[1:]).numel()
+    return max(1, BYTES_AT_ONCE // max(1, row_bytes))

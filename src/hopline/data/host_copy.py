@@ -37,14 +37,15 @@ def share(dataset: Dataset | None, world: World) -> Dataset:
             raise ValueError("share() needs the dataset in the first rank of every host")
         return dataset
     name = f"{PREFIX}{world.broadcast_object(uuid.uuid4().hex)}-{world.node}"
-    with contextlib.ExitStack() as cleaning:
+    with contextlib.ExitStack() as cleanup:
         problem: Exception | None = None
         try:
             if world.local_rank == 0:
-                _save(dataset, name, cleaning)
+                _save(dataset, name, cleanup)
         except Exception as error:
             problem = error
         agree(problem, world, "save the shared dataset")
+
         opened = dataset
         try:
             if world.local_size > 1:
@@ -57,29 +58,32 @@ def share(dataset: Dataset | None, world: World) -> Dataset:
     return opened
 
 
-def _save(dataset: Dataset | None, name: str, cleaning: contextlib.ExitStack) -> None:
+def _save(dataset: Dataset | None, name: str, cleanup: contextlib.ExitStack) -> None:
     if dataset is None:
         raise ValueError("share() needs the dataset in the first rank of every host")
     remove_left_behind()
-    needed = int(dataset.num_bytes * 1.05) + (1 << 20)
-    roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > needed
-    folder = (SHARED_MEMORY if roomy else Path(tempfile.gettempdir())) / name
+    needed_bytes = int(dataset.num_bytes * 1.05) + (1 << 20)
+    fits_in_memory = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > needed_bytes
+    parent = SHARED_MEMORY if fits_in_memory else Path(tempfile.gettempdir())
+    folder = parent / name
     folder.mkdir(mode=0o700)
-    cleaning.callback(shutil.rmtree, folder, ignore_errors=True)
-    cleaning.enter_context(_locked(folder))
+    cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+    cleanup.enter_context(_hold_lock(folder))
+
     # The current split need not be one of the published ones, nor the first of them.
-    several = (dataset.splits, *dataset.alternatives) if dataset.alternatives else ()
-    replace(dataset, alternatives=several).save(folder / "data")
+    current_first = (dataset.splits, *dataset.alternatives) if dataset.alternatives else ()
+    replace(dataset, alternatives=current_first).save(folder / "data")
 
 
 def _open(name: str) -> Dataset:
-    folders = [base / name / "data" for base in _bases()]
-    opened = open_folder(next((folder for folder in folders if folder.is_dir()), folders[-1]))
+    folders = [parent / name / "data" for parent in _parents()]
+    folder = next((folder for folder in folders if folder.is_dir()), folders[-1])
+    opened = open_folder(folder)
     return replace(opened, alternatives=opened.alternatives[1:], folder=None)  # which will be gone
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Generator[None]:
+def _hold_lock(folder: Path) -> Generator[None]:
     """Hold a lock that the system takes back when this process ends, however it ends."""
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -91,9 +95,11 @@ def _locked(folder: Path) -> Generator[None]:
 
 def remove_left_behind() -> None:
     """Delete what ranks left that were killed between making the folder and deleting it."""
-    for folder in (f for base in _bases() for f in base.glob(f"{PREFIX}*")):
+    folders = [folder for parent in _parents() for folder in parent.glob(f"{PREFIX}*")]
+    for folder in folders:
         with contextlib.suppress(OSError):
-            if folder.stat().st_uid != os.getuid() or time.time() - folder.stat().st_mtime < YOUNG_S:
+            is_own = folder.stat().st_uid == os.getuid()
+            if not is_own or time.time() - folder.stat().st_mtime < YOUNG_S:
                 continue
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
@@ -103,5 +109,5 @@ def remove_left_behind() -> None:
                 os.close(handle)
 
 
-def _bases() -> list[Path]:
+def _parents() -> list[Path]:
     return [SHARED_MEMORY, Path(tempfile.gettempdir())]

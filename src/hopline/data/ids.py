@@ -30,8 +30,10 @@ def checked_ids(ids: np.ndarray, where: str, first: int = 0, *, numbers: bool = 
     if ids.ndim != 1 or ids.dtype.kind == "b":
         what = "lists" if ids.ndim != 1 else "true and false"
         raise ValueError(f"{where} {first}: the column holds {what}, and ids are whole numbers or texts: name another.")
+
     if ids.dtype.kind == "i":
         return ids.astype(np.int64)
+
     if ids.dtype.kind == "u":
         too_large = np.flatnonzero(ids > _INT64.max)
         if too_large.size and numbers:
@@ -40,31 +42,36 @@ def checked_ids(ids: np.ndarray, where: str, first: int = 0, *, numbers: bool = 
                 "ids=map number the nodes."
             )
         return ids.astype(str) if too_large.size else ids.astype(np.int64)
+
     if ids.dtype.kind == "U":
         empty = np.flatnonzero((ids == "") | np.char.isspace(ids))
         if empty.size:
-            raise _no_id(where, first + empty[0])
+            raise _missing_id_error(where, first + empty[0])
         return ids
-    wrong = np.flatnonzero(~(np.abs(ids) < MAX_EXACT_FLOAT) | (ids != np.round(ids)))  # an empty cell is NaN
-    if wrong.size:
-        bad, row = ids[wrong[0]], first + wrong[0]
-        if np.isnan(bad):
-            raise _no_id(where, row)
-        if bad != np.round(bad):
-            raise _not_whole(where, row, str(bad))
+
+    is_exact = np.abs(ids) < MAX_EXACT_FLOAT  # False for an empty cell, which is NaN
+    is_whole = ids == np.round(ids)
+    refused = np.flatnonzero(~(is_exact & is_whole))
+    if refused.size:
+        value = ids[refused[0]]
+        row = first + refused[0]
+        if np.isnan(value):
+            raise _missing_id_error(where, row)
+        if value != np.round(value):
+            raise _not_whole_error(where, row, str(value))
         raise ValueError(
-            f"{where} {row}: node id {bad} is a floating-point number, and such large ones cannot be told apart: store "
-            "ids as whole numbers, or as texts with ids=map."
+            f"{where} {row}: node id {value} is a floating-point number, and such large ones cannot be told apart: "
+            "store ids as whole numbers, or as texts with ids=map."
         )
     return ids.astype(np.int64)
 
 
-def _no_id(where: str, row: int) -> ValueError:
+def _missing_id_error(where: str, row: int) -> ValueError:
     return ValueError(f"{where} {row}: there is no node id: correct the file.")
 
 
-def _not_whole(where: str, row: int, written: str) -> ValueError:
-    return ValueError(f"{where} {row}: node id {written} is not a whole number: correct the file.")
+def _not_whole_error(where: str, row: int, text: str) -> ValueError:
+    return ValueError(f"{where} {row}: node id {text} is not a whole number: correct the file.")
 
 
 def first_not_whole(texts: np.ndarray) -> int | None:
@@ -81,20 +88,23 @@ def _is_number(text: str) -> bool:
     whole = _WHOLE.fullmatch(text)
     if whole is not None:
         return _INT64.min <= int(whole[1]) <= _INT64.max
-    return _DECIMAL.fullmatch(text) is not None and any(mark in text for mark in ".eE")
+    has_point_or_exponent = any(mark in text for mark in ".eE")
+    return has_point_or_exponent and _DECIMAL.fullmatch(text) is not None
 
 
 def to_numbers(texts: np.ndarray) -> np.ndarray:
     """Texts that are whole numbers, as int64."""
-    return np.array([int(whole[1]) for text in texts if (whole := _WHOLE.fullmatch(text))], dtype=np.int64)
+    matches = (_WHOLE.fullmatch(text) for text in texts)
+    return np.array([int(match[1]) for match in matches if match], dtype=np.int64)
 
 
 def settled(ids: np.ndarray, where: str, first: int = 0) -> np.ndarray:
     """All ids of a file, from `checked_ids`: as numbers if that is what they are, else as texts."""
     if ids.dtype.kind != "U" or not are_numbers(ids):
         return ids
-    if (wrong := first_not_whole(ids)) is not None:
-        raise _not_whole(where, first + wrong, str(ids[wrong]))
+    refused = first_not_whole(ids)
+    if refused is not None:
+        raise _not_whole_error(where, first + refused, str(ids[refused]))
     return to_numbers(ids)
 
 
@@ -112,24 +122,25 @@ class IdMap:
     def positions(self, ids: np.ndarray, where: str, first: int = 0) -> np.ndarray:
         """The node number of each id; `where` and the number of a row, counted from `first`, say which is wrong."""
         if self.ids.dtype.kind == "U":
-            wanted = ids.astype(str)
+            keys = ids.astype(str)
         elif ids.dtype.kind != "U":
-            wanted = ids
+            keys = ids
         else:
-            known = np.array([_is_number(text) and _WHOLE.fullmatch(text) is not None for text in ids])
-            if not known.all():
-                raise self._unknown(ids, int(np.argmin(known)), where, first)
-            wanted = to_numbers(ids)
-        at = np.searchsorted(self.sorted, wanted).clip(max=max(0, self.sorted.size - 1))
-        wrong = np.flatnonzero(self.sorted[at] != wanted) if self.sorted.size else np.arange(ids.size)
-        if wrong.size:
-            raise self._unknown(ids, int(wrong[0]), where, first)
-        return self.order[at]
+            is_int64 = np.array([_is_number(text) and _WHOLE.fullmatch(text) is not None for text in ids])
+            if not is_int64.all():
+                raise self._unknown_id_error(ids, int(np.argmin(is_int64)), where, first)
+            keys = to_numbers(ids)
+
+        sorted_idx = np.searchsorted(self.sorted, keys).clip(max=max(0, self.sorted.size - 1))
+        unknown = np.flatnonzero(self.sorted[sorted_idx] != keys) if self.sorted.size else np.arange(ids.size)
+        if unknown.size:
+            raise self._unknown_id_error(ids, int(unknown[0]), where, first)
+        return self.order[sorted_idx]
 
     @staticmethod
-    def _unknown(ids: np.ndarray, at: int, where: str, first: int) -> ValueError:
-        shown = " ".join(str(ids[at]).split())[:60]
-        return ValueError(f"{where} {first + at}: node {shown} is not in the node file: add a row for it.")
+    def _unknown_id_error(ids: np.ndarray, index: int, where: str, first: int) -> ValueError:
+        shown = " ".join(str(ids[index]).split())[:60]
+        return ValueError(f"{where} {first + index}: node {shown} is not in the node file: add a row for it.")
 
     def table(self) -> torch.Tensor:
         """What is kept of the ids: int64 [N], or UTF-8 bytes [N, width] padded with zeros."""

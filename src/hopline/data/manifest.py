@@ -73,7 +73,7 @@ def is_part(text: str) -> bool:
     return is_name(text) and "." not in text
 
 
-def _canonical(fields: dict[str, Any]) -> bytes:
+def _canonical_json(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -82,7 +82,7 @@ def to_json(manifest: Manifest) -> str:
     fields = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
     # What was written is what is compared: tuples become lists, keys become strings.
     fields = json.loads(json.dumps(fields))
-    fields["manifest_checksum"] = checksum_text(zlib.crc32(_canonical(fields)))
+    fields["manifest_checksum"] = checksum_text(zlib.crc32(_canonical_json(fields)))
     return json.dumps(fields, indent=1) + "\n"
 
 
@@ -95,12 +95,12 @@ def read_manifest(folder: Path) -> Manifest:
         if path.stat().st_size > MAX_BYTES:
             raise ValueError("it is too large")
         fields = json.loads(path.read_bytes().decode())
-        return _parse(fields)
+        return _parse_manifest(fields)
     except (ValueError, RecursionError, OSError) as error:  # json and unicode errors are ValueErrors
         raise ValueError(f"{path} is damaged ({error}): convert or copy the dataset again.") from error
 
 
-def _parse(fields: Any) -> Manifest:
+def _parse_manifest(fields: Any) -> Manifest:
     if not isinstance(fields, dict):
         raise ValueError("it is not a JSON object")
     if fields.get("format") != FORMAT:
@@ -108,55 +108,56 @@ def _parse(fields: Any) -> Manifest:
     if fields.get("version") != VERSION:
         raise ValueError(f"it has format version {fields.get('version')!r}, this hopline reads {VERSION}")
     checksum = fields.pop("manifest_checksum", None)
-    if checksum != checksum_text(zlib.crc32(_canonical(fields))):
+    if checksum != checksum_text(zlib.crc32(_canonical_json(fields))):
         raise ValueError("its checksum does not match its text")
-    task = _get(fields, "task", str)
+    task = _get_field(fields, "task", str)
     if task not in TASKS:
         raise ValueError(f"its task is {task!r}, not one of {', '.join(TASKS)}")
-    arrays = {name: _entry(name, value) for name, value in _get(fields, "arrays", dict).items()}
-    tables = _get(fields, "tables", dict)
-    for name, columns in tables.items():
-        if not is_part(name) or type(columns) is not int or columns < -1:
+    arrays = {name: _parse_entry(name, value) for name, value in _get_field(fields, "arrays", dict).items()}
+    tables = _get_field(fields, "tables", dict)
+    for name, num_columns in tables.items():
+        if not is_part(name) or type(num_columns) is not int or num_columns < -1:
             raise ValueError(f"its table {name!r} is not described by a number of columns")
     return Manifest(
-        name=_get(fields, "name", str),
-        num_nodes=_count(fields, "num_nodes"),
-        num_edges=_count(fields, "num_edges"),
+        name=_get_field(fields, "name", str),
+        num_nodes=_get_count(fields, "num_nodes"),
+        num_edges=_get_count(fields, "num_edges"),
         task=cast(Task, task),
-        num_classes=_count(fields, "num_classes"),
-        num_splits=_count(fields, "num_splits"),
+        num_classes=_get_count(fields, "num_classes"),
+        num_splits=_get_count(fields, "num_splits"),
         tables=tables,
         arrays=arrays,
-        meta=_get(fields, "meta", dict),
+        meta=_get_field(fields, "meta", dict),
     )
 
 
-def _get(fields: dict[str, Any], key: str, kind: type) -> Any:
+def _get_field(fields: dict[str, Any], key: str, kind: type) -> Any:
     value = fields.get(key)
     if type(value) is not kind:
         raise ValueError(f"its field {key!r} is missing or not of type {kind.__name__}")
     return value
 
 
-def _count(fields: dict[str, Any], key: str) -> int:
-    value = _get(fields, key, int)
+def _get_count(fields: dict[str, Any], key: str) -> int:
+    value = _get_field(fields, key, int)
     if not 0 <= value < 2**48:
         raise ValueError(f"its field {key!r} is {value}, which is out of range")
     return value
 
 
-def _entry(name: str, value: Any) -> ArrayEntry:
+def _parse_entry(name: str, value: Any) -> ArrayEntry:
     if not is_name(name) or type(value) is not dict:
         raise ValueError(f"its array {name!r} is not described by an object")
-    shape = tuple(_get(value, "shape", list))
-    if not 1 <= len(shape) <= 4 or any(type(n) is not int or not 0 <= n < 2**48 for n in shape):
+    shape = tuple(_get_field(value, "shape", list))
+    has_valid_sizes = all(type(size) is int and 0 <= size < 2**48 for size in shape)
+    if not 1 <= len(shape) <= 4 or not has_valid_sizes:
         raise ValueError(f"its array {name!r} has the shape {list(shape)}")
-    dtype = _get(value, "dtype", str)
+    dtype = _get_field(value, "dtype", str)
     if dtype not in DTYPES:
         raise ValueError(f"its array {name!r} has the unknown type {dtype!r}")
-    if _get(value, "num_bytes", int) != file_bytes(DTYPES[dtype], shape):
+    if _get_field(value, "num_bytes", int) != file_bytes(DTYPES[dtype], shape):
         raise ValueError(f"its array {name!r} has a size that does not fit its shape")
-    if _get(value, "file", str) != f"{name}.npy" or not _CHECKSUM.fullmatch(_get(value, "checksum", str)):
+    if _get_field(value, "file", str) != f"{name}.npy" or not _CHECKSUM.fullmatch(_get_field(value, "checksum", str)):
         raise ValueError(f"its array {name!r} has no valid file name or checksum")
     npy_header(DTYPES[dtype], shape)
     return ArrayEntry(

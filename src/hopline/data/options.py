@@ -40,20 +40,22 @@ class EdgeOptions:
 
 def edge_options(options: Mapping[str, Any]) -> EdgeOptions:
     """Options from keywords; an unknown one gets the nearest name suggested."""
-    known = [f.name for f in fields(EdgeOptions)]
+    names = [field.name for field in fields(EdgeOptions)]
     for key in options:
-        if key not in known:
-            raise ValueError(f"There is no option {key!r}: choose from {', '.join(known)}.{nearest(key, known)}")
+        if key not in names:
+            raise ValueError(f"There is no option {key!r}: choose from {', '.join(names)}.{nearest(key, names)}")
     return EdgeOptions(**options)
 
 
-def merge(found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def merge(from_source: Mapping[str, Any], from_caller: Mapping[str, Any]) -> dict[str, Any]:
     """What a source holds and what a caller gives, which takes precedence; tables and edge arrays are joined."""
-    both = {**found, **{key: value for key, value in given.items() if (key, value) != ("symmetrize", None)}}
-    for key in ("tables", "edge"):
-        if found.get(key) and given.get(key):
-            both[key] = {**found[key], **given[key]}
-    return both
+    merged = dict(from_source)
+    for key, value in from_caller.items():
+        if key == "symmetrize" and value is None:
+            continue
+        is_joined = key in ("tables", "edge") and from_source.get(key) and value
+        merged[key] = {**from_source[key], **value} if is_joined else value
+    return merged
 
 
 @settings
@@ -96,9 +98,9 @@ class Columns:
         return _SEPARATORS.get(self.delimiter, self.delimiter)
 
     def __post_init__(self) -> None:
-        given = self.delimiter
-        if given is not None and len(_SEPARATORS.get(given, given)) != 1:
-            raise ValueError(f"columns.delimiter must be one character, tab or space, not {given!r}")
+        delimiter = self.delimiter
+        if delimiter is not None and len(_SEPARATORS.get(delimiter, delimiter)) != 1:
+            raise ValueError(f"columns.delimiter must be one character, tab or space, not {delimiter!r}")
 
 
 def check_shares(shares: Any) -> None:
@@ -108,12 +110,12 @@ def check_shares(shares: Any) -> None:
         raise ValueError(
             f"The shares of a split are three numbers, {example} for train, valid and test, not {shares!r}."
         )
-    given = ",".join(f"{share:g}" for share in shares)
+    text = ",".join(f"{share:g}" for share in shares)
     if len(shares) != 3:
-        raise ValueError(f"A split has three shares, {example} for train, valid and test, not {given or 'none'}.")
+        raise ValueError(f"A split has three shares, {example} for train, valid and test, not {text or 'none'}.")
     if not all(share >= 0 for share in shares):
-        raise ValueError(f"The shares of a split are {given}, and none may be below 0: give shares {example}.")
+        raise ValueError(f"The shares of a split are {text}, and none may be below 0: give shares {example}.")
     if math.fsum(shares) > 1 + 1e-9:  # 0.7 + 0.2 + 0.1 is not 1 in floating point
-        raise ValueError(f"The shares of a split are {given}, more than 1 together: give shares {example}.")
+        raise ValueError(f"The shares of a split are {text}, more than 1 together: give shares {example}.")
     if shares[0] == 0:
-        raise ValueError(f"The shares of a split are {given}, which leaves no training nodes: give shares {example}.")
+        raise ValueError(f"The shares of a split are {text}, which leaves no training nodes: give shares {example}.")

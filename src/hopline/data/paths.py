@@ -17,12 +17,15 @@ def backup_of(folder: Path) -> Path:
 def existing(folder: Path) -> Path:
     """The folder, or its backup if a writer was killed between the two renames that swap them."""
     backup = backup_of(folder)
-    return backup if not folder.exists() and (backup / MANIFEST).is_file() else folder
+    was_interrupted = not folder.exists() and (backup / MANIFEST).is_file()
+    return backup if was_interrupted else folder
 
 
 def default_name(folder: str | os.PathLike[str] | None, source: str) -> str:
     """What a dataset is called if nobody says: as the folder it is written to, or in memory as its source."""
-    return source if folder is None else Path(os.path.abspath(Path(folder).expanduser())).name
+    if folder is None:
+        return source
+    return Path(os.path.abspath(Path(folder).expanduser())).name
 
 
 def is_dataset(folder: Path) -> bool:
@@ -32,4 +35,5 @@ def is_dataset(folder: Path) -> bool:
 
 def is_ogb_folder(path: Path) -> bool:
     """Whether a folder has OGB's layout."""
-    return (path / "split").is_dir() and any((path / "raw" / f).is_file() for f in ("edge.csv.gz", "data.npz"))
+    has_edges = any((path / "raw" / file).is_file() for file in ("edge.csv.gz", "data.npz"))
+    return has_edges and (path / "split").is_dir()

@@ -64,42 +64,53 @@ class Layout:
     """Bytes of pinned features that are cached on the device."""
     labels: bool
     """Whether the labels are on the device."""
-    room: int
+    spare_bytes: int
     """Bytes that are left for other tables."""
 
 
-def make_layout(sizes: DataBytes, free: int, placement: Placement) -> Layout:
+def make_layout(sizes: DataBytes, device_free_bytes: int, placement: Placement) -> Layout:
     """What goes where on a device with `free` bytes: the graph first, which is read more often than any row."""
-    room = int(SHARE * free)
+    spare_bytes = int(SHARE * device_free_bytes)
+
     graph = placement.graph
     if graph == "auto":
-        graph = "device" if sizes.graph <= room else "pinned"
-    room -= _taken("graph", {"device": sizes.graph, "pinned": sizes.indptr, "host": 0}[graph], room, free)
-    labels = sizes.labels <= room
-    room -= sizes.labels if labels else 0
+        graph = "device" if sizes.graph <= spare_bytes else "pinned"
+    graph_bytes = {"device": sizes.graph, "pinned": sizes.indptr, "host": 0}[graph]
+    _check_fits("graph", graph_bytes, device_free_bytes, advice="set graph=pinned")
+    spare_bytes -= graph_bytes
+
+    labels = sizes.labels <= spare_bytes
+    if labels:
+        spare_bytes -= sizes.labels
+
     features = placement.features
     if features == "auto":
-        fits = sizes.features <= room and placement.cache == "auto"
-        features = "device" if fits else "pinned" if sizes.can_cache else "host"
+        if sizes.features <= spare_bytes and placement.cache == "auto":
+            features = "device"
+        else:
+            features = "pinned" if sizes.can_cache else "host"
+
     cache = 0
     if features == "device":
-        room -= _taken("features", sizes.features, room, free)
+        _check_fits("features", sizes.features, device_free_bytes, advice="set features=pinned")
+        spare_bytes -= sizes.features
     elif features == "pinned" and placement.cache == "auto":
-        cache = max(0, room - sizes.hot_slots)
-        room = 0
+        cache = max(0, spare_bytes - sizes.hot_slots)
+        spare_bytes = 0
     elif features == "pinned":
         cache = parse_size(placement.cache)
-        room -= _taken("cache", min(cache, sizes.features) + sizes.hot_slots, room, free)
-    return Layout(graph=graph, features=features, cache=cache, labels=labels, room=max(0, room))
+        cache_bytes = min(cache, sizes.features) + sizes.hot_slots
+        _check_fits("cache", cache_bytes, device_free_bytes, advice="make it smaller")
+        spare_bytes -= cache_bytes
+    return Layout(graph=graph, features=features, cache=cache, labels=labels, spare_bytes=max(0, spare_bytes))
 
 
-def _taken(what: str, needed: int, room: int, free: int) -> int:
-    if needed > max(room, free):
+def _check_fits(setting: str, needed_bytes: int, device_free_bytes: int, *, advice: str) -> None:
+    if needed_bytes > device_free_bytes:
         raise ValueError(
-            f"{what} needs {format_size(needed)} on the device, which has {format_size(free)} free: "
-            f"{'make it smaller' if what == 'cache' else f'set {what}=pinned'}, or leave it at auto"
+            f"{setting} needs {format_size(needed_bytes)} on the device, which has {format_size(device_free_bytes)} "
+            f"free: {advice}, or leave it at auto"
         )
-    return needed
 
 
 def place(
@@ -141,45 +152,49 @@ def carry_out(
     # graph is sampled.
     order = "degree" if fanouts is None or train_ids is None else "access"
 
-    def cached(x: Table) -> Table:
-        return table(
-            x,
-            device_cache=layout.cache,
-            host_cache=_host_cache(x, device),
-            order=order,
-            device=device,
-            graph=graph,
-            fanouts=fanouts,
-            train_ids=train_ids,
-            batch_size=batch_size,
-        )
-
-    tables, room = dict(data.tables), layout.room
+    tables = dict(data.tables)
+    spare_bytes = layout.spare_bytes
     for name, rows in data.tables.items():
-        if name == MAIN and layout.features == "pinned" and not isinstance(rows, SparseTable):
-            tables[name] = cached(rows)
-        elif (layout.features == "device") if name == MAIN else (_all_bytes(rows) <= room):
-            tables[name] = _on_device(rows, device)
-            room -= 0 if name == MAIN else _all_bytes(rows)
+        if name != MAIN:
+            if _all_bytes(rows) <= spare_bytes:
+                tables[name] = _copy_to_device(rows, device)
+                spare_bytes -= _all_bytes(rows)
+        elif layout.features == "device":
+            tables[name] = _copy_to_device(rows, device)
+        elif layout.features == "pinned" and not isinstance(rows, SparseTable):
+            tables[name] = table(
+                rows,
+                device_cache=layout.cache,
+                host_cache=_host_cache(rows, device),
+                order=order,
+                device=device,
+                graph=graph,
+                fanouts=fanouts,
+                train_ids=train_ids,
+                batch_size=batch_size,
+            )
+
     y = data.y.to(device) if data.y is not None and layout.labels else data.y
     return replace(data, graph=graph, tables=tables, y=y)
 
 
-def _on_device(rows: Table, device: torch.device) -> Table:
+def _copy_to_device(rows: Table, device: torch.device) -> Table:
     if isinstance(rows, SparseTable):
         return rows.to(device)
-    moved = table(rows, device_cache="all", device=device)
-    moved.tiers()  # now, and not in the first step
-    return moved
+    copy = table(rows, device_cache="all", device=device)
+    copy.tiers()  # now, and not in the first step
+    return copy
 
 
 def _host_cache(x: Table, device: torch.device) -> str | int | None:
     """How rows come to lie in memory that the device reads: as they are, copied, or as many as there is room for."""
-    storage = x.storage()
-    if device.type != "cuda" or (storage is not None and pinned.register(storage) is None):
+    if device.type != "cuda":
         return None
-    free = int(HOST_SHARE * psutil.virtual_memory().available)
-    return "all" if _all_bytes(x) <= free else free
+    storage = x.storage()
+    if storage is not None and pinned.register(storage) is None:
+        return None
+    max_bytes = int(HOST_SHARE * psutil.virtual_memory().available)
+    return "all" if _all_bytes(x) <= max_bytes else max_bytes
 
 
 def _all_bytes(rows: Table) -> int:
@@ -191,27 +206,28 @@ def _all_bytes(rows: Table) -> int:
 
 def describe(data: Dataset) -> str:
     """One line that says where the graph, the features and the labels are."""
-    parts = [f"graph {format_size(data.graph.num_bytes)} {_where_graph(data.graph)}"]
-    parts += [f"{name} {format_size(_all_bytes(rows))} {_where(rows)}" for name, rows in data.tables.items()]
+    parts = [f"graph {format_size(data.graph.num_bytes)} {_graph_location(data.graph)}"]
+    for name, rows in data.tables.items():
+        parts.append(f"{name} {format_size(_all_bytes(rows))} {_table_location(rows)}")
     if data.y is not None:
-        parts.append(f"labels {format_size(data.y.nbytes)} {_on(data.y)}")
+        parts.append(f"labels {format_size(data.y.nbytes)} {_tensor_location(data.y)}")
     return "; ".join(parts)
 
 
-def _on(tensor: Tensor) -> str:
+def _tensor_location(tensor: Tensor) -> str:
     return "on the host" if tensor.device.type == "cpu" else f"on {tensor.device}"
 
 
-def _where_graph(graph: Graph) -> str:
-    return f"pinned for {graph.device}" if graph.is_pinned else _on(graph.indices)
+def _graph_location(graph: Graph) -> str:
+    return f"pinned for {graph.device}" if graph.is_pinned else _tensor_location(graph.indices)
 
 
-def _where(rows: Table) -> str:
+def _table_location(rows: Table) -> str:
     if isinstance(rows, SparseTable):
-        return _on(rows.values)
+        return _tensor_location(rows.values)
     if not isinstance(rows, TieredTable):
         storage = rows.storage()
-        return "on the host" if storage is None else _on(storage)
+        return "on the host" if storage is None else _tensor_location(storage)
     if rows.num_hot == len(rows):
         return f"on {rows.device}"
     kind = "pinned" if rows.below.storage() is not None else "behind a cache on the host"

@@ -47,8 +47,8 @@ def random_split(data: Dataset, shares: Sequence[float] = (0.6, 0.2, 0.2), *, se
         >>> {name: ids.numel() for name, ids in data.splits.items()}
         {'train': 2, 'valid': 1, 'test': 1}
     """
-    ids, sentence = draw_split(data.labels, shares, seed)
-    return replace(data, splits=ids, alternatives=(), meta={**data.meta, "split": sentence})
+    splits, sentence = draw_split(data.labels, shares, seed)
+    return replace(data, splits=splits, alternatives=(), meta={**data.meta, "split": sentence})
 
 
 def draw_split(y: Tensor | None, shares: Sequence[float], seed: int = 0) -> tuple[dict[str, Tensor], str]:
@@ -58,24 +58,26 @@ def draw_split(y: Tensor | None, shares: Sequence[float], seed: int = 0) -> tupl
     """
     check_shares(shares)
     labelled = torch.empty(0, dtype=torch.int64) if y is None else _labelled_nodes(y)
-    count = labelled.numel()
-    if not count:
+    num_labelled = labelled.numel()
+    if not num_labelled:
         raise ValueError(
             "A split is drawn from labelled nodes, and there are none: convert with nodes=FILE that has a label column "
             "(columns.label=NAME if it is called otherwise), or in Python give y=."
         )
-    bounds = [round(share * count) for share in itertools.accumulate(shares, initial=0)]
+    bounds = [round(share * num_labelled) for share in itertools.accumulate(shares, initial=0)]
     if bounds[1] == 0:
         raise ValueError(
-            f"A share of {shares[0]:g} of {count} labelled nodes is no training node: give a larger first share, or "
-            "more labels."
+            f"A share of {shares[0]:g} of {num_labelled} labelled nodes is no training node: give a larger first "
+            "share, or more labels."
         )
 
     shuffled = labelled[torch.argsort(draw(derive_key(seed, PURPOSE), labelled, 0), stable=True)]
-    parts = zip(SPLITS, itertools.pairwise(bounds), strict=True)
-    ids = {name: shuffled[start:stop].sort().values for name, (start, stop) in parts if stop > start}
-    described = ", ".join(f"{share:g} {name}" for name, share in zip(SPLITS, shares, strict=True))
-    return ids, f"drawn at random with seed {seed} from {count} labelled nodes: {described}"
+    splits: dict[str, Tensor] = {}
+    for name, (start, stop) in zip(SPLITS, itertools.pairwise(bounds), strict=True):
+        if stop > start:
+            splits[name] = shuffled[start:stop].sort().values
+    shares_text = ", ".join(f"{share:g} {name}" for name, share in zip(SPLITS, shares, strict=True))
+    return splits, f"drawn at random with seed {seed} from {num_labelled} labelled nodes: {shares_text}"
 
 
 def _labelled_nodes(y: Tensor) -> Tensor:

@@ -90,20 +90,19 @@ def open_folder(folder: str | os.PathLike[str], *, split: int = 0) -> Dataset:
         )
     arrays = map_arrays(path, manifest)
     try:
-        dataset = _assemble(manifest, arrays)
+        dataset = _assemble(path, manifest, arrays)
     except (ValueError, KeyError) as error:
         reason = f"the array {error} is missing" if isinstance(error, KeyError) else error
         raise ValueError(f"The arrays of {path} do not fit together ({reason}): {ADVICE}.") from error
-    dataset.folder = path
     return dataset.with_split(split)
 
 
 def map_arrays(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
     """All arrays of a folder, mapped."""
-    return {name: _map(folder, name, entry) for name, entry in manifest.arrays.items()}
+    return {name: _map_array(folder, name, entry) for name, entry in manifest.arrays.items()}
 
 
-def _map(folder: Path, name: str, entry: ArrayEntry) -> Tensor:
+def _map_array(folder: Path, name: str, entry: ArrayEntry) -> Tensor:
     """One array, after its size and its header have been compared with the manifest."""
     path = folder / entry.file
     dtype = DTYPES[entry.dtype]
@@ -116,8 +115,8 @@ def _map(folder: Path, name: str, entry: ArrayEntry) -> Tensor:
         if header != npy_header(dtype, entry.shape):
             raise ValueError(f"{path} is damaged (its header is not the manifest's): {ADVICE}.")
         # Labels and splits are small enough to be private copies, which users may change in place.
-        private = name == "y" or name.startswith("split.")
-        array = map_npy(path, dtype, entry.shape, copy_on_write=private)
+        is_private = name == "y" or name.startswith("split.")
+        array = map_npy(path, dtype, entry.shape, copy_on_write=is_private)
         remember(array, entry.checksum)
         return array
     except FileNotFoundError as error:
@@ -126,9 +125,9 @@ def _map(folder: Path, name: str, entry: ArrayEntry) -> Tensor:
         raise ValueError(f"{path} cannot be read ({error.strerror or error}): {ADVICE}.") from error
 
 
-def _assemble(manifest: Manifest, arrays: dict[str, Tensor]) -> Dataset:
+def _assemble(folder: Path, manifest: Manifest, arrays: dict[str, Tensor]) -> Dataset:
     """The dataset over mapped arrays; shapes that disagree are refused here, before any kernel sees them."""
-    edge = {n.removeprefix("edge."): a for n, a in arrays.items() if n.startswith("edge.")}
+    edge = {name.removeprefix("edge."): array for name, array in arrays.items() if name.startswith("edge.")}
     graph = Graph(arrays["indptr"], arrays["indices"], edge)
     if (graph.num_nodes, graph.num_edges) != (manifest.num_nodes, manifest.num_edges):
         raise ValueError(f"the graph has {graph.num_nodes} nodes and {graph.num_edges} edges")
@@ -143,37 +142,39 @@ def _assemble(manifest: Manifest, arrays: dict[str, Tensor]) -> Dataset:
         task=manifest.task,
         num_classes=manifest.num_classes,
         meta=manifest.meta,
+        folder=folder,
     )
 
 
 def splits_of(manifest: Manifest, arrays: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     """Every split of a folder, by number and name."""
     splits: list[dict[str, Tensor]] = [{} for _ in range(min(manifest.num_splits, len(arrays)))]
-    for name, ids in arrays.items():
-        if name.startswith("split."):
-            number, _, key = name.removeprefix("split.").partition(".")
-            if not number.isdecimal() or int(number) >= len(splits):
-                raise ValueError(f"there is no split {number}")
-            splits[int(number)][key] = ids
+    for array_name, ids in arrays.items():
+        if not array_name.startswith("split."):
+            continue
+        number, _, split_name = array_name.removeprefix("split.").partition(".")
+        if not number.isdecimal() or int(number) >= len(splits):
+            raise ValueError(f"there is no split {number}")
+        splits[int(number)][split_name] = ids
     return splits
 
 
 def tables_of(manifest: Manifest, arrays: dict[str, Tensor]) -> dict[str, Table]:
     """Every table of a folder, over its mapped arrays."""
-    return {name: _table(name, columns, arrays) for name, columns in manifest.tables.items()}
+    return {name: _open_table(name, num_columns, arrays) for name, num_columns in manifest.tables.items()}
 
 
-def _table(name: str, columns: int, arrays: dict[str, Tensor]) -> Table:
-    if columns < 0:
+def _open_table(name: str, num_columns: int, arrays: dict[str, Tensor]) -> Table:
+    if num_columns < 0:
         return TensorTable(arrays[f"table.{name}"], read_only=True)
-    indptr, ids, values = (arrays[f"table.{name}.{part}"] for part in SPARSE)
-    if ids.dtype not in (torch.int32, torch.int64) or indptr.dtype != torch.int64:
+    indptr, columns, values = (arrays[f"table.{name}.{part}"] for part in SPARSE)
+    if columns.dtype not in (torch.int32, torch.int64) or indptr.dtype != torch.int64:
         raise ValueError(f"sparse table {name!r} has arrays of the wrong type")
-    if indptr.dim() != 1 or ids.dim() != 1 or values.shape != ids.shape:
+    if indptr.dim() != 1 or columns.dim() != 1 or values.shape != columns.shape:
         raise ValueError(f"sparse table {name!r} has arrays of different sizes")
-    if indptr.numel() < 1 or int(indptr[0]) != 0 or int(indptr[-1]) != ids.numel():
-        raise ValueError(f"sparse table {name!r} has {ids.numel()} entries, its indptr says otherwise")
-    return SparseTable(indptr, ids, values, columns)
+    if indptr.numel() < 1 or int(indptr[0]) != 0 or int(indptr[-1]) != columns.numel():
+        raise ValueError(f"sparse table {name!r} has {columns.numel()} entries, its indptr says otherwise")
+    return SparseTable(indptr=indptr, columns=columns, values=values, num_columns=num_columns)
 
 
 def verify(folder: str | os.PathLike[str]) -> list[str]:
@@ -195,21 +196,21 @@ def verify(folder: str | os.PathLike[str]) -> list[str]:
     """
     path = existing(Path(folder).expanduser())
     dataset = open_folder(path)
-    done = check_sums(path, read_manifest(path))
-    return done + check_dataset(dataset, lambda array: str(path / f"{array}.npy"))
+    checked = check_sums(path, read_manifest(path))
+    return checked + check_dataset(dataset, lambda array: str(path / f"{array}.npy"))
 
 
 def check_sums(path: Path, manifest: Manifest) -> list[str]:
     """Read every byte of a folder whose arrays could be mapped. Returns what was checked."""
-    total = sum(entry.num_bytes for entry in manifest.arrays.values())
-    with progress("checking sums", total, "B", enabled=total > SHOWN_BYTES) as bar:
+    total_bytes = sum(entry.num_bytes for entry in manifest.arrays.values())
+    with progress("checking sums", total_bytes, "B", enabled=total_bytes > SHOWN_BYTES) as bar:
         for entry in manifest.arrays.values():
             crc = 0
             with (path / entry.file).open("rb") as file:
                 file.seek(HEADER_BYTES)
-                while piece := file.read(BYTES_AT_ONCE):
-                    crc = zlib.crc32(piece, crc)
-                    bar.advance(len(piece))
+                while chunk := file.read(BYTES_AT_ONCE):
+                    crc = zlib.crc32(chunk, crc)
+                    bar.advance(len(chunk))
             if checksum_text(crc) != entry.checksum:
                 raise ValueError(f"{path / entry.file} is damaged (its checksum does not match): {ADVICE}.")
     count = len(manifest.arrays)

@@ -24,7 +24,7 @@ from hopline.data.manifest import ArrayEntry, Manifest
 from hopline.data.paths import backup_of
 from hopline.util.files import sync_folder
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _HOST = re.sub(r"[^A-Za-z0-9]", "_", platform.node()) or "host"
 
 
@@ -34,7 +34,7 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in _DISK_FULL:
             text = f"The disk is full: free some space for {folder}, or write to a folder on another disk."
         else:
             reason = (error.strerror or str(error)).lower()
@@ -97,7 +97,8 @@ class FolderWriter:
             shutil.rmtree(self.temporary / "scratch", ignore_errors=True)
             for array in self._arrays.values():
                 array.close()
-            manifest = Manifest(arrays={name: _entry(a) for name, a in self._arrays.items()}, **fields)
+            entries = {name: _manifest_entry(array) for name, array in self._arrays.items()}
+            manifest = Manifest(arrays=entries, **fields)
             with (self.temporary / manifests.FILE).open("w") as file:
                 file.write(manifests.to_json(manifest))
                 file.flush()
@@ -106,7 +107,7 @@ class FolderWriter:
             _swap(self.temporary, self.folder)
 
 
-def _entry(array: ArrayWriter) -> ArrayEntry:
+def _manifest_entry(array: ArrayWriter) -> ArrayEntry:
     return ArrayEntry(
         file=array.path.name,
         dtype=dtype_name(array.dtype),

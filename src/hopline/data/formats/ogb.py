@@ -41,16 +41,16 @@ def from_ogb_folder(path: str | os.PathLike[str], **arguments: Any) -> Dataset:
         raise ValueError(f"{root} is not an OGB folder: it needs raw/edge.csv.gz or raw/data.npz, and split/.")
     if arguments.get("symmetrize") is None:
         arguments = {**arguments, "symmetrize": _is_stored_once(root)}
-    given: dict[str, Any] = {
+    from_root: dict[str, Any] = {
         "name": default_name(arguments.get("folder"), root.name.replace("_", "-")),
-        "splits": _splits(root / "split"),
+        "splits": _read_splits(root / "split"),
         "meta": {"origin": f"OGB folder {root.name}"},
     }
     if (root / "raw" / "data.npz").is_file():
-        with _binary(root / "raw", mapped="folder" in arguments) as (edges, found):
-            return from_edges(edges, **merge(given | found, arguments))
-    edges, found = _csv(root / "raw")
-    return from_edges(edges, **merge(given | found, arguments))
+        with _unpack_binary(root / "raw", mapped="folder" in arguments) as (edges, from_raw):
+            return from_edges(edges, **merge(from_root | from_raw, arguments))
+    edges, from_raw = _read_csv_files(root / "raw")
+    return from_edges(edges, **merge(from_root | from_raw, arguments))
 
 
 def _is_stored_once(root: Path) -> bool:
@@ -64,15 +64,17 @@ def _is_stored_once(root: Path) -> bool:
     return STORED_ONCE[name]
 
 
-def _splits(folder: Path) -> dict[str, np.ndarray]:
-    kinds = sorted(p for p in folder.iterdir() if p.is_dir() and (p / "train.csv.gz").is_file())
-    if len(kinds) != 1:
-        raise ValueError(f"{folder} must hold one split folder with train.csv.gz, not {len(kinds)}: keep one.")
-    names = ("train", "valid", "test")
-    return {name: _matrix(kinds[0] / f"{name}.csv.gz")[:, 0].astype(np.int64) for name in names}
+def _read_splits(folder: Path) -> dict[str, np.ndarray]:
+    split_folders = sorted(path for path in folder.iterdir() if path.is_dir() and (path / "train.csv.gz").is_file())
+    if len(split_folders) != 1:
+        raise ValueError(f"{folder} must hold one split folder with train.csv.gz, not {len(split_folders)}: keep one.")
+    splits = {}
+    for name in ("train", "valid", "test"):
+        splits[name] = _read_matrix(split_folders[0] / f"{name}.csv.gz")[:, 0].astype(np.int64)
+    return splits
 
 
-def _matrix(path: Path) -> np.ndarray:
+def _read_matrix(path: Path) -> np.ndarray:
     """A whole CSV file without header: [rows, columns]."""
     chunks = [np.column_stack(list(chunk.values())) for chunk in read_csv(path, header=())]
     if not chunks:
@@ -94,49 +96,52 @@ class _EdgeFile:
             yield np.stack([chunk["src"], chunk["dst"]])
 
 
-def _csv(raw: Path) -> tuple[Any, dict[str, Any]]:
+def _read_csv_files(raw: Path) -> tuple[Any, dict[str, Any]]:
     """(edges, arguments for `from_edges`) of the CSV layout."""
     edges: Any = _EdgeFile(raw / "edge.csv.gz")
-    found: dict[str, Any] = {"num_nodes": int(_matrix(raw / "num-node-list.csv.gz").sum())}
+    arguments: dict[str, Any] = {"num_nodes": int(_read_matrix(raw / "num-node-list.csv.gz").sum())}
     if (raw / "node-feat.csv.gz").is_file():
-        found["x"] = _matrix(raw / "node-feat.csv.gz").astype(np.float32)
+        arguments["x"] = _read_matrix(raw / "node-feat.csv.gz").astype(np.float32)
     if (raw / "node-label.csv.gz").is_file():
-        found["y"] = _matrix(raw / "node-label.csv.gz")
+        arguments["y"] = _read_matrix(raw / "node-label.csv.gz")
     if (raw / "edge-feat.csv.gz").is_file():
         # Two files are read side by side only here, for a graph (proteins) that fits.
-        found["edge"] = {"attr": _matrix(raw / "edge-feat.csv.gz")}
+        arguments["edge"] = {"attr": _read_matrix(raw / "edge-feat.csv.gz")}
         edges = np.concatenate(list(edges), axis=1)
-    extra = {p.name.removesuffix(".csv.gz"): p for p in sorted(raw.glob("node_*.csv.gz"))}
-    found["tables"] = {name: _matrix(path)[:, 0] for name, path in extra.items()}
-    return edges, found
+    tables = {}
+    for path in sorted(raw.glob("node_*.csv.gz")):
+        tables[path.name.removesuffix(".csv.gz")] = _read_matrix(path)[:, 0]
+    arguments["tables"] = tables
+    return edges, arguments
 
 
 @contextmanager
-def _binary(raw: Path, mapped: bool) -> Iterator[tuple[Any, dict[str, Any]]]:
+def _unpack_binary(raw: Path, mapped: bool) -> Iterator[tuple[Any, dict[str, Any]]]:
     """(edges, arguments for `from_edges`) of the binary layout; large members are unpacked and mapped."""
     with tempfile.TemporaryDirectory(dir=raw if mapped else None, prefix=".unpacked-") as scratch:
         file = raw / "data.npz"
         try:
             with zipfile.ZipFile(file) as archive:
-                files = {Path(n).stem: _unpack(archive, n, Path(scratch)) for n in archive.namelist()}
+                files = {Path(member).stem: _unpack(archive, member, Path(scratch)) for member in archive.namelist()}
             arrays = {
                 name: np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
                 for name, path in files.items()
                 if name != "edge_index"
             }
-            edges, num_nodes = files["edge_index"], int(np.asarray(arrays["num_nodes_list"]).sum())
-            found: dict[str, Any] = {"num_nodes": num_nodes, "x": arrays.get("node_feat")}
+            edges = files["edge_index"]
+            num_nodes = int(np.asarray(arrays["num_nodes_list"]).sum())
             file = raw / "node-label.npz"
-            with np.load(file, allow_pickle=False) as labels:
-                found["y"] = labels["node_label"]
+            with np.load(file, allow_pickle=False) as label_arrays:
+                labels = label_arrays["node_label"]
         except DAMAGED as error:
             raise ValueError(f"{file} cannot be unpacked ({error}): download it again.") from error
-        found["tables"] = {
+
+        tables = {
             name: np.asarray(array).reshape(num_nodes)
             for name, array in arrays.items()
             if name.startswith("node_") and name != "node_feat" and array.size == num_nodes
         }
-        yield edges, found
+        yield edges, {"num_nodes": num_nodes, "x": arrays.get("node_feat"), "y": labels, "tables": tables}
 
 
 def _unpack(archive: zipfile.ZipFile, member: str, folder: Path) -> Path:
