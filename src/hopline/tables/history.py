@@ -75,12 +75,14 @@ def report_ages(ages: Tensor) -> None:
 
     ages: [n] int64 on the host, in steps; -1 for a row that was never written.
     """
-    known = ages[ages >= 0]
+    written_ages = ages[ages >= 0]
     trace.count("history.rows", ages.numel())
-    trace.count("history.never_written", ages.numel() - known.numel())
-    trace.count("history.age_sum", float(known.sum()))
-    counts = torch.bincount(torch.bucketize(known, torch.tensor(AGES)), minlength=len(AGES) + 1)
-    for name, count in zip([*(f"to_{high}" for high in AGES), "older"], counts.tolist(), strict=True):
+    trace.count("history.never_written", ages.numel() - written_ages.numel())
+    trace.count("history.age_sum", float(written_ages.sum()))
+    bins = torch.bucketize(written_ages, torch.tensor(AGES))
+    counts = torch.bincount(bins, minlength=len(AGES) + 1)
+    bin_names = [*(f"to_{age}" for age in AGES), "older"]
+    for name, count in zip(bin_names, counts.tolist(), strict=True):
         trace.count(f"history.age.{name}", count)
 
 
@@ -126,7 +128,8 @@ class Histories(LayerTables, RowReader):
         pulled = self.mover.pull(tables, positions)
         # Tables on the device are not pulled: the batch reads them itself, at the same positions after every layer.
         # So the positions are copied to the device once.
-        device_positions = self.mover.to_device(positions) if len(pulled) < len(tables) else positions
+        has_device_tables = len(pulled) < len(tables)
+        device_positions = self.mover.to_device(positions) if has_device_tables else positions
         return PrefetchedRows(self, positions, device_positions, pulled)
 
     def in_place(self, l: int, device: torch.device, dtype: torch.dtype) -> TensorTable | None:
@@ -155,8 +158,8 @@ class Histories(LayerTables, RowReader):
 
     def stamp(self, row_ranges: Sequence[slice], step: int) -> None:
         """Note that a step wrote these row ranges."""
-        for slab in row_ranges:
-            self.written[slab] = step
+        for row_range in row_ranges:
+            self.written[row_range] = step
 
     @property
     def num_bytes(self) -> int:
@@ -177,7 +180,8 @@ class Histories(LayerTables, RowReader):
         for l, rows in state["tables"].items():
             self.dtype = self.dtype or rows.dtype
             self.table(int(l), rows).copy_(rows)
-        self.written, self.step = state["written"].clone(), state["step"]
+        self.written = state["written"].clone()
+        self.step = state["step"]
 
 
 class PrefetchedRows(RowReader):

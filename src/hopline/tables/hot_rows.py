@@ -38,11 +38,11 @@ def hottest(score: Tensor, count: int) -> Tensor:
         return score.argsort(descending=True, stable=True)[:count]
     # No sort of all scores: only the chosen ones are sorted. topk gives nothing but the lowest chosen score, because
     # which of several equal scores it takes is not defined.
-    least = score.topk(count, sorted=False).values.min()
-    above = (score > least).nonzero().view(-1)
-    level = (score == least).nonzero().view(-1)[: count - above.numel()]
-    chosen = torch.cat([above, level])
-    return chosen[score[chosen].argsort(descending=True, stable=True)]
+    threshold = score.topk(count, sorted=False).values.min()
+    above = (score > threshold).nonzero().view(-1)
+    equal = (score == threshold).nonzero().view(-1)[: count - above.numel()]
+    indices = torch.cat([above, equal])
+    return indices[score[indices].argsort(descending=True, stable=True)]
 
 
 def access_probability(
@@ -67,7 +67,8 @@ def access_probability(
     degrees = graph.in_degrees().to(device).clamp(min=1).float()
     seeds = torch.zeros(graph.num_nodes, device=device)
     seeds[train_ids.to(device)] = min(1.0, batch_size / max(1, train_ids.numel()))
-    reached, joined = seeds, [seeds]
+    reached = seeds
+    joined = [seeds]
     # Logarithms are added as integers, so that the sum does not depend on its order. It cannot overflow: a sum
     # has at most num_edges terms of at most LARGEST_TERM * scale, which together stay below 2**63.
     scale = 2.0 ** (58 - graph.num_edges.bit_length())

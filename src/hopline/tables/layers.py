@@ -26,7 +26,9 @@ At = Tensor | Sequence[slice]
 
 def as_positions(at: At) -> Tensor:
     """[n] int64: the positions as a tensor."""
-    return at if isinstance(at, Tensor) else torch.cat([torch.arange(slab.start, slab.stop) for slab in at])
+    if isinstance(at, Tensor):
+        return at
+    return torch.cat([torch.arange(row_range.start, row_range.stop) for row_range in at])
 
 
 class RowSource(Protocol):
@@ -58,7 +60,10 @@ class LayerTables:
     def __init__(
         self, num_rows: int, allocator: Allocator | None = None, *, name: str = "h", dtype: torch.dtype | None = None
     ) -> None:
-        self.num_rows, self.allocator, self.name, self.dtype = num_rows, allocator or DeviceMemory(), name, dtype
+        self.num_rows = num_rows
+        self.allocator = allocator or DeviceMemory()
+        self.name = name
+        self.dtype = dtype
         self.tables: dict[int, Tensor] = {}
         """The tables by layer, each [num_rows, *row_shape]."""
 
@@ -78,7 +83,8 @@ class LayerTables:
     def in_place(self, l: int, device: torch.device, dtype: torch.dtype) -> TensorTable | None:
         """The table of layer `l` if a conv on `device` may read rows of `dtype` straight from it, else None."""
         table = self.tables[l]
-        return TensorTable(table) if (table.device, table.dtype) == (device, dtype) else None
+        can_read = table.device == device and table.dtype == dtype
+        return TensorTable(table) if can_read else None
 
     def rows(self, l: int, positions: Tensor) -> Tensor:
         """Copies of the rows at `positions` [n] after layer `l`, in the place and dtype in which they are stored."""
@@ -93,10 +99,11 @@ class LayerTables:
         if isinstance(at, Tensor):
             self._write_at(l, at, rows)
             return
-        table, start = self.table(l, rows), 0
-        for slab in at:
-            count = slab.stop - slab.start
-            table[slab].copy_(rows[start : start + count])
+        table = self.table(l, rows)
+        start = 0
+        for row_range in at:
+            count = row_range.stop - row_range.start
+            table[row_range].copy_(rows[start : start + count])
             start += count
 
     def _write_at(self, l: int, positions: Tensor, rows: Tensor) -> None:

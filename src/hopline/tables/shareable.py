@@ -33,22 +33,22 @@ class Shareable:
         """Handles of the attributes `names`, which are tensors. From now on the table uses the shared memory too."""
         # A tensor is shared once, however often the table is sent. If the attribute was replaced since, it is shared
         # again.
-        sent: dict[str, SharedArray] = self.__dict__.setdefault("_sent", {})
+        shared_arrays: dict[str, SharedArray] = self.__dict__.setdefault("_shared_arrays", {})
         for name in names:
             tensor = getattr(self, name)
-            if name not in sent or sent[name].tensor is not tensor:
-                sent[name] = share(tensor)
-                setattr(self, name, sent[name].tensor)
-        return {name: sent[name] for name in names}
+            if name not in shared_arrays or shared_arrays[name].tensor is not tensor:
+                shared_arrays[name] = share(tensor)
+                setattr(self, name, shared_arrays[name].tensor)
+        return {name: shared_arrays[name] for name in names}
 
     @classmethod
-    def from_shared(cls, arrays: Mapping[str, SharedArray], others: Mapping[str, Any]) -> Self:
-        """A table with the tensors behind these handles. others: its other attributes, by name."""
+    def from_shared(cls, arrays: Mapping[str, SharedArray], attributes: Mapping[str, Any]) -> Self:
+        """A table with the tensors behind these handles. attributes: its other attributes, by name."""
         table = cls.__new__(cls)
-        table._receive(arrays, others)
+        table._receive(arrays, attributes)
         return table
 
-    def _receive(self, arrays: Mapping[str, SharedArray], others: Mapping[str, Any]) -> None:
+    def _receive(self, arrays: Mapping[str, SharedArray], attributes: Mapping[str, Any]) -> None:
         """Set the attributes of a table that `from_shared` opens."""
         tensors = {name: array.tensor for name, array in arrays.items()}
-        self.__dict__.update(others, **tensors, _sent=dict(arrays))
+        self.__dict__.update(attributes, **tensors, _shared_arrays=dict(arrays))
