@@ -1,4 +1,7 @@
-"""Settings of the built-in graphs: plain data, so that listing them needs no torch."""
+"""Settings of the built-in graphs. `synthetic` generates them.
+
+They are plain data, so listing them needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -10,32 +13,36 @@ from hopline.util.config import nearest, settings
 
 @settings
 class PlantedPartition:
-    """A graph whose classes are communities: neighbours tell a node's class, its own features hardly do."""
+    """A random graph whose classes are communities.
+
+    The neighbours of a node say much about its class, its own features say little.
+    """
 
     num_nodes: int = 60_000
     """Number of nodes."""
     num_edges: int = 1_200_000
-    """Number of directed edges, met exactly."""
+    """Number of directed edges. The graph has exactly this number."""
     num_classes: int = 16
     """Number of communities, of equal size."""
     num_features: int = 64
     """Width of the features."""
     num_train: int | None = None
-    """Training nodes; None takes a third."""
+    """Training nodes. Default: a third of the nodes."""
     num_valid: int | None = None
-    """Validation nodes; None takes a twelfth."""
+    """Validation nodes. Default: a twelfth of the nodes."""
     num_test: int | None = None
-    """Test nodes; None takes all that are left."""
+    """Test nodes, at most all that are left. Default: all that are left."""
     homophily: float = 0.5
-    """Share of a node's in-edges that come from its own community (others may, too)."""
+    """Share of in-edges whose source is drawn from the own community. Other sources may lie in it by
+    chance."""
     signal: float = 1.0
-    """Length of a class's mean feature vector; the noise has deviation 1 in every direction."""
+    """Length of a class's mean feature vector. The noise has standard deviation 1 in every column."""
     symmetric: bool = False
-    """Store every edge in both directions; num_edges counts both and must be even."""
+    """Store every edge in both directions. num_edges counts both, and must be even."""
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     """Element type of the features."""
     seed: int = 0
-    """Everything is drawn from it."""
+    """Seed of all draws."""
 
     def __post_init__(self) -> None:
         if self.num_classes < 1 or self.num_nodes < 2 * self.num_classes:
@@ -59,7 +66,7 @@ class PlantedPartition:
         return num_train, num_valid, num_test
 
     def scaled(self, scale: float) -> PlantedPartition:
-        """The same kind of graph with all counts of nodes and edges multiplied and rounded."""
+        """Settings with all numbers of nodes and edges multiplied by `scale` and rounded."""
         if not scale > 0:
             raise ValueError(f"scale is {scale}: give a positive factor.")
         counts: dict[str, Any] = {}
@@ -67,7 +74,7 @@ class PlantedPartition:
             count = getattr(self, name)
             counts[name] = None if count is None else round(count * scale)
         if self.symmetric:
-            counts["num_edges"] += counts["num_edges"] % 2
+            counts["num_edges"] += counts["num_edges"] % 2  # must be even
         return replace(self, **counts)
 
 
@@ -100,7 +107,7 @@ BUILT_IN: dict[str, tuple[PlantedPartition, str]] = {
         "the sizes of ogbn-papers100M with both directions",
     ),
 }
-"""Settings and a description of each built-in graph."""
+"""Settings and a description of each built-in graph, by name."""
 
 
 def built_in(name: str, options: dict[str, Any]) -> PlantedPartition:

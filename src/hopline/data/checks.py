@@ -1,4 +1,15 @@
-"""What the numbers of a dataset must satisfy, looked at in pieces, so that large arrays stay on disk."""
+"""Conditions that the numbers of a dataset must meet.
+
+    indptr          runs from 0 to the number of edges and never decreases
+    indices         lie in 0 .. num_nodes - 1
+    floats          are finite: edge arrays and tables
+    labels          are classes, or -1 for none; 0 or 1 in the multi-label task
+    splits          are sorted, distinct and labelled
+
+Arrays are checked a chunk at a time, so that a mapped array larger than memory can be checked. A check
+raises a `ValueError` that names the array, the position and the value. `check_dataset` and `check_nodes`
+run all of them; `check_training` is a cheaper one that a `Trainer` runs on its splits.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +29,27 @@ if TYPE_CHECKING:
     Nodes = Dataset | NodeData
 
 ELEMENTS_AT_ONCE = 1 << 22
-"""Elements looked at in one go."""
+"""Elements of an array that are checked at once, which limits temporary memory. A rule of thumb."""
 SHOWN_BYTES = 1 << 28
-"""Smaller work is over before a progress bar could be read."""
+"""Least number of bytes for which a progress bar is shown. Fewer are checked before it could be read."""
 CHECKED_SPLITS = ("train", "valid", "test")
 """Splits whose nodes must have labels; a split under another name may be for prediction alone."""
 REGRESSION = (
     "for real-valued targets leave out y, and give the Trainer train_step= and test_step= with a loss over "
     "targets[batch.seeds] and targets[ids]"
 )
-"""What to do with labels that are no classes."""
+"""Advice for labels that are not classes, at the end of error messages."""
 
 
 def _chunks(array: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(first row, rows) over the array, about PIECE_ELEMENTS elements at a time."""
+    """(first row, rows) of consecutive chunks of an array, each of about `ELEMENTS_AT_ONCE` elements."""
     num_rows = max(1, ELEMENTS_AT_ONCE // max(1, array[:1].numel()))
     for start in range(0, array.size(0), num_rows):
         yield start, array[start : start + num_rows]
 
 
 def check_indptr(indptr: Tensor, num_entries: int, where: str) -> None:
-    """A CSR row pointer runs from 0 to the number of entries and never decreases."""
+    """Check that a CSR row pointer runs from 0 to the number of entries and never decreases."""
     first = int(indptr[0])
     last = int(indptr[-1])
     if first != 0 or last != num_entries:
@@ -52,7 +63,7 @@ def check_indptr(indptr: Tensor, num_entries: int, where: str) -> None:
 
 
 def check_ids(ids: Tensor, limit: int, where: str, what: str = "nodes") -> None:
-    """All ids lie in 0 .. limit - 1."""
+    """Check that all ids lie in 0 .. limit - 1. what: what ids number, for the error message."""
     for start, chunk in _chunks(ids):
         low, high = (int(bound) for bound in chunk.aminmax())
         if low < 0 or high >= limit:
@@ -64,7 +75,7 @@ def check_ids(ids: Tensor, limit: int, where: str, what: str = "nodes") -> None:
 
 
 def check_finite(values: Tensor, where: str) -> None:
-    """No NaN and no infinity."""
+    """Check that no number is NaN or infinite."""
     if not values.dtype.is_floating_point:
         return
     for start, chunk in _chunks(values):
@@ -80,7 +91,7 @@ def check_finite(values: Tensor, where: str) -> None:
 
 
 def check_labels(y: Tensor, task: str, num_classes: int, where: str) -> None:
-    """Labels are classes, or -1 for none; in the multi-label task they are 0 or 1."""
+    """Check that labels are classes, or -1 for none. In the multi-label task they must be 0 or 1."""
     for start, chunk in _chunks(y):
         if task == "multi":
             is_wrong = (chunk != 0) & (chunk != 1)
@@ -100,7 +111,7 @@ def check_labels(y: Tensor, task: str, num_classes: int, where: str) -> None:
 
 
 def check_split(ids: Tensor, num_nodes: int, y: Tensor | None, name: str, where: str) -> None:
-    """A split is a sorted list of distinct nodes, all of them labelled."""
+    """Check that a split is a sorted list of distinct nodes. Nodes of `CHECKED_SPLITS` must have a label."""
     check_ids(ids, num_nodes, where)
     repeated = (ids[1:] <= ids[:-1]).nonzero()
     if repeated.numel():
@@ -116,7 +127,10 @@ def check_split(ids: Tensor, num_nodes: int, y: Tensor | None, name: str, where:
 
 
 def check_table(name: str, table: Table, where: Callable[[str], str]) -> None:
-    """Feature values are finite; a sparse table's structure is that of a CSR matrix."""
+    """Check that the values of a table are finite, and that a sparse table is a CSR matrix.
+
+    A dense table without one tensor of its rows is not checked.
+    """
     if isinstance(table, SparseTable):
         check_indptr(table.indptr, table.columns.numel(), where(f"table.{name}.indptr"))
         check_ids(table.columns, table.num_columns, where(f"table.{name}.columns"), "columns")
@@ -128,13 +142,16 @@ def check_table(name: str, table: Table, where: Callable[[str], str]) -> None:
 
 
 def check_nodes(nodes: Nodes, where: Callable[[str], str]) -> list[str]:
-    """Check tables, labels and splits; `where` turns an array's name into what an error calls it."""
+    """Check tables, labels and splits. Returns a sentence per check.
+
+    where: Turns the name of an array into the words by which an error message calls it.
+    """
     table_bytes = sum(table.num_bytes for table in nodes.tables.values())
     return _run_checks(_node_checks(nodes, where), table_bytes)
 
 
 def check_dataset(dataset: Dataset, where: Callable[[str], str]) -> list[str]:
-    """Check every array of a dataset. Returns what was checked."""
+    """Check every array of a dataset. Returns a sentence per check. where: as in `check_nodes`."""
     graph = dataset.graph
     checks: dict[str, Callable[[], None]] = {
         "indptr runs over the edges": lambda: check_indptr(graph.indptr, graph.num_edges, where("indptr")),
@@ -146,6 +163,7 @@ def check_dataset(dataset: Dataset, where: Callable[[str], str]) -> list[str]:
 
 
 def _node_checks(nodes: Nodes, where: Callable[[str], str]) -> dict[str, Callable[[], None]]:
+    """The checks of tables, labels and splits, by the sentence that says what each one shows."""
     checks: dict[str, Callable[[], None]] = {}
     for name, table in nodes.tables.items():
         checks[f"table {name} is finite"] = partial(check_table, name, table, where)
@@ -160,6 +178,7 @@ def _node_checks(nodes: Nodes, where: Callable[[str], str]) -> dict[str, Callabl
 
 
 def _run_checks(checks: dict[str, Callable[[], None]], num_bytes: int) -> list[str]:
+    """Run all checks, with a progress bar if there are many bytes to read. Returns the sentences."""
     with progress("checking contents", len(checks), "arrays", enabled=num_bytes > SHOWN_BYTES) as bar:
         for check in checks.values():
             check()
@@ -168,7 +187,7 @@ def _run_checks(checks: dict[str, Callable[[], None]], num_bytes: int) -> list[s
 
 
 def _check_distinct(ids: Tensor) -> None:
-    """Methods that train by parts take each node once, so none may be there twice."""
+    """Check that no training node occurs twice: methods that train by parts use each node once."""
     ordered = ids.sort().values
     is_repeated = ordered[1:] == ordered[:-1]
     repeated = ordered[1:][is_repeated]
@@ -180,7 +199,10 @@ def _check_distinct(ids: Tensor) -> None:
 
 
 def check_training(data: Dataset, splits: Iterable[str]) -> None:
-    """A node or a label that does not exist is named before training begins."""
+    """Check the nodes of these splits and their labels before training begins.
+
+    A training node may occur once. Labels of other nodes are not read.
+    """
     for name in splits:
         ids = data.splits.get(name)
         if ids is None or not ids.numel():

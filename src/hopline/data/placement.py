@@ -1,4 +1,13 @@
-"""Where a dataset lies while a GPU trains on it: on the device, pinned on the host and read from there, or neither."""
+"""`place`: puts a dataset on the device, in pinned host memory or on the host, by the free device memory.
+
+    DataBytes.of     how large graph, features and labels are
+    make_layout      decides what goes where, within `SHARE` of the free device memory
+    carry_out        copies and pins
+
+Graph first, then labels, then features: the graph is read more often than any row. Features that do not fit
+are pinned, and the GPU reads them by zero-copy. Copies of the rows that batches read most fill the device
+memory that is left (`tables.TieredTable`).
+"""
 
 from __future__ import annotations
 
@@ -20,11 +29,14 @@ from hopline.tables.build import check_cuda, table
 from hopline.util.config import format_size, parse_size
 
 SHARE = 0.8
-"""The part of the free device memory that data may take; the rest is for the model and its batches."""
+"""Share of the free device memory that data may take. The rest is for model and batches. A rule of thumb."""
 HOST_SHARE = 0.7
-"""The part of the free host memory that rows of a file may take."""
+"""Share of the free host memory that copies of rows may take. A rule of thumb."""
 MAIN = "x"
-"""The table that models read, whose place is planned; others go to the device where there is room left."""
+"""The table that models read, whose place is planned.
+
+Other tables go to the device if there is memory left.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,17 +44,21 @@ class DataBytes:
     """Bytes of the parts of a dataset."""
 
     graph: int
+    """Bytes of the whole graph, `indptr` included."""
     indptr: int
-    """The part of the graph that is on the device also where its edges are pinned."""
+    """Bytes of `indptr`, which is on the device even if the edges are pinned."""
     features: int
+    """Bytes of all rows of the table "x"."""
     hot_slots: int
-    """What the device keeps beside cached rows: where each row is."""
+    """Bytes of the slots of cached rows: an int32 per node on the device, if there is a cache."""
     labels: int
+    """Bytes of the labels."""
     can_cache: bool = True
-    """Whether rows can be cached one by one; those of a sparse table cannot."""
+    """Whether rows of "x" can be cached one by one. Those of a sparse table cannot."""
 
     @classmethod
     def of(cls, data: Dataset) -> DataBytes:
+        """The sizes of a dataset, whatever place its arrays are in."""
         x = data.tables.get(MAIN)
         return cls(
             graph=data.graph.num_bytes,
@@ -56,20 +72,25 @@ class DataBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A placement with every "auto" replaced."""
+    """Where the parts of a dataset lie: a `Placement` with every "auto" decided."""
 
     graph: Literal["device", "pinned", "host"]
+    """Place of the edges. With "pinned", `indptr` is on the device."""
     features: Literal["device", "pinned", "host"]
+    """Place of the table "x"."""
     cache: int
-    """Bytes of pinned features that are cached on the device."""
+    """Bytes of pinned rows that are copied to the device."""
     labels: bool
     """Whether the labels are on the device."""
     spare_bytes: int
-    """Bytes that are left for other tables."""
+    """Bytes of device memory that other tables may take."""
 
 
 def make_layout(sizes: DataBytes, device_free_bytes: int, placement: Placement) -> Layout:
-    """What goes where on a device with `free` bytes: the graph first, which is read more often than any row."""
+    """Decide where graph, labels and features lie, on a device with `device_free_bytes` free.
+
+    A part that the user has placed on the device may exceed `SHARE`, but not the free memory.
+    """
     spare_bytes = int(SHARE * device_free_bytes)
 
     graph = placement.graph
@@ -106,6 +127,7 @@ def make_layout(sizes: DataBytes, device_free_bytes: int, placement: Placement) 
 
 
 def _check_fits(setting: str, needed_bytes: int, device_free_bytes: int, *, advice: str) -> None:
+    """Refuse a setting that needs more device memory than is free."""
     if needed_bytes > device_free_bytes:
         raise ValueError(
             f"{setting} needs {format_size(needed_bytes)} on the device, which has {format_size(device_free_bytes)} "
@@ -122,9 +144,10 @@ def place(
     train_ids: Tensor | None = None,
     batch_size: int = 1024,
 ) -> Dataset:
-    """The same dataset, lying where the placement says; on the CPU, the dataset itself. `describe` tells what is where.
+    """A dataset whose arrays lie where the placement says. For the CPU it is the dataset itself.
 
-    fanouts, train_ids, batch_size: how it will be sampled, from which follows which rows are worth a cache.
+    fanouts, train_ids, batch_size: How batches will be sampled, by which the rows to cache are chosen.
+        Default of `train_ids`: the training split.
     """
     target = torch.device(device)
     if target.type != "cuda":
@@ -144,12 +167,15 @@ def carry_out(
     train_ids: Tensor | None = None,
     batch_size: int = 1024,
 ) -> Dataset:
-    """The dataset as the layout has it."""
+    """A dataset whose arrays lie where `layout` says. Arrays that need not move are shared with `data`.
+
+    fanouts, train_ids, batch_size: as in `place`.
+    """
     graph = data.graph
     if layout.graph != "host":
         graph = graph.to(device) if layout.graph == "device" else graph.pinned(device, copy=True)
-    # Of the three orders that `table` knows, "access" had the best hit rates (docs/gpu.md). It follows from how the
-    # graph is sampled.
+    # Of the three orders of `table`, "access" had the best hit rates (docs/gpu.md). It must know how
+    # batches are sampled.
     order = "degree" if fanouts is None or train_ids is None else "access"
 
     tables = dict(data.tables)
@@ -179,15 +205,20 @@ def carry_out(
 
 
 def _copy_to_device(rows: Table, device: torch.device) -> Table:
+    """A table with all rows on the device."""
     if isinstance(rows, SparseTable):
         return rows.to(device)
     copy = table(rows, device_cache="all", device=device)
-    copy.tiers()  # now, and not in the first step
+    copy.tiers()  # copies the rows now, not in the first step
     return copy
 
 
 def _host_cache(x: Table, device: torch.device) -> str | int | None:
-    """How rows come to lie in memory that the device reads: as they are, copied, or as many as there is room for."""
+    """`host_cache` of `table`: how rows get into host memory that the device can read.
+
+    None if they can stay: on a CPU, or if their memory could be pinned. "all" copies all rows into memory.
+    If they do not fit into `HOST_SHARE` of the free memory, it is the bytes of a cache.
+    """
     if device.type != "cuda":
         return None
     storage = x.storage()
@@ -198,14 +229,14 @@ def _host_cache(x: Table, device: torch.device) -> str | int | None:
 
 
 def _all_bytes(rows: Table) -> int:
-    """Bytes of all rows, also where the table keeps a part of them only."""
+    """Bytes of all rows, even if the table itself holds copies of some rows only."""
     if isinstance(rows, SparseTable):
         return rows.num_bytes
     return torch.Size(rows.shape).numel() * rows.dtype.itemsize
 
 
 def describe(data: Dataset) -> str:
-    """One line that says where the graph, the features and the labels are."""
+    """A line that says where the graph, all tables and the labels are, with their sizes."""
     parts = [f"graph {format_size(data.graph.num_bytes)} {_graph_location(data.graph)}"]
     for name, rows in data.tables.items():
         parts.append(f"{name} {format_size(_all_bytes(rows))} {_table_location(rows)}")
@@ -215,6 +246,7 @@ def describe(data: Dataset) -> str:
 
 
 def _tensor_location(tensor: Tensor) -> str:
+    """Words for the place of a tensor, such as "on cuda:0"."""
     return "on the host" if tensor.device.type == "cpu" else f"on {tensor.device}"
 
 
@@ -223,6 +255,7 @@ def _graph_location(graph: Graph) -> str:
 
 
 def _table_location(rows: Table) -> str:
+    """Words for the place of a table's rows, with the share that is cached on a device."""
     if isinstance(rows, SparseTable):
         return _tensor_location(rows.values)
     if not isinstance(rows, TieredTable):

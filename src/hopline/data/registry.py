@@ -1,4 +1,15 @@
-"""`open`: a dataset by its name, folder or file, wherever it has to come from."""
+"""`open_dataset` (`hl.open`): a dataset by its name, folder or file.
+
+`locate` decides, in this order, and opens nothing:
+
+    1. a built-in graph                               generated; a large one once, under the data root
+    2. a path, or a dataset in the current folder     opened; .npz and OGB's folders are converted in memory
+    3. a name under the data root, with the options   opened
+    4. a name under the data root, without them       an .npz file is converted in memory
+    5. a name of PyG or OGB                           downloaded under `raw/`, converted once, opened
+
+The name of a built-in graph is refused if a dataset has it too, because either could be meant.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +29,24 @@ if TYPE_CHECKING:  # finding a dataset needs no torch; opening one imports what 
     from hopline.data.dataset import Dataset
 
 ALIASES = {"products": "ogbn-products", "arxiv": "ogbn-arxiv", "papers100m": "ogbn-papers100m"}
+"""Short names of datasets, and the names that they stand for."""
 IN_MEMORY = ("demo", "planted")
-"""Built-in graphs that are made anew at each opening; the others are made once, under the data root."""
+"""Built-in graphs that are generated at each opening. Others are generated once, under the data root."""
 
 
 class NameInfo(NamedTuple):
-    """One line of the list of datasets."""
+    """A dataset that can be opened by name: a line of `hopline datasets`."""
 
     name: str
+    """Name to open it by."""
     what: str
+    """Description in a few words."""
     where: str
+    """Its path, "built in" or "download"."""
 
 
 def default_data_root() -> Path:
-    """$HOPLINE_DATA, else the user's cache folder."""
+    """The folder of datasets that are opened by name: $HOPLINE_DATA, else the user's cache folder."""
     if os.environ.get("HOPLINE_DATA"):
         return Path(os.environ["HOPLINE_DATA"]).expanduser()
     if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
@@ -42,16 +57,16 @@ def default_data_root() -> Path:
 
 
 class Location(NamedTuple):
-    """Where a dataset comes from: a path, a built-in graph or a download."""
+    """Says where a dataset comes from. Exactly one of `path`, `built_in` and `source` is given."""
 
     path: Path | None = None
-    """A folder or a file."""
+    """A folder, or an .npz file."""
     built_in: str | None = None
     """The name of a built-in graph."""
     source: download.Source | None = None
-    """What can be downloaded."""
+    """The download."""
     is_converted: bool = False
-    """Whether the path was made with the options that were asked for, so that none is left to apply."""
+    """Whether `path` is a dataset made with the options that were asked for: none is left to apply."""
 
 
 def locate(
@@ -60,11 +75,14 @@ def locate(
     data_root: str | os.PathLike[str] | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Location:
-    """Find a dataset without opening it; refuse a name or a path under which there is none."""
+    """Find a dataset without opening it. A name or a path that does not exist is refused.
+
+    options: Of the conversion. They are part of the names of folders under the data root.
+    """
     root = _data_root(data_root)
     text = os.fspath(name_or_folder)
     path = Path(text).expanduser()
-    # "./demo" is a path too, which pathlib writes "demo".
+    # The text decides, not the `Path`: "./demo" is a path, but pathlib shortens it to "demo".
     has_folders = os.path.basename(text) != text
     is_path = isinstance(name_or_folder, Path) or has_folders or path.suffix == ".npz"
     name = ALIASES.get(text.lower(), text)
@@ -103,21 +121,23 @@ def open_dataset(
 ) -> Dataset:
     """Open a dataset: a folder, an `.npz` file, a built-in graph, or a name of the data root, PyG or OGB.
 
-    What has to be downloaded or made is converted once into the data root.
+    A download and a large built-in graph are written once, to a folder under the data root.
 
     Args:
-        name_or_folder: Such as "ogbn-products", "demo", "folder/of/mine" or "cora.npz". `hopline datasets` lists names.
-        data_root: Folder of datasets that are opened by name. Default: $HOPLINE_DATA, else the user's cache folder.
+        name_or_folder: For example "ogbn-products", "demo", "folder/of/mine" or "cora.npz".
+            `hopline datasets` lists names.
+        data_root: Folder of datasets that are opened by name. Default: $HOPLINE_DATA, else the user's cache
+            folder.
         split: Which published split is the current one, for datasets that have several.
         verify: Read and check every value first.
-        options: Of the built-in graph (seed=, scale=, ...) or of the conversion (symmetrize=, ...). With device="cuda"
-            a built-in graph is made in the GPU's memory, and nothing is written.
+        options: Of the built-in graph (seed=, scale=, ...) or of the conversion (symmetrize=, ...). With
+            device="cuda" a built-in graph is made in the GPU's memory, and nothing is written.
 
     Returns:
         The dataset, memory-mapped if it lies in a folder.
 
     Raises:
-        ValueError: The name, path, split or an option does not exist, or what is found there is damaged.
+        ValueError: The name, path, split or an option does not exist, or the files are damaged.
 
     Example:
         >>> data = hl.open("demo")
@@ -141,7 +161,7 @@ def _data_root(data_root: str | os.PathLike[str] | None) -> Path:
 
 
 def _check_unambiguous(name: str, folder: Path, root: Path) -> None:
-    """Refuse the name of a built-in graph that a dataset here, or under the data root, has too."""
+    """Refuse the name of a built-in graph if a dataset in the current folder or the data root has it too."""
     typed_folders = {os.path.join(".", name): folder}
     if name in IN_MEMORY:  # the other built-in graphs are themselves kept under the root
         typed_folders[str(root / name)] = root / name
@@ -154,6 +174,7 @@ def _check_unambiguous(name: str, folder: Path, root: Path) -> None:
 
 
 def _check_exists(path: Path) -> None:
+    """Refuse a path that is neither an .npz file nor a folder."""
     if path.suffix == ".npz" and not path.exists():
         raise ValueError(f"There is no file {path}: check the path.")
     if path.suffix != ".npz" and not existing(path).is_dir():
@@ -161,6 +182,7 @@ def _check_exists(path: Path) -> None:
 
 
 def _open_path(path: Path, split: int, check: bool, options: dict[str, Any]) -> Dataset:
+    """Open a dataset folder, or convert an .npz file or an OGB folder in memory with these options."""
     from hopline.data.formats.npz import from_npz
     from hopline.data.formats.ogb import from_ogb_folder
     from hopline.data.store import open_folder, verify
@@ -177,12 +199,14 @@ def _open_path(path: Path, split: int, check: bool, options: dict[str, Any]) -> 
 
 
 def _validate_if(check: bool, dataset: Dataset) -> Dataset:
+    """The dataset itself, after a check of every value if `check`."""
     if check:
         dataset.validate()
     return dataset
 
 
 def _open_built_in(name: str, root: Path, split: int, check: bool, options: dict[str, Any]) -> Dataset:
+    """Generate a built-in graph, or open it if the data root has it with these options already."""
     from hopline.data import synthetic
 
     device = options.pop("device", "cpu")
@@ -197,17 +221,21 @@ def _open_built_in(name: str, root: Path, split: int, check: bool, options: dict
 
 
 def _folder_name(name: str, options: Mapping[str, Any]) -> str:
-    """The folder of a dataset made with some options: each choice of them has its own."""
+    """Name of the folder for a dataset with these options. Other options have another folder."""
     return "-".join([name, *(f"{key}={value}" for key, value in sorted(options.items()))])
 
 
 def _find_first(root: Path, candidates: Iterable[str]) -> Path | None:
+    """The first of these names that the data root holds, as a path."""
     paths = (_find_under(root, name) for name in candidates)
     return next((path for path in paths if path is not None), None)
 
 
 def _find_under(root: Path, name: str) -> Path | None:
-    """What the data root holds under a name, give or take capitals and '-' for '_'."""
+    """The dataset folder or .npz file of a name under the data root.
+
+    Capitals, and "-" for "_", do not matter.
+    """
     lower = name.lower()
     for candidate in (name, lower, lower.replace("-", "_"), lower.replace("_", "-")):
         if is_dataset(root / candidate):
@@ -218,7 +246,7 @@ def _find_under(root: Path, name: str) -> Path | None:
 
 
 def names(data_root: str | os.PathLike[str] | None = None) -> list[NameInfo]:
-    """Every dataset that can be opened by name: built in, under the data root, or by download."""
+    """All datasets that can be opened by name: built in, under the data root, and downloads."""
     root = _data_root(data_root)
     listed = {name: NameInfo(name, what, "built in") for name, (_, what) in BUILT_IN.items()}
     for path in sorted(root.iterdir()) if root.is_dir() else []:

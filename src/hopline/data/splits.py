@@ -1,7 +1,7 @@
 """Random splits of the labelled nodes, for graphs that come without one.
 
-Every draw is a hash of (seed, node id), so a seed gives the same split on every machine, and what is
-drawn anew when a run is resumed is what the run began with.
+Every draw is a hash of (seed, node id). So a seed gives the same split on every machine, and a run that is
+resumed draws again the split that it began with.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from hopline.ops.random import draw
 SPLITS = ("train", "valid", "test")
 """The splits in the order of their shares."""
 PURPOSE = 1 << 40
-"""Second part of the key, so that a split is independent of all that runs draw by (seed, epoch)."""
+"""Second part of the key of a split, where the keys of a run have the epoch. No epoch is as large."""
 
 
 def random_split(data: Dataset, shares: Sequence[float] = (0.6, 0.2, 0.2), *, seed: int = 0) -> Dataset:
-    """Return the same dataset with a random split of its labelled nodes, in place of all splits that it has.
+    """Return the dataset with a random split of its labelled nodes, in place of all splits that it has.
 
-    Classes are not looked at, so a small class may miss from a split.
+    Nodes are drawn whatever their class, so a split may lack a small class.
 
     Args:
         data: With labels.
-        shares: Of train, valid and test. If they add up to 1, every labelled node is in one of the three; if to less,
-            the other nodes are in none.
+        shares: Of train, valid and test. If they add up to 1, every labelled node is in one of the three;
+            if to less, the other nodes are in none.
         seed: The same seed draws the same split on every machine.
 
     Returns:
         A dataset that shares all other arrays with `data`. Splits are sorted int64 ids.
 
     Raises:
-        ValueError: There are no labels, or the shares are not three numbers from 0 that leave training nodes.
+        ValueError: There are no labels, or the shares are not three numbers from 0 that leave training
+            nodes.
 
     Example:
         >>> data = hl.from_edges(torch.tensor([[0, 1], [1, 2]]), y=torch.tensor([0, 1, 0, 1, -1]))

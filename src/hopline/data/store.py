@@ -1,4 +1,15 @@
-"""A dataset as a folder: `manifest.json` and plain `.npy` arrays, opened by memory map."""
+"""A dataset as a folder: `manifest.json` and plain `.npy` files, opened by memory map.
+
+    save           Dataset -> folder, replaced in one step (`writer.FolderWriter`)
+    open_folder    folder -> Dataset; reads the manifest and the headers, and maps the arrays
+    verify         reads every byte: checksums first, then the conditions of `checks`
+
+Opening costs no time for the data: pages are read when they are touched, and processes of a host share
+them. A missing, truncated or grown file is refused at once. Damage inside a file is found by `verify`
+alone.
+
+docs/data.md describes the format. Folders of earlier versions are in `tests/formats`.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +32,15 @@ from hopline.tables import SparseTable, Table, TensorTable
 from hopline.util.progress import progress
 
 ADVICE = "convert or copy the dataset again"
+"""End of the error messages about damaged folders."""
 SHARDS = "shards"
-"""In the `meta` of a manifest, this key says that the folder holds shards of a dataset, or is one."""
+"""Key in the `meta` of a manifest. A folder that has it holds shards of a dataset, or is a shard itself."""
 SPARSE = ("indptr", "columns", "values")
+"""Arrays of a sparse table, which are also its attributes: array "table.NAME.indptr", and so on."""
 
 
 def save(dataset: Dataset, folder: str | os.PathLike[str]) -> None:
-    """Write a dataset to a folder; a dataset that is already there is replaced in one step."""
+    """Write a dataset to a folder. A dataset that the folder holds already is replaced in one step."""
     with FolderWriter(folder) as out:
         out.add("indptr", dataset.graph.indptr)
         out.add("indices", dataset.graph.indices)
@@ -49,7 +62,7 @@ def save(dataset: Dataset, folder: str | os.PathLike[str]) -> None:
 def write_nodes(
     out: FolderWriter, tables: dict[str, Table], y: Tensor | None, splits: tuple[dict[str, Tensor], ...]
 ) -> dict[str, int]:
-    """Write everything but the graph; returns what the manifest says about the tables."""
+    """Write tables, labels and splits. Returns `Manifest.tables`: the number of columns by table."""
     columns: dict[str, int] = {}
     for name, table in tables.items():
         columns[name] = table.num_columns if isinstance(table, SparseTable) else -1
@@ -67,6 +80,7 @@ def write_nodes(
 
 
 def _write_dense(out: FolderWriter, array: str, table: Table) -> None:
+    """Write all rows of a table. Rows that are not in one tensor are read about `BYTES_AT_ONCE` at a time."""
     storage = table.storage()
     if storage is not None:
         out.add(array, storage)
@@ -78,7 +92,10 @@ def _write_dense(out: FolderWriter, array: str, table: Table) -> None:
 
 
 def open_folder(folder: str | os.PathLike[str], *, split: int = 0) -> Dataset:
-    """Map a dataset folder; sizes, headers and shapes are checked, the data is not read."""
+    """Open a dataset folder by memory map. Sizes, headers and shapes are checked; the data is not read.
+
+    split: Number of the published split that becomes the current one.
+    """
     path = existing(Path(folder).expanduser())
     if not path.is_dir():
         raise ValueError(f"There is no dataset folder {folder}: check the path, or make it with save().")
@@ -98,12 +115,12 @@ def open_folder(folder: str | os.PathLike[str], *, split: int = 0) -> Dataset:
 
 
 def map_arrays(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
-    """All arrays of a folder, mapped."""
+    """All arrays of a folder by name, as memory-mapped tensors."""
     return {name: _map_array(folder, name, entry) for name, entry in manifest.arrays.items()}
 
 
 def _map_array(folder: Path, name: str, entry: ArrayEntry) -> Tensor:
-    """One array, after its size and its header have been compared with the manifest."""
+    """One array as a memory-mapped tensor. A file whose size or header is not the manifest's is refused."""
     path = folder / entry.file
     dtype = DTYPES[entry.dtype]
     try:
@@ -114,7 +131,8 @@ def _map_array(folder: Path, name: str, entry: ArrayEntry) -> Tensor:
             header = file.read(HEADER_BYTES)
         if header != npy_header(dtype, entry.shape):
             raise ValueError(f"{path} is damaged (its header is not the manifest's): {ADVICE}.")
-        # Labels and splits are small enough to be private copies, which users may change in place.
+        # Users may change labels and splits in place. They are mapped copy-on-write: a page that is written
+        # becomes a private copy, and the file keeps its numbers. All other arrays are mapped read-only.
         is_private = name == "y" or name.startswith("split.")
         array = map_npy(path, dtype, entry.shape, copy_on_write=is_private)
         remember(array, entry.checksum)
@@ -126,7 +144,10 @@ def _map_array(folder: Path, name: str, entry: ArrayEntry) -> Tensor:
 
 
 def _assemble(folder: Path, manifest: Manifest, arrays: dict[str, Tensor]) -> Dataset:
-    """The dataset over mapped arrays; shapes that disagree are refused here, before any kernel sees them."""
+    """The dataset of a folder, over its mapped arrays.
+
+    Shapes that do not fit together are refused here, before a kernel could read outside an array.
+    """
     edge = {name.removeprefix("edge."): array for name, array in arrays.items() if name.startswith("edge.")}
     graph = Graph(arrays["indptr"], arrays["indices"], edge)
     if (graph.num_nodes, graph.num_edges) != (manifest.num_nodes, manifest.num_edges):
@@ -147,7 +168,8 @@ def _assemble(folder: Path, manifest: Manifest, arrays: dict[str, Tensor]) -> Da
 
 
 def splits_of(manifest: Manifest, arrays: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Every split of a folder, by number and name."""
+    """The splits of a folder by number, each with its node ids by name."""
+    # A damaged manifest may claim any number of splits. A folder has no more splits than arrays.
     splits: list[dict[str, Tensor]] = [{} for _ in range(min(manifest.num_splits, len(arrays)))]
     for array_name, ids in arrays.items():
         if not array_name.startswith("split."):
@@ -160,11 +182,12 @@ def splits_of(manifest: Manifest, arrays: dict[str, Tensor]) -> list[dict[str, T
 
 
 def tables_of(manifest: Manifest, arrays: dict[str, Tensor]) -> dict[str, Table]:
-    """Every table of a folder, over its mapped arrays."""
+    """The tables of a folder by name, over its mapped arrays."""
     return {name: _open_table(name, num_columns, arrays) for name, num_columns in manifest.tables.items()}
 
 
 def _open_table(name: str, num_columns: int, arrays: dict[str, Tensor]) -> Table:
+    """One table. num_columns: width of a sparse table, -1 for a dense one."""
     if num_columns < 0:
         return TensorTable(arrays[f"table.{name}"], read_only=True)
     indptr, columns, values = (arrays[f"table.{name}.{part}"] for part in SPARSE)
@@ -178,16 +201,17 @@ def _open_table(name: str, num_columns: int, arrays: dict[str, Tensor]) -> Table
 
 
 def verify(folder: str | os.PathLike[str]) -> list[str]:
-    """Read a whole dataset folder: checksums first, then every value.
+    """Check a dataset folder: read every file and compare its checksum, then check every value.
 
     Args:
         folder: Written by `Dataset.save` or by `folder=` of `hl.from_*`.
 
     Returns:
-        What was checked, a sentence each.
+        A sentence per check.
 
     Raises:
-        ValueError: There is no dataset, a file is damaged, or a value is not allowed. The array and position are named.
+        ValueError: There is no dataset, a file is damaged, or a value is not allowed. The message names the
+            array and the position.
 
     Example:
         >>> hl.from_edges(torch.tensor([[0, 1], [1, 2]]), x=torch.ones(3, 2)).save("path")
@@ -201,7 +225,10 @@ def verify(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def check_sums(path: Path, manifest: Manifest) -> list[str]:
-    """Read every byte of a folder whose arrays could be mapped. Returns what was checked."""
+    """Compare the checksum of every file with the manifest. Returns a sentence per check.
+
+    Sizes and headers are not compared again: whoever calls this has mapped the arrays.
+    """
     total_bytes = sum(entry.num_bytes for entry in manifest.arrays.values())
     with progress("checking sums", total_bytes, "B", enabled=total_bytes > SHOWN_BYTES) as bar:
         for entry in manifest.arrays.values():

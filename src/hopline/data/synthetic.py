@@ -1,9 +1,17 @@
-"""Built-in graphs from a seed: planted communities with power-law degrees.
+"""Generates the built-in graphs from a seed: planted communities with power-law degrees.
 
-In-degrees: the node of rank r gets a share of the edges that falls as r^-0.65, so P(degree > d) falls as
-d^-1.54 over the upper part of the distribution; the 1% best-connected nodes receive about 24% of all edges,
+Every node has a *rank*, its number in a random order of all nodes. The rank decides the in-degree, and the
+rank modulo num_classes is the class.
+
+In-degrees: the node of rank r gets a share of the edges that falls as r^-0.65. So P(degree > d) falls as
+d^-1.54 over the upper part of the distribution. The 1% best-connected nodes receive about 24% of all edges,
 and the largest in-degree is a few hundred times the mean. Sources are drawn with a preference for low ranks
 too, so out-degrees have a heavy tail as well. Repeated edges are possible, self-loops are not.
+
+All draws of a node are hashes of (key, node). So ranges of nodes can be made in any order and by any number
+of threads, on the CPU (`ops.cpu.synthetic`) or on a GPU (`ops.gpu.synthetic`), with the same result. The
+CPU makes `CHUNK_NODES` nodes at a time. A graph that is written to a folder is never in memory as a whole,
+except a symmetric one.
 """
 
 from __future__ import annotations
@@ -31,15 +39,15 @@ from hopline.tables import TensorTable
 from hopline.util.progress import progress
 
 TAIL = 0.35
-"""Ranks below a fraction t of the nodes get about t^TAIL of the edges."""
+"""Exponent of the in-degrees: ranks below a fraction t of the nodes get about t^TAIL of the edges."""
 CUT = 3e-5
-"""Flattens the very top, which bounds the largest degree."""
+"""Offset of the fraction t that limits the largest degree: (t + CUT)^(TAIL - 1) is finite at t = 0."""
 FLOOR = 0.02
 """Share of the edges that is spread evenly, so that degrees fall smoothly to the last rank."""
 CHUNK_NODES = 1 << 18
-"""Nodes generated at a time."""
+"""Nodes that are generated at a time on the CPU, which limits memory. A rule of thumb."""
 DEVICE_CHUNK_NODES = 1 << 24
-"""Nodes whose splits are found at a time on a GPU."""
+"""Nodes whose splits are determined at a time on a GPU, which limits temporary memory. A rule of thumb."""
 
 
 def planted_partition(
@@ -50,9 +58,14 @@ def planted_partition(
     device: str = "cpu",
     **changes: Any,
 ) -> Dataset:
-    """A planted graph in memory, or written in chunks into a folder; `changes` are fields of `PlantedPartition`.
+    """Generate a graph of planted communities, in memory or in a folder.
 
-    With device="cuda" the same graph is made on the GPU and stays there, but for its splits; symmetric ones are moved.
+    settings: Default: those of `PlantedPartition()`.
+    name: Name of the dataset.
+    folder: Write the graph to this folder and open it. Default: keep it in memory.
+    device: "cuda" generates the same graph on the GPU. It stays there, except its splits, which are on the
+        host. A symmetric graph is generated on the host and moved.
+    changes: Fields of `PlantedPartition` that differ from `settings`.
     """
     settings = settings or PlantedPartition()
     if changes:
@@ -86,6 +99,7 @@ def planted_partition(
 
 
 def _join_chunks(chunks: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Whole arrays by name, from chunks of their rows."""
     chunks_by_array: dict[str, list[Tensor]] = {}
     for chunk in chunks:
         for array, rows in chunk.items():
@@ -94,6 +108,7 @@ def _join_chunks(chunks: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _move_to_device(dataset: Dataset, device: torch.device) -> Dataset:
+    """The dataset with graph, features and labels on a device. Splits stay on the host."""
     graph = dataset.graph
     x = dataset.x.storage()
     assert x is not None
@@ -106,12 +121,14 @@ def _move_to_device(dataset: Dataset, device: torch.device) -> Dataset:
 
 
 def _make_symmetric(settings: PlantedPartition, name: str, meta: dict[str, Any]) -> Dataset:
+    """Generate half of the edges and add the reverse of each, in memory."""
     half = planted_partition(replace(settings, symmetric=False, num_edges=settings.num_edges // 2))
     both = from_edges(half.graph.edge_index(), num_nodes=settings.num_nodes, symmetrize=True)
     return replace(half, name=name, graph=both.graph, meta=meta)
 
 
 def _write_folder(settings: PlantedPartition, name: str, folder: str | os.PathLike[str], meta: dict[str, Any]) -> None:
+    """Write a graph to a folder chunk by chunk, so that it is never in memory as a whole."""
     with FolderWriter(folder) as out, progress(f"making {name}", settings.num_edges, "edges") as bar:
         for number, chunk in enumerate(_make_chunks(settings)):
             for array, rows in chunk.items():
@@ -132,7 +149,7 @@ def _write_folder(settings: PlantedPartition, name: str, folder: str | os.PathLi
 
 
 def _make_chunks(settings: PlantedPartition) -> Iterator[dict[str, Tensor]]:
-    """All arrays of the dataset, a range of nodes at a time, by the names they have in a folder."""
+    """The rows of all arrays for consecutive ranges of nodes, by the names of the arrays in a folder."""
     num_edges = 0
     for first in range(0, settings.num_nodes, CHUNK_NODES):
         count = min(CHUNK_NODES, settings.num_nodes - first)
@@ -143,6 +160,10 @@ def _make_chunks(settings: PlantedPartition) -> Iterator[dict[str, Tensor]]:
 
 
 def _make_chunk(settings: PlantedPartition, first: int, count: int, num_edges_before: int) -> dict[str, Tensor]:
+    """The rows of all arrays for `count` nodes from `first` on.
+
+    num_edges_before: Number of in-edges of all nodes before `first`.
+    """
     from hopline.ops.cpu import synthetic as kernels
     from hopline.ops.cpu.runtime import over_ranges
 
@@ -179,6 +200,7 @@ def _make_chunk(settings: PlantedPartition, first: int, count: int, num_edges_be
     over_ranges(fill_edges, count, sources.numel())
     global_indptr = torch.from_numpy(indptr) + num_edges_before
     chunk = {
+        # The first entry of a later chunk is the last one of the chunk before.
         "indptr": global_indptr if first == 0 else global_indptr[1:],
         "indices": sources,
         "table.x": torch.from_numpy(rows).to(DTYPES[settings.dtype]),
@@ -188,7 +210,10 @@ def _make_chunk(settings: PlantedPartition, first: int, count: int, num_edges_be
 
 
 def make_on(device: torch.device, settings: PlantedPartition) -> dict[str, Tensor]:
-    """The arrays that all chunks together have, made by the kernels of `ops.gpu.synthetic` on their device."""
+    """All arrays as a whole, made on `device` by the kernels of `ops.gpu.synthetic`.
+
+    Splits are on the host.
+    """
     from hopline.ops.gpu import synthetic as kernels
 
     n = settings.num_nodes
@@ -217,7 +242,10 @@ def make_on(device: torch.device, settings: PlantedPartition) -> dict[str, Tenso
 
 
 def _degrees_by_rank(settings: PlantedPartition) -> Tensor:
-    """[num_nodes] int64, on the CPU: float64 powers may differ in their last bit elsewhere."""
+    """[num_nodes] int64 on the CPU: the in-degree of every rank.
+
+    Not computed on the GPU, where powers of float64 numbers may differ in their last bit.
+    """
     from hopline.ops.cpu import synthetic as kernels
     from hopline.ops.cpu.runtime import over_ranges
 
@@ -232,7 +260,12 @@ def _degrees_by_rank(settings: PlantedPartition) -> Tensor:
 
 
 def _splits(settings: PlantedPartition, first: int, split_ranks: Tensor) -> dict[str, Tensor]:
-    """Which of the nodes from `first` on are in each split, by their places in the splits' keyed order; on the CPU."""
+    """[n] int64 on the CPU: the node ids of each split among the nodes from `first` on, by array name.
+
+    split_ranks: [count] int64: the ranks of these nodes in a random order of all nodes, which is another
+        one than that of the degrees. The first ranks are training nodes, the next validation nodes, then
+        test nodes.
+    """
     splits: dict[str, Tensor] = {}
     start = 0
     for name, size in zip(("train", "valid", "test"), settings.split_sizes, strict=True):
@@ -243,18 +276,18 @@ def _splits(settings: PlantedPartition, first: int, split_ranks: Tensor) -> dict
 
 
 def _keys(settings: PlantedPartition) -> list[int]:
-    """The keys of the ranks, the edges, the features and the splits."""
+    """Keys of the draws: of ranks, edges, features and splits."""
     return [derive_key(settings.seed, purpose) for purpose in range(4)]
 
 
 def _half_bits(num_nodes: int) -> int:
-    """Half the width of the numbers that the keyed order shuffles: 4**half >= num_nodes."""
+    """Half the bits of the numbers that the random order permutes: 4**half >= num_nodes."""
     num_bits = (num_nodes - 1).bit_length()
     return max(1, -(-num_bits // 2))
 
 
 def _class_means(settings: PlantedPartition) -> np.ndarray:
-    """[num_classes, num_features]: a random direction per class, of the settings' length."""
+    """[num_classes, num_features] float32: mean features by class, of length `signal` in random directions."""
     generator = torch.Generator().manual_seed(derive_key(settings.seed, 4) % 2**63)
     means = torch.randn(settings.num_classes, settings.num_features, generator=generator)
     return (settings.signal * means / means.norm(dim=1, keepdim=True)).numpy()

@@ -1,4 +1,16 @@
-"""Folders that `dgl.distributed.partition_graph` wrote, read through DGL where it is installed."""
+"""Reads folders that `dgl.distributed.partition_graph` wrote. DGL must be installed.
+
+A folder has a .json file with the parts and their ranges of ids, and DGL's own files per part. Nodes have up
+to three ids:
+
+    local id      number within the part, halo nodes included     graph.edges()
+    DGL's id      number after partitioning, a range per part     ndata["_ID"]
+    original id   number before partitioning                      ndata["orig_id"], which DGL 2.1 leaves out
+
+The dataset has the original ids if there are any, else DGL's. Parts are loaded one at a time, twice: first
+for node data (`_Parts.columns`), then for edges (`_Parts.edges`). With `folder=`, node data goes to scratch
+files.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +34,17 @@ from hopline.data.paths import default_name
 from hopline.util.log import logger
 
 X = ("feat", "feats", "features", "x")
-"""What features are called by DGL's datasets and examples."""
+"""Names of features in DGL's datasets and examples. The first that exists is taken."""
 Y = ("label", "labels", "y")
-"""What labels are called by DGL's datasets and examples."""
+"""Names of labels in DGL's datasets and examples. The first that exists is taken."""
 MASKS = ("train_mask", "val_mask", "valid_mask", "test_mask")
+"""Names of split masks."""
 EDGE = {"w": "weight", "edge_weight": "weight", "feat": "attr", "feats": "attr", "edge_attr": "attr"}
-"""Edge data -> the name that convs look for."""
+"""Names of edge data in DGL, and those that convs look for."""
 DGLS_OWN = ("_ID", "_TYPE", "inner_node", "inner_edge", "orig_id", "part_id", "trainer_id")
-"""Columns that the partitioning itself adds."""
+"""Columns that the partitioning itself adds. They are left out."""
 PART = "part"
-"""The table that keeps which part a node was in."""
+"""Name of the table that says which part each node was in."""
 
 
 def is_dgl_folder(path: Path) -> bool:
@@ -40,6 +53,10 @@ def is_dgl_folder(path: Path) -> bool:
 
 
 def _find_config(path: Path) -> Path | None:
+    """The .json file of a partitioned graph: `path` itself, or the first one in the folder.
+
+    None if there is none.
+    """
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     for file in files:
         if file.suffix != ".json" or not file.is_file():
@@ -54,16 +71,19 @@ def _find_config(path: Path) -> Path | None:
 
 
 def from_dgl(path: str | os.PathLike[str], **arguments: Any) -> Dataset:
-    """A dataset from the folder, or the .json file, of a graph that DGL has partitioned; one part is read at a time.
+    """Make a dataset from a graph that DGL has partitioned. One part is read at a time.
 
-    Nodes have the ids they had before DGL numbered them anew, where the parts say them. Which part a node was in is in
-    the table "part": `hopline partition FOLDER OUT shards=N how=labels labels=part` cuts the same parts again.
-    `arguments` are those of `from_edges`, among them `folder` for graphs larger than memory.
+    Nodes have their original ids if the parts have them. The table "part" says which part each node was in:
+    `hopline partition FOLDER OUT shards=N how=labels labels=part` makes the same parts again.
+
+    path: The folder, or its .json file.
+    arguments: Those of `from_edges`, which take precedence. `folder` is for graphs larger than memory.
     """
     config = _find_config(Path(path).expanduser())
     if config is None:
         raise ValueError(f"{path} is no graph partitioned by DGL: give the .json file that partition_graph wrote.")
     parts = _Parts(config, _import_load_partition())
+    # Scratch files lie next to the target folder. Without a target, node data stays in memory.
     parent = Path(arguments["folder"]).absolute().parent if "folder" in arguments else None
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
@@ -85,9 +105,10 @@ def from_dgl(path: str | os.PathLike[str], **arguments: Any) -> Dataset:
 
 
 def _import_load_partition() -> Callable[[str, int], Any]:
+    """DGL's `load_partition(config, part)`. Says what to do if DGL cannot be imported."""
     try:
         from dgl.distributed import load_partition  # type: ignore[import-not-found]
-    except Exception as error:  # DGL that does not fit the installed torch fails in many ways
+    except Exception as error:  # a DGL that does not fit the installed torch raises many types
         is_missing = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "dgl"
         if is_missing:
             state = "is not installed: type `pip install dgl`"
@@ -102,6 +123,7 @@ def _import_load_partition() -> Callable[[str, int], Any]:
 
 
 def _pop_first(columns: dict[str, Any], names: tuple[str, ...]) -> Any:
+    """Remove and return the first of these columns that exists, else None."""
     for name in names:
         if name in columns:
             return columns.pop(name)
@@ -109,7 +131,10 @@ def _pop_first(columns: dict[str, Any], names: tuple[str, ...]) -> Any:
 
 
 class _Parts:
-    """The parts of a graph, loaded one by one."""
+    """The parts of a graph, loaded one at a time.
+
+    Call `columns` before `edges`: it learns the original ids.
+    """
 
     def __init__(self, config: Path, load_partition: Callable[[str, int], Any]) -> None:
         fields = json.loads(config.read_bytes())
@@ -121,21 +146,25 @@ class _Parts:
         self.edge_ranges = _parse_ranges(fields.get("edge_map"), "edge_map")
         self.num_nodes = int(fields["num_nodes"])
         self.original_ids: Tensor | None = None
-        """[N] by DGL's ids: those from before, once `columns` has seen all parts that say them."""
+        """[num_nodes] int64: the original id of each of DGL's ids. None until `columns` was called."""
 
     def columns(self, scratch: Path | None) -> dict[str, np.ndarray]:
-        """Node data by original id, in memory or in files of a folder."""
+        """Node data by name, each [num_nodes, ...] by original id.
+
+        scratch: Folder for the arrays, as memory-mapped files. None keeps them in memory.
+        """
         columns: dict[str, np.ndarray] = {}
         original_ids = torch.full((self.num_nodes,), -1)
         has_original_ids = True
         for part in range(self.num_parts):
             graph, rows, *_ = self.load_partition(str(self.config), part)
             node_data = _as_tensors(graph.ndata)
-            is_inner = node_data["inner_node"].bool()
+            is_inner = node_data["inner_node"].bool()  # False for halo nodes
             dgl_ids = node_data["_ID"][is_inner]
             has_original_ids = "orig_id" in node_data
             original_ids[dgl_ids] = node_data["orig_id"][is_inner] if has_original_ids else dgl_ids
 
+            # `rows` has the part's own nodes in the order of DGL's ids, which are a range.
             first, last = self.node_ranges[part]
             row_ids = original_ids[first:last].numpy()
             part_columns: dict[str, Tensor] = {}
@@ -162,7 +191,10 @@ class _Parts:
         return columns
 
     def edges(self) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
-        """The in-edges of each part's own nodes, in the order they had before."""
+        """([2, n] original ids, edge arrays) of each part: the in-edges of its own nodes.
+
+        They are ordered by their original edge ids if the part has them, else by DGL's.
+        """
         assert self.original_ids is not None
         for part in range(self.num_parts):
             graph, _, rows, *_ = self.load_partition(str(self.config), part)
@@ -188,17 +220,18 @@ class _Parts:
 
 
 def _as_tensors(data: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Node or edge data of a DGL graph by name, as tensors."""
     return {name: as_tensor(values) for name, values in data.items()}
 
 
 def _storable(values: Any) -> Tensor:
-    """Numbers that NumPy has a type for."""
+    """Values in a dtype that NumPy has: bfloat16 becomes float32."""
     rows = as_tensor(values)
     return rows.float() if rows.dtype == torch.bfloat16 else rows
 
 
 def _parse_ranges(ranges_by_type: Any, key: str) -> list[tuple[int, int]]:
-    """(first id, last id + 1) of every part, in a graph of one type."""
+    """(first id, last id + 1) of every part. A graph of several node or edge types is refused."""
     lists = list(ranges_by_type.values()) if isinstance(ranges_by_type, dict) else [ranges_by_type]
     if len(lists) != 1 or not isinstance(lists[0], list):
         raise ValueError(
@@ -209,7 +242,7 @@ def _parse_ranges(ranges_by_type: Any, key: str) -> list[tuple[int, int]]:
 
 
 def _column_name(name: str) -> str:
-    """A column's own name, without its type: "_N/feat" is "feat"."""
+    """The name of a column without its node or edge type: "feat" for "_N/feat"."""
     short = name.rsplit("/", 1)[-1]
     if not is_part(short) and short not in DGLS_OWN:
         raise ValueError(f"{name!r} cannot name an array: rename it in DGL with letters, digits, '_' and '-' only.")
@@ -217,7 +250,11 @@ def _column_name(name: str) -> str:
 
 
 def _allocate(num_nodes: int, like: Tensor, file: Path | None) -> np.ndarray:
-    """An array of one row per node: in memory, or in a file whose room on the disk is taken now."""
+    """An array of zeros with a row per node and the row shape and dtype of `like`.
+
+    file: The file to map; None for memory. Its space on the disk is allocated now, so a full disk raises an
+        error here, not at a later write to the map.
+    """
     shape = (num_nodes, *like.shape[1:])
     dtype = numpy_dtype(like.dtype)
     if file is None:

@@ -1,4 +1,17 @@
-"""Graphs in one `.npz` file of plain arrays."""
+"""Reads graphs in one `.npz` file of plain arrays.
+
+Names say what most arrays are:
+
+    edge_index [2, E]                                      the edges
+    x, or x_data, x_indices, x_indptr, x_shape             features, dense or in CSR form
+    y                                                      labels
+    train_mask, val_idx, ...                               splits
+    edge_NAME, and weight, time, t, type of E rows         edge arrays
+    meta                                                   a JSON text: name, num_nodes, edges, ...
+
+Every other array of a row per node is a table. What remains is named in a warning. All arrays are read into
+memory.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +47,17 @@ DAMAGED = (
     NotImplementedError,  # an archive that looks encrypted
     RuntimeError,  # the same
 )
-"""What NumPy and zipfile raise over damaged archives."""
+"""Exceptions that NumPy and zipfile raise for damaged archives."""
 _SPARSE = ("x_data", "x_indices", "x_indptr", "x_shape")
+"""Arrays of features in CSR form."""
 _EDGE_NAMES = {"t": "time", "time": "time", "weight": "weight", "type": "type"}
-"""Arrays that are of edges where they have a row for each, though their names do not begin with "edge_"."""
+"""Names without "edge_" of arrays that are edge arrays if they have a row per edge; and their names here."""
 _ALWAYS_EDGE = ("edge_type", "edge_weight", "edge_attr", "edge_time")
-"""Arrays that are refused where they do not have a row for each edge."""
+"""Arrays that are edge arrays in any case: with another number of rows they are refused later."""
 _NODE_KEYS = ("x", "y", "edge_index", "meta", *_SPARSE)
+"""Arrays whose name alone says what they are, splits excepted."""
 _SPLIT_KEYS = re.compile("(train|val|valid|validation|dev|test)_(mask|idx)")
+"""Names of split arrays."""
 
 
 def from_npz(
@@ -53,21 +69,22 @@ def from_npz(
 ) -> Dataset:
     """Make a dataset from an `.npz` file.
 
-    Its arrays are `edge_index` [2, num_edges], `x` (dense, or CSR in four arrays), `y`, masks, edge arrays and `meta`,
-    a JSON text. Edges that `meta` calls undirected and stored once are symmetrized.
+    Its arrays are `edge_index` [2, num_edges], `x` (dense, or CSR in four arrays), `y`, masks, edge arrays
+    and `meta`, a JSON text. Edges that `meta` calls undirected and stored once are symmetrized.
 
     Args:
         path: The file.
-        split_per_class: Training and validation nodes per class that are drawn for a labelled graph without masks; None
-            draws none.
-        seed: Of this draw.
+        split_per_class: Training and validation nodes per class that are drawn for a labelled graph without
+            splits. None draws none.
+        seed: Seed of this draw.
         arguments: Those of `from_edges`. They take precedence over what the file says.
 
     Returns:
         The dataset, in memory unless `folder=` is given.
 
     Raises:
-        ValueError: The file is missing or damaged, or has no `edge_index`, or its arrays do not fit together.
+        ValueError: The file is missing or damaged, or has no `edge_index`, or its arrays do not fit
+            together.
 
     Example:
         >>> import numpy as np
@@ -83,7 +100,7 @@ def from_npz(
         kind = "several node types" if is_heterogeneous else "no edge_index"
         raise ValueError(f"{path} has {kind}: hopline reads one edge_index [2, E]; join the types into one graph.")
     for key in ("x", "y", "edge_index"):
-        if key in arrays and not as_tensor(arrays[key], f"{path}: array {key!r}").dim():  # which refuses texts, too
+        if key in arrays and not as_tensor(arrays[key], f"{path}: array {key!r}").dim():  # refuses texts as well
             raise ValueError(f"{path}: array {key!r} is a single number: give one row per node, and edges as [2, E].")
 
     name = str(meta.get("name", path.stem))
@@ -91,7 +108,7 @@ def from_npz(
     splits: dict[str, Any] = {key: array for key, array in arrays.items() if _SPLIT_KEYS.fullmatch(key)}
     x = _features(arrays, path)
     y = arrays.get("y")
-    num_nodes = arguments.get("num_nodes") or _num_nodes(arrays, meta)  # None: as the edges tell
+    num_nodes = arguments.get("num_nodes") or _num_nodes(arrays, meta)  # None: one more than the largest id
 
     edge_index = arrays["edge_index"]
     other_arrays = {key: array for key, array in arrays.items() if key not in {*_NODE_KEYS, *splits}}
@@ -120,7 +137,10 @@ def from_npz(
 def _separate_edge_arrays(
     arrays: dict[str, np.ndarray], num_nodes: int, num_edges: int, path: Path
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """(edge arrays, tables) among the other arrays of a file; those that are neither are named."""
+    """(edge arrays, tables) among the arrays that are neither features, labels nor splits.
+
+    A warning names the arrays that are neither. An array that could be both is refused.
+    """
     edge: dict[str, np.ndarray] = {}
     tables: dict[str, np.ndarray] = {}
     unused: list[str] = []
@@ -153,6 +173,7 @@ def _separate_edge_arrays(
 
 
 def _load(path: Path) -> dict[str, np.ndarray]:
+    """All arrays of a file by name. Nothing is unpickled."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             return {key: arrays[key] for key in arrays.files}
@@ -163,6 +184,7 @@ def _load(path: Path) -> dict[str, np.ndarray]:
 
 
 def _meta(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    """The fields of the JSON text "meta". Any other text becomes the field "note"."""
     if "meta" not in arrays:
         return {}
     try:
@@ -173,7 +195,7 @@ def _meta(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def _features(arrays: dict[str, np.ndarray], path: Path) -> Any:
-    """Features as float32: dense, or a sparse table."""
+    """Features in float32: a dense tensor, a sparse table, or None if the file has none."""
     if "x" in arrays:
         return as_tensor(arrays["x"]).float()
     missing = [key for key in _SPARSE if key not in arrays]
@@ -201,7 +223,7 @@ def _features(arrays: dict[str, np.ndarray], path: Path) -> Any:
 
 
 def _num_nodes(arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> int | None:
-    """The number of nodes where something but the edges tells it."""
+    """The number of nodes by features, labels or `meta`. None if only the edges tell it."""
     for key in ("x", "y"):
         if key in arrays:
             return int(arrays[key].shape[0])

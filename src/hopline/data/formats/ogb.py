@@ -1,4 +1,12 @@
-"""OGB node-prediction folders already on disk, read without the `ogb` package."""
+"""Reads OGB node-prediction folders on disk, without the `ogb` package.
+
+    raw/     CSV files (edge.csv.gz, node-feat.csv.gz, ...), or data.npz and node-label.npz (papers100M)
+    split/   one folder with train.csv.gz, valid.csv.gz and test.csv.gz
+
+Edges in CSV are read in chunks, unless there are edge features. Arrays of the binary layout are unpacked
+first. If the dataset is written to a folder, they are memory-mapped, so that papers100M needs disk space
+instead of memory.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +35,16 @@ STORED_ONCE = {
     "mag": False,
     "papers100m": False,
 }
-"""Whether OGB stores each undirected edge once and adds the reverse when it loads the dataset; no file says it."""
+"""Whether OGB stores each undirected edge once and adds the reverse while loading. No file says it."""
 
 
 def from_ogb_folder(path: str | os.PathLike[str], **arguments: Any) -> Dataset:
-    """A dataset from an OGB folder with `raw/` (CSV, or binary as in papers100M) and `split/`.
+    """Make a dataset from an OGB folder with `raw/` (CSV, or binary as in papers100M) and `split/`.
 
-    Edges that OGB itself symmetrizes on loading are symmetrized; `arguments` are those of `from_edges` and
-    take precedence, among them `folder` for graphs larger than memory.
+    Edges are symmetrized if OGB does so while loading.
+
+    path: The folder. Its name tells whether OGB symmetrizes the dataset, unless `symmetrize` is given.
+    arguments: Those of `from_edges`, which take precedence. `folder` is for graphs larger than memory.
     """
     root = Path(path).expanduser()
     if not is_ogb_folder(root):
@@ -54,6 +64,7 @@ def from_ogb_folder(path: str | os.PathLike[str], **arguments: Any) -> Dataset:
 
 
 def _is_stored_once(root: Path) -> bool:
+    """Whether OGB stores each undirected edge once in this dataset, by the folder's name."""
     name = root.resolve().name.lower().replace("-", "_").removeprefix("ogbn_").removesuffix("_bin")
     if name not in STORED_ONCE:
         raise ValueError(
@@ -65,6 +76,7 @@ def _is_stored_once(root: Path) -> bool:
 
 
 def _read_splits(folder: Path) -> dict[str, np.ndarray]:
+    """[n] int64 node ids of "train", "valid" and "test"."""
     split_folders = sorted(path for path in folder.iterdir() if path.is_dir() and (path / "train.csv.gz").is_file())
     if len(split_folders) != 1:
         raise ValueError(f"{folder} must hold one split folder with train.csv.gz, not {len(split_folders)}: keep one.")
@@ -75,7 +87,7 @@ def _read_splits(folder: Path) -> dict[str, np.ndarray]:
 
 
 def _read_matrix(path: Path) -> np.ndarray:
-    """A whole CSV file without header: [rows, columns]."""
+    """[num_rows, num_columns]: a whole CSV file without a line of names. Floats are float32."""
     chunks = [np.column_stack(list(chunk.values())) for chunk in read_csv(path, header=())]
     if not chunks:
         return np.empty((0, 1))
@@ -86,7 +98,7 @@ def _read_matrix(path: Path) -> np.ndarray:
 
 
 class _EdgeFile:
-    """Chunks [2, n] of `edge.csv.gz`."""
+    """The edges of `edge.csv.gz` as chunks [2, n]. It can be iterated several times."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -97,7 +109,7 @@ class _EdgeFile:
 
 
 def _read_csv_files(raw: Path) -> tuple[Any, dict[str, Any]]:
-    """(edges, arguments for `from_edges`) of the CSV layout."""
+    """(edges, other arguments of `from_edges`) of the CSV layout."""
     edges: Any = _EdgeFile(raw / "edge.csv.gz")
     arguments: dict[str, Any] = {"num_nodes": int(_read_matrix(raw / "num-node-list.csv.gz").sum())}
     if (raw / "node-feat.csv.gz").is_file():
@@ -105,7 +117,8 @@ def _read_csv_files(raw: Path) -> tuple[Any, dict[str, Any]]:
     if (raw / "node-label.csv.gz").is_file():
         arguments["y"] = _read_matrix(raw / "node-label.csv.gz")
     if (raw / "edge-feat.csv.gz").is_file():
-        # Two files are read side by side only here, for a graph (proteins) that fits.
+        # Edge features are in a file of their own, so both are read as a whole. Only proteins has them, and
+        # it fits.
         arguments["edge"] = {"attr": _read_matrix(raw / "edge-feat.csv.gz")}
         edges = np.concatenate(list(edges), axis=1)
     tables = {}
@@ -117,9 +130,14 @@ def _read_csv_files(raw: Path) -> tuple[Any, dict[str, Any]]:
 
 @contextmanager
 def _unpack_binary(raw: Path, mapped: bool) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """(edges, arguments for `from_edges`) of the binary layout; large members are unpacked and mapped."""
+    """(edges, other arguments of `from_edges`) of the binary layout, valid within the context.
+
+    mapped: Whether to map the unpacked arrays instead of reading them. Then they are unpacked into `raw`,
+        next to the archive, else into the system's temporary folder. Edges are the path of a file either
+        way.
+    """
     with tempfile.TemporaryDirectory(dir=raw if mapped else None, prefix=".unpacked-") as scratch:
-        file = raw / "data.npz"
+        file = raw / "data.npz"  # the file being read, for the error message
         try:
             with zipfile.ZipFile(file) as archive:
                 files = {Path(member).stem: _unpack(archive, member, Path(scratch)) for member in archive.namelist()}
@@ -145,6 +163,7 @@ def _unpack_binary(raw: Path, mapped: bool) -> Iterator[tuple[Any, dict[str, Any
 
 
 def _unpack(archive: zipfile.ZipFile, member: str, folder: Path) -> Path:
+    """Unpack one file of an archive into a folder, 16 MiB at a time. Returns its path."""
     target = folder / Path(member).name
     with archive.open(member) as source, target.open("wb") as out:
         shutil.copyfileobj(source, out, 1 << 24)

@@ -1,4 +1,4 @@
-"""PyTorch Geometric and SciPy: graphs that are already in memory."""
+"""Makes datasets from graphs of PyTorch Geometric and SciPy in memory, and PyG's `Data` from datasets."""
 
 from __future__ import annotations
 
@@ -17,24 +17,28 @@ if TYPE_CHECKING:
     from torch_geometric.data import Data
 
 _EDGE_NAMES = {"edge_weight": "weight", "edge_attr": "attr", "edge_type": "type", "edge_time": "time"}
+"""Attributes of a PyG `Data` that are edge arrays, and their names here."""
 _NOT_TABLES = ("edge_index", "adj_t", "x", "y", "batch", "ptr", "num_nodes")
+"""Attributes of a PyG `Data` that are handled otherwise, or left out."""
 
 
 def from_pyg(data: Data, **arguments: Any) -> Dataset:
     """Make a dataset from a PyG `Data`.
 
-    Masks become splits, attributes with a row per edge become edge arrays, and attributes with a row per node tables.
+    Masks become splits, attributes with a row per edge become edge arrays, and attributes with a row per
+    node tables.
 
     Args:
-        data: With `edge_index` [2, num_edges] or `adj_t`. Masks may be [num_nodes, k], of which `split=` chooses one.
+        data: With `edge_index` [2, num_edges] or `adj_t`. Masks may be [num_nodes, k], of which `split=`
+            chooses one.
         arguments: Those of `from_edges`. They take precedence over what `data` has.
 
     Returns:
         The dataset, in memory unless `folder=` is given.
 
     Raises:
-        ValueError: `data` is a HeteroData or no PyG data at all, or has no edges, or does not say how many nodes it
-            has.
+        ValueError: `data` is a HeteroData or no PyG data at all, or has no edges, or does not say how many
+            nodes it has.
 
     Example:
         >>> from torch_geometric.data import Data
@@ -64,7 +68,8 @@ def from_pyg(data: Data, **arguments: Any) -> Dataset:
         elif key.endswith("_mask"):
             masks[key] = value
         elif num_rows == num_nodes:
-            # Where there are as many edges as nodes, it is of nodes unless its name says "edge", as in PyG.
+            # If there are as many edges as nodes, an attribute belongs to nodes unless its name says
+            # "edge", as in PyG.
             tables[key] = value
         elif key == "time" and num_rows == num_edges:
             edge.setdefault("time", value)
@@ -83,7 +88,10 @@ def from_pyg(data: Data, **arguments: Any) -> Dataset:
 
 
 def _read_edges(data: Data) -> tuple[Tensor, dict[str, Tensor]]:
-    """Edges [2, E] and what comes with them, from `edge_index` or from a transposed adjacency `adj_t`."""
+    """([2, num_edges] edges, edge arrays) of `edge_index`, or of a transposed adjacency matrix `adj_t`.
+
+    Values of `adj_t` other than one are the edge array "weight".
+    """
     if data.edge_index is not None:
         return data.edge_index, {}
     adjacency = getattr(data, "adj_t", None)
