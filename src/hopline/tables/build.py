@@ -4,8 +4,8 @@
     host_cache      next hottest rows, in RAM           CachedTable, only for rows in a file
     all rows        in memory, or a mapped file         TensorTable
 
-For a GPU without a RAM cache, all rows are pinned where they lie, and the GPU reads cold rows by zero-copy. Behind a
-RAM cache the host reads them.
+For a GPU without a RAM cache, all rows are pinned where they lie, and the GPU reads cold rows by zero-copy.
+Behind a RAM cache the host reads them.
 """
 
 from __future__ import annotations
@@ -51,17 +51,18 @@ def table(
     Rows in memory are pinned where they lie, not copied.
 
     Args:
-        x: [num_nodes, ...]: the rows, as a tensor, an array (which may be a memory map), the path of an .npy file, or
-            a table.
+        x: [num_nodes, ...]: the rows, as a tensor, an array (which may be a memory map), the path of an
+            .npy file, or a table.
         device_cache: Size of the copies on the device: "0.1G", "200M", bytes, "20%" or "all".
-        host_cache: Size of a cache in RAM for rows in a file, such as "2G". It holds the rows that are hottest after
-            those of the device. "all" copies the whole file into RAM.
-        order: Which rows are hot. "degree": those that are the source of most edges; needs graph. "access": those
-            that a batch most probably reads; needs graph, fanouts and train_ids. "observed": those that were read
-            most in the first epoch (until then by degree, if there is a graph). Or ids, the hottest first.
+        host_cache: Size of a cache in RAM for rows in a file, such as "2G". It holds the rows that are
+            hottest after those of the device. "all" copies the whole file into RAM.
+        order: Which rows are hot. "degree": those that are the source of most edges; needs graph. "access":
+            those that a batch most probably reads; needs graph, fanouts and train_ids. "observed": those
+            that were read most in the first epoch (until then by degree, if there is a graph). Or ids, the
+            hottest first.
         device: The device of the copies. Default: a GPU if there is one.
-        devices: GPUs of several processes, such as [0, 1], if the table will be sent to each process. The rows
-            are put into memory that the processes share, and each process fills copies of its own.
+        devices: GPUs of several processes, such as [0, 1], if the table will be sent to each process. The
+            rows are put into memory that the processes share, and each process fills copies of its own.
         graph: The graph, for `order`.
         fanouts: In-edges drawn per node and layer, the seeds' layer first. For order="access".
         train_ids: [n] int64: the training nodes. For order="access".

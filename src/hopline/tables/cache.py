@@ -3,7 +3,8 @@
     ids --> slot[id] --+-- slot >= 0 --> hot[slot], in memory
                        +-- slot = -1 --> below.read(id)
 
-The chosen rows do not change: nothing is evicted. The cost is a copy of these rows, and 4 bytes per row of the table.
+The chosen rows do not change: nothing is evicted. The cost is a copy of these rows, and 4 bytes per row of
+the table.
 """
 
 from __future__ import annotations
@@ -74,6 +75,6 @@ class CachedTable(Shareable, Table):
         self.hot[slot[is_hit]] = rows[is_hit].to(self.dtype)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle a handle: another process reads the same copies and the same rows below, in shared memory."""
+        """Pickle a handle: another process reads the same copies and rows below, in shared memory."""
         attributes = {"below": self.below, "counter": self.counter}
         return CachedTable.from_shared, (self.share_arrays("hot", "slot"), attributes)

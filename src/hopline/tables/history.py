@@ -1,16 +1,17 @@
 """Histories: embeddings of all nodes as earlier steps wrote them, and the step that wrote each.
 
-There is a table per layer. Its rows are in the order of a partition, so that the rows of a part are one row range. A
-batch pulls the rows of its halo, and after its step pushes the rows of its own nodes:
+There is a table per layer. Its rows are in the order of a partition, so that the rows of a part are one row
+range. A batch pulls the rows of its halo, and after its step pushes the rows of its own nodes:
 
     before the step    tables --`prefetch` (pull)--> PrefetchedRows --`read`, layer by layer--> the model
     after the step     the model's rows of own nodes --`write` (push)--> tables; `stamp` notes the step
 
-With a GPU, a `RowMover` pulls and pushes on a stream of its own, while the GPU computes. Without one, rows are read
-and written directly. In a training step, the commit of the batch writes and stamps (`HistoricalWork.commit`). A table
-that nobody has written yet reads as zeros.
+With a GPU, a `RowMover` pulls and pushes on a stream of its own, while the GPU computes. Without one, rows
+are read and written directly. In a training step, the commit of the batch writes and stamps
+(`HistoricalWork.commit`). A table that nobody has written yet reads as zeros.
 
-The cost is one row per node and layer in the memory that the allocator chooses, and 8 bytes per node for the steps.
+The cost is one row per node and layer in the memory that the allocator chooses, and 8 bytes per node for
+the steps.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from hopline.tables.memory import TensorTable
 from hopline.util import trace
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32, "model": None}
-"""Element type of stored rows by the value of the setting `storage`. None: the type of the rows that are written."""
+"""Element type of stored rows by the value of the setting `storage`.
+
+None: the type of the rows that are written.
+"""
 AGES = (1, 2, 4, 8, 16, 32, 64)
 """Upper ends of the bins of the staleness histogram, in steps. Older rows have one more bin. A rule of thumb.
 
@@ -39,10 +43,10 @@ Rows that were never written are counted apart.
 
 
 class RowReader(ABC):
-    """Reads historical embeddings by position: from the tables themselves, or from rows prefetched for a batch."""
+    """Reads historical embeddings by position: from the tables, or from rows prefetched for a batch."""
 
     step: int
-    """Number of steps that were committed when this reader was made, or so far if it reads the tables themselves."""
+    """Number of steps that were committed when this reader was made. A reader of the tables counts on."""
 
     @abstractmethod
     def rows(self, l: int, positions: Tensor) -> Tensor:
@@ -89,8 +93,8 @@ def report_ages(ages: Tensor) -> None:
 class Histories(LayerTables, RowReader):
     """Embeddings of earlier steps: a table per layer, and the step that wrote each row.
 
-    Histories own their tables. The mover belongs to the work that trains, and only the thread that trains may call
-    it. So with a mover, only that thread may read and write.
+    Histories own their tables. The mover belongs to the work that trains, and only the thread that trains
+    may call it. So with a mover, only that thread may read and write.
 
     Args:
         num_rows: Rows of every table.
@@ -118,22 +122,28 @@ class Histories(LayerTables, RowReader):
         return self
 
     def prefetch(self, layers: Sequence[int], positions: Tensor) -> RowReader:
-        """A reader of the rows at `positions`. Rows of tables in host memory are pulled from now on, as they are now.
+        """A reader of the rows at `positions`.
 
-        positions: [n] int64 on the host. The reader knows prefetched rows by this tensor itself, not by its values.
+        Rows of tables in host memory are pulled from now on, as they are now.
+
+        positions: [n] int64 on the host. The reader knows prefetched rows by this tensor itself, not by its
+            values.
         """
         if self.mover is None or not positions.numel():
             return self
         tables = {l: self.tables[l] for l in layers if l in self.tables}
         pulled = self.mover.pull(tables, positions)
-        # Tables on the device are not pulled: the batch reads them itself, at the same positions after every layer.
-        # So the positions are copied to the device once.
+        # Tables on the device are not pulled: the batch reads them itself, at the same positions after
+        # every layer. So the positions are copied to the device once.
         has_device_tables = len(pulled) < len(tables)
         device_positions = self.mover.to_device(positions) if has_device_tables else positions
         return PrefetchedRows(self, positions, device_positions, pulled)
 
     def in_place(self, l: int, device: torch.device, dtype: torch.dtype) -> TensorTable | None:
-        """The table of layer `l` if a conv may read it directly; None with a mover: pushes may be on their way."""
+        """The table of layer `l` if a conv may read it directly.
+
+        None with a mover, because pushes may be on their way.
+        """
         return super().in_place(l, device, dtype) if self.mover is None else None
 
     def rows(self, l: int, positions: Tensor) -> Tensor:
@@ -147,7 +157,10 @@ class Histories(LayerTables, RowReader):
         return self.written[positions]
 
     def now(self) -> Any:
-        """A CUDA event of this moment of the computation, for `write`. None on a CPU, which computes at once."""
+        """A CUDA event of this moment of the computation, for `write`.
+
+        None on a CPU, which computes at once.
+        """
         return None if self.mover is None else self.mover.now()
 
     def write(self, l: int, at: At, rows: Tensor, computed: Any = None) -> None:
@@ -187,8 +200,8 @@ class Histories(LayerTables, RowReader):
 class PrefetchedRows(RowReader):
     """The rows that one batch reads. Those of tables in host memory are on their way to the device.
 
-    Rows of tables on the device are read when they are needed. Positions other than the batch's are read from the
-    tables, as they are then.
+    Rows of tables on the device are read when they are needed. Positions other than the batch's are read
+    from the tables, as they are then.
     """
 
     def __init__(
@@ -196,7 +209,10 @@ class PrefetchedRows(RowReader):
     ) -> None:
         self.histories = histories
         self.positions = positions
-        """[n] int64 on the host: the positions of the rows. Prefetched rows are found by this tensor itself."""
+        """[n] int64 on the host: the positions of the rows.
+
+        Prefetched rows are found by this tensor itself.
+        """
         self.device_positions = device_positions
         """[n] int64: a copy of `positions` on the device if tables are on it, else the same tensor."""
         self.pulled = pulled

@@ -1,14 +1,14 @@
 """Histories that several ranks share: each host holds the rows of its own ranks' parts.
 
-Positions follow the order of the partition, and each rank owns a run of parts. The runs of a host's ranks follow each
-other, so a host holds one range of positions:
+Positions follow the order of the partition, and each rank owns a run of parts. The runs of a host's ranks
+follow each other, so a host holds one range of positions:
 
     positions   0 ......................... num_nodes
     ranks       | rank 0 | rank 1 | rank 2 | rank 3 |
-    memory      |     host 0      |     host 1      |    one table per layer and host, mapped by all ranks of the host
+    memory      |     host 0      |     host 1      |    one table per layer and host, mapped by its ranks
 
-Rows of the own host are read from that memory. Rows of other hosts are fetched from the ranks that own them, by
-all-to-all calls. All ranks must make these calls in the same order.
+Rows of the own host are read from that memory. Rows of other hosts are fetched from the ranks that own
+them, by all-to-all calls. All ranks must make these calls in the same order.
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ class Snapshot(RowReader):
 class SharedHistories(Histories):
     """Histories in memory that all ranks of a host write and read.
 
-    Making them is collective, and so is the first use of a layer, which creates its table: all ranks must do so
-    together. Barriers separate writing from reading: that of `complete`, and those of the work when it commits. So no
-    row is locked.
+    Making them is collective, and so is the first use of a layer, which creates its table: all ranks must
+    do so together. Barriers separate writing from reading: that of `complete`, and those of the work when
+    it commits. So no row is locked.
     """
 
     def __init__(
@@ -165,7 +165,8 @@ class SharedHistories(Histories):
         requests = [positions[run] if rank in remote_ranks else positions[:0] for rank, run in enumerate(runs)]
         requested = self.world.all_to_all(requests)
 
-        # Every rank has learnt which of its rows the others read. Each table then takes one all-to-all of rows.
+        # Every rank has learnt which of its rows the others read. Each table then takes one all-to-all of
+        # rows.
         def pull(table: Tensor) -> Tensor:
             answers = [ops.gather_rows(table, asked - host_range.start) for asked in requested]
             received = self.world.all_to_all(answers)
@@ -183,7 +184,10 @@ class SharedHistories(Histories):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """All rows of all hosts in rank 0, for a checkpoint, and empty tensors in the other ranks. Collective."""
+        """All rows of all hosts in rank 0, for a checkpoint, and empty tensors in the other ranks.
+
+        Collective.
+        """
         tables = {str(l): self._gather(table) for l, table in self.tables.items()}
         return {"tables": tables, "written": self._gather(self.written), "step": self.step}
 

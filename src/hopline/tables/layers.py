@@ -1,11 +1,11 @@
 """`LayerTables`: writable tables that hold the rows of all nodes after each layer.
 
-The layer-wise engine writes layer l into one table and reads it from there for layer l + 1. An `Allocator` decides in
-which memory a table lies: on the device, in pinned or other host memory, or in mapped files. Reading and writing is
-the same code for all of them.
+The layer-wise engine writes layer l into one table and reads it from there for layer l + 1. An `Allocator`
+decides in which memory a table lies: on the device, in pinned or other host memory, or in mapped files.
+Reading and writing is the same code for all of them.
 
-Tables know positions only. Whether a position is a node id, or a node's rank in the order of a partition, is up to
-the caller. The cost is `num_rows` rows per layer, from the first write of the layer until `drop`.
+Tables know positions only. Whether a position is a node id, or a node's rank in the order of a partition,
+is up to the caller. The cost is `num_rows` rows per layer, from the first write of the layer until `drop`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def as_positions(at: At) -> Tensor:
 
 
 class RowSource(Protocol):
-    """Something that rows after some layers can be read from: the tables, or a snapshot of some of their rows."""
+    """A source of rows after some layers: the tables, or a snapshot of some of their rows."""
 
     def rows(self, l: int, positions: Tensor) -> Tensor:
-        """Copies of the rows at `positions` [n] after layer `l`, in the place and dtype in which they are stored."""
+        """Copies of the rows at `positions` [n] after layer `l`, in the place and dtype of the table."""
         ...
 
 
@@ -81,20 +81,20 @@ class LayerTables:
         return TensorTable(self.tables[l])
 
     def in_place(self, l: int, device: torch.device, dtype: torch.dtype) -> TensorTable | None:
-        """The table of layer `l` if a conv on `device` may read rows of `dtype` straight from it, else None."""
+        """The table of layer `l` if a conv on `device` may read rows of `dtype` from it directly, else None."""
         table = self.tables[l]
         can_read = table.device == device and table.dtype == dtype
         return TensorTable(table) if can_read else None
 
     def rows(self, l: int, positions: Tensor) -> Tensor:
-        """Copies of the rows at `positions` [n] after layer `l`, in the place and dtype in which they are stored."""
+        """Copies of the rows at `positions` [n] after layer `l`, in the place and dtype of the table."""
         table = self.tables[l]
         return ops.gather_rows(table, positions.to(table.device))
 
     def write(self, l: int, at: At, rows: Tensor, computed: Any = None) -> None:
         """Write rows after layer `l`, in the order of `at`.
 
-        computed: the moment at which the rows were computed, for tables that a GPU writes later. Default: now.
+        computed: when the rows were computed, for tables that a GPU writes later. Default: now.
         """
         if isinstance(at, Tensor):
             self._write_at(l, at, rows)

@@ -48,7 +48,8 @@ class TensorTable(Shareable, Table):
         if self.read_only:
             super().write(ids, rows)
         ops.put_rows(self.rows, ids, rows.to(self.rows.dtype))
-        # Our own kernels write without torch's knowledge, and `version` must change. Inference tensors lack one.
+        # Our own kernels write without torch's knowledge, and `version` must change. Inference tensors lack
+        # one.
         if not self.rows.is_inference():
             torch.autograd.graph.increment_version(self.rows)
 

@@ -1,7 +1,8 @@
-"""`Shareable`: tables that are sent to another process of the host as a handle to shared memory, not as a copy.
+"""`Shareable`: tables that are sent to other processes of the host as handles to shared memory, not copied.
 
-Pickling a table calls its `__reduce__`, which moves its tensors into shared memory once (`share_arrays`) and sends
-handles. `from_shared` opens them in the other process. From then on both processes read the same memory.
+Pickling a table calls its `__reduce__`, which moves its tensors into shared memory once (`share_arrays`)
+and sends handles. `from_shared` opens them in the other process. From then on both processes read the same
+memory.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hopline.distributed.shared_memory import SharedArray, mapped_file
 
 
 def share(tensor: Tensor) -> SharedArray:
-    """A handle of shared memory with the tensor's values: a copy, unless the tensor is a mapped file already."""
+    """A handle of shared memory with the tensor's values. They are copied unless they are a mapped file."""
     if is_registered(tensor) and mapped_file(tensor) is None:
         raise ValueError(
             "these rows are pinned in memory of this process alone and cannot move any more: "
@@ -30,9 +31,12 @@ class Shareable:
     """Base of tables whose tensors other processes of the host read in shared memory."""
 
     def share_arrays(self, *names: str) -> dict[str, SharedArray]:
-        """Handles of the attributes `names`, which are tensors. From now on the table uses the shared memory too."""
-        # A tensor is shared once, however often the table is sent. If the attribute was replaced since, it is shared
-        # again.
+        """Handles of the attributes `names`, which are tensors.
+
+        From now on the table uses the shared memory too.
+        """
+        # A tensor is shared once, however often the table is sent. If the attribute was replaced since, it
+        # is shared again.
         shared_arrays: dict[str, SharedArray] = self.__dict__.setdefault("_shared_arrays", {})
         for name in names:
             tensor = getattr(self, name)

@@ -1,7 +1,7 @@
 """`SparseTable`: rows in CSR form, for features that are mostly zeros, such as bags of words.
 
-Row i has the entries indptr[i] .. indptr[i + 1]: entry e has the value values[e] in the column columns[e]. `read_csr`
-gives rows in this form to kernels that multiply by them; `read` makes them dense.
+Row i has the entries indptr[i] .. indptr[i + 1]: entry e has the value values[e] in the column columns[e].
+`read_csr` gives rows in this form to kernels that multiply by them; `read` makes them dense.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class SparseTable(Shareable, Table):
     def read_csr(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The rows of `ids` [n] in CSR form: (indptr [n + 1], columns [nnz], values [nnz]).
 
-        The result is on the device of the table, not of the ids: no kernel reads these arrays from another device.
+        The result is on the device of the table, not of the ids: no kernel reads these arrays from another
+        device.
         """
         indptr, entries = ops.row_positions(self.indptr, ids.to(self.indptr.device))
         return indptr, self.columns[entries], self.values[entries]
@@ -81,8 +82,8 @@ class SparseTable(Shareable, Table):
         indptr, columns, values = self.read_csr(ids)
         entry_rows = torch.repeat_interleave(torch.arange(ids.numel(), device=indptr.device), indptr.diff())
         dense = torch.zeros(ids.numel(), self.num_columns, dtype=self.dtype, device=indptr.device)
-        # Entries of a row that repeat a column add up, as in every CSR library. Not by index_put, which adds in any
-        # order if torch has several threads: index_add_ adds in the order of the entries.
+        # Entries of a row that repeat a column add up, as in every CSR library. Not by index_put, which
+        # adds in any order if torch has several threads: index_add_ adds in the order of the entries.
         dense.view(-1).index_add_(0, entry_rows * self.num_columns + columns, values)
         return dense
 

@@ -1,17 +1,17 @@
 """`TieredTable`: copies of the hot rows on the device, all rows in a slower table below.
 
-Sampling reads some rows far more often than others. Copies of these hot rows on the device save traffic from the
-host. They cost device memory for `num_hot` rows, plus an int32 slot per row of the table. A read looks
-every id up in `hot_slot`:
+Sampling reads some rows far more often than others. Copies of these hot rows on the device save traffic
+from the host. They cost device memory for `num_hot` rows, plus an int32 slot per row of the table. A read
+looks every id up in `hot_slot`:
 
     ids --> hot_slot[id] --+-- slot >= 0 --> hot[slot], on the device
                            +-- slot < -1 --> hot[-2 - slot], a staged row (see below)
-                           +-- slot = -1 --> cold[id]: zero-copy read of pinned host memory by the GPU's kernel,
-                                             or `below.read` by the host where the kernel cannot read the rows
+                           +-- slot = -1 --> cold[id]: zero-copy read of pinned host memory by the kernel,
+                                             or `below.read` by the host if the kernel cannot read it
 
-A *staged* row is a cold row that was brought to the device for the next steps only. Staged rows stand behind the hot
-ones in the same tensor. `methods/sampled/prefetch_rows.py` brings them and takes them away; this file makes the room
-(`TieredTable.reserve`) and counts them.
+A *staged* row is a cold row that was brought to the device for the next steps only. Staged rows stand
+behind the hot ones in the same tensor. `methods/sampled/prefetch_rows.py` brings them and takes them away;
+this file allocates their slots (`TieredTable.reserve`) and counts their reads.
 """
 
 from __future__ import annotations
@@ -67,16 +67,19 @@ class _ReadCounts(NamedTuple):
 class _DeviceTiers:
     """The tiers and counters of one device.
 
-    Once a CUDA graph is captured, no tensor here may be replaced, because the graph holds their addresses. `reserve`,
-    which replaces `tiers`, comes before the capture.
+    Once a CUDA graph is captured, no tensor here may be replaced, because the graph holds their addresses.
+    `reserve`, which replaces `tiers`, comes before the capture.
     """
 
     tiers: Tiers
     """Hot and cold rows, as kernels on this device read them."""
     counts: Tensor
-    """[COUNTERS, 3] int64 on the device: hits, misses and reads of staged rows, to be summed over the first axis."""
+    """[COUNTERS, 3] int64 on the device: hits, misses and reads of staged rows, to be summed over axis 0."""
     seen: Tensor | None
-    """[num_rows] int32 on the device: how often each row was read. None if the table does not observe reads."""
+    """[num_rows] int32 on the device: how often each row was read.
+
+    None if the table does not observe reads.
+    """
     fetched: Tensor
     """[1] int64 on the device: number of rows that were staged so far."""
     reported: _ReadCounts = field(default_factory=_ReadCounts)
@@ -89,12 +92,14 @@ class _DeviceTiers:
 
 
 class TieredTable(Shareable, Table):
-    """Copies of the rows `hot_ids` of `below` on a device; other rows are read from `below`. `hl.table` makes one.
+    """Copies of the rows `hot_ids` of `below` on a device. Other rows are read from `below`.
 
-    Each device of each process gets its own copies, at its first read. On CUDA the rows below are pinned where they
-    lie, and the kernel reads them by zero-copy. Rows that cannot be pinned, such as those behind a RAM cache of a
-    file, are read by the host. If the ids are on another kind of device than the table's, all rows come from `below`
-    and nothing is counted.
+    `hl.table` makes one.
+
+    Each device of each process gets its own copies, at its first read. On CUDA the rows below are pinned
+    where they lie, and the kernel reads them by zero-copy. Rows that cannot be pinned, such as those behind
+    a RAM cache of a file, are read by the host. If the ids are on another kind of device than the table's,
+    all rows come from `below` and nothing is counted.
 
     `read` may be called by several threads. `rebalance` and `reserve` may not run while any thread reads.
 
@@ -102,7 +107,8 @@ class TieredTable(Shareable, Table):
         below: The table that has all rows.
         hot_ids: [n] int64 rows to copy; None copies all.
         device: Where the copies are.
-        observe: Count how often each row is read in the first epoch, and then keep the rows that were read most.
+        observe: Count how often each row is read in the first epoch, and then keep the rows that were read
+            most.
 
     Raises:
         ValueError: `read` is given ids that are not 1-D int32 or int64.
@@ -148,15 +154,15 @@ class TieredTable(Shareable, Table):
     def read(self, ids: Tensor, *, staged: bool = True) -> Tensor:
         """The rows of `ids` [n], on the device of the ids.
 
-        staged: whether staged rows may be read from their slots. Only the training loop may: it alone knows when
-            staging replaces them.
+        staged: whether staged rows may be read from their slots. Only the training loop may: it alone knows
+            when staging replaces them.
         """
         if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"row ids must be a 1-D int64 tensor, not {list(ids.shape)} {ids.dtype}")
         if ids.device.type != self.device.type:
             return self.below.read(ids)
-        # On a GPU an id of -1 is an empty slot of the tree layout, and reads as zeros. The CPU has no tree layout, so
-        # a negative id is a mistake of the caller.
+        # On a GPU an id of -1 is an empty slot of the tree layout, and reads as zeros. The CPU has no tree
+        # layout, so a negative id is a mistake of the caller.
         if ids.device.type == "cpu" and ids.numel() and int(ids.min()) < 0:
             raise IndexError(f"a row id is outside 0 .. {len(self) - 1}")
         device_tiers = self._on(ids.device)
@@ -165,8 +171,9 @@ class TieredTable(Shareable, Table):
             with self._lock:  # several threads may add to the same counters
                 count_ids(device_tiers.seen, ids)
         if ids.device.type != "cpu" and (tiers.hot_slot is None or tiers.cold is not None):
-            # Host memory answers ascending ids faster (docs/features.md: 45 instead of 30 GB/s on an H200). With half
-            # of the rows hot, hardly any read goes to the host, and the sort is not worth its time.
+            # Host memory answers ascending ids faster (docs/features.md: 45 instead of 30 GB/s on an H200).
+            # With half of the rows hot, hardly any read goes to the host, and the sort is not worth its
+            # time.
             reads_host = tiers.cold is not None and 2 * self.num_hot < len(self)
             in_order = reads_host and ids.numel() >= SORTED_FROM
             return gather_tiers(tiers.hot, tiers.cold, tiers.hot_slot, ids, device_tiers.counts, in_order, staged)
@@ -270,8 +277,8 @@ class TieredTable(Shareable, Table):
     def rebalance(self) -> None:
         """Make the rows hot that were read most since the table was made, and stop observing.
 
-        Each device keeps the rows that it read most itself. Call it between epochs: nothing may read the table
-        meanwhile, because the hot rows are overwritten in place.
+        Each device keeps the rows that it read most itself. Call it between epochs: nothing may read the
+        table meanwhile, because the hot rows are overwritten in place.
         """
         for device_tiers in self._device_tiers.values():
             hot, _, hot_slot = device_tiers.tiers
@@ -291,8 +298,8 @@ class TieredTable(Shareable, Table):
         device = with_index(device)
         device_tiers = self._device_tiers.get(device)
         if device_tiers is None:
-            # Looked up again under the lock: another thread may have filled them meanwhile, and a second copy of the
-            # hot rows would take the memory twice.
+            # Looked up again under the lock: another thread may have filled them meanwhile, and a second
+            # copy of the hot rows would take the memory twice.
             with self._lock:
                 device_tiers = self._device_tiers.get(device) or self._make_tiers(device)
                 self._device_tiers[device] = device_tiers
@@ -332,8 +339,8 @@ class TieredTable(Shareable, Table):
             grown = hot.new_empty(shape)
             grown[: self.num_hot] = hot[: self.num_hot]
         else:
-            # Old and new tensor do not fit together. The old one is dropped first, and the hot rows are read from
-            # below once more.
+            # Old and new tensor do not fit together. The old one is dropped first, and the hot rows are
+            # read from below once more.
             device_tiers.tiers = Tiers(hot[:0].clone(), cold, hot_slot)
             hot = None
             grown = torch.empty(shape, dtype=self.dtype, device=device)
@@ -354,7 +361,10 @@ class TieredTable(Shareable, Table):
             hot_slot[hot_ids.to(hot_slot.device)] = slots
 
     def _readable(self, device: torch.device) -> Tensor | None:
-        """[num_rows, ...]: the rows below, pinned if a GPU will read them. None if `below` has no dense tensor."""
+        """[num_rows, ...]: the rows below, pinned if a GPU will read them.
+
+        None if `below` has no dense tensor.
+        """
         rows = self.below.storage()
         if rows is None or device.type == "cpu" or rows.device.type != "cpu":
             return rows
