@@ -50,9 +50,16 @@ class PlantedPartition:
         if not 0 <= self.homophily <= 1:
             raise ValueError(f"homophily is {self.homophily}: give a share from 0 to 1.")
         if self.num_edges < 0 or self.num_features < 1 or (self.symmetric and self.num_edges % 2):
-            raise ValueError("A planted graph needs num_features >= 1 and num_edges >= 0, even if symmetric.")
+            raise ValueError(
+                "A planted graph needs num_features >= 1 and num_edges >= 0, even if symmetric, not "
+                f"num_features={self.num_features} and num_edges={self.num_edges}."
+            )
         if min(self.split_sizes) < 0 or sum(self.split_sizes) > self.num_nodes:
-            raise ValueError(f"The splits do not fit into {self.num_nodes} nodes: give smaller ones.")
+            num_train, num_valid, _ = self.split_sizes
+            raise ValueError(
+                f"The splits do not fit into {self.num_nodes} nodes with num_train={num_train} and "
+                f"num_valid={num_valid}: give smaller ones."
+            )
         if self.dtype not in ("float32", "float16", "bfloat16"):
             raise ValueError(f"dtype is {self.dtype!r}: choose float32, float16 or bfloat16.")
 

@@ -85,13 +85,18 @@ class Dataset:
                 raise ValueError(f"{name!r} cannot name an array: use letters, digits, '_' and '-' only.")
         for name, table in self.tables.items():
             if len(table) != self.num_nodes:
-                raise ValueError(f"Table {name!r} has {len(table)} rows for {self.num_nodes} nodes.")
+                raise ValueError(
+                    f"Table {name!r} has {len(table)} rows for {self.num_nodes} nodes: give one row per node."
+                )
         if self.y is not None:
             _check_label_shape(self.y, self.task, self.num_nodes, self.num_classes)
         for splits in (self.splits, *self.alternatives):
             for name, ids in splits.items():
                 if ids.dtype != torch.int64 or ids.dim() != 1:
-                    raise ValueError(f"Split {name!r} must be a 1-D int64 tensor of node ids.")
+                    raise ValueError(
+                        f"Split {name!r} must be a 1-D int64 tensor of node ids, not "
+                        f"{_shape_text(ids.shape, ids.dtype)}: make ids of a mask by mask.nonzero().view(-1)."
+                    )
 
     @property
     def num_nodes(self) -> int:

@@ -47,7 +47,7 @@ def share(dataset: Dataset | None, world: World) -> Dataset:
     """
     if not world.any(world.local_size > 1):
         if dataset is None:
-            raise ValueError("share() needs the dataset in the first rank of every host")
+            raise ValueError("share() needs the dataset in the first rank of every host, and got None: open it there")
         return dataset
     name = f"{PREFIX}{world.broadcast_object(uuid.uuid4().hex)}-{world.node}"
     with contextlib.ExitStack() as cleanup:
@@ -74,7 +74,7 @@ def share(dataset: Dataset | None, world: World) -> Dataset:
 def _save(dataset: Dataset | None, name: str, cleanup: contextlib.ExitStack) -> None:
     """Save a dataset to a new folder of this name, and lock the folder. `cleanup` unlocks and deletes it."""
     if dataset is None:
-        raise ValueError("share() needs the dataset in the first rank of every host")
+        raise ValueError("share() needs the dataset in the first rank of every host, and got None: open it there")
     remove_left_behind()
     # 5% and 1 MiB more than the arrays. A rule of thumb.
     needed_bytes = int(dataset.num_bytes * 1.05) + (1 << 20)

@@ -163,8 +163,10 @@ class TieredTable(Shareable, Table):
             return self.below.read(ids)
         # On a GPU an id of -1 is an empty slot of the tree layout, and reads as zeros. The CPU has no tree
         # layout, so a negative id is a mistake of the caller.
-        if ids.device.type == "cpu" and ids.numel() and int(ids.min()) < 0:
-            raise IndexError(f"a row id is outside 0 .. {len(self) - 1}")
+        if ids.device.type == "cpu" and ids.numel():
+            lowest = int(ids.min())
+            if lowest < 0:
+                raise IndexError(f"row id {lowest} is outside 0 .. {len(self) - 1}")
         device_tiers = self._on(ids.device)
         tiers = device_tiers.tiers
         if device_tiers.seen is not None and self.observing:
