@@ -54,8 +54,10 @@ def test_what_is_asked_for_is_done() -> None:
 @pytest.mark.parametrize(
     ("free", "options", "says"),
     [
-        (900, {"graph": "device"}, r"graph needs 1000 B .* 900 B free: set graph=pinned"),
-        (3_000, {"features": "device"}, "set features=pinned"),
+        (900, {"graph": "device"}, r"graph needs 1000 B .* 900 B free: set graph=pinned, or leave it at auto$"),
+        (100, {"graph": "pinned"}, r"graph needs 200 B .* 100 B free: set graph=host$"),
+        (100, {}, r"graph needs 200 B .* 100 B free: set graph=host$"),
+        (3_000, {"features": "device"}, "set features=pinned, or leave it at auto$"),
         (1_000, {"cache": "2K"}, "cache needs .* make it smaller"),
     ],
 )

@@ -97,7 +97,9 @@ def make_layout(sizes: DataBytes, device_free_bytes: int, placement: Placement) 
     if graph == "auto":
         graph = "device" if sizes.graph <= spare_bytes else "pinned"
     graph_bytes = {"device": sizes.graph, "pinned": sizes.indptr, "host": 0}[graph]
-    _check_fits("graph", graph_bytes, device_free_bytes, advice="set graph=pinned")
+    # "auto" has taken "pinned" already if the whole graph does not fit, so it is no way out for `indptr`.
+    advice = "set graph=pinned, or leave it at auto" if graph == "device" else "set graph=host"
+    _check_fits("graph", graph_bytes, device_free_bytes, advice=advice)
     spare_bytes -= graph_bytes
 
     labels = sizes.labels <= spare_bytes
@@ -113,7 +115,8 @@ def make_layout(sizes: DataBytes, device_free_bytes: int, placement: Placement) 
 
     cache = 0
     if features == "device":
-        _check_fits("features", sizes.features, device_free_bytes, advice="set features=pinned")
+        advice = "set features=pinned, or leave it at auto"
+        _check_fits("features", sizes.features, device_free_bytes, advice=advice)
         spare_bytes -= sizes.features
     elif features == "pinned" and placement.cache == "auto":
         cache = max(0, spare_bytes - sizes.hot_slots)
@@ -121,7 +124,7 @@ def make_layout(sizes: DataBytes, device_free_bytes: int, placement: Placement) 
     elif features == "pinned":
         cache = parse_size(placement.cache)
         cache_bytes = min(cache, sizes.features) + sizes.hot_slots
-        _check_fits("cache", cache_bytes, device_free_bytes, advice="make it smaller")
+        _check_fits("cache", cache_bytes, device_free_bytes, advice="make it smaller, or leave it at auto")
         spare_bytes -= cache_bytes
     return Layout(graph=graph, features=features, cache=cache, labels=labels, spare_bytes=max(0, spare_bytes))
 
@@ -131,7 +134,7 @@ def _check_fits(setting: str, needed_bytes: int, device_free_bytes: int, *, advi
     if needed_bytes > device_free_bytes:
         raise ValueError(
             f"{setting} needs {format_size(needed_bytes)} on the device, which has {format_size(device_free_bytes)} "
-            f"free: {advice}, or leave it at auto"
+            f"free: {advice}"
         )
 
 
