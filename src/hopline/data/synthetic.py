@@ -229,7 +229,7 @@ def make_on(device: torch.device, settings: PlantedPartition) -> dict[str, Tenso
         )
         assert sources.numel() == settings.num_edges, (sources.numel(), settings.num_edges)
 
-        y = ranks.remainder_(settings.num_classes)
+        y = ranks.remainder_(settings.num_classes)  # in place: the ranks are not needed any more
         means = torch.from_numpy(_class_means(settings)).to(device)
         rows = kernels.features(y, means, feature_key, DTYPES[settings.dtype])
 

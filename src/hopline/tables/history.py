@@ -46,7 +46,7 @@ class RowReader(ABC):
     """Reads historical embeddings by position: from the tables, or from rows prefetched for a batch."""
 
     step: int
-    """Number of steps that were committed when this reader was made. A reader of the tables counts on."""
+    """Number of committed steps: when this reader was made, or so far if it is the tables themselves."""
 
     @abstractmethod
     def rows(self, l: int, positions: Tensor) -> Tensor:

@@ -199,7 +199,7 @@ class _Parts:
         for part in range(self.num_parts):
             graph, _, rows, *_ = self.load_partition(str(self.config), part)
             edge_data = _as_tensors(graph.edata)
-            is_inner = edge_data["inner_edge"].bool()
+            is_inner = edge_data["inner_edge"].bool()  # False for edges into halo nodes
             dgl_ids = edge_data["_ID"][is_inner]
             order = edge_data.get("orig_id", edge_data["_ID"])[is_inner].argsort()
 

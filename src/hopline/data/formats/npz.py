@@ -51,7 +51,7 @@ DAMAGED = (
 _SPARSE = ("x_data", "x_indices", "x_indptr", "x_shape")
 """Arrays of features in CSR form."""
 _EDGE_NAMES = {"t": "time", "time": "time", "weight": "weight", "type": "type"}
-"""Names without "edge_" of arrays that are edge arrays if they have a row per edge; and their names here."""
+"""Arrays without "edge_" in their names that are edge arrays if they have a row per edge. Their names here."""
 _ALWAYS_EDGE = ("edge_type", "edge_weight", "edge_attr", "edge_time")
 """Arrays that are edge arrays in any case: with another number of rows they are refused later."""
 _NODE_KEYS = ("x", "y", "edge_index", "meta", *_SPARSE)
