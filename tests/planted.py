@@ -311,8 +311,8 @@ FAULTS: tuple[Fault, ...] = (
         name="written rows stay old in the cache",
         area="cached tables",
         file="src/hopline/tables/cache.py",
-        old="self.hot[slot[hit]] = rows[hit].to(self.dtype)",
-        new="self.hot[slot[hit]] = self.hot[slot[hit]]",
+        old="self.hot[slot[is_hit]] = rows[is_hit].to(self.dtype)",
+        new="self.hot[slot[is_hit]] = self.hot[slot[is_hit]]",
         tests=("tests/tables/test_cache.py",),
     ),
     # ---- models

@@ -54,8 +54,10 @@ def test_what_is_asked_for_is_done() -> None:
 @pytest.mark.parametrize(
     ("free", "options", "says"),
     [
-        (900, {"graph": "device"}, r"graph needs 1000 B .* 900 B free: set graph=pinned"),
-        (3_000, {"features": "device"}, "set features=pinned"),
+        (900, {"graph": "device"}, r"graph needs 1000 B .* 900 B free: set graph=pinned, or leave it at auto$"),
+        (100, {"graph": "pinned"}, r"graph needs 200 B .* 100 B free: set graph=host$"),
+        (100, {}, r"graph needs 200 B .* 100 B free: set graph=host$"),
+        (3_000, {"features": "device"}, "set features=pinned, or leave it at auto$"),
         (1_000, {"cache": "2K"}, "cache needs .* make it smaller"),
     ],
 )
@@ -87,7 +89,7 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
 
 def test_a_plan_is_carried_out() -> None:
     dataset = data()
-    plan = Layout(graph="device", features="pinned", cache=160, labels=True, room=0)
+    plan = Layout(graph="device", features="pinned", cache=160, labels=True, spare_bytes=0)
     found = carry_out(dataset, plan, CPU, (3, 2), dataset.splits["train"], 8)
     x = found.tables["x"]
     assert isinstance(x, TieredTable)
@@ -112,7 +114,7 @@ def test_a_plan_is_carried_out() -> None:
 def test_other_tables_follow_while_there_is_room() -> None:
     dataset = data()
     dataset.tables |= {"a": TensorTable(randn(50, 1)), "b": TensorTable(randn(50, 1))}
-    plan = Layout(graph="host", features="device", cache=0, labels=False, room=500)
+    plan = Layout(graph="host", features="device", cache=0, labels=False, spare_bytes=500)
     found = carry_out(dataset, plan, CPU)
     assert [type(found.tables[name]) for name in ("x", "a", "b")] == [TieredTable, TieredTable, TensorTable]
     assert "x 800 B on cpu" in describe(found)
@@ -123,14 +125,14 @@ def test_sparse_rows_are_moved_whole_or_not_at_all() -> None:
     dataset = replace(data(), tables={"x": sparse})
     assert not DataBytes.of(dataset).can_cache
     for where in ("device", "pinned", "host"):
-        plan = Layout(graph="host", features=where, cache=99, labels=False, room=0)
+        plan = Layout(graph="host", features=where, cache=99, labels=False, spare_bytes=0)
         found = carry_out(dataset, plan, CPU).x
         assert isinstance(found, SparseTable)
         assert torch.equal(found[torch.arange(50)], sparse[torch.arange(50)])
 
 
 def test_without_fan_outs_the_order_is_by_degree() -> None:
-    plan = Layout(graph="host", features="pinned", cache=160, labels=False, room=0)
+    plan = Layout(graph="host", features="pinned", cache=160, labels=False, spare_bytes=0)
     found = carry_out(data(), plan, CPU).x
     assert isinstance(found, TieredTable)
     assert found.hot_ids is not None

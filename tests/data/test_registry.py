@@ -54,7 +54,7 @@ def test_large_built_in_graphs_are_made_once(tmp_path: Path, monkeypatch: pytest
     first = open_dataset("products-shaped", data_root=tmp_path, scale=0.001, seed=5)
     assert (first.num_nodes, first.num_edges) == (2449, 123718)
     assert [p.name for p in tmp_path.iterdir()] == ["products-shaped-scale=0.001-seed=5"]
-    monkeypatch.setattr(synthetic, "_write", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(synthetic, "_write_folder", lambda *_: pytest.fail("made again"))
     again = open_dataset("products-shaped", data_root=tmp_path, scale=0.001, seed=5, verify=True)
     assert torch.equal(first.graph.indices, again.graph.indices)
 

@@ -83,7 +83,7 @@ def test_a_pickled_table_is_a_handle(name: str, tmp_path: Path) -> None:
 
 
 def _child(table: TieredTable, pipe: Connection) -> None:
-    assert not table._placed  # filled at the first read
+    assert not table._device_tiers  # filled at the first read
     ids = torch.arange(10)
     before = table.read(ids)
     pipe.send((before.tolist(), table.counters()))

@@ -146,7 +146,7 @@ def test_threads_read_side_by_side() -> None:
             assert torch.equal(rows, ROWS[ids])
     counts = table.counters()
     assert counts["hits"] + counts["misses"] == 40 * 500
-    assert int(table._placed[torch.device("cpu")].seen.sum()) == 40 * 500  # type: ignore[union-attr]
+    assert int(table._device_tiers[torch.device("cpu")].seen.sum()) == 40 * 500  # type: ignore[union-attr]
 
 
 def test_ids_on_another_device_are_read_below() -> None:

@@ -1,11 +1,24 @@
-"""Datasets: a graph with its tables, labels and splits; opened, saved, converted, checked and made.
+"""Datasets: a graph with its tables, labels and splits; opened, saved, converted, checked and generated.
 
-Read `dataset`, then `registry` (what `hl.open` knows) and `store` (a folder of plain arrays). `writer` and `manifest`
-write it, `checks` and `fingerprint` verify it, `convert`, `edges`, `nodes` and `ids` read tables of any size in
-chunks, `formats/` has a file per format. `placement` decides what is on a GPU, `shared` keeps one copy per host. The
-files on disk are a contract: `tests/formats` has those of earlier versions. It stands on `nn` and below.
+Read `dataset` first, then `registry` (the names that `hl.open` takes) and `store` (a folder of arrays).
 
-State of the process: `fingerprint` owns checksums of tensors that are still there.
+    dataset, splits, checks        `Dataset`, random splits, and the conditions that its numbers must meet
+    registry, download, built_in   a dataset by name: a folder, a download, or a generated graph
+    synthetic                      generates the built-in graphs
+    store, writer, manifest,       a dataset as a folder of `.npy` files and a manifest
+    arrays, paths
+    convert, edges, nodes, ids     edge lists and node files of any size, read in chunks
+    options                        settings of the conversion
+    formats/                       one file per format that is read
+    placement                      decides whether graph and features lie on a GPU or on the host
+    host_copy                      one copy in memory for all ranks of a host
+    fingerprint                    tells whether two datasets hold the same numbers
+
+Files on disk are a contract: `tests/formats` has folders that earlier versions wrote. This folder stands on
+`nn` and below.
+
+State of the process: `fingerprint` owns a cache of checksums, by tensor. An entry lives as long as its
+tensor.
 """
 
 from typing import TYPE_CHECKING

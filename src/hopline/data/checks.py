@@ -1,4 +1,15 @@
-"""What the numbers of a dataset must satisfy, looked at in pieces, so that large arrays stay on disk."""
+"""Conditions that the numbers of a dataset must meet.
+
+    indptr          runs from 0 to the number of edges and never decreases
+    indices         lie in 0 .. num_nodes - 1
+    floats          are finite: edge arrays and tables
+    labels          are classes, or -1 for none; 0 or 1 in the multi-label task
+    splits          are sorted, distinct and labelled
+
+Arrays are checked a chunk at a time, so that a mapped array larger than memory can be checked. A check
+raises a `ValueError` that names the array, the position and the value. `check_dataset` and `check_nodes`
+run all of them; `check_training` is a cheaper one that a `Trainer` runs on its splits.
+"""
 
 from __future__ import annotations
 
@@ -18,59 +29,61 @@ if TYPE_CHECKING:
     Nodes = Dataset | NodeData
 
 ELEMENTS_AT_ONCE = 1 << 22
-"""Elements looked at in one go."""
+"""Elements of an array that are checked at once, which limits temporary memory. A rule of thumb."""
 SHOWN_BYTES = 1 << 28
-"""Smaller work is over before a progress bar could be read."""
+"""Least number of bytes for which a progress bar is shown. Fewer are checked before it could be read."""
 CHECKED_SPLITS = ("train", "valid", "test")
 """Splits whose nodes must have labels; a split under another name may be for prediction alone."""
 REGRESSION = (
     "for real-valued targets leave out y, and give the Trainer train_step= and test_step= with a loss over "
     "targets[batch.seeds] and targets[ids]"
 )
-"""What to do with labels that are no classes."""
+"""Advice for labels that are not classes, at the end of error messages."""
 
 
-def _pieces(array: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(first row, rows) over the array, about PIECE_ELEMENTS elements at a time."""
-    step = max(1, ELEMENTS_AT_ONCE // max(1, array[:1].numel()))
-    for start in range(0, array.size(0), step):
-        yield start, array[start : start + step]
+def _chunks(array: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(first row, rows) of consecutive chunks of an array, each of about `ELEMENTS_AT_ONCE` elements."""
+    num_rows = max(1, ELEMENTS_AT_ONCE // max(1, array[:1].numel()))
+    for start in range(0, array.size(0), num_rows):
+        yield start, array[start : start + num_rows]
 
 
 def check_indptr(indptr: Tensor, num_entries: int, where: str) -> None:
-    """A CSR row pointer runs from 0 to the number of entries and never decreases."""
-    first, last = int(indptr[0]), int(indptr[-1])
+    """Check that a CSR row pointer runs from 0 to the number of entries and never decreases."""
+    first = int(indptr[0])
+    last = int(indptr[-1])
     if first != 0 or last != num_entries:
         raise ValueError(f"{where} runs from {first} to {last}, not from 0 to {num_entries}: convert again.")
-    for start, piece in _pieces(indptr):
-        falling = (piece[1:] < piece[:-1]).nonzero()
-        if falling.numel() or (start and piece[0] < indptr[start - 1]):
-            row = start + (int(falling[0]) + 1 if falling.numel() else 0)
-            raise ValueError(f"{where} decreases at entry {row}: convert the graph again.")
+    for start, chunk in _chunks(indptr):
+        falls = (chunk[1:] < chunk[:-1]).nonzero()
+        falls_at_start = start > 0 and bool(chunk[0] < indptr[start - 1])
+        if falls.numel() or falls_at_start:
+            entry = start + int(falls[0]) + 1 if falls.numel() else start
+            raise ValueError(f"{where} decreases at entry {entry}: convert the graph again.")
 
 
 def check_ids(ids: Tensor, limit: int, where: str, what: str = "nodes") -> None:
-    """All ids lie in 0 .. limit - 1."""
-    for start, piece in _pieces(ids):
-        low, high = (int(v) for v in piece.aminmax())
+    """Check that all ids lie in 0 .. limit - 1. what: what ids number, for the error message."""
+    for start, chunk in _chunks(ids):
+        low, high = (int(bound) for bound in chunk.aminmax())
         if low < 0 or high >= limit:
-            entry = int(((piece < 0) | (piece >= limit)).nonzero()[0])
+            entry = int(((chunk < 0) | (chunk >= limit)).nonzero()[0])
             raise ValueError(
-                f"{where} holds {int(piece[entry])} at position {start + entry}, "
+                f"{where} holds {int(chunk[entry])} at position {start + entry}, "
                 f"but there are {limit} {what}: number them from 0 to {limit - 1} and convert again."
             )
 
 
 def check_finite(values: Tensor, where: str) -> None:
-    """No NaN and no infinity."""
+    """Check that no number is NaN or infinite."""
     if not values.dtype.is_floating_point:
         return
-    for start, piece in _pieces(values):
-        finite = piece.isfinite()
-        if not bool(finite.all()):
-            row, *rest = (int(i) for i in (~finite).nonzero()[0])
-            value = float(piece[(row, *rest)])
-            column = f", column {rest[0]}" if rest else ""
+    for start, chunk in _chunks(values):
+        is_finite = chunk.isfinite()
+        if not bool(is_finite.all()):
+            row, *columns = (int(i) for i in (~is_finite).nonzero()[0])
+            value = float(chunk[(row, *columns)])
+            column = f", column {columns[0]}" if columns else ""
             raise ValueError(
                 f"{where} holds {value} in row {start + row}{column}: "
                 "replace such values, for example by numpy.nan_to_num, and convert again."
@@ -78,25 +91,27 @@ def check_finite(values: Tensor, where: str) -> None:
 
 
 def check_labels(y: Tensor, task: str, num_classes: int, where: str) -> None:
-    """Labels are classes, or -1 for none; in the multi-label task they are 0 or 1."""
-    for start, piece in _pieces(y):
+    """Check that labels are classes, or -1 for none. In the multi-label task they must be 0 or 1."""
+    for start, chunk in _chunks(y):
         if task == "multi":
-            bad = (piece != 0) & (piece != 1)
+            is_wrong = (chunk != 0) & (chunk != 1)
             allowed = "0 or 1"
+            hint = f"; {REGRESSION}"
         else:
-            bad = (piece < -1) | (piece >= num_classes)
+            is_wrong = (chunk < -1) | (chunk >= num_classes)
             allowed = f"a class from 0 to {num_classes - 1}, or -1 for none"
-        if bool(bad.any()):
-            row = int(bad.nonzero()[0, 0])
-            value = piece[row][bad[row]].reshape(-1)[0].item()
+            hint = ""
+        if bool(is_wrong.any()):
+            row = int(is_wrong.nonzero()[0, 0])
+            value = chunk[row][is_wrong[row]].reshape(-1)[0].item()
             raise ValueError(
                 f"{where} holds label {value} at node {start + row}: it must be {allowed}; "
-                f"correct the labels or num_classes and convert again{f'; {REGRESSION}' * (task == 'multi')}."
+                f"correct the labels or num_classes and convert again{hint}."
             )
 
 
 def check_split(ids: Tensor, num_nodes: int, y: Tensor | None, name: str, where: str) -> None:
-    """A split is a sorted list of distinct nodes, all of them labelled."""
+    """Check that a split is a sorted list of distinct nodes. Nodes of `CHECKED_SPLITS` must have a label."""
     check_ids(ids, num_nodes, where)
     repeated = (ids[1:] <= ids[:-1]).nonzero()
     if repeated.numel():
@@ -104,15 +119,18 @@ def check_split(ids: Tensor, num_nodes: int, y: Tensor | None, name: str, where:
         raise ValueError(f"{where} is not sorted or repeats node {node}: give every node of a split once.")
     if y is None or y.dim() != 1 or name not in CHECKED_SPLITS:
         return
-    for start, piece in _pieces(ids):
-        unlabelled = (y[piece] < 0).nonzero()
+    for start, chunk in _chunks(ids):
+        unlabelled = (y[chunk] < 0).nonzero()
         if unlabelled.numel():
             node = int(ids[start + int(unlabelled[0])])
             raise ValueError(f"{where} has node {node}, which has no label: leave such nodes out of the split.")
 
 
 def check_table(name: str, table: Table, where: Callable[[str], str]) -> None:
-    """Feature values are finite; a sparse table's structure is that of a CSR matrix."""
+    """Check that the values of a table are finite, and that a sparse table is a CSR matrix.
+
+    A dense table without one tensor of its rows is not checked.
+    """
     if isinstance(table, SparseTable):
         check_indptr(table.indptr, table.columns.numel(), where(f"table.{name}.indptr"))
         check_ids(table.columns, table.num_columns, where(f"table.{name}.columns"), "columns")
@@ -124,48 +142,55 @@ def check_table(name: str, table: Table, where: Callable[[str], str]) -> None:
 
 
 def check_nodes(nodes: Nodes, where: Callable[[str], str]) -> list[str]:
-    """Check tables, labels and splits; `where` turns an array's name into what an error calls it."""
-    return _run(_node_checks(nodes, where), sum(table.num_bytes for table in nodes.tables.values()))
+    """Check tables, labels and splits. Returns a sentence per check.
+
+    where: Turns the name of an array into the words by which an error message calls it.
+    """
+    table_bytes = sum(table.num_bytes for table in nodes.tables.values())
+    return _run_checks(_node_checks(nodes, where), table_bytes)
 
 
 def check_dataset(dataset: Dataset, where: Callable[[str], str]) -> list[str]:
-    """Check every array of a dataset. Returns what was checked."""
+    """Check every array of a dataset. Returns a sentence per check. where: as in `check_nodes`."""
     graph = dataset.graph
-    todo: dict[str, Callable[[], None]] = {
+    checks: dict[str, Callable[[], None]] = {
         "indptr runs over the edges": lambda: check_indptr(graph.indptr, graph.num_edges, where("indptr")),
         "indices are nodes": lambda: check_ids(graph.indices, graph.num_nodes, where("indices")),
     }
     for name, array in graph.edge.items():
-        todo[f"edge array {name} is finite"] = partial(check_finite, array, where(f"edge.{name}"))
-    return _run(todo | _node_checks(dataset, where), dataset.num_bytes)
+        checks[f"edge array {name} is finite"] = partial(check_finite, array, where(f"edge.{name}"))
+    return _run_checks(checks | _node_checks(dataset, where), dataset.num_bytes)
 
 
 def _node_checks(nodes: Nodes, where: Callable[[str], str]) -> dict[str, Callable[[], None]]:
-    todo: dict[str, Callable[[], None]] = {}
+    """The checks of tables, labels and splits, by the sentence that says what each one shows."""
+    checks: dict[str, Callable[[], None]] = {}
     for name, table in nodes.tables.items():
-        todo[f"table {name} is finite"] = partial(check_table, name, table, where)
+        checks[f"table {name} is finite"] = partial(check_table, name, table, where)
     if nodes.y is not None:
-        todo["labels are classes"] = partial(check_labels, nodes.y, nodes.task, nodes.num_classes, where("y"))
+        checks["labels are classes"] = partial(check_labels, nodes.y, nodes.task, nodes.num_classes, where("y"))
     for k, splits in enumerate(nodes.all_splits):
         for name, ids in splits.items():
-            todo[f"split {k} {name} is sorted, distinct and labelled"] = partial(
+            checks[f"split {k} {name} is sorted, distinct and labelled"] = partial(
                 check_split, ids, nodes.num_nodes, nodes.y, name, where(f"split.{k}.{name}")
             )
-    return todo
+    return checks
 
 
-def _run(todo: dict[str, Callable[[], None]], num_bytes: int) -> list[str]:
-    with progress("checking contents", len(todo), "arrays", enabled=num_bytes > SHOWN_BYTES) as bar:
-        for check in todo.values():
+def _run_checks(checks: dict[str, Callable[[], None]], num_bytes: int) -> list[str]:
+    """Run all checks, with a progress bar if there are many bytes to read. Returns the sentences."""
+    with progress("checking contents", len(checks), "arrays", enabled=num_bytes > SHOWN_BYTES) as bar:
+        for check in checks.values():
             check()
             bar.advance()
-    return list(todo)
+    return list(checks)
 
 
-def _check_once(ids: Tensor) -> None:
-    """Methods that train by parts take each node once, so none may be there twice."""
+def _check_distinct(ids: Tensor) -> None:
+    """Check that no training node occurs twice: methods that train by parts use each node once."""
     ordered = ids.sort().values
-    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+    is_repeated = ordered[1:] == ordered[:-1]
+    repeated = ordered[1:][is_repeated]
     if repeated.numel():
         raise ValueError(
             f"node {int(repeated[0])} is in split 'train' more than once: give each node once (ids.unique()), and for "
@@ -174,26 +199,31 @@ def _check_once(ids: Tensor) -> None:
 
 
 def check_training(data: Dataset, splits: Iterable[str]) -> None:
-    """A node or a label that does not exist is named before training begins."""
+    """Check the nodes of these splits and their labels before training begins.
+
+    A training node may occur once. Labels of other nodes are not read.
+    """
     for name in splits:
         ids = data.splits.get(name)
         if ids is None or not ids.numel():
             continue
         check_ids(ids, data.num_nodes, f"Split {name!r}")
         if name == "train":
-            _check_once(ids)
+            _check_distinct(ids)
         if data.y is None:
             continue
         labels = data.y[ids.to(data.y.device)].cpu()
         if data.y.dim() > 1:
-            wrong = ids[((labels != 0) & (labels != 1)).any(-1)]
+            is_wrong = ((labels != 0) & (labels != 1)).any(-1)
+            wrong = ids[is_wrong]
             if wrong.numel():
                 raise ValueError(
                     f"node {int(wrong[0])} of split {name!r} has labels other than 0 and 1 in the multi-label task: "
                     f"correct them; {REGRESSION}"
                 )
             continue
-        wrong = ids[(labels < 0) | (labels >= data.num_classes)]
+        is_wrong = (labels < 0) | (labels >= data.num_classes)
+        wrong = ids[is_wrong]
         if wrong.numel():
             raise ValueError(
                 f"node {int(wrong[0])} of split {name!r} has label {int(data.y[wrong[0]])}, but classes go from 0 to "

@@ -1,4 +1,8 @@
-"""`Dataset`: a graph, its tables, labels and splits."""
+"""`Dataset`: a graph with its tables, labels and splits.
+
+A `Trainer` is given a dataset. Making one checks shapes and dtypes alone; `validate` reads and checks every
+number. The arrays are in memory, or mapped from a folder, whose pages are read when they are touched.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +25,20 @@ if TYPE_CHECKING:
     from torch_geometric.data import Data
 
 METRICS: dict[str, str] = {"single": "accuracy", "multi": "micro_f1", "binary": "roc_auc"}
-"""The metric that goes with each task."""
+"""Name of the metric that evaluates each task."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Dataset:
-    """A graph with what is known about its nodes, in memory or mapped from a folder.
+    """A graph with the tables, labels and splits of its nodes, in memory or mapped from a folder.
 
     `hl.open` and `hl.from_*` make one. `save` writes it to a folder, `to_pyg` makes a PyG `Data` of it, and
-    `normalized`, `standardized` and `one_hot` give the same dataset with other features.
+    `normalized`, `standardized` and `one_hot` return a dataset with other features. These share all other
+    arrays.
 
     Raises:
-        ValueError: A table or `y` has not one row per node, `y` does not fit `task`, or a split is not a 1-D int64
-            tensor.
+        ValueError: A table or `y` has not one row per node, `y` does not fit `task`, or a split is not a
+            1-D int64 tensor.
 
     Example:
         >>> data = hl.Dataset(
@@ -49,25 +54,28 @@ class Dataset:
     """
 
     name: str
-    """What the dataset is called."""
+    """Name of the dataset, for messages and reports."""
     graph: Graph
     """The in-edges of every node, with their edge arrays."""
     tables: dict[str, Table] = field(default_factory=dict)
-    """Named rows per node; "x" is what models read."""
+    """Tables by name, each with one row per node. Models read the table "x"."""
     y: Tensor | None = None
     """[N] int64 with -1 for unlabelled nodes, or [N, C] of zeros and ones in the multi-label task."""
     splits: dict[str, Tensor] = field(default_factory=dict)
-    """Sorted node ids (int64) of "train", "valid" and "test", as far as the graph has them."""
+    """The current split: [n] int64 sorted node ids of "train", "valid" and "test". Any may be missing."""
     alternatives: tuple[dict[str, Tensor], ...] = ()
-    """All published splits where there are several; `with_split` makes another one of them current."""
+    """All published splits if there are several, else empty.
+
+    `with_split` makes another one the current split.
+    """
     task: Task = "single"
-    """What the labels mean: one class, several labels, or a yes/no score."""
+    """Kind of labels: "single" (one class per node), "multi" (several labels) or "binary" (a score)."""
     num_classes: int = 0
     """Number of classes, or of labels in the multi-label task."""
     meta: dict[str, Any] = field(default_factory=dict)
-    """Where the dataset comes from, in plain JSON values."""
+    """Origin of the dataset, in plain JSON values."""
     folder: Path | None = None
-    """The folder whose files it maps; processes that open it share one copy. None for one made in memory."""
+    """The folder whose files are mapped: processes that open it share one copy. None if made in memory."""
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
@@ -77,12 +85,18 @@ class Dataset:
                 raise ValueError(f"{name!r} cannot name an array: use letters, digits, '_' and '-' only.")
         for name, table in self.tables.items():
             if len(table) != self.num_nodes:
-                raise ValueError(f"Table {name!r} has {len(table)} rows for {self.num_nodes} nodes.")
+                raise ValueError(
+                    f"Table {name!r} has {len(table)} rows for {self.num_nodes} nodes: give one row per node."
+                )
         if self.y is not None:
             _check_label_shape(self.y, self.task, self.num_nodes, self.num_classes)
-        for name, ids in (item for splits in (self.splits, *self.alternatives) for item in splits.items()):
-            if ids.dtype != torch.int64 or ids.dim() != 1:
-                raise ValueError(f"Split {name!r} must be a 1-D int64 tensor of node ids.")
+        for splits in (self.splits, *self.alternatives):
+            for name, ids in splits.items():
+                if ids.dtype != torch.int64 or ids.dim() != 1:
+                    raise ValueError(
+                        f"Split {name!r} must be a 1-D int64 tensor of node ids, not "
+                        f"{_shape_text(ids.shape, ids.dtype)}: make ids of a mask by mask.nonzero().view(-1)."
+                    )
 
     @property
     def num_nodes(self) -> int:
@@ -94,7 +108,7 @@ class Dataset:
 
     @property
     def x(self) -> Table:
-        """The main feature table."""
+        """The table "x". Raises a `ValueError` that says what to type if there is none."""
         if "x" not in self.tables:
             raise ValueError(
                 f"Dataset {self.name!r} has no features: convert it with nodes=FILE that has some, or in Python set "
@@ -104,25 +118,26 @@ class Dataset:
 
     @property
     def labels(self) -> Tensor:
-        """`y`, where there must be one."""
+        """`y`. Raises a `ValueError` that says what to type if there are no labels."""
         if self.y is None:
-            raise self._no_labels()
+            raise self._no_labels_error()
         return self.y
 
     @property
     def train_ids(self) -> Tensor:
-        """The training nodes, where there must be some."""
+        """[n] int64: the training nodes. Raises a `ValueError` that says what to type if there are none."""
         ids = self.splits.get("train")
         if ids is not None and ids.numel():
             return ids
-        if self.y is None and not self.num_classes:  # of shards, each rank has its own labels
-            raise self._no_labels()
+        # A dataset in shards has classes but no `y` here: each rank has the labels of its own shard.
+        if self.y is None and not self.num_classes:
+            raise self._no_labels_error()
         raise ValueError(
             f"Dataset {self.name!r} has no training nodes: draw some with split=0.6,0.2,0.2 (in Python "
             "hl.random_split(data)), or give it a 'train' split."
         )
 
-    def _no_labels(self) -> ValueError:
+    def _no_labels_error(self) -> ValueError:
         return ValueError(
             f"Dataset {self.name!r} has no labels: convert it with nodes=FILE that has a label column "
             "(columns.label=NAME if it is called otherwise), or in Python give y=."
@@ -130,31 +145,33 @@ class Dataset:
 
     @property
     def num_features(self) -> int:
-        """Width of the main feature table; 0 without one."""
+        """Width of the table "x"; 0 if there is none."""
         return self.x.shape[1] if "x" in self.tables else 0
 
     @property
     def num_outputs(self) -> int:
-        """How many numbers a model predicts per node: one score in the binary task, else one per class."""
+        """Width of a model's output: one score per node in the binary task, else a number per class."""
         return 1 if self.task == "binary" else self.num_classes
 
     @property
     def metric(self) -> str:
-        """The metric that goes with the task: "accuracy", "micro_f1" or "roc_auc"."""
+        """Name of the metric that evaluates the task: "accuracy", "micro_f1" or "roc_auc"."""
         return METRICS[self.task]
 
     @property
     def all_splits(self) -> tuple[dict[str, Tensor], ...]:
-        """Every split the dataset has; the current one where it has no others."""
+        """Every published split, or the current split alone if there are no others."""
         return self.alternatives or ((self.splits,) if self.splits else ())
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all arrays, wherever they are."""
+        """Bytes of all arrays, on a device, in host memory or in files."""
         arrays = [ids for splits in self.all_splits for ids in splits.values()]
-        arrays += [] if self.y is None else [self.y]
-        own = sum(a.numel() * a.element_size() for a in arrays)
-        return own + self.graph.num_bytes + sum(table.num_bytes for table in self.tables.values())
+        if self.y is not None:
+            arrays.append(self.y)
+        array_bytes = sum(array.numel() * array.element_size() for array in arrays)
+        table_bytes = sum(table.num_bytes for table in self.tables.values())
+        return array_bytes + self.graph.num_bytes + table_bytes
 
     def __repr__(self) -> str:
         return (
@@ -163,62 +180,83 @@ class Dataset:
         )
 
     def describe(self) -> str:
-        """What the dataset holds, one line per part."""
+        """A text of several lines: the sizes, edge arrays, tables, labels, the current split, and `meta`."""
         lines = [repr(self)]
-        lines += [f"  edge {name}: {_shape(a.shape, a.dtype)}" for name, a in self.graph.edge.items()]
+        for name, array in self.graph.edge.items():
+            lines.append(f"  edge {name}: {_shape_text(array.shape, array.dtype)}")
         for name, table in self.tables.items():
             kind = ", sparse" if isinstance(table, SparseTable) else ""
-            lines.append(f"  table {name}: {_shape(table.shape, table.dtype)}{kind}")
+            lines.append(f"  table {name}: {_shape_text(table.shape, table.dtype)}{kind}")
         if self.y is not None:
-            lines.append(f"  labels: {_shape(self.y.shape, self.y.dtype)}, task {self.task}, {self.metric}")
+            lines.append(f"  labels: {_shape_text(self.y.shape, self.y.dtype)}, task {self.task}, {self.metric}")
         sizes = ", ".join(f"{name} {ids.numel():,}" for name, ids in self.splits.items())
-        several = f" (one of {len(self.alternatives)})" if len(self.alternatives) > 1 else ""
-        lines.append(f"  split: {sizes or 'none'}{several}")
+        num_splits = f" (one of {len(self.alternatives)})" if len(self.alternatives) > 1 else ""
+        lines.append(f"  split: {sizes or 'none'}{num_splits}")
         lines += [f"  {key}: {value}" for key, value in self.meta.items()]
         return "\n".join(lines)
 
     def with_split(self, k: int) -> Dataset:
-        """The same dataset with its k-th published split as the current one."""
-        if not 0 <= k < max(1, len(self.alternatives)):
-            count = max(1, len(self.alternatives))
-            raise ValueError(f"Dataset {self.name!r} has no split {k}: choose from 0 to {count - 1}.")
+        """A dataset with the k-th published split, counted from 0, as the current one."""
+        num_splits = max(1, len(self.alternatives))
+        if not 0 <= k < num_splits:
+            raise ValueError(f"Dataset {self.name!r} has no split {k}: choose from 0 to {num_splits - 1}.")
         return replace(self, splits=self.alternatives[k]) if self.alternatives else self
 
     def normalized(self, table: str = "x") -> Dataset:
-        """The same dataset with each feature row divided by its sum (by 1 where that is less)."""
+        """A dataset with each row of a table divided by its sum, or by 1 if the sum is less than 1."""
         rows = self.tables[table]
         if isinstance(rows, SparseTable):
-            row = torch.repeat_interleave(torch.arange(len(rows)), rows.indptr.diff())
-            sums = torch.zeros(len(rows), dtype=rows.dtype).index_add_(0, row, rows.values).clamp(min=1.0)
-            new: Table = SparseTable(rows.indptr, rows.columns, rows.values / sums[row], rows.num_columns)
+            entry_rows = torch.repeat_interleave(torch.arange(len(rows)), rows.indptr.diff())
+            sums = torch.zeros(len(rows), dtype=rows.dtype).index_add_(0, entry_rows, rows.values).clamp(min=1.0)
+            normalized: Table = SparseTable(
+                indptr=rows.indptr,
+                columns=rows.columns,
+                values=rows.values / sums[entry_rows],
+                num_columns=rows.num_columns,
+            )
         else:
             dense = rows.read(torch.arange(len(rows)))
-            new = TensorTable(dense / dense.sum(-1, keepdim=True).clamp(min=1.0))
-        return replace(self, tables={**self.tables, table: new})
+            normalized = TensorTable(dense / dense.sum(-1, keepdim=True).clamp(min=1.0))
+        return replace(self, tables={**self.tables, table: normalized})
 
     def one_hot(self, table: str = "x") -> Dataset:
-        """The same dataset with a column for every node as features, so that a first linear layer learns a row each."""
-        every = torch.arange(self.num_nodes)
-        rows = SparseTable(torch.arange(self.num_nodes + 1), every, torch.ones(self.num_nodes), self.num_nodes)
-        return replace(self, tables={**self.tables, table: rows})
+        """A dataset whose features are the identity matrix [num_nodes, num_nodes], stored sparse.
+
+        A first linear layer then learns an embedding per node.
+        """
+        identity = SparseTable(
+            indptr=torch.arange(self.num_nodes + 1),
+            columns=torch.arange(self.num_nodes),
+            values=torch.ones(self.num_nodes),
+            num_columns=self.num_nodes,
+        )
+        return replace(self, tables={**self.tables, table: identity})
 
     def standardized(self, table: str = "x") -> Dataset:
-        """The same dataset with features of mean 0 and standard deviation 1, columns of one value being 0; dense."""
+        """A dataset with a table whose columns have mean 0 and standard deviation 1, dense and in memory.
+
+        A column that has the same value at all nodes becomes 0.
+        """
         rows = self.tables[table].read(torch.arange(self.num_nodes))
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         is_constant = (rows == rows[:1]).all(0)
-        rows = rows - rows.mean(0)
-        deviation = rows.std(0)
-        # The mean of equal numbers is off by rounding, so that their difference from it would not be 0.
-        new = TensorTable((rows / torch.where(deviation > 0, deviation, 1)).masked_fill(is_constant, 0))
-        return replace(self, tables={**self.tables, table: new})
+        centred = rows - rows.mean(0)
+        deviation = centred.std(0)
+        scaled = centred / torch.where(deviation > 0, deviation, 1)
+        # Constant columns are set to 0: the mean of equal numbers is rounded, and their difference from it
+        # is not 0.
+        standardized = TensorTable(scaled.masked_fill(is_constant, 0))
+        return replace(self, tables={**self.tables, table: standardized})
 
     def validate(self) -> list[str]:
-        """Look at every number: index and label ranges, NaN, splits. Returns what was checked."""
+        """Check every number: ranges of indices and labels, NaN, splits. Returns a sentence per check."""
         return check_dataset(self, lambda array: f"Array {array!r} of dataset {self.name!r}")
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the dataset to a folder, in one step that either happens or does not."""
+        """Write the dataset to a folder.
+
+        If that fails or is killed, a dataset that the folder held is still whole.
+        """
         from hopline.data.store import save
 
         save(self, folder)
@@ -231,6 +269,7 @@ class Dataset:
 
 
 def _check_label_shape(y: Tensor, task: str, num_nodes: int, num_classes: int) -> None:
+    """Refuse labels whose shape or dtype does not fit the task."""
     if y.size(0) != num_nodes:
         raise ValueError(f"There are {y.size(0)} labels for {num_nodes} nodes: give one per node, -1 for none.")
     if task == "multi":
@@ -241,39 +280,51 @@ def _check_label_shape(y: Tensor, task: str, num_nodes: int, num_classes: int) -
         raise ValueError(f"y must be a 1-D int64 tensor in the {task} task, not {list(y.shape)} {y.dtype}.{hint}")
 
 
-def _shape(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> str:
+def _shape_text(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> str:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
 
 
 def as_table(rows: Any, name: str = "x") -> Table:
-    """A table over whatever holds rows: a table, a tensor, an array, or a sparse matrix of torch or SciPy.
+    """Rows as a table, without a copy if possible.
 
-    name: what a refusal calls it.
+    rows: A table, a tensor, an array, or a sparse matrix of torch or SciPy.
+    name: Name of the table, for error messages.
     """
     table = _as_table(rows, name)
     if table.dtype.is_complex:
-        as_tensor(torch.empty(0, dtype=table.dtype), f"table {name!r}")  # which refuses it
+        as_tensor(torch.empty(0, dtype=table.dtype), f"table {name!r}")  # raises the usual error
     if not table.shape:
         raise ValueError(f"Table {name!r} is a single number: give one row per node.")
     return table
 
 
 def _as_table(rows: Any, name: str) -> Table:
+    """Rows as a table. Complex numbers and single numbers are not refused yet."""
     if isinstance(rows, Table):
         return rows
     if isinstance(rows, Tensor) and rows.layout == torch.strided:
         return TensorTable(as_tensor(rows, f"table {name!r}"))
     if isinstance(rows, Tensor) and rows.layout == torch.sparse_csr:
-        return SparseTable(rows.crow_indices().long(), rows.col_indices(), rows.values(), rows.size(1))
+        return SparseTable(
+            indptr=rows.crow_indices().long(),
+            columns=rows.col_indices(),
+            values=rows.values(),
+            num_columns=rows.size(1),
+        )
     if isinstance(rows, Tensor):
-        # By way of COO and not of torch's own CSR, which warns that it is in beta.
+        # Other sparse layouts go through COO, not through torch's CSR, which warns that it is in beta.
         coo = rows.to_sparse_coo().coalesce()
         row, column = coo.indices()
         indptr = torch.zeros(rows.size(0) + 1, dtype=torch.int64)
         indptr[1:] = torch.bincount(row, minlength=rows.size(0)).cumsum(0)
-        return SparseTable(indptr, column, coo.values(), rows.size(1))
+        return SparseTable(indptr=indptr, columns=column, values=coo.values(), num_columns=rows.size(1))
     if hasattr(rows, "tocsr"):
         csr = rows.tocsr()
-        indptr, columns, values = (as_tensor(a, f"table {name!r}") for a in (csr.indptr, csr.indices, csr.data))
-        return SparseTable(indptr.long(), columns, values, csr.shape[1])
+        what = f"table {name!r}"
+        return SparseTable(
+            indptr=as_tensor(csr.indptr, what).long(),
+            columns=as_tensor(csr.indices, what),
+            values=as_tensor(csr.data, what),
+            num_columns=csr.shape[1],
+        )
     return TensorTable(as_tensor(rows, f"table {name!r}"))

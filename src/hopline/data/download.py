@@ -1,4 +1,8 @@
-"""Datasets of PyG and OGB by name: fetched by PyG's downloader, converted once."""
+"""Datasets of PyG and OGB by name: downloaded by PyG's code, and converted once into a dataset folder.
+
+`SOURCES` lists the short names. Any other dataset of PyG with one graph is "pyg:ClassName" or
+"pyg:ClassName:name". Importing this file needs neither torch nor PyG, so that names can be listed quickly.
+"""
 
 from __future__ import annotations
 
@@ -17,108 +21,138 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _HETEROPHILOUS = "HeterophilousGraphDataset"
 OGB_URL = "http://snap.stanford.edu/ogb/data/nodeproppred"
+"""Address of OGB's archives."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where a dataset comes from."""
+    """A dataset that can be downloaded."""
 
     name: str
-    """What it is called here, and under the data root."""
+    """Name by which it is opened, and of its folder under the data root."""
     what: str
-    """What it is, in a few words."""
+    """Description in a few words."""
     kind: str
     """Class in `torch_geometric.datasets`, or the name of OGB's archive."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Arguments of the class."""
     is_ogb: bool = False
-    """Whether it is an archive of OGB."""
+    """Whether `kind` is an archive of OGB."""
 
     def fetch(self, raw: Path, target: Path, options: dict[str, Any]) -> None:
-        """Download what is missing under `raw`, and convert it into the folder `target`."""
-        (self._fetch_ogb if self.is_ogb else self._fetch_pyg)(raw, target, options)
+        """Download the files that are missing under `raw`, and convert them into the folder `target`.
+
+        options: Arguments of the conversion, which take precedence over the source's own.
+        """
+        if self.is_ogb:
+            self._fetch_ogb(raw, target, options)
+        else:
+            self._fetch_pyg(raw, target, options)
 
     def _fetch_pyg(self, raw: Path, target: Path, options: dict[str, Any]) -> None:
+        """`fetch` by a class of PyG. A graph with classes but without masks gets a split by class."""
         from hopline.data.formats.pyg import from_pyg
         from hopline.data.nodes import KNOWN_TASKS, normalize_labels, per_class_split
 
-        place = raw / self.kind
-        data = _attempt(self.name, place, lambda: load_pyg(self.kind, place, self.settings))
-        given: dict[str, Any] = {"name": self.name, "task": KNOWN_TASKS.get(self.name)}
-        labels, _ = normalize_labels(data.y, given["task"])
+        folder = raw / self.kind
+        data = _attempt(self.name, folder, lambda: load_pyg(self.kind, folder, self.settings))
+        task = KNOWN_TASKS.get(self.name)
+        arguments: dict[str, Any] = {
+            "name": self.name,
+            "task": task,
+            "meta": {"origin": f"torch_geometric.datasets.{self.kind}", **self.settings},
+        }
+        labels, _ = normalize_labels(data.y, task)
         if labels is not None and labels.dim() == 1 and "train_mask" not in data:
-            given["splits"] = per_class_split(labels)
-        given["meta"] = {"origin": f"torch_geometric.datasets.{self.kind}", **self.settings}
-        from_pyg(data, **(given | options)).save(target)
+            arguments["splits"] = per_class_split(labels)
+        from_pyg(data, **(arguments | options)).save(target)
 
     def _fetch_ogb(self, raw: Path, target: Path, options: dict[str, Any]) -> None:
+        """`fetch` of an archive of OGB."""
         from hopline.data.formats.ogb import from_ogb_folder
 
-        folder = f"ogbn_{self.kind.removesuffix('-bin')}"
-        place = next((p for p in (raw.parent / folder, raw / folder) if is_ogb_folder(p)), raw / folder)
-        if not is_ogb_folder(place):
-            _attempt(self.name, place, lambda: _download_ogb(self.kind, place))
-        from_ogb_folder(place, folder=target, **({"name": self.name} | options))
+        folder_name = f"ogbn_{self.kind.removesuffix('-bin')}"
+        # OGB's folder may already be in the data root itself, next to `raw`.
+        folder = raw.parent / folder_name
+        if not is_ogb_folder(folder):
+            folder = raw / folder_name
+        if not is_ogb_folder(folder):
+            _attempt(self.name, folder, lambda: _download_ogb(self.kind, folder))
+        from_ogb_folder(folder, folder=target, **({"name": self.name} | options))
 
 
-def _attempt(name: str, place: Path, work: Callable[[], T]) -> T:
-    """Run a downloader; whatever goes wrong in it becomes one sentence."""
+def _attempt(name: str, folder: Path, download: Callable[[], T]) -> T:
+    """Run `download`. Whatever it raises becomes a `ValueError` of one sentence that says what to do."""
     try:
-        return work()
-    except Exception as error:  # downloaders of many libraries raise many things
+        return download()
+    except Exception as error:  # the downloaders of many libraries raise many types
         reason = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
         raise ValueError(
             f"Could not get {name!r} ({reason}): connect to the network and try again, "
-            f"or put its files as the downloader would under {place}."
+            f"or put its files as the downloader would under {folder}."
         ) from error
 
 
-def load_pyg(kind: str, place: Path, settings: dict[str, Any]) -> Data:
-    """The one graph of a PyG dataset; PPI's graphs are put side by side, with its split by graph."""
+def load_pyg(kind: str, folder: Path, settings: dict[str, Any]) -> Data:
+    """The graph of a PyG dataset that has one.
+
+    The graphs of PPI become one graph without edges between them.
+    """
     import torch_geometric.datasets as datasets
 
     if kind == "PPI":
-        return _load_ppi(place)
-    found = getattr(datasets, kind, None)
-    if found is None:
+        return _load_ppi(folder)
+    dataset_class = getattr(datasets, kind, None)
+    if dataset_class is None:
         raise ValueError(f"torch_geometric.datasets has no {kind!r}.{nearest(kind, datasets.__all__)}")
-    dataset = found(str(place), **settings)
+    dataset = dataset_class(str(folder), **settings)
     if len(dataset) != 1:
         raise ValueError(f"it holds {len(dataset)} graphs, and hopline trains on one")
     return dataset[0]
 
 
-def _load_ppi(place: Path) -> Data:
+def _load_ppi(folder: Path) -> Data:
+    """All graphs of PPI as one. PPI's split is by graph, so the masks are those of the graphs' nodes."""
     import torch
     from torch_geometric.data import Batch, Data
     from torch_geometric.datasets import PPI
 
-    graphs = {split: [*PPI(str(place), split=split)] for split in ("train", "val", "test")}
-    joined = Batch.from_data_list([graph for part in graphs.values() for graph in part])
+    split_names = ("train", "val", "test")
+    graphs = []
+    num_nodes = []
+    for split in split_names:
+        split_graphs = [*PPI(str(folder), split=split)]
+        graphs += split_graphs
+        num_nodes.append(sum(int(graph.num_nodes or 0) for graph in split_graphs))
+
+    joined = Batch.from_data_list(graphs)
     data = Data(x=joined["x"], y=joined["y"], edge_index=joined["edge_index"])
-    counts = {split: sum(int(graph.num_nodes or 0) for graph in part) for split, part in graphs.items()}
-    owner = torch.repeat_interleave(torch.arange(3), torch.tensor(list(counts.values())))
-    for i, split in enumerate(counts):
-        data[f"{split}_mask"] = owner == i
+    split_of_node = torch.repeat_interleave(torch.arange(3), torch.tensor(num_nodes))
+    for i, split in enumerate(split_names):
+        data[f"{split}_mask"] = split_of_node == i
     return data
 
 
-def _download_ogb(archive: str, place: Path) -> None:
+def _download_ogb(archive: str, folder: Path) -> None:
+    """Download and unpack an archive of OGB into `folder`."""
     from torch_geometric.data import download_url, extract_zip
 
-    place.parent.mkdir(parents=True, exist_ok=True)
-    path = download_url(f"{OGB_URL}/{archive}.zip", str(place.parent))
-    extract_zip(path, str(place.parent))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    path = download_url(f"{OGB_URL}/{archive}.zip", str(folder.parent))
+    extract_zip(path, str(folder.parent))
     Path(path).unlink()
-    shutil.rmtree(place, ignore_errors=True)
-    (place.parent / archive).rename(place)
+    # What the folder holds is not a whole OGB dataset, or nothing would be downloaded.
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder.parent / archive).rename(folder)
 
 
 def _pyg(name: str, what: str, kind: str, variant: str = "") -> Source:
+    """A dataset of PyG. variant: the argument `name` of its class, if it takes one."""
     return Source(name=name, what=what, kind=kind, settings={"name": variant} if variant else {})
 
 
 def _ogb(name: str, what: str, archive: str) -> Source:
+    """A dataset of OGB. archive: name of its .zip file."""
     return Source(name=name, what=what, kind=archive, is_ogb=True)
 
 
@@ -153,11 +187,11 @@ SOURCES: dict[str, Source] = {
         _ogb("ogbn-papers100m", "citations, 111,059,956 nodes", "papers100M-bin"),
     )
 }
-"""Datasets with a short name; any other of PyG is "pyg:ClassName" or "pyg:ClassName:name"."""
+"""Datasets that have a short name, by this name."""
 
 
 def find(name: str) -> Source | None:
-    """The source of a name: a short one, or "pyg:ClassName:name"."""
+    """The source of a name: a short one, "pyg:ClassName" or "pyg:ClassName:name". None if there is none."""
     if not name.startswith("pyg:"):
         return SOURCES.get(name.lower().replace("_", "-"))
     kind, _, variant = name.removeprefix("pyg:").partition(":")

@@ -1,7 +1,8 @@
-"""What a dataset holds, as a checksum of each of its arrays: results of other data are known by it.
+"""Checksums of a dataset's arrays, by which a run knows that it belongs to other data.
 
-A folder's manifest has the checksums, so that nothing is read. Of arrays in memory they are computed when they are
-asked for, at some 3 GB a second, and kept until torch changes the array in place.
+Arrays of a dataset folder have their checksums in the manifest, so nothing is read. For arrays in memory, a
+checksum is computed at the first call, at about 3 GB a second (docs/reliability.md). It is cached until
+torch changes the array in place.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,59 +23,92 @@ from hopline.tables import SparseTable, Table
 if TYPE_CHECKING:
     from hopline.data.dataset import Dataset
 
-_known = WeakIdKeyDictionary()
-"""By tensor: the version that it had, and its checksum then. Owned by this module: one array may be in many datasets,
-and a tensor has no field for it. An entry goes with its tensor; threads that compute one twice store equal ones."""
+
+class _Entry(NamedTuple):
+    """A cached checksum."""
+
+    version: int
+    """Version counter of the tensor when the checksum was computed.
+
+    Another one means that torch changed the tensor.
+    """
+    checksum: str
+    """CRC-32 as `checksum_text` writes it."""
+
+
+_checksums = WeakIdKeyDictionary()
+"""Cache of checksums, by the identity of a tensor.
+
+Owned by this module, because one array may be in many datasets. An entry goes with its tensor. No lock: two
+threads that compute the same checksum store equal entries.
+"""
 
 
 def remember(array: Tensor, checksum: str) -> None:
-    """The checksum of an array that was just opened, by its manifest."""
-    _known[array] = version_of(array), checksum
+    """Cache the checksum that a manifest has for an array that was just mapped."""
+    _checksums[array] = _Entry(version_of(array), checksum)
 
 
 def checksum_of(array: Tensor) -> str:
-    """The checksum that the manifest of a folder with this array would have, after type and shape."""
-    known: tuple[int, str] | None = _known.get(array)
-    if known is None or known[0] != version_of(array):
-        checksum = checksum_text(_crc(array.split(_rows_at_once(array.shape, array.dtype))))
-        remember(array, checksum)
+    """Dtype, shape and checksum of an array, in one text.
+
+    The checksum is the one that a manifest would have, so arrays in memory and in files can be compared.
+    """
+    entry: _Entry | None = _checksums.get(array)
+    if entry is not None and entry.version == version_of(array):
+        checksum = entry.checksum
     else:
-        checksum = known[1]
+        chunks = array.split(_rows_at_once(array.shape, array.dtype))
+        checksum = checksum_text(_crc(chunks))
+        remember(array, checksum)
     return f"{str(array.dtype).removeprefix('torch.')} {list(array.shape)} {checksum}"
 
 
 def contents_of(data: Dataset) -> dict[str, str]:
-    """By the names of a dataset's arrays, what tells them from others: edges, edge arrays, tables and labels."""
+    """A text per array of a dataset that changes with its numbers, by the array's name in messages.
+
+    The arrays are the edges, edge arrays, tables and labels. Splits are left out.
+    """
     graph = data.graph
-    found = {"edges": f"{checksum_of(graph.indptr)}, {checksum_of(graph.indices)}"}
-    found |= {f"edge array {name!r}": checksum_of(array) for name, array in graph.edge.items()}
-    found |= {f"table {name!r}": _of_table(table) for name, table in data.tables.items()}
-    return found if data.y is None else {**found, "labels": checksum_of(data.y)}
+    contents = {"edges": f"{checksum_of(graph.indptr)}, {checksum_of(graph.indices)}"}
+    for name, array in graph.edge.items():
+        contents[f"edge array {name!r}"] = checksum_of(array)
+    for name, table in data.tables.items():
+        contents[f"table {name!r}"] = _table_checksum(table)
+    if data.y is not None:
+        contents["labels"] = checksum_of(data.y)
+    return contents
 
 
 def fingerprint(data: Dataset) -> str:
-    """One short text for all of it."""
+    """32 hexadecimal digits: a hash of `contents_of`, so splits do not change it."""
     return hashlib.blake2b(repr(sorted(contents_of(data).items())).encode(), digest_size=16).hexdigest()
 
 
-def _of_table(table: Table) -> str:
+def _table_checksum(table: Table) -> str:
+    """Dtype, shape and checksum of all rows of a table.
+
+    A table without one tensor of its rows is read in chunks.
+    """
     if isinstance(table, SparseTable):
         return ", ".join(checksum_of(array) for array in (table.indptr, table.columns, table.values))
-    stored = table.storage()
-    if stored is not None:
-        return checksum_of(stored)
-    every = torch.arange(len(table)).split(_rows_at_once(table.shape, table.dtype))
-    crc = _crc(table.read(ids) for ids in every)
+    storage = table.storage()
+    if storage is not None:
+        return checksum_of(storage)
+    id_chunks = torch.arange(len(table)).split(_rows_at_once(table.shape, table.dtype))
+    crc = _crc(table.read(ids) for ids in id_chunks)
     return f"{str(table.dtype).removeprefix('torch.')} {list(table.shape)} {checksum_text(crc)}"
 
 
-def _crc(pieces: Iterable[Tensor]) -> int:
-    """Of rows that come some at a time: they may be on a GPU, or larger than memory."""
+def _crc(chunks: Iterable[Tensor]) -> int:
+    """CRC-32 of the rows of all chunks, which may be on a GPU."""
     crc = 0
-    for rows in pieces:
+    for rows in chunks:
         crc = zlib.crc32(as_bytes(rows.detach().cpu().contiguous()), crc)
     return crc
 
 
 def _rows_at_once(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return max(1, BYTES_AT_ONCE // max(1, dtype.itemsize * torch.Size(shape[1:]).numel()))
+    """The number of rows that take about `BYTES_AT_ONCE`, at least 1."""
+    row_bytes = dtype.itemsize * torch.Size(shape[1:]).numel()
+    return max(1, BYTES_AT_ONCE // max(1, row_bytes))

@@ -1,4 +1,15 @@
-"""One copy of a dataset for all ranks of a host."""
+"""`share`: one copy of a dataset for all ranks of a host.
+
+A dataset that was made in memory would be in memory once per rank. Local rank 0 saves it to a folder in
+`/dev/shm`, and all ranks of the host map its files. Then the folder is deleted: the mapped pages live as
+long as a rank uses them.
+
+    local rank 0     lock, save --+                            +-- delete
+    every rank                    +-- wait -- map -- wait -----+-- return
+
+A rank that is killed half-way leaves its folder behind. A later `share` of the same user removes it, which
+is safe because a live rank holds a lock on its folder.
+"""
 
 from __future__ import annotations
 
@@ -19,32 +30,35 @@ from hopline.distributed.shared_memory import agree
 from hopline.distributed.world import World
 
 SHARED_MEMORY = Path("/dev/shm")
-"""A folder that is kept in memory, where there is one."""
+"""A file system in memory. Not every system has it."""
 PREFIX = "hopline-shared-"
+"""Beginning of the names of shared folders, by which leftovers are found."""
 YOUNG_S = 10.0
-"""A folder so young may belong to a rank that has not locked it yet."""
+"""Age in seconds up to which a folder may belong to a rank that has not locked it yet. A rule of thumb."""
 
 
 def share(dataset: Dataset | None, world: World) -> Dataset:
-    """One copy, for all ranks of a host, of a dataset that was made in memory: every rank must call this.
+    """One copy of a dataset for all ranks of a host. Collective.
 
-    Only the dataset of local rank 0 is looked at, so the other ranks may give None where there are several to a host.
-    A dataset opened from a folder is shared as it is, since all ranks map the same files. Nothing is left on the disk:
+    dataset: The dataset of local rank 0 is shared. Other ranks may pass None.
+
+    A rank that is alone on its host gets its own dataset back. All others get one without a folder, because
     the files are deleted as soon as all ranks have mapped them.
     """
     if not world.any(world.local_size > 1):
         if dataset is None:
-            raise ValueError("share() needs the dataset in the first rank of every host")
+            raise ValueError("share() needs the dataset in the first rank of every host, and got None: open it there")
         return dataset
     name = f"{PREFIX}{world.broadcast_object(uuid.uuid4().hex)}-{world.node}"
-    with contextlib.ExitStack() as cleaning:
+    with contextlib.ExitStack() as cleanup:
         problem: Exception | None = None
         try:
             if world.local_rank == 0:
-                _save(dataset, name, cleaning)
+                _save(dataset, name, cleanup)
         except Exception as error:
             problem = error
         agree(problem, world, "save the shared dataset")
+
         opened = dataset
         try:
             if world.local_size > 1:
@@ -52,35 +66,42 @@ def share(dataset: Dataset | None, world: World) -> Dataset:
         except Exception as error:
             problem = error
         agree(problem, world, "open the shared dataset")
-    world.barrier()  # from here on no rank can find the files
+    world.barrier()  # after it, the files of every host are deleted
     assert opened is not None
     return opened
 
 
-def _save(dataset: Dataset | None, name: str, cleaning: contextlib.ExitStack) -> None:
+def _save(dataset: Dataset | None, name: str, cleanup: contextlib.ExitStack) -> None:
+    """Save a dataset to a new folder of this name, and lock the folder. `cleanup` unlocks and deletes it."""
     if dataset is None:
-        raise ValueError("share() needs the dataset in the first rank of every host")
+        raise ValueError("share() needs the dataset in the first rank of every host, and got None: open it there")
     remove_left_behind()
-    needed = int(dataset.num_bytes * 1.05) + (1 << 20)
-    roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > needed
-    folder = (SHARED_MEMORY if roomy else Path(tempfile.gettempdir())) / name
+    # 5% and 1 MiB more than the arrays. A rule of thumb.
+    needed_bytes = int(dataset.num_bytes * 1.05) + (1 << 20)
+    fits_in_memory = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > needed_bytes
+    parent = SHARED_MEMORY if fits_in_memory else Path(tempfile.gettempdir())
+    folder = parent / name
     folder.mkdir(mode=0o700)
-    cleaning.callback(shutil.rmtree, folder, ignore_errors=True)
-    cleaning.enter_context(_locked(folder))
-    # The current split need not be one of the published ones, nor the first of them.
-    several = (dataset.splits, *dataset.alternatives) if dataset.alternatives else ()
-    replace(dataset, alternatives=several).save(folder / "data")
+    cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+    cleanup.enter_context(_hold_lock(folder))
+
+    # A folder opens with its first split, and the current one need not be the first, nor one of the
+    # published ones. It is saved in front of them, and `_open` takes it off again.
+    current_first = (dataset.splits, *dataset.alternatives) if dataset.alternatives else ()
+    replace(dataset, alternatives=current_first).save(folder / "data")
 
 
 def _open(name: str) -> Dataset:
-    folders = [base / name / "data" for base in _bases()]
-    opened = open_folder(next((folder for folder in folders if folder.is_dir()), folders[-1]))
-    return replace(opened, alternatives=opened.alternatives[1:], folder=None)  # which will be gone
+    """The dataset that local rank 0 saved under this name."""
+    folders = [parent / name / "data" for parent in _parents()]
+    folder = next((folder for folder in folders if folder.is_dir()), folders[-1])
+    opened = open_folder(folder)
+    return replace(opened, alternatives=opened.alternatives[1:], folder=None)  # it is about to be deleted
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Generator[None]:
-    """Hold a lock that the system takes back when this process ends, however it ends."""
+def _hold_lock(folder: Path) -> Generator[None]:
+    """Hold a lock on a folder, which the system releases when this process ends, however it ends."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -90,10 +111,16 @@ def _locked(folder: Path) -> Generator[None]:
 
 
 def remove_left_behind() -> None:
-    """Delete what ranks left that were killed between making the folder and deleting it."""
-    for folder in (f for base in _bases() for f in base.glob(f"{PREFIX}*")):
+    """Delete the shared folders of ranks that were killed before they could.
+
+    Only folders of the same user are deleted, and only if no process holds their lock.
+    """
+    folders = [folder for parent in _parents() for folder in parent.glob(f"{PREFIX}*")]
+    for folder in folders:
+        # Another process may delete the folder meanwhile. A lock that is held raises an OSError too.
         with contextlib.suppress(OSError):
-            if folder.stat().st_uid != os.getuid() or time.time() - folder.stat().st_mtime < YOUNG_S:
+            is_own = folder.stat().st_uid == os.getuid()
+            if not is_own or time.time() - folder.stat().st_mtime < YOUNG_S:
                 continue
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
@@ -103,5 +130,6 @@ def remove_left_behind() -> None:
                 os.close(handle)
 
 
-def _bases() -> list[Path]:
+def _parents() -> list[Path]:
+    """The folders in which shared folders are made: in memory if it is large enough, else on the disk."""
     return [SHARED_MEMORY, Path(tempfile.gettempdir())]

@@ -1,8 +1,18 @@
-"""Ids of nodes as files write them: kept exactly, as whole numbers or as texts, or refused by their row.
+"""Ids of nodes in files: stored exactly, as whole numbers or as texts, or refused with their row.
 
-Ids are whole numbers (int64) if every one of them is written as one. If any is not, because of letters, leading zeros
-or more digits than int64 has, all of them are texts, as they are written: "001" and "1" are two nodes. In a file of
-numbers "2.0" is 2, since pandas writes columns so that had empty cells; a fraction or an exponent is refused.
+The ids of a file are whole numbers (int64) if every one is written as one. If any is not, because of
+letters, leading zeros or more digits than int64 holds, then all ids are texts, exactly as written: "001"
+and "1" are two nodes.
+
+In a file of numbers "2.0" is 2, because pandas writes a column of whole numbers in this way once it has had
+an empty cell. A fraction or an exponent is refused. So is a floating-point number from 2**53 on: it may
+stand for several ids.
+
+Readers call these functions in this order:
+
+    checked_ids   a chunk of a column -> int64 or texts; refuses empty cells
+    settled       all ids of a file -> int64 if all texts are numbers, else texts
+    IdMap         ids -> node numbers 0, 1, 2, ..., by binary search
 """
 
 from __future__ import annotations
@@ -15,23 +25,30 @@ import torch
 from hopline.tables import Table
 
 _WHOLE = re.compile(r"\s*(-?(?:0|[1-9][0-9]*))(?:\.0*)?\s*")
+"""A whole number without leading zeros, in group 1; "2." and "2.00" are allowed too."""
 _DECIMAL = re.compile(r"\s*[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?\s*")
+"""Any number, with fraction and exponent, written with digits."""
 _INT64 = np.iinfo(np.int64)
 MAX_EXACT_FLOAT = 2**53
-"""From here on floating-point numbers are further than 1 apart."""
+"""Below it float64 holds every whole number. From it on, neighbouring numbers are 2 or more apart."""
 
 
 def checked_ids(ids: np.ndarray, where: str, first: int = 0, *, numbers: bool = False) -> np.ndarray:
-    """A column of ids as int64 or as text; what cannot be kept exactly is refused.
+    """A column of ids as int64 or as texts. An id that neither holds exactly is refused.
 
-    where, first: how a refusal names a row, and the number of the first one. numbers: ids are node numbers, so that
-    those beyond int64 are refused.
+    ids: [n], of any dtype.
+    where: What an error message writes before the number of a row.
+    first: The number of the first row, for error messages.
+    numbers: Whether ids are node numbers. Then unsigned ids beyond int64 are refused; else they become
+        texts.
     """
     if ids.ndim != 1 or ids.dtype.kind == "b":
         what = "lists" if ids.ndim != 1 else "true and false"
         raise ValueError(f"{where} {first}: the column holds {what}, and ids are whole numbers or texts: name another.")
+
     if ids.dtype.kind == "i":
         return ids.astype(np.int64)
+
     if ids.dtype.kind == "u":
         too_large = np.flatnonzero(ids > _INT64.max)
         if too_large.size and numbers:
@@ -40,66 +57,88 @@ def checked_ids(ids: np.ndarray, where: str, first: int = 0, *, numbers: bool = 
                 "ids=map number the nodes."
             )
         return ids.astype(str) if too_large.size else ids.astype(np.int64)
-    if ids.dtype.kind == "U":
+
+    if ids.dtype.kind == "U":  # texts
         empty = np.flatnonzero((ids == "") | np.char.isspace(ids))
         if empty.size:
-            raise _no_id(where, first + empty[0])
+            raise _missing_id_error(where, first + empty[0])
         return ids
-    wrong = np.flatnonzero(~(np.abs(ids) < MAX_EXACT_FLOAT) | (ids != np.round(ids)))  # an empty cell is NaN
-    if wrong.size:
-        bad, row = ids[wrong[0]], first + wrong[0]
-        if np.isnan(bad):
-            raise _no_id(where, row)
-        if bad != np.round(bad):
-            raise _not_whole(where, row, str(bad))
+
+    # Floating-point numbers: pandas makes them of whole numbers if a cell of the column is empty.
+    is_exact = np.abs(ids) < MAX_EXACT_FLOAT  # False for an empty cell, which is NaN
+    is_whole = ids == np.round(ids)
+    refused = np.flatnonzero(~(is_exact & is_whole))
+    if refused.size:
+        value = ids[refused[0]]
+        row = first + refused[0]
+        if np.isnan(value):
+            raise _missing_id_error(where, row)
+        if value != np.round(value):
+            raise _not_whole_error(where, row, str(value))
         raise ValueError(
-            f"{where} {row}: node id {bad} is a floating-point number, and such large ones cannot be told apart: store "
-            "ids as whole numbers, or as texts with ids=map."
+            f"{where} {row}: node id {value} is a floating-point number, and such large ones cannot be told apart: "
+            "store ids as whole numbers, or as texts with ids=map."
         )
     return ids.astype(np.int64)
 
 
-def _no_id(where: str, row: int) -> ValueError:
+def _missing_id_error(where: str, row: int) -> ValueError:
     return ValueError(f"{where} {row}: there is no node id: correct the file.")
 
 
-def _not_whole(where: str, row: int, written: str) -> ValueError:
-    return ValueError(f"{where} {row}: node id {written} is not a whole number: correct the file.")
+def _not_whole_error(where: str, row: int, text: str) -> ValueError:
+    return ValueError(f"{where} {row}: node id {text} is not a whole number: correct the file.")
 
 
 def first_not_whole(texts: np.ndarray) -> int | None:
-    """Of texts that are all numbers, the position of the first that is no whole one (a fraction, or an exponent)."""
+    """The position of the first text that is no whole number, or None. texts: [n], numbers all of them."""
     return next((i for i, text in enumerate(texts) if not _WHOLE.fullmatch(text)), None)
 
 
 def are_numbers(texts: np.ndarray) -> bool:
-    """Whether texts are all numbers that a table of numbers may hold: then "2.0" is 2."""
+    """Whether all texts are numbers. Then the file is one of numbers, in which "2.0" is 2."""
     return all(_is_number(text) for text in texts)
 
 
 def _is_number(text: str) -> bool:
+    """Whether a text is a whole number that int64 holds, or a number with a fraction or an exponent.
+
+    "001" is not: it has neither, so its zeros belong to it. A whole number beyond int64 is a text as well.
+    """
     whole = _WHOLE.fullmatch(text)
     if whole is not None:
         return _INT64.min <= int(whole[1]) <= _INT64.max
-    return _DECIMAL.fullmatch(text) is not None and any(mark in text for mark in ".eE")
+    has_point_or_exponent = any(mark in text for mark in ".eE")
+    return has_point_or_exponent and _DECIMAL.fullmatch(text) is not None
 
 
 def to_numbers(texts: np.ndarray) -> np.ndarray:
-    """Texts that are whole numbers, as int64."""
-    return np.array([int(whole[1]) for text in texts if (whole := _WHOLE.fullmatch(text))], dtype=np.int64)
+    """[n] int64: the numbers that texts write, all of which must be whole."""
+    matches = (_WHOLE.fullmatch(text) for text in texts)
+    return np.array([int(match[1]) for match in matches if match], dtype=np.int64)
 
 
 def settled(ids: np.ndarray, where: str, first: int = 0) -> np.ndarray:
-    """All ids of a file, from `checked_ids`: as numbers if that is what they are, else as texts."""
+    """All ids of a file: texts as int64 if all of them are numbers, else as they are.
+
+    A fraction or an exponent among numbers is refused.
+
+    ids: [n] as `checked_ids` returns them.
+    where, first: How an error message names a row, as in `checked_ids`.
+    """
     if ids.dtype.kind != "U" or not are_numbers(ids):
         return ids
-    if (wrong := first_not_whole(ids)) is not None:
-        raise _not_whole(where, first + wrong, str(ids[wrong]))
+    refused = first_not_whole(ids)
+    if refused is not None:
+        raise _not_whole_error(where, first + refused, str(ids[refused]))
     return to_numbers(ids)
 
 
 class IdMap:
-    """Ids of any kind -> node numbers: the position in a list of ids."""
+    """Maps ids to node numbers: an id's node number is its position in `ids`.
+
+    ids: [num_nodes], int64 or texts. An id that occurs twice is refused.
+    """
 
     def __init__(self, ids: np.ndarray) -> None:
         self.ids = ids
@@ -110,29 +149,42 @@ class IdMap:
             raise ValueError(f"The node file has id {self.sorted[repeated[0]]!s} twice: give each node one row.")
 
     def positions(self, ids: np.ndarray, where: str, first: int = 0) -> np.ndarray:
-        """The node number of each id; `where` and the number of a row, counted from `first`, say which is wrong."""
+        """[n] int64: the node number of each of `ids` [n]. An id that is not in the map is refused.
+
+        Texts are compared with numbers by value, and numbers with texts as they are written.
+
+        where, first: How an error message names a row, as in `checked_ids`.
+        """
         if self.ids.dtype.kind == "U":
-            wanted = ids.astype(str)
+            keys = ids.astype(str)
         elif ids.dtype.kind != "U":
-            wanted = ids
+            keys = ids
         else:
-            known = np.array([_is_number(text) and _WHOLE.fullmatch(text) is not None for text in ids])
-            if not known.all():
-                raise self._unknown(ids, int(np.argmin(known)), where, first)
-            wanted = to_numbers(ids)
-        at = np.searchsorted(self.sorted, wanted).clip(max=max(0, self.sorted.size - 1))
-        wrong = np.flatnonzero(self.sorted[at] != wanted) if self.sorted.size else np.arange(ids.size)
-        if wrong.size:
-            raise self._unknown(ids, int(wrong[0]), where, first)
-        return self.order[at]
+            # The map holds numbers. A text that is none cannot be in it.
+            is_int64 = np.array([_is_number(text) and _WHOLE.fullmatch(text) is not None for text in ids])
+            if not is_int64.all():
+                raise self._unknown_id_error(ids, int(np.argmin(is_int64)), where, first)
+            keys = to_numbers(ids)
+
+        # `searchsorted` returns the size for a key beyond the last id. Clipped, it finds the last id, which
+        # differs.
+        sorted_idx = np.searchsorted(self.sorted, keys).clip(max=max(0, self.sorted.size - 1))
+        unknown = np.flatnonzero(self.sorted[sorted_idx] != keys) if self.sorted.size else np.arange(ids.size)
+        if unknown.size:
+            raise self._unknown_id_error(ids, int(unknown[0]), where, first)
+        return self.order[sorted_idx]
 
     @staticmethod
-    def _unknown(ids: np.ndarray, at: int, where: str, first: int) -> ValueError:
-        shown = " ".join(str(ids[at]).split())[:60]
-        return ValueError(f"{where} {first + at}: node {shown} is not in the node file: add a row for it.")
+    def _unknown_id_error(ids: np.ndarray, index: int, where: str, first: int) -> ValueError:
+        shown = " ".join(str(ids[index]).split())[:60]
+        return ValueError(f"{where} {first + index}: node {shown} is not in the node file: add a row for it.")
 
     def table(self) -> torch.Tensor:
-        """What is kept of the ids: int64 [N], or UTF-8 bytes [N, width] padded with zeros."""
+        """The ids as rows of a table: [N] int64, or [N, width] uint8 of UTF-8 padded with zeros.
+
+        `original_ids` reads them back. No text has a zero byte, which would be taken for padding: readers
+        refuse it.
+        """
         if self.ids.dtype.kind != "U":
             return torch.from_numpy(self.ids.astype(np.int64))
         encoded = np.char.encode(self.ids, "utf-8")
@@ -140,7 +192,10 @@ class IdMap:
 
 
 def original_ids(table: Table) -> np.ndarray:
-    """The ids that a "node_ids" table keeps, as numbers or as text."""
+    """[num_nodes] int64 or texts: the ids that nodes had in their file.
+
+    table: the table "node_ids" of a dataset that was converted with ids=map.
+    """
     rows = table.read(torch.arange(len(table))).numpy()
     if rows.ndim == 1:
         return rows

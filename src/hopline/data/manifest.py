@@ -1,4 +1,8 @@
-"""`manifest.json`: what a dataset folder holds, checked field by field when it is read."""
+"""`manifest.json`: the arrays of a dataset folder with sizes and checksums, and all that is not an array.
+
+A manifest may come from anywhere, so reading it trusts nothing: every field is checked for its type and
+range, file names cannot leave the folder, and sizes must fit shapes. The file carries a checksum of itself.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,16 @@ from typing import Any, Literal, cast, get_args
 from hopline.data.arrays import DTYPES, checksum_text, file_bytes, npy_header
 
 FORMAT = "hopline-dataset"
+"""Value of the field "format"."""
 VERSION = 1
+"""Value of the field "version". Other versions are refused."""
 FILE = "manifest.json"
+"""Name of the file in its folder."""
 MAX_BYTES = 1 << 26
-"""A manifest is a few kilobytes; a file far larger is not one, and is not read."""
+"""Largest size of a manifest that is read, in bytes. A manifest takes some kilobytes. A rule of thumb."""
 
 Task = Literal["single", "multi", "binary"]
+"""Kind of labels: one class per node, several labels per node, or a yes/no score."""
 TASKS: tuple[str, ...] = get_args(Task)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _CHECKSUM = re.compile(r"crc32:[0-9a-f]{8}")
@@ -41,53 +49,58 @@ class ArrayEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything about a dataset but the numbers."""
+    """All of a dataset but the numbers of its arrays."""
 
     name: str
-    """What the dataset is called."""
+    """Name of the dataset."""
     num_nodes: int
     """Number of nodes."""
     num_edges: int
     """Number of stored (directed) edges."""
     task: Task
-    """What the labels mean."""
+    """Kind of labels."""
     num_classes: int
     """Number of classes, or of labels in the multi-label task."""
     num_splits: int
-    """How many alternative splits the folder holds."""
+    """Number of splits in the folder."""
     tables: dict[str, int]
     """Table name -> number of columns of a sparse (CSR) table, or -1 for a dense one."""
     arrays: dict[str, ArrayEntry]
     """Array name -> its file."""
     meta: dict[str, Any]
-    """Where the dataset comes from, in words."""
+    """Origin of the dataset, in plain JSON values."""
 
 
 def is_name(text: str) -> bool:
-    """Whether a word may name an array: letters, digits, `_`, `-` and `.`, so that it can be a file name."""
+    """Whether a word may name an array: letters, digits, `_`, `-` and `.`, up to 100 of them.
+
+    The first must be a letter or a digit. Such a name is a safe file name, without folders.
+    """
     return _NAME.fullmatch(text) is not None
 
 
 def is_part(text: str) -> bool:
-    """Whether a word may name a table, an edge array or a split, which are parts of array names."""
+    """Whether a word may name a table, an edge array or a split. Array names are such words joined by dots."""
     return is_name(text) and "." not in text
 
 
-def _canonical(fields: dict[str, Any]) -> bytes:
+def _canonical_json(fields: dict[str, Any]) -> bytes:
+    """The bytes whose checksum a manifest carries. Spaces and the order of keys do not change them."""
     return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
 
 def to_json(manifest: Manifest) -> str:
-    """The text of the file, with a checksum over the rest of it."""
+    """The text of the file, with a checksum of all other fields."""
     fields = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
-    # What was written is what is compared: tuples become lists, keys become strings.
+    # To JSON and back first: tuples become lists and keys become strings, as the reader of the checksum
+    # will see them.
     fields = json.loads(json.dumps(fields))
-    fields["manifest_checksum"] = checksum_text(zlib.crc32(_canonical(fields)))
+    fields["manifest_checksum"] = checksum_text(zlib.crc32(_canonical_json(fields)))
     return json.dumps(fields, indent=1) + "\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check a folder's manifest; whatever is wrong becomes a ValueError that names the file."""
+    """Read and check the manifest of a folder. Any damage raises a `ValueError` that names the file."""
     path = folder / FILE
     if not path.is_file():
         raise ValueError(f"{folder} is not a dataset folder: it has no {FILE}; give a folder made by save().")
@@ -95,12 +108,13 @@ def read_manifest(folder: Path) -> Manifest:
         if path.stat().st_size > MAX_BYTES:
             raise ValueError("it is too large")
         fields = json.loads(path.read_bytes().decode())
-        return _parse(fields)
+        return _parse_manifest(fields)
     except (ValueError, RecursionError, OSError) as error:  # json and unicode errors are ValueErrors
         raise ValueError(f"{path} is damaged ({error}): convert or copy the dataset again.") from error
 
 
-def _parse(fields: Any) -> Manifest:
+def _parse_manifest(fields: Any) -> Manifest:
+    """The manifest of parsed JSON. Errors say what is wrong with "it", the file."""
     if not isinstance(fields, dict):
         raise ValueError("it is not a JSON object")
     if fields.get("format") != FORMAT:
@@ -108,57 +122,61 @@ def _parse(fields: Any) -> Manifest:
     if fields.get("version") != VERSION:
         raise ValueError(f"it has format version {fields.get('version')!r}, this hopline reads {VERSION}")
     checksum = fields.pop("manifest_checksum", None)
-    if checksum != checksum_text(zlib.crc32(_canonical(fields))):
+    if checksum != checksum_text(zlib.crc32(_canonical_json(fields))):
         raise ValueError("its checksum does not match its text")
-    task = _get(fields, "task", str)
+    task = _get_field(fields, "task", str)
     if task not in TASKS:
         raise ValueError(f"its task is {task!r}, not one of {', '.join(TASKS)}")
-    arrays = {name: _entry(name, value) for name, value in _get(fields, "arrays", dict).items()}
-    tables = _get(fields, "tables", dict)
-    for name, columns in tables.items():
-        if not is_part(name) or type(columns) is not int or columns < -1:
+    arrays = {name: _parse_entry(name, value) for name, value in _get_field(fields, "arrays", dict).items()}
+    tables = _get_field(fields, "tables", dict)
+    for name, num_columns in tables.items():
+        if not is_part(name) or type(num_columns) is not int or num_columns < -1:
             raise ValueError(f"its table {name!r} is not described by a number of columns")
     return Manifest(
-        name=_get(fields, "name", str),
-        num_nodes=_count(fields, "num_nodes"),
-        num_edges=_count(fields, "num_edges"),
+        name=_get_field(fields, "name", str),
+        num_nodes=_get_count(fields, "num_nodes"),
+        num_edges=_get_count(fields, "num_edges"),
         task=cast(Task, task),
-        num_classes=_count(fields, "num_classes"),
-        num_splits=_count(fields, "num_splits"),
+        num_classes=_get_count(fields, "num_classes"),
+        num_splits=_get_count(fields, "num_splits"),
         tables=tables,
         arrays=arrays,
-        meta=_get(fields, "meta", dict),
+        meta=_get_field(fields, "meta", dict),
     )
 
 
-def _get(fields: dict[str, Any], key: str, kind: type) -> Any:
+def _get_field(fields: dict[str, Any], key: str, kind: type) -> Any:
+    """A field that must have exactly this type: `True` is not an int."""
     value = fields.get(key)
     if type(value) is not kind:
         raise ValueError(f"its field {key!r} is missing or not of type {kind.__name__}")
     return value
 
 
-def _count(fields: dict[str, Any], key: str) -> int:
-    value = _get(fields, key, int)
+def _get_count(fields: dict[str, Any], key: str) -> int:
+    """A field that must be a whole number from 0 to 2**48 - 1."""
+    value = _get_field(fields, key, int)
     if not 0 <= value < 2**48:
         raise ValueError(f"its field {key!r} is {value}, which is out of range")
     return value
 
 
-def _entry(name: str, value: Any) -> ArrayEntry:
+def _parse_entry(name: str, value: Any) -> ArrayEntry:
+    """The entry of one array. Its file name must be that of the array, so it cannot name a file elsewhere."""
     if not is_name(name) or type(value) is not dict:
         raise ValueError(f"its array {name!r} is not described by an object")
-    shape = tuple(_get(value, "shape", list))
-    if not 1 <= len(shape) <= 4 or any(type(n) is not int or not 0 <= n < 2**48 for n in shape):
+    shape = tuple(_get_field(value, "shape", list))
+    has_valid_sizes = all(type(size) is int and 0 <= size < 2**48 for size in shape)
+    if not 1 <= len(shape) <= 4 or not has_valid_sizes:
         raise ValueError(f"its array {name!r} has the shape {list(shape)}")
-    dtype = _get(value, "dtype", str)
+    dtype = _get_field(value, "dtype", str)
     if dtype not in DTYPES:
         raise ValueError(f"its array {name!r} has the unknown type {dtype!r}")
-    if _get(value, "num_bytes", int) != file_bytes(DTYPES[dtype], shape):
+    if _get_field(value, "num_bytes", int) != file_bytes(DTYPES[dtype], shape):
         raise ValueError(f"its array {name!r} has a size that does not fit its shape")
-    if _get(value, "file", str) != f"{name}.npy" or not _CHECKSUM.fullmatch(_get(value, "checksum", str)):
+    if _get_field(value, "file", str) != f"{name}.npy" or not _CHECKSUM.fullmatch(_get_field(value, "checksum", str)):
         raise ValueError(f"its array {name!r} has no valid file name or checksum")
-    npy_header(DTYPES[dtype], shape)
+    npy_header(DTYPES[dtype], shape)  # refuses a shape whose header does not fit
     return ArrayEntry(
         file=value["file"],
         dtype=dtype,

@@ -1,4 +1,7 @@
-"""Options of how files become a graph: plain data, so that reading them needs no torch."""
+"""Options of conversion: how edge lists and files become a graph.
+
+They are plain data, so reading them needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,22 @@ from typing import Any, Literal
 from hopline.util.config import nearest, settings
 
 _SEPARATORS = {"tab": "\t", "\\t": "\t", "space": " "}
-"""Separators that are hard to type in a shell."""
+"""Words for separators that are hard to type in a shell, and their characters."""
 
 
 @settings
 class EdgeOptions:
-    """What happens to an edge list on its way into a graph."""
+    """Says which edges of an edge list become edges of the graph, and which are added."""
 
     symmetrize: bool | None = None
-    """Add the reverse of every edge that is not a self-loop, with the same edge arrays. Default: only where the source
-    says that it stores each undirected edge once."""
+    """Add the reverse of every edge that is not a self-loop, with the same edge arrays. Default: only if
+    the source says that it stores each undirected edge once."""
     self_loops: Literal["keep", "remove", "add"] = "keep"
     """Keep self-loops as they are, remove them, or add one to every node that has none (weight 1)."""
     duplicates: Literal["keep", "remove"] = "keep"
     """Keep repeated edges, or only the first of each."""
     chunk_edges: int = 1 << 22
-    """Edges held in memory at a time when a graph is converted into a folder."""
+    """Edges in memory at a time while a graph is converted into a folder."""
 
     def __post_init__(self) -> None:
         if self.self_loops not in ("keep", "remove", "add"):
@@ -39,26 +42,32 @@ class EdgeOptions:
 
 
 def edge_options(options: Mapping[str, Any]) -> EdgeOptions:
-    """Options from keywords; an unknown one gets the nearest name suggested."""
-    known = [f.name for f in fields(EdgeOptions)]
+    """Options from keywords. An unknown keyword is refused, and the nearest name suggested."""
+    names = [field.name for field in fields(EdgeOptions)]
     for key in options:
-        if key not in known:
-            raise ValueError(f"There is no option {key!r}: choose from {', '.join(known)}.{nearest(key, known)}")
+        if key not in names:
+            raise ValueError(f"There is no option {key!r}: choose from {', '.join(names)}.{nearest(key, names)}")
     return EdgeOptions(**options)
 
 
-def merge(found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a source holds and what a caller gives, which takes precedence; tables and edge arrays are joined."""
-    both = {**found, **{key: value for key, value in given.items() if (key, value) != ("symmetrize", None)}}
-    for key in ("tables", "edge"):
-        if found.get(key) and given.get(key):
-            both[key] = {**found[key], **given[key]}
-    return both
+def merge(from_source: Mapping[str, Any], from_caller: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `from_edges`: those that a file or object tells, overridden by those of the caller.
+
+    Tables and edge arrays of both are joined. symmetrize=None of the caller leaves the decision to the
+    source.
+    """
+    merged = dict(from_source)
+    for key, value in from_caller.items():
+        if key == "symmetrize" and value is None:
+            continue
+        is_joined = key in ("tables", "edge") and from_source.get(key) and value
+        merged[key] = {**from_source[key], **value} if is_joined else value
+    return merged
 
 
 @settings
 class Columns:
-    """Which columns of the files mean what.
+    """Names the columns of edge and node files.
 
     Raises:
         ValueError: `delimiter` is more than one character, and neither `tab` nor `space`.
@@ -70,24 +79,25 @@ class Columns:
     """
 
     src: str = "src"
-    """Source of each edge, in the edge file."""
+    """Column of the edge file with the source of each edge."""
     dst: str = "dst"
-    """Destination of each edge, in the edge file."""
+    """Column of the edge file with the destination of each edge."""
     edge: tuple[str, ...] = ()
-    """Further columns of the edge file to keep as edge arrays, such as "weight"."""
+    """Further columns of the edge file that become edge arrays, such as "weight"."""
     id: str = "id"
-    """The node's id, in the node file; without such a column its rows are nodes 0, 1, 2, ..."""
+    """Column of the node file with the node's id. Without such a column its rows are the nodes 0, 1, 2,
+    ..."""
     features: tuple[str, ...] | None = None
-    """Feature columns of the node file; None takes all that have no other meaning."""
+    """Feature columns of the node file. Default: all columns that are not named otherwise here."""
     label: str = "label"
-    """Class of each node, in the node file; empty where there is none."""
+    """Column of the node file with the class of each node. An empty cell is no label."""
     split: str = "split"
-    """"train", "valid" or "test", in the node file; empty for no split."""
+    """Column of the node file with "train", "valid" or "test". An empty cell is no split."""
     header: tuple[str, ...] | None = None
-    """Names of the columns of an edge file in CSV that has no first line of names."""
+    """Names of the columns of a CSV edge file that does not begin with a line of names."""
     delimiter: str | None = None
-    """What separates the columns of text files: a character, `tab` or `space`. Default: a tab in a file called .tsv, a
-    comma in others."""
+    """Separator of the columns of text files: a character, `tab` or `space`. Default: a tab in .tsv files,
+    a comma in others."""
 
     def separator(self, path: Path) -> str:
         """The character that separates the columns of a file."""
@@ -96,24 +106,27 @@ class Columns:
         return _SEPARATORS.get(self.delimiter, self.delimiter)
 
     def __post_init__(self) -> None:
-        given = self.delimiter
-        if given is not None and len(_SEPARATORS.get(given, given)) != 1:
-            raise ValueError(f"columns.delimiter must be one character, tab or space, not {given!r}")
+        delimiter = self.delimiter
+        if delimiter is not None and len(_SEPARATORS.get(delimiter, delimiter)) != 1:
+            raise ValueError(f"columns.delimiter must be one character, tab or space, not {delimiter!r}")
 
 
 def check_shares(shares: Any) -> None:
-    """Refuse what cannot be the shares of train, valid and test nodes in a split."""
+    """Check the shares of train, valid and test nodes.
+
+    They must be three numbers from 0 on, at most 1 together, the first above 0.
+    """
     example = "such as 0.6,0.2,0.2"
     if not isinstance(shares, tuple | list) or not all(isinstance(share, numbers.Real) for share in shares):
         raise ValueError(
             f"The shares of a split are three numbers, {example} for train, valid and test, not {shares!r}."
         )
-    given = ",".join(f"{share:g}" for share in shares)
+    text = ",".join(f"{share:g}" for share in shares)
     if len(shares) != 3:
-        raise ValueError(f"A split has three shares, {example} for train, valid and test, not {given or 'none'}.")
+        raise ValueError(f"A split has three shares, {example} for train, valid and test, not {text or 'none'}.")
     if not all(share >= 0 for share in shares):
-        raise ValueError(f"The shares of a split are {given}, and none may be below 0: give shares {example}.")
+        raise ValueError(f"The shares of a split are {text}, and none may be below 0: give shares {example}.")
     if math.fsum(shares) > 1 + 1e-9:  # 0.7 + 0.2 + 0.1 is not 1 in floating point
-        raise ValueError(f"The shares of a split are {given}, more than 1 together: give shares {example}.")
+        raise ValueError(f"The shares of a split are {text}, more than 1 together: give shares {example}.")
     if shares[0] == 0:
-        raise ValueError(f"The shares of a split are {given}, which leaves no training nodes: give shares {example}.")
+        raise ValueError(f"The shares of a split are {text}, which leaves no training nodes: give shares {example}.")

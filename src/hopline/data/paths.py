@@ -1,4 +1,11 @@
-"""Which kind of dataset a path holds, told by the names of files alone."""
+"""Paths of datasets: what kind of dataset a path holds, by the names of its files alone.
+
+Nothing is read, so these questions need no torch.
+
+A dataset folder is replaced by two renames: the old folder becomes a hidden *backup*, then the new one
+takes its name (`writer`). A writer that is killed between the two leaves only the backup, which `existing`
+finds.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +17,30 @@ MANIFEST = "manifest.json"
 
 
 def backup_of(folder: Path) -> Path:
-    """Where the old folder waits while the new one takes its place."""
+    """The path to which a writer renames the old folder before it puts the new one in place."""
     return folder.parent / f".{folder.name}.old"
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or its backup if a writer was killed between the two renames that swap them."""
+    """The folder, or its backup if a writer was killed between the two renames."""
     backup = backup_of(folder)
-    return backup if not folder.exists() and (backup / MANIFEST).is_file() else folder
+    was_interrupted = not folder.exists() and (backup / MANIFEST).is_file()
+    return backup if was_interrupted else folder
 
 
 def default_name(folder: str | os.PathLike[str] | None, source: str) -> str:
-    """What a dataset is called if nobody says: as the folder it is written to, or in memory as its source."""
-    return source if folder is None else Path(os.path.abspath(Path(folder).expanduser())).name
+    """The name of a dataset that was given none: that of its folder, or `source` if it stays in memory."""
+    if folder is None:
+        return source
+    return Path(os.path.abspath(Path(folder).expanduser())).name
 
 
 def is_dataset(folder: Path) -> bool:
-    """Whether a folder (or the backup of a killed writer) holds a dataset."""
+    """Whether a folder, or the backup that a killed writer left, holds a dataset."""
     return (existing(folder) / MANIFEST).is_file()
 
 
 def is_ogb_folder(path: Path) -> bool:
-    """Whether a folder has OGB's layout."""
-    return (path / "split").is_dir() and any((path / "raw" / f).is_file() for f in ("edge.csv.gz", "data.npz"))
+    """Whether a folder has OGB's layout: `split/`, and edges under `raw/` as CSV or binary."""
+    has_edges = any((path / "raw" / file).is_file() for file in ("edge.csv.gz", "data.npz"))
+    return has_edges and (path / "split").is_dir()

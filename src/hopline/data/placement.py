@@ -1,4 +1,13 @@
-"""Where a dataset lies while a GPU trains on it: on the device, pinned on the host and read from there, or neither."""
+"""`place`: puts a dataset on the device, in pinned host memory or on the host, by the free device memory.
+
+    DataBytes.of     how large graph, features and labels are
+    make_layout      decides what goes where, within `SHARE` of the free device memory
+    carry_out        copies and pins
+
+Graph first, then labels, then features: the graph is read more often than any row. Features that do not fit
+are pinned, and the GPU reads them by zero-copy. Copies of the rows that batches read most fill the device
+memory that is left (`tables.TieredTable`).
+"""
 
 from __future__ import annotations
 
@@ -20,11 +29,14 @@ from hopline.tables.build import check_cuda, table
 from hopline.util.config import format_size, parse_size
 
 SHARE = 0.8
-"""The part of the free device memory that data may take; the rest is for the model and its batches."""
+"""Share of the free device memory that data may take. The rest is for model and batches. A rule of thumb."""
 HOST_SHARE = 0.7
-"""The part of the free host memory that rows of a file may take."""
+"""Share of the free host memory that copies of rows may take. A rule of thumb."""
 MAIN = "x"
-"""The table that models read, whose place is planned; others go to the device where there is room left."""
+"""The table that models read, whose place is planned.
+
+Other tables go to the device if there is memory left.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,17 +44,21 @@ class DataBytes:
     """Bytes of the parts of a dataset."""
 
     graph: int
+    """Bytes of the whole graph, `indptr` included."""
     indptr: int
-    """The part of the graph that is on the device also where its edges are pinned."""
+    """Bytes of `indptr`, which is on the device even if the edges are pinned."""
     features: int
+    """Bytes of all rows of the table "x"."""
     hot_slots: int
-    """What the device keeps beside cached rows: where each row is."""
+    """Bytes of the slots of cached rows: an int32 per node on the device, if there is a cache."""
     labels: int
+    """Bytes of the labels."""
     can_cache: bool = True
-    """Whether rows can be cached one by one; those of a sparse table cannot."""
+    """Whether rows of "x" can be cached one by one. Those of a sparse table cannot."""
 
     @classmethod
     def of(cls, data: Dataset) -> DataBytes:
+        """The sizes of a dataset, whatever place its arrays are in."""
         x = data.tables.get(MAIN)
         return cls(
             graph=data.graph.num_bytes,
@@ -56,50 +72,70 @@ class DataBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A placement with every "auto" replaced."""
+    """Where the parts of a dataset lie: a `Placement` with every "auto" decided."""
 
     graph: Literal["device", "pinned", "host"]
+    """Place of the edges. With "pinned", `indptr` is on the device."""
     features: Literal["device", "pinned", "host"]
+    """Place of the table "x"."""
     cache: int
-    """Bytes of pinned features that are cached on the device."""
+    """Bytes of pinned rows that are copied to the device."""
     labels: bool
     """Whether the labels are on the device."""
-    room: int
-    """Bytes that are left for other tables."""
+    spare_bytes: int
+    """Bytes of device memory that other tables may take."""
 
 
-def make_layout(sizes: DataBytes, free: int, placement: Placement) -> Layout:
-    """What goes where on a device with `free` bytes: the graph first, which is read more often than any row."""
-    room = int(SHARE * free)
+def make_layout(sizes: DataBytes, device_free_bytes: int, placement: Placement) -> Layout:
+    """Decide where graph, labels and features lie, on a device with `device_free_bytes` free.
+
+    A part that the user has placed on the device may exceed `SHARE`, but not the free memory.
+    """
+    spare_bytes = int(SHARE * device_free_bytes)
+
     graph = placement.graph
     if graph == "auto":
-        graph = "device" if sizes.graph <= room else "pinned"
-    room -= _taken("graph", {"device": sizes.graph, "pinned": sizes.indptr, "host": 0}[graph], room, free)
-    labels = sizes.labels <= room
-    room -= sizes.labels if labels else 0
+        graph = "device" if sizes.graph <= spare_bytes else "pinned"
+    graph_bytes = {"device": sizes.graph, "pinned": sizes.indptr, "host": 0}[graph]
+    # "auto" has taken "pinned" already if the whole graph does not fit, so it is no way out for `indptr`.
+    advice = "set graph=pinned, or leave it at auto" if graph == "device" else "set graph=host"
+    _check_fits("graph", graph_bytes, device_free_bytes, advice=advice)
+    spare_bytes -= graph_bytes
+
+    labels = sizes.labels <= spare_bytes
+    if labels:
+        spare_bytes -= sizes.labels
+
     features = placement.features
     if features == "auto":
-        fits = sizes.features <= room and placement.cache == "auto"
-        features = "device" if fits else "pinned" if sizes.can_cache else "host"
+        if sizes.features <= spare_bytes and placement.cache == "auto":
+            features = "device"
+        else:
+            features = "pinned" if sizes.can_cache else "host"
+
     cache = 0
     if features == "device":
-        room -= _taken("features", sizes.features, room, free)
+        advice = "set features=pinned, or leave it at auto"
+        _check_fits("features", sizes.features, device_free_bytes, advice=advice)
+        spare_bytes -= sizes.features
     elif features == "pinned" and placement.cache == "auto":
-        cache = max(0, room - sizes.hot_slots)
-        room = 0
+        cache = max(0, spare_bytes - sizes.hot_slots)
+        spare_bytes = 0
     elif features == "pinned":
         cache = parse_size(placement.cache)
-        room -= _taken("cache", min(cache, sizes.features) + sizes.hot_slots, room, free)
-    return Layout(graph=graph, features=features, cache=cache, labels=labels, room=max(0, room))
+        cache_bytes = min(cache, sizes.features) + sizes.hot_slots
+        _check_fits("cache", cache_bytes, device_free_bytes, advice="make it smaller, or leave it at auto")
+        spare_bytes -= cache_bytes
+    return Layout(graph=graph, features=features, cache=cache, labels=labels, spare_bytes=max(0, spare_bytes))
 
 
-def _taken(what: str, needed: int, room: int, free: int) -> int:
-    if needed > max(room, free):
+def _check_fits(setting: str, needed_bytes: int, device_free_bytes: int, *, advice: str) -> None:
+    """Refuse a setting that needs more device memory than is free."""
+    if needed_bytes > device_free_bytes:
         raise ValueError(
-            f"{what} needs {format_size(needed)} on the device, which has {format_size(free)} free: "
-            f"{'make it smaller' if what == 'cache' else f'set {what}=pinned'}, or leave it at auto"
+            f"{setting} needs {format_size(needed_bytes)} on the device, which has {format_size(device_free_bytes)} "
+            f"free: {advice}"
         )
-    return needed
 
 
 def place(
@@ -111,9 +147,10 @@ def place(
     train_ids: Tensor | None = None,
     batch_size: int = 1024,
 ) -> Dataset:
-    """The same dataset, lying where the placement says; on the CPU, the dataset itself. `describe` tells what is where.
+    """A dataset whose arrays lie where the placement says. For the CPU it is the dataset itself.
 
-    fanouts, train_ids, batch_size: how it will be sampled, from which follows which rows are worth a cache.
+    fanouts, train_ids, batch_size: How batches will be sampled, by which the rows to cache are chosen.
+        Default of `train_ids`: the training split.
     """
     target = torch.device(device)
     if target.type != "cuda":
@@ -133,85 +170,100 @@ def carry_out(
     train_ids: Tensor | None = None,
     batch_size: int = 1024,
 ) -> Dataset:
-    """The dataset as the layout has it."""
+    """A dataset whose arrays lie where `layout` says. Arrays that need not move are shared with `data`.
+
+    fanouts, train_ids, batch_size: as in `place`.
+    """
     graph = data.graph
     if layout.graph != "host":
         graph = graph.to(device) if layout.graph == "device" else graph.pinned(device, copy=True)
-    # Of the three orders that `table` knows, "access" had the best hit rates (docs/gpu.md). It follows from how the
-    # graph is sampled.
+    # Of the three orders of `table`, "access" had the best hit rates (docs/gpu.md). It must know how
+    # batches are sampled.
     order = "degree" if fanouts is None or train_ids is None else "access"
 
-    def cached(x: Table) -> Table:
-        return table(
-            x,
-            device_cache=layout.cache,
-            host_cache=_host_cache(x, device),
-            order=order,
-            device=device,
-            graph=graph,
-            fanouts=fanouts,
-            train_ids=train_ids,
-            batch_size=batch_size,
-        )
-
-    tables, room = dict(data.tables), layout.room
+    tables = dict(data.tables)
+    spare_bytes = layout.spare_bytes
     for name, rows in data.tables.items():
-        if name == MAIN and layout.features == "pinned" and not isinstance(rows, SparseTable):
-            tables[name] = cached(rows)
-        elif (layout.features == "device") if name == MAIN else (_all_bytes(rows) <= room):
-            tables[name] = _on_device(rows, device)
-            room -= 0 if name == MAIN else _all_bytes(rows)
+        if name != MAIN:
+            if _all_bytes(rows) <= spare_bytes:
+                tables[name] = _copy_to_device(rows, device)
+                spare_bytes -= _all_bytes(rows)
+        elif layout.features == "device":
+            tables[name] = _copy_to_device(rows, device)
+        elif layout.features == "pinned" and not isinstance(rows, SparseTable):
+            tables[name] = table(
+                rows,
+                device_cache=layout.cache,
+                host_cache=_host_cache(rows, device),
+                order=order,
+                device=device,
+                graph=graph,
+                fanouts=fanouts,
+                train_ids=train_ids,
+                batch_size=batch_size,
+            )
+
     y = data.y.to(device) if data.y is not None and layout.labels else data.y
     return replace(data, graph=graph, tables=tables, y=y)
 
 
-def _on_device(rows: Table, device: torch.device) -> Table:
+def _copy_to_device(rows: Table, device: torch.device) -> Table:
+    """A table with all rows on the device."""
     if isinstance(rows, SparseTable):
         return rows.to(device)
-    moved = table(rows, device_cache="all", device=device)
-    moved.tiers()  # now, and not in the first step
-    return moved
+    copy = table(rows, device_cache="all", device=device)
+    copy.tiers()  # copies the rows now, not in the first step
+    return copy
 
 
 def _host_cache(x: Table, device: torch.device) -> str | int | None:
-    """How rows come to lie in memory that the device reads: as they are, copied, or as many as there is room for."""
-    storage = x.storage()
-    if device.type != "cuda" or (storage is not None and pinned.register(storage) is None):
+    """`host_cache` of `table`: how rows get into host memory that the device can read.
+
+    None if they can stay: on a CPU, or if their memory could be pinned. "all" copies all rows into memory.
+    If they do not fit into `HOST_SHARE` of the free memory, it is the bytes of a cache.
+    """
+    if device.type != "cuda":
         return None
-    free = int(HOST_SHARE * psutil.virtual_memory().available)
-    return "all" if _all_bytes(x) <= free else free
+    storage = x.storage()
+    if storage is not None and pinned.register(storage) is None:
+        return None
+    max_bytes = int(HOST_SHARE * psutil.virtual_memory().available)
+    return "all" if _all_bytes(x) <= max_bytes else max_bytes
 
 
 def _all_bytes(rows: Table) -> int:
-    """Bytes of all rows, also where the table keeps a part of them only."""
+    """Bytes of all rows, even if the table itself holds copies of some rows only."""
     if isinstance(rows, SparseTable):
         return rows.num_bytes
     return torch.Size(rows.shape).numel() * rows.dtype.itemsize
 
 
 def describe(data: Dataset) -> str:
-    """One line that says where the graph, the features and the labels are."""
-    parts = [f"graph {format_size(data.graph.num_bytes)} {_where_graph(data.graph)}"]
-    parts += [f"{name} {format_size(_all_bytes(rows))} {_where(rows)}" for name, rows in data.tables.items()]
+    """A line that says where the graph, all tables and the labels are, with their sizes."""
+    parts = [f"graph {format_size(data.graph.num_bytes)} {_graph_location(data.graph)}"]
+    for name, rows in data.tables.items():
+        parts.append(f"{name} {format_size(_all_bytes(rows))} {_table_location(rows)}")
     if data.y is not None:
-        parts.append(f"labels {format_size(data.y.nbytes)} {_on(data.y)}")
+        parts.append(f"labels {format_size(data.y.nbytes)} {_tensor_location(data.y)}")
     return "; ".join(parts)
 
 
-def _on(tensor: Tensor) -> str:
+def _tensor_location(tensor: Tensor) -> str:
+    """Words for the place of a tensor, such as "on cuda:0"."""
     return "on the host" if tensor.device.type == "cpu" else f"on {tensor.device}"
 
 
-def _where_graph(graph: Graph) -> str:
-    return f"pinned for {graph.device}" if graph.is_pinned else _on(graph.indices)
+def _graph_location(graph: Graph) -> str:
+    return f"pinned for {graph.device}" if graph.is_pinned else _tensor_location(graph.indices)
 
 
-def _where(rows: Table) -> str:
+def _table_location(rows: Table) -> str:
+    """Words for the place of a table's rows, with the share that is cached on a device."""
     if isinstance(rows, SparseTable):
-        return _on(rows.values)
+        return _tensor_location(rows.values)
     if not isinstance(rows, TieredTable):
         storage = rows.storage()
-        return "on the host" if storage is None else _on(storage)
+        return "on the host" if storage is None else _tensor_location(storage)
     if rows.num_hot == len(rows):
         return f"on {rows.device}"
     kind = "pinned" if rows.below.storage() is not None else "behind a cache on the host"

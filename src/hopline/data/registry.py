@@ -1,4 +1,15 @@
-"""`open`: a dataset by its name, folder or file, wherever it has to come from."""
+"""`open_dataset` (`hl.open`): a dataset by its name, folder or file.
+
+`locate` decides, in this order, and opens nothing:
+
+    1. a built-in graph                               generated; a large one once, under the data root
+    2. a path, or a dataset in the current folder     opened; .npz and OGB's folders are converted in memory
+    3. a name under the data root, with the options   opened
+    4. a name under the data root, without them       an .npz file is converted in memory
+    5. a name of PyG or OGB                           downloaded under `raw/`, converted once, opened
+
+The name of a built-in graph is refused if a dataset has it too, because either could be meant.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +29,24 @@ if TYPE_CHECKING:  # finding a dataset needs no torch; opening one imports what 
     from hopline.data.dataset import Dataset
 
 ALIASES = {"products": "ogbn-products", "arxiv": "ogbn-arxiv", "papers100m": "ogbn-papers100m"}
+"""Short names of datasets, and the names that they stand for."""
 IN_MEMORY = ("demo", "planted")
-"""Built-in graphs that are made anew at each opening; the others are made once, under the data root."""
+"""Built-in graphs that are generated at each opening. Others are generated once, under the data root."""
 
 
 class NameInfo(NamedTuple):
-    """One line of the list of datasets."""
+    """A dataset that can be opened by name: a line of `hopline datasets`."""
 
     name: str
+    """Name to open it by."""
     what: str
+    """Description in a few words."""
     where: str
+    """Its path, "built in" or "download"."""
 
 
 def default_data_root() -> Path:
-    """$HOPLINE_DATA, else the user's cache folder."""
+    """The folder of datasets that are opened by name: $HOPLINE_DATA, else the user's cache folder."""
     if os.environ.get("HOPLINE_DATA"):
         return Path(os.environ["HOPLINE_DATA"]).expanduser()
     if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
@@ -42,16 +57,16 @@ def default_data_root() -> Path:
 
 
 class Location(NamedTuple):
-    """Where a dataset comes from: a path, a built-in graph or a download."""
+    """Says where a dataset comes from. Exactly one of `path`, `built_in` and `source` is given."""
 
     path: Path | None = None
-    """A folder or a file."""
+    """A folder, or an .npz file."""
     built_in: str | None = None
     """The name of a built-in graph."""
     source: download.Source | None = None
-    """What can be downloaded."""
-    converted: bool = False
-    """Whether the path was made with the options that were asked for, so that none is left to apply."""
+    """The download."""
+    is_converted: bool = False
+    """Whether `path` is a dataset made with the options that were asked for: none is left to apply."""
 
 
 def locate(
@@ -60,33 +75,40 @@ def locate(
     data_root: str | os.PathLike[str] | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Location:
-    """Find a dataset without opening it; refuse a name or a path under which there is none."""
-    root = _root(data_root)
+    """Find a dataset without opening it. A name or a path that does not exist is refused.
+
+    options: Of the conversion. They are part of the names of folders under the data root.
+    """
+    root = _data_root(data_root)
     text = os.fspath(name_or_folder)
     path = Path(text).expanduser()
-    # "./demo" is a path too, which pathlib writes "demo".
-    is_path = isinstance(name_or_folder, Path) or os.path.basename(text) != text or path.suffix == ".npz"
+    # The text decides, not the `Path`: "./demo" is a path, but pathlib shortens it to "demo".
+    has_folders = os.path.basename(text) != text
+    is_path = isinstance(name_or_folder, Path) or has_folders or path.suffix == ".npz"
     name = ALIASES.get(text.lower(), text)
     if not is_path and name in BUILT_IN:
-        _check_alone(name, path, root)
+        _check_unambiguous(name, path, root)
         return Location(built_in=name)
     if is_path or is_dataset(path):
         _check_exists(path)
         return Location(path=path)
+
     source = download.find(name)
-    called = (name, source.name) if source else (name,)
-    if converted := _first(root, [_label(n, options) for n in called]):
-        return Location(path=converted, converted=is_dataset(converted))
-    plain = _first(root, called)
-    if plain is not None and (source is None or not is_dataset(plain)):
-        return Location(path=plain)
-    if source is None:
-        known = sorted({info.name for info in names(data_root=root)} | set(ALIASES))
-        raise ValueError(
-            f"There is no dataset {text!r} built in, under {root} or known to PyG and OGB: "
-            f"see `hopline datasets`, or give a folder.{nearest(text, known)}"
-        )
-    return Location(source=source)
+    candidates = (name, source.name) if source else (name,)
+    converted = _find_first(root, [_folder_name(candidate, options) for candidate in candidates])
+    if converted is not None:
+        return Location(path=converted, is_converted=is_dataset(converted))
+    unconverted = _find_first(root, candidates)
+    if unconverted is not None and (source is None or not is_dataset(unconverted)):
+        return Location(path=unconverted)
+    if source is not None:
+        return Location(source=source)
+
+    all_names = sorted({info.name for info in names(data_root=root)} | set(ALIASES))
+    raise ValueError(
+        f"There is no dataset {text!r} built in, under {root} or known to PyG and OGB: "
+        f"see `hopline datasets`, or give a folder.{nearest(text, all_names)}"
+    )
 
 
 def open_dataset(
@@ -99,47 +121,51 @@ def open_dataset(
 ) -> Dataset:
     """Open a dataset: a folder, an `.npz` file, a built-in graph, or a name of the data root, PyG or OGB.
 
-    What has to be downloaded or made is converted once into the data root.
+    A download and a large built-in graph are written once, to a folder under the data root.
 
     Args:
-        name_or_folder: Such as "ogbn-products", "demo", "folder/of/mine" or "cora.npz". `hopline datasets` lists names.
-        data_root: Folder of datasets that are opened by name. Default: $HOPLINE_DATA, else the user's cache folder.
+        name_or_folder: For example "ogbn-products", "demo", "folder/of/mine" or "cora.npz".
+            `hopline datasets` lists names.
+        data_root: Folder of datasets that are opened by name. Default: $HOPLINE_DATA, else the user's cache
+            folder.
         split: Which published split is the current one, for datasets that have several.
         verify: Read and check every value first.
-        options: Of the built-in graph (seed=, scale=, ...) or of the conversion (symmetrize=, ...). With device="cuda"
-            a built-in graph is made in the GPU's memory, and nothing is written.
+        options: Of the built-in graph (seed=, scale=, ...) or of the conversion (symmetrize=, ...). With
+            device="cuda" a built-in graph is made in the GPU's memory, and nothing is written.
 
     Returns:
         The dataset, memory-mapped if it lies in a folder.
 
     Raises:
-        ValueError: The name, path, split or an option does not exist, or what is found there is damaged.
+        ValueError: The name, path, split or an option does not exist, or the files are damaged.
 
     Example:
         >>> data = hl.open("demo")
         >>> data.num_features, data.metric, sorted(data.splits)
         (64, 'accuracy', ['test', 'train', 'valid'])
     """
-    root = _root(data_root)
-    found = locate(name_or_folder, data_root=root, options=options)
-    if found.built_in is not None:
-        return _open_built_in(found.built_in, root, split, verify, options)
-    if found.source is not None:
-        target = root / _label(found.source.name, options)
-        found.source.fetch(root / "raw", target, options)
+    root = _data_root(data_root)
+    location = locate(name_or_folder, data_root=root, options=options)
+    if location.built_in is not None:
+        return _open_built_in(location.built_in, root, split, verify, options)
+    if location.source is not None:
+        target = root / _folder_name(location.source.name, options)
+        location.source.fetch(root / "raw", target, options)
         return _open_path(target, split, verify, {})
-    assert found.path is not None
-    return _open_path(found.path, split, verify, {} if found.converted else options)
+    assert location.path is not None
+    return _open_path(location.path, split, verify, {} if location.is_converted else options)
 
 
-def _root(data_root: str | os.PathLike[str] | None) -> Path:
+def _data_root(data_root: str | os.PathLike[str] | None) -> Path:
     return default_data_root() if data_root is None else Path(data_root).expanduser()
 
 
-def _check_alone(name: str, folder: Path, root: Path) -> None:
-    """Refuse the name of a built-in graph that a dataset here, or under the data root, has too."""
-    others = [(folder, os.path.join(".", name)), (root / name, str(root / name))]
-    for other, typed in others if name in IN_MEMORY else others[:1]:  # the rest are themselves kept under the root
+def _check_unambiguous(name: str, folder: Path, root: Path) -> None:
+    """Refuse the name of a built-in graph if a dataset in the current folder or the data root has it too."""
+    typed_folders = {os.path.join(".", name): folder}
+    if name in IN_MEMORY:  # the other built-in graphs are themselves kept under the root
+        typed_folders[str(root / name)] = root / name
+    for typed, other in typed_folders.items():
         if is_dataset(other):
             raise ValueError(
                 f"{name!r} is a built-in graph, and {typed} is a dataset of the same name: type {typed} for the "
@@ -148,6 +174,7 @@ def _check_alone(name: str, folder: Path, root: Path) -> None:
 
 
 def _check_exists(path: Path) -> None:
+    """Refuse a path that is neither an .npz file nor a folder."""
     if path.suffix == ".npz" and not path.exists():
         raise ValueError(f"There is no file {path}: check the path.")
     if path.suffix != ".npz" and not existing(path).is_dir():
@@ -155,14 +182,15 @@ def _check_exists(path: Path) -> None:
 
 
 def _open_path(path: Path, split: int, check: bool, options: dict[str, Any]) -> Dataset:
+    """Open a dataset folder, or convert an .npz file or an OGB folder in memory with these options."""
     from hopline.data.formats.npz import from_npz
     from hopline.data.formats.ogb import from_ogb_folder
     from hopline.data.store import open_folder, verify
 
     if path.suffix == ".npz" and not path.is_dir():
-        return _checked(from_npz(path, split=split, **options), check)
+        return _validate_if(check, from_npz(path, split=split, **options))
     if not is_dataset(path) and is_ogb_folder(path):
-        return _checked(from_ogb_folder(path, split=split, **options), check)
+        return _validate_if(check, from_ogb_folder(path, split=split, **options))
     if options:
         raise ValueError(f"{path} is already converted: leave out {', '.join(options)}, or convert it anew with them.")
     if check:
@@ -170,39 +198,46 @@ def _open_path(path: Path, split: int, check: bool, options: dict[str, Any]) -> 
     return open_folder(path, split=split)
 
 
-def _checked(dataset: Dataset, check: bool) -> Dataset:
+def _validate_if(check: bool, dataset: Dataset) -> Dataset:
+    """The dataset itself, after a check of every value if `check`."""
     if check:
         dataset.validate()
     return dataset
 
 
 def _open_built_in(name: str, root: Path, split: int, check: bool, options: dict[str, Any]) -> Dataset:
+    """Generate a built-in graph, or open it if the data root has it with these options already."""
     from hopline.data import synthetic
 
     device = options.pop("device", "cpu")
     settings = built_in(name, options)
     if name in IN_MEMORY or device != "cpu":
-        return _checked(synthetic.planted_partition(settings, name=name, device=device), check).with_split(split)
-    target = root / _label(name, options)
+        dataset = synthetic.planted_partition(settings, name=name, device=device)
+        return _validate_if(check, dataset).with_split(split)
+    target = root / _folder_name(name, options)
     if not is_dataset(target):
         synthetic.planted_partition(settings, name=name, folder=target)
     return _open_path(target, split, check, {})
 
 
-def _label(name: str, options: Mapping[str, Any]) -> str:
-    """The folder of a dataset made with some options: each choice of them has its own."""
+def _folder_name(name: str, options: Mapping[str, Any]) -> str:
+    """Name of the folder for a dataset with these options. Other options have another folder."""
     return "-".join([name, *(f"{key}={value}" for key, value in sorted(options.items()))])
 
 
-def _first(root: Path, candidates: Iterable[str]) -> Path | None:
-    return next((path for name in candidates if (path := _under(root, name))), None)
+def _find_first(root: Path, candidates: Iterable[str]) -> Path | None:
+    """The first of these names that the data root holds, as a path."""
+    paths = (_find_under(root, name) for name in candidates)
+    return next((path for path in paths if path is not None), None)
 
 
-def _under(root: Path, name: str) -> Path | None:
-    """What the data root holds under a name, give or take capitals and '-' for '_'."""
-    for candidate in dict.fromkeys(
-        (name, name.lower(), name.lower().replace("-", "_"), name.lower().replace("_", "-"))
-    ):
+def _find_under(root: Path, name: str) -> Path | None:
+    """The dataset folder or .npz file of a name under the data root.
+
+    Capitals, and "-" for "_", do not matter.
+    """
+    lower = name.lower()
+    for candidate in (name, lower, lower.replace("-", "_"), lower.replace("_", "-")):
         if is_dataset(root / candidate):
             return root / candidate
         if (root / f"{candidate}.npz").is_file():
@@ -211,8 +246,8 @@ def _under(root: Path, name: str) -> Path | None:
 
 
 def names(data_root: str | os.PathLike[str] | None = None) -> list[NameInfo]:
-    """Every dataset that can be opened by name: built in, under the data root, or by download."""
-    root = _root(data_root)
+    """All datasets that can be opened by name: built in, under the data root, and downloads."""
+    root = _data_root(data_root)
     listed = {name: NameInfo(name, what, "built in") for name, (_, what) in BUILT_IN.items()}
     for path in sorted(root.iterdir()) if root.is_dir() else []:
         if path.name.startswith("."):

@@ -1,4 +1,15 @@
-"""A dataset as a folder: `manifest.json` and plain `.npy` arrays, opened by memory map."""
+"""A dataset as a folder: `manifest.json` and plain `.npy` files, opened by memory map.
+
+    save           Dataset -> folder, replaced in one step (`writer.FolderWriter`)
+    open_folder    folder -> Dataset; reads the manifest and the headers, and maps the arrays
+    verify         reads every byte: checksums first, then the conditions of `checks`
+
+Opening costs no time for the data: pages are read when they are touched, and processes of a host share
+them. A missing, truncated or grown file is refused at once. Damage inside a file is found by `verify`
+alone.
+
+docs/data.md describes the format. Folders of earlier versions are in `tests/formats`.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +32,15 @@ from hopline.tables import SparseTable, Table, TensorTable
 from hopline.util.progress import progress
 
 ADVICE = "convert or copy the dataset again"
+"""End of the error messages about damaged folders."""
 SHARDS = "shards"
-"""In the `meta` of a manifest, this key says that the folder holds shards of a dataset, or is one."""
+"""Key in the `meta` of a manifest. A folder that has it holds shards of a dataset, or is a shard itself."""
 SPARSE = ("indptr", "columns", "values")
+"""Arrays of a sparse table, which are also its attributes: array "table.NAME.indptr", and so on."""
 
 
 def save(dataset: Dataset, folder: str | os.PathLike[str]) -> None:
-    """Write a dataset to a folder; a dataset that is already there is replaced in one step."""
+    """Write a dataset to a folder. A dataset that the folder holds already is replaced in one step."""
     with FolderWriter(folder) as out:
         out.add("indptr", dataset.graph.indptr)
         out.add("indices", dataset.graph.indices)
@@ -49,7 +62,7 @@ def save(dataset: Dataset, folder: str | os.PathLike[str]) -> None:
 def write_nodes(
     out: FolderWriter, tables: dict[str, Table], y: Tensor | None, splits: tuple[dict[str, Tensor], ...]
 ) -> dict[str, int]:
-    """Write everything but the graph; returns what the manifest says about the tables."""
+    """Write tables, labels and splits. Returns `Manifest.tables`: the number of columns by table."""
     columns: dict[str, int] = {}
     for name, table in tables.items():
         columns[name] = table.num_columns if isinstance(table, SparseTable) else -1
@@ -67,6 +80,7 @@ def write_nodes(
 
 
 def _write_dense(out: FolderWriter, array: str, table: Table) -> None:
+    """Write all rows of a table. Rows that are not in one tensor are read about `BYTES_AT_ONCE` at a time."""
     storage = table.storage()
     if storage is not None:
         out.add(array, storage)
@@ -78,7 +92,10 @@ def _write_dense(out: FolderWriter, array: str, table: Table) -> None:
 
 
 def open_folder(folder: str | os.PathLike[str], *, split: int = 0) -> Dataset:
-    """Map a dataset folder; sizes, headers and shapes are checked, the data is not read."""
+    """Open a dataset folder by memory map. Sizes, headers and shapes are checked; the data is not read.
+
+    split: Number of the published split that becomes the current one.
+    """
     path = existing(Path(folder).expanduser())
     if not path.is_dir():
         raise ValueError(f"There is no dataset folder {folder}: check the path, or make it with save().")
@@ -90,21 +107,20 @@ def open_folder(folder: str | os.PathLike[str], *, split: int = 0) -> Dataset:
         )
     arrays = map_arrays(path, manifest)
     try:
-        dataset = _assemble(manifest, arrays)
+        dataset = _assemble(path, manifest, arrays)
     except (ValueError, KeyError) as error:
         reason = f"the array {error} is missing" if isinstance(error, KeyError) else error
         raise ValueError(f"The arrays of {path} do not fit together ({reason}): {ADVICE}.") from error
-    dataset.folder = path
     return dataset.with_split(split)
 
 
 def map_arrays(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
-    """All arrays of a folder, mapped."""
-    return {name: _map(folder, name, entry) for name, entry in manifest.arrays.items()}
+    """All arrays of a folder by name, as memory-mapped tensors."""
+    return {name: _map_array(folder, name, entry) for name, entry in manifest.arrays.items()}
 
 
-def _map(folder: Path, name: str, entry: ArrayEntry) -> Tensor:
-    """One array, after its size and its header have been compared with the manifest."""
+def _map_array(folder: Path, name: str, entry: ArrayEntry) -> Tensor:
+    """One array as a memory-mapped tensor. A file whose size or header is not the manifest's is refused."""
     path = folder / entry.file
     dtype = DTYPES[entry.dtype]
     try:
@@ -115,9 +131,10 @@ def _map(folder: Path, name: str, entry: ArrayEntry) -> Tensor:
             header = file.read(HEADER_BYTES)
         if header != npy_header(dtype, entry.shape):
             raise ValueError(f"{path} is damaged (its header is not the manifest's): {ADVICE}.")
-        # Labels and splits are small enough to be private copies, which users may change in place.
-        private = name == "y" or name.startswith("split.")
-        array = map_npy(path, dtype, entry.shape, copy_on_write=private)
+        # Users may change labels and splits in place. They are mapped copy-on-write: a page that is written
+        # becomes a private copy, and the file keeps its numbers. All other arrays are mapped read-only.
+        is_private = name == "y" or name.startswith("split.")
+        array = map_npy(path, dtype, entry.shape, copy_on_write=is_private)
         remember(array, entry.checksum)
         return array
     except FileNotFoundError as error:
@@ -126,9 +143,12 @@ def _map(folder: Path, name: str, entry: ArrayEntry) -> Tensor:
         raise ValueError(f"{path} cannot be read ({error.strerror or error}): {ADVICE}.") from error
 
 
-def _assemble(manifest: Manifest, arrays: dict[str, Tensor]) -> Dataset:
-    """The dataset over mapped arrays; shapes that disagree are refused here, before any kernel sees them."""
-    edge = {n.removeprefix("edge."): a for n, a in arrays.items() if n.startswith("edge.")}
+def _assemble(folder: Path, manifest: Manifest, arrays: dict[str, Tensor]) -> Dataset:
+    """The dataset of a folder, over its mapped arrays.
+
+    Shapes that do not fit together are refused here, before a kernel could read outside an array.
+    """
+    edge = {name.removeprefix("edge."): array for name, array in arrays.items() if name.startswith("edge.")}
     graph = Graph(arrays["indptr"], arrays["indices"], edge)
     if (graph.num_nodes, graph.num_edges) != (manifest.num_nodes, manifest.num_edges):
         raise ValueError(f"the graph has {graph.num_nodes} nodes and {graph.num_edges} edges")
@@ -143,50 +163,55 @@ def _assemble(manifest: Manifest, arrays: dict[str, Tensor]) -> Dataset:
         task=manifest.task,
         num_classes=manifest.num_classes,
         meta=manifest.meta,
+        folder=folder,
     )
 
 
 def splits_of(manifest: Manifest, arrays: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Every split of a folder, by number and name."""
+    """The splits of a folder by number, each with its node ids by name."""
+    # A damaged manifest may claim any number of splits. A folder has no more splits than arrays.
     splits: list[dict[str, Tensor]] = [{} for _ in range(min(manifest.num_splits, len(arrays)))]
-    for name, ids in arrays.items():
-        if name.startswith("split."):
-            number, _, key = name.removeprefix("split.").partition(".")
-            if not number.isdecimal() or int(number) >= len(splits):
-                raise ValueError(f"there is no split {number}")
-            splits[int(number)][key] = ids
+    for array_name, ids in arrays.items():
+        if not array_name.startswith("split."):
+            continue
+        number, _, split_name = array_name.removeprefix("split.").partition(".")
+        if not number.isdecimal() or int(number) >= len(splits):
+            raise ValueError(f"there is no split {number}")
+        splits[int(number)][split_name] = ids
     return splits
 
 
 def tables_of(manifest: Manifest, arrays: dict[str, Tensor]) -> dict[str, Table]:
-    """Every table of a folder, over its mapped arrays."""
-    return {name: _table(name, columns, arrays) for name, columns in manifest.tables.items()}
+    """The tables of a folder by name, over its mapped arrays."""
+    return {name: _open_table(name, num_columns, arrays) for name, num_columns in manifest.tables.items()}
 
 
-def _table(name: str, columns: int, arrays: dict[str, Tensor]) -> Table:
-    if columns < 0:
+def _open_table(name: str, num_columns: int, arrays: dict[str, Tensor]) -> Table:
+    """One table. num_columns: width of a sparse table, -1 for a dense one."""
+    if num_columns < 0:
         return TensorTable(arrays[f"table.{name}"], read_only=True)
-    indptr, ids, values = (arrays[f"table.{name}.{part}"] for part in SPARSE)
-    if ids.dtype not in (torch.int32, torch.int64) or indptr.dtype != torch.int64:
+    indptr, columns, values = (arrays[f"table.{name}.{part}"] for part in SPARSE)
+    if columns.dtype not in (torch.int32, torch.int64) or indptr.dtype != torch.int64:
         raise ValueError(f"sparse table {name!r} has arrays of the wrong type")
-    if indptr.dim() != 1 or ids.dim() != 1 or values.shape != ids.shape:
+    if indptr.dim() != 1 or columns.dim() != 1 or values.shape != columns.shape:
         raise ValueError(f"sparse table {name!r} has arrays of different sizes")
-    if indptr.numel() < 1 or int(indptr[0]) != 0 or int(indptr[-1]) != ids.numel():
-        raise ValueError(f"sparse table {name!r} has {ids.numel()} entries, its indptr says otherwise")
-    return SparseTable(indptr, ids, values, columns)
+    if indptr.numel() < 1 or int(indptr[0]) != 0 or int(indptr[-1]) != columns.numel():
+        raise ValueError(f"sparse table {name!r} has {columns.numel()} entries, its indptr says otherwise")
+    return SparseTable(indptr=indptr, columns=columns, values=values, num_columns=num_columns)
 
 
 def verify(folder: str | os.PathLike[str]) -> list[str]:
-    """Read a whole dataset folder: checksums first, then every value.
+    """Check a dataset folder: read every file and compare its checksum, then check every value.
 
     Args:
         folder: Written by `Dataset.save` or by `folder=` of `hl.from_*`.
 
     Returns:
-        What was checked, a sentence each.
+        A sentence per check.
 
     Raises:
-        ValueError: There is no dataset, a file is damaged, or a value is not allowed. The array and position are named.
+        ValueError: There is no dataset, a file is damaged, or a value is not allowed. The message names the
+            array and the position.
 
     Example:
         >>> hl.from_edges(torch.tensor([[0, 1], [1, 2]]), x=torch.ones(3, 2)).save("path")
@@ -195,21 +220,24 @@ def verify(folder: str | os.PathLike[str]) -> list[str]:
     """
     path = existing(Path(folder).expanduser())
     dataset = open_folder(path)
-    done = check_sums(path, read_manifest(path))
-    return done + check_dataset(dataset, lambda array: str(path / f"{array}.npy"))
+    checked = check_sums(path, read_manifest(path))
+    return checked + check_dataset(dataset, lambda array: str(path / f"{array}.npy"))
 
 
 def check_sums(path: Path, manifest: Manifest) -> list[str]:
-    """Read every byte of a folder whose arrays could be mapped. Returns what was checked."""
-    total = sum(entry.num_bytes for entry in manifest.arrays.values())
-    with progress("checking sums", total, "B", enabled=total > SHOWN_BYTES) as bar:
+    """Compare the checksum of every file with the manifest. Returns a sentence per check.
+
+    Sizes and headers are not compared again: whoever calls this has mapped the arrays.
+    """
+    total_bytes = sum(entry.num_bytes for entry in manifest.arrays.values())
+    with progress("checking sums", total_bytes, "B", enabled=total_bytes > SHOWN_BYTES) as bar:
         for entry in manifest.arrays.values():
             crc = 0
             with (path / entry.file).open("rb") as file:
                 file.seek(HEADER_BYTES)
-                while piece := file.read(BYTES_AT_ONCE):
-                    crc = zlib.crc32(piece, crc)
-                    bar.advance(len(piece))
+                while chunk := file.read(BYTES_AT_ONCE):
+                    crc = zlib.crc32(chunk, crc)
+                    bar.advance(len(chunk))
             if checksum_text(crc) != entry.checksum:
                 raise ValueError(f"{path / entry.file} is damaged (its checksum does not match): {ADVICE}.")
     count = len(manifest.arrays)

@@ -1,9 +1,17 @@
-"""Built-in graphs from a seed: planted communities with power-law degrees.
+"""Generates the built-in graphs from a seed: planted communities with power-law degrees.
 
-In-degrees: the node of rank r gets a share of the edges that falls as r^-0.65, so P(degree > d) falls as
-d^-1.54 over the upper part of the distribution; the 1% best-connected nodes receive about 24% of all edges,
+Every node has a *rank*, its number in a random order of all nodes. The rank decides the in-degree, and the
+rank modulo num_classes is the class.
+
+In-degrees: the node of rank r gets a share of the edges that falls as r^-0.65. So P(degree > d) falls as
+d^-1.54 over the upper part of the distribution. The 1% best-connected nodes receive about 24% of all edges,
 and the largest in-degree is a few hundred times the mean. Sources are drawn with a preference for low ranks
 too, so out-degrees have a heavy tail as well. Repeated edges are possible, self-loops are not.
+
+All draws of a node are hashes of (key, node). So ranges of nodes can be made in any order and by any number
+of threads, on the CPU (`ops.cpu.synthetic`) or on a GPU (`ops.gpu.synthetic`), with the same result. The
+CPU makes `CHUNK_NODES` nodes at a time. A graph that is written to a folder is never in memory as a whole,
+except a symmetric one.
 """
 
 from __future__ import annotations
@@ -31,15 +39,15 @@ from hopline.tables import TensorTable
 from hopline.util.progress import progress
 
 TAIL = 0.35
-"""Ranks below a fraction t of the nodes get about t^TAIL of the edges."""
+"""Exponent of the in-degrees: ranks below a fraction t of the nodes get about t^TAIL of the edges."""
 CUT = 3e-5
-"""Flattens the very top, which bounds the largest degree."""
+"""Offset of the fraction t that limits the largest degree: (t + CUT)^(TAIL - 1) is finite at t = 0."""
 FLOOR = 0.02
 """Share of the edges that is spread evenly, so that degrees fall smoothly to the last rank."""
 CHUNK_NODES = 1 << 18
-"""Nodes generated at a time."""
+"""Nodes that are generated at a time on the CPU, which limits memory. A rule of thumb."""
 DEVICE_CHUNK_NODES = 1 << 24
-"""Nodes whose splits are found at a time on a GPU."""
+"""Nodes whose splits are determined at a time on a GPU, which limits temporary memory. A rule of thumb."""
 
 
 def planted_partition(
@@ -50,25 +58,35 @@ def planted_partition(
     device: str = "cpu",
     **changes: Any,
 ) -> Dataset:
-    """A planted graph in memory, or written in chunks into a folder; `changes` are fields of `PlantedPartition`.
+    """Generate a graph of planted communities, in memory or in a folder.
 
-    With device="cuda" the same graph is made on the GPU and stays there, but for its splits; symmetric ones are moved.
+    settings: Default: those of `PlantedPartition()`.
+    name: Name of the dataset.
+    folder: Write the graph to this folder and open it. Default: keep it in memory.
+    device: "cuda" generates the same graph on the GPU. It stays there, except its splits, which are on the
+        host. A symmetric graph is generated on the host and moved.
+    changes: Fields of `PlantedPartition` that differ from `settings`.
     """
-    settings = replace(settings or PlantedPartition(), **changes) if changes else settings or PlantedPartition()
+    settings = settings or PlantedPartition()
+    if changes:
+        settings = replace(settings, **changes)
     if folder is not None and device != "cpu":
         raise ValueError(f"A folder is written from the CPU: leave out device={device!r} or folder=.")
-    place = find_device(device)
-    meta = {"origin": "synthetic", "settings": {k: v for k, v in vars(settings).items() if v is not None}}
+    target = find_device(device)
+    set_fields = {field: value for field, value in vars(settings).items() if value is not None}
+    meta = {"origin": "synthetic", "settings": set_fields}
+
     if settings.symmetric:
-        dataset = _symmetric(settings, name, meta)
+        dataset = _make_symmetric(settings, name, meta)
         if folder is None:
-            return dataset if place.type == "cpu" else _moved(dataset, place)
+            return dataset if target.type == "cpu" else _move_to_device(dataset, target)
         dataset.save(folder)
         return open_folder(folder)
+
     if folder is not None:
-        _write(settings, name, folder, meta)
+        _write_folder(settings, name, folder, meta)
         return open_folder(folder)
-    arrays = _joined(_chunks(settings)) if place.type == "cpu" else make_on(place, settings)
+    arrays = _join_chunks(_make_chunks(settings)) if target.type == "cpu" else make_on(target, settings)
     return Dataset(
         name=name,
         graph=Graph(arrays["indptr"], arrays["indices"]),
@@ -80,16 +98,19 @@ def planted_partition(
     )
 
 
-def _joined(chunks: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
-    parts: dict[str, list[Tensor]] = {}
+def _join_chunks(chunks: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Whole arrays by name, from chunks of their rows."""
+    chunks_by_array: dict[str, list[Tensor]] = {}
     for chunk in chunks:
         for array, rows in chunk.items():
-            parts.setdefault(array, []).append(rows)
-    return {array: torch.cat(rows) for array, rows in parts.items()}
+            chunks_by_array.setdefault(array, []).append(rows)
+    return {array: torch.cat(rows) for array, rows in chunks_by_array.items()}
 
 
-def _moved(dataset: Dataset, device: torch.device) -> Dataset:
-    graph, x = dataset.graph, dataset.x.storage()
+def _move_to_device(dataset: Dataset, device: torch.device) -> Dataset:
+    """The dataset with graph, features and labels on a device. Splits stay on the host."""
+    graph = dataset.graph
+    x = dataset.x.storage()
     assert x is not None
     return replace(
         dataset,
@@ -99,15 +120,17 @@ def _moved(dataset: Dataset, device: torch.device) -> Dataset:
     )
 
 
-def _symmetric(settings: PlantedPartition, name: str, meta: dict[str, Any]) -> Dataset:
+def _make_symmetric(settings: PlantedPartition, name: str, meta: dict[str, Any]) -> Dataset:
+    """Generate half of the edges and add the reverse of each, in memory."""
     half = planted_partition(replace(settings, symmetric=False, num_edges=settings.num_edges // 2))
     both = from_edges(half.graph.edge_index(), num_nodes=settings.num_nodes, symmetrize=True)
     return replace(half, name=name, graph=both.graph, meta=meta)
 
 
-def _write(settings: PlantedPartition, name: str, folder: str | os.PathLike[str], meta: dict[str, Any]) -> None:
+def _write_folder(settings: PlantedPartition, name: str, folder: str | os.PathLike[str], meta: dict[str, Any]) -> None:
+    """Write a graph to a folder chunk by chunk, so that it is never in memory as a whole."""
     with FolderWriter(folder) as out, progress(f"making {name}", settings.num_edges, "edges") as bar:
-        for number, chunk in enumerate(_chunks(settings)):
+        for number, chunk in enumerate(_make_chunks(settings)):
             for array, rows in chunk.items():
                 if number == 0:
                     out.array(array, rows.dtype, tuple(rows.shape[1:]))
@@ -125,119 +148,146 @@ def _write(settings: PlantedPartition, name: str, folder: str | os.PathLike[str]
         )
 
 
-def _chunks(settings: PlantedPartition) -> Iterator[dict[str, Tensor]]:
-    """All arrays of the dataset, a range of nodes at a time, by the names they have in a folder."""
-    total = 0
+def _make_chunks(settings: PlantedPartition) -> Iterator[dict[str, Tensor]]:
+    """The rows of all arrays for consecutive ranges of nodes, by the names of the arrays in a folder."""
+    num_edges = 0
     for first in range(0, settings.num_nodes, CHUNK_NODES):
         count = min(CHUNK_NODES, settings.num_nodes - first)
-        chunk = _chunk(settings, first, count, total)
-        total = int(chunk["indptr"][-1])
+        chunk = _make_chunk(settings, first, count, num_edges)
+        num_edges = int(chunk["indptr"][-1])
         yield chunk
-    assert total == settings.num_edges, (total, settings.num_edges)
+    assert num_edges == settings.num_edges, (num_edges, settings.num_edges)
 
 
-def _chunk(settings: PlantedPartition, first: int, count: int, num_edges_before: int) -> dict[str, Tensor]:
+def _make_chunk(settings: PlantedPartition, first: int, count: int, num_edges_before: int) -> dict[str, Tensor]:
+    """The rows of all arrays for `count` nodes from `first` on.
+
+    num_edges_before: Number of in-edges of all nodes before `first`.
+    """
     from hopline.ops.cpu import synthetic as kernels
     from hopline.ops.cpu.runtime import over_ranges
 
-    n, classes = settings.num_nodes, settings.num_classes
+    n = settings.num_nodes
+    num_classes = settings.num_classes
     rank_key, edge_key, feature_key, split_key = (np.uint64(key % 2**64) for key in _keys(settings))
-    half = np.uint64(_half_bits(n))
-    ranks, places, degrees = (np.empty(count, dtype=np.int64) for _ in range(3))
-    rows = np.empty((count, settings.num_features), dtype=np.float32)
+    half_bits = np.uint64(_half_bits(n))
     means = _class_means(settings)
 
-    def per_node(a: int, b: int) -> None:
-        kernels.fill_ranks(first + a, rank_key, half, n, ranks[a:b])
-        kernels.fill_ranks(first + a, split_key, half, n, places[a:b])
-        kernels.fill_degrees(ranks[a:b], n, settings.num_edges, TAIL, CUT, FLOOR, degrees[a:b])
-        kernels.fill_features(first + a, ranks[a:b] % classes, means, 1.0, feature_key, rows[a:b])
+    ranks = np.empty(count, dtype=np.int64)
+    split_ranks = np.empty(count, dtype=np.int64)
+    degrees = np.empty(count, dtype=np.int64)
+    rows = np.empty((count, settings.num_features), dtype=np.float32)
 
-    over_ranges(per_node, count, rows.size)
+    def fill_nodes(start: int, stop: int) -> None:
+        nodes = slice(start, stop)
+        kernels.fill_ranks(first + start, rank_key, half_bits, n, ranks[nodes])
+        kernels.fill_ranks(first + start, split_key, half_bits, n, split_ranks[nodes])
+        kernels.fill_degrees(ranks[nodes], n, settings.num_edges, TAIL, CUT, FLOOR, degrees[nodes])
+        kernels.fill_features(first + start, ranks[nodes] % num_classes, means, 1.0, feature_key, rows[nodes])
+
+    over_ranges(fill_nodes, count, rows.size)
     indptr = np.zeros(count + 1, dtype=np.int64)
     np.cumsum(degrees, out=indptr[1:])
     sources = torch.empty(int(indptr[-1]), dtype=index_dtype(n))
-    out = sources.numpy()
+    sources_numpy = sources.numpy()
 
-    def per_edge(a: int, b: int) -> None:
+    def fill_edges(start: int, stop: int) -> None:
         kernels.fill_sources(
-            first + a, ranks[a:b], indptr[a : b + 1], rank_key, edge_key, half, n, classes,
-            settings.homophily, out[indptr[a] : indptr[b]],
+            first + start, ranks[start:stop], indptr[start : stop + 1], rank_key, edge_key, half_bits, n, num_classes,
+            settings.homophily, sources_numpy[indptr[start] : indptr[stop]],
         )  # fmt: skip
 
-    over_ranges(per_edge, count, sources.numel())
-    ends = torch.from_numpy(indptr) + num_edges_before
+    over_ranges(fill_edges, count, sources.numel())
+    global_indptr = torch.from_numpy(indptr) + num_edges_before
     chunk = {
-        "indptr": ends if first == 0 else ends[1:],
+        # The first entry of a later chunk is the last one of the chunk before.
+        "indptr": global_indptr if first == 0 else global_indptr[1:],
         "indices": sources,
         "table.x": torch.from_numpy(rows).to(DTYPES[settings.dtype]),
-        "y": torch.from_numpy(ranks % classes),
+        "y": torch.from_numpy(ranks % num_classes),
     }
-    return chunk | _splits(settings, first, torch.from_numpy(places))
+    return chunk | _splits(settings, first, torch.from_numpy(split_ranks))
 
 
 def make_on(device: torch.device, settings: PlantedPartition) -> dict[str, Tensor]:
-    """The arrays that all chunks together have, made by the kernels of `ops.gpu.synthetic` on their device."""
+    """All arrays as a whole, made on `device` by the kernels of `ops.gpu.synthetic`.
+
+    Splits are on the host.
+    """
     from hopline.ops.gpu import synthetic as kernels
 
-    n, half = settings.num_nodes, _half_bits(settings.num_nodes)
+    n = settings.num_nodes
+    half_bits = _half_bits(n)
     rank_key, edge_key, feature_key, split_key = _keys(settings)
     with torch.cuda.device(device if device.type == "cuda" else -1):  # Triton launches on the current one
-        ranks = kernels.ranks(0, n, rank_key, half, n, device)
+        ranks = kernels.ranks(0, n, rank_key, half_bits, n, device)
         indptr = torch.zeros(n + 1, dtype=torch.int64, device=device)
         torch.index_select(_degrees_by_rank(settings).to(device), 0, ranks, out=indptr[1:])
         indptr[1:].cumsum_(0)
         sources = kernels.sources(
-            indptr, ranks, rank_key, edge_key, half, settings.num_classes, settings.homophily, index_dtype(n)
+            indptr, ranks, rank_key, edge_key, half_bits, settings.num_classes, settings.homophily, index_dtype(n)
         )
         assert sources.numel() == settings.num_edges, (sources.numel(), settings.num_edges)
-        y = ranks.remainder_(settings.num_classes)
+
+        y = ranks.remainder_(settings.num_classes)  # in place: the ranks are not needed any more
         means = torch.from_numpy(_class_means(settings)).to(device)
         rows = kernels.features(y, means, feature_key, DTYPES[settings.dtype])
-        splits = []
+
+        split_chunks = []
         for first in range(0, n, DEVICE_CHUNK_NODES):
             count = min(DEVICE_CHUNK_NODES, n - first)
-            splits.append(_splits(settings, first, kernels.ranks(first, count, split_key, half, n, device)))
-    return {"indptr": indptr, "indices": sources, "table.x": rows, "y": y, **_joined(splits)}
+            split_ranks = kernels.ranks(first, count, split_key, half_bits, n, device)
+            split_chunks.append(_splits(settings, first, split_ranks))
+    return {"indptr": indptr, "indices": sources, "table.x": rows, "y": y, **_join_chunks(split_chunks)}
 
 
 def _degrees_by_rank(settings: PlantedPartition) -> Tensor:
-    """[num_nodes] int64, on the CPU: float64 powers may differ in their last bit elsewhere."""
+    """[num_nodes] int64 on the CPU: the in-degree of every rank.
+
+    Not computed on the GPU, where powers of float64 numbers may differ in their last bit.
+    """
     from hopline.ops.cpu import synthetic as kernels
     from hopline.ops.cpu.runtime import over_ranges
 
     n = settings.num_nodes
     degrees = np.empty(n, dtype=np.int64)
 
-    def fill(a: int, b: int) -> None:
-        kernels.fill_degrees(np.arange(a, b), n, settings.num_edges, TAIL, CUT, FLOOR, degrees[a:b])
+    def fill(start: int, stop: int) -> None:
+        kernels.fill_degrees(np.arange(start, stop), n, settings.num_edges, TAIL, CUT, FLOOR, degrees[start:stop])
 
     over_ranges(fill, n, n)
     return torch.from_numpy(degrees)
 
 
-def _splits(settings: PlantedPartition, first: int, places: Tensor) -> dict[str, Tensor]:
-    """Which of the nodes from `first` on are in each split, by their places in the splits' keyed order; on the CPU."""
-    splits, low = {}, 0
+def _splits(settings: PlantedPartition, first: int, split_ranks: Tensor) -> dict[str, Tensor]:
+    """[n] int64 on the CPU: the node ids of each split among the nodes from `first` on, by array name.
+
+    split_ranks: [count] int64: the ranks of these nodes in a random order of all nodes, which is another
+        one than that of the degrees. The first ranks are training nodes, the next validation nodes, then
+        test nodes.
+    """
+    splits: dict[str, Tensor] = {}
+    start = 0
     for name, size in zip(("train", "valid", "test"), settings.split_sizes, strict=True):
-        chosen = (places >= low) & (places < low + size)
-        splits[f"split.0.{name}"] = chosen.nonzero().view(-1).cpu() + first
-        low += size
+        is_in_split = (split_ranks >= start) & (split_ranks < start + size)
+        splits[f"split.0.{name}"] = is_in_split.nonzero().view(-1).cpu() + first
+        start += size
     return splits
 
 
 def _keys(settings: PlantedPartition) -> list[int]:
-    """The keys of the ranks, the edges, the features and the splits."""
+    """Keys of the draws: of ranks, edges, features and splits."""
     return [derive_key(settings.seed, purpose) for purpose in range(4)]
 
 
 def _half_bits(num_nodes: int) -> int:
-    """Half the width of the numbers that the keyed order shuffles: 4**half >= num_nodes."""
-    return max(1, -(-(num_nodes - 1).bit_length() // 2))
+    """Half the bits of the numbers that the random order permutes: 4**half >= num_nodes."""
+    num_bits = (num_nodes - 1).bit_length()
+    return max(1, -(-num_bits // 2))
 
 
 def _class_means(settings: PlantedPartition) -> np.ndarray:
-    """[num_classes, num_features]: a random direction per class, of the settings' length."""
+    """[num_classes, num_features] float32: mean features by class, of length `signal` in random directions."""
     generator = torch.Generator().manual_seed(derive_key(settings.seed, 4) % 2**63)
     means = torch.randn(settings.num_classes, settings.num_features, generator=generator)
     return (settings.signal * means / means.norm(dim=1, keepdim=True)).numpy()

@@ -1,4 +1,14 @@
-"""Writing a dataset folder so that a killed writer leaves the old folder or the new one, whole."""
+"""`FolderWriter`: writes a dataset folder. A killed writer leaves the old dataset or the new one, whole.
+
+    .NAME.tmp-HOST-PID-RANDOM    arrays and the manifest are written here, and brought to the disk
+    NAME -> .NAME.old            the old folder, if there is one, becomes the backup (first rename)
+    .NAME.tmp-... -> NAME        the new folder takes its name (second rename)
+    .NAME.old                    is deleted
+
+A writer that is killed before the second rename leaves the old dataset, under its name or as a backup,
+which readers find (`paths.existing`). The next writer of the same folder puts a backup back and deletes
+temporary folders of dead processes. The cost is disk space for both datasets until the end.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +34,19 @@ from hopline.data.manifest import ArrayEntry, Manifest
 from hopline.data.paths import backup_of
 from hopline.util.files import sync_folder
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of the system that mean: no space on the disk, quota exceeded, file too large."""
 _HOST = re.sub(r"[^A-Za-z0-9]", "_", platform.node()) or "host"
+"""This host in the names of temporary folders: a process id says nothing about processes of other hosts."""
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn what the operating system refuses into one sentence."""
+    """Turn an `OSError` while `folder` is written into a `ValueError` that says what to do."""
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in _DISK_FULL:
             text = f"The disk is full: free some space for {folder}, or write to a folder on another disk."
         else:
             reason = (error.strerror or str(error)).lower()
@@ -43,7 +55,13 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 class FolderWriter:
-    """A context: arrays go into a hidden sibling folder, and `commit` puts it in place of the target."""
+    """Writes a dataset folder: arrays go into a temporary folder, and `commit` puts it in place.
+
+    A context manager. Leaving it without `commit` deletes the temporary folder and keeps the target.
+
+    Raises:
+        ValueError: The target is neither a dataset nor an empty folder, or the system refuses to write.
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(os.path.abspath(Path(folder).expanduser()))
@@ -67,7 +85,7 @@ class FolderWriter:
         shutil.rmtree(self.temporary, ignore_errors=True)
 
     def array(self, name: str, dtype: torch.dtype, row_shape: tuple[int, ...] = ()) -> ArrayWriter:
-        """Start an array to which rows are appended through `append`."""
+        """Start an array of rows [*row_shape], which `append` adds to it."""
         if not manifests.is_name(name):
             raise ValueError(f"{name!r} cannot name an array: use letters, digits, '_', '-' and '.' only.")
         with writing(self.folder):
@@ -75,38 +93,44 @@ class FolderWriter:
         return self._arrays[name]
 
     def append(self, name: str, rows: Tensor) -> None:
-        """Append rows to an array that was started before."""
+        """Append rows [n, *row_shape] to an array that `array` started."""
         with writing(self.folder):
             self._arrays[name].append(rows)
 
     def add(self, name: str, rows: Tensor) -> None:
-        """Write a whole array."""
+        """Write an array as a whole."""
         self.array(name, rows.dtype, tuple(rows.shape[1:]))
         self.append(name, rows)
 
     def scratch(self) -> Path:
-        """A folder for intermediate files; it never becomes part of the dataset."""
+        """A folder for intermediate files. `commit` deletes it."""
         with writing(self.folder):
             path = self.temporary / "scratch"
             path.mkdir(exist_ok=True)
         return path
 
     def commit(self, **fields: Any) -> None:
-        """Write the manifest with these fields, then put the new folder in place of the old one."""
+        """Write the manifest, then put the new folder in place of the old one.
+
+        fields: All fields of `Manifest` but `arrays`.
+        """
         with writing(self.folder):
             shutil.rmtree(self.temporary / "scratch", ignore_errors=True)
             for array in self._arrays.values():
                 array.close()
-            manifest = Manifest(arrays={name: _entry(a) for name, a in self._arrays.items()}, **fields)
+            entries = {name: _manifest_entry(array) for name, array in self._arrays.items()}
+            manifest = Manifest(arrays=entries, **fields)
             with (self.temporary / manifests.FILE).open("w") as file:
                 file.write(manifests.to_json(manifest))
                 file.flush()
                 os.fsync(file.fileno())
+            # All files must be on the disk before the folder gets its name. Else a power cut could leave a
+            # folder of that name which is not whole.
             sync_folder(self.temporary)
             _swap(self.temporary, self.folder)
 
 
-def _entry(array: ArrayWriter) -> ArrayEntry:
+def _manifest_entry(array: ArrayWriter) -> ArrayEntry:
     return ArrayEntry(
         file=array.path.name,
         dtype=dtype_name(array.dtype),
@@ -127,6 +151,7 @@ def check_target(folder: Path) -> None:
 
 
 def _swap(new: Path, target: Path) -> None:
+    """Put the folder `new` in place of `target`, by two renames."""
     backup = backup_of(target)
     if target.exists():
         target.rename(backup)
@@ -136,7 +161,7 @@ def _swap(new: Path, target: Path) -> None:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Remove what killed writers of this folder left, and undo half a swap."""
+    """Delete temporary folders of killed writers of this folder, and undo half of a killed `_swap`."""
     backup = backup_of(folder)
     if backup.is_dir():
         if folder.exists():
@@ -146,6 +171,7 @@ def _remove_stale(folder: Path) -> None:
     pattern = re.compile(rf"\.{re.escape(folder.name)}\.tmp-{_HOST}-([0-9]+)-[0-9a-f]+")
     for path in folder.parent.iterdir():
         match = pattern.fullmatch(path.name)
-        # A live process may still be writing there; one on another host cannot be asked.
+        # A live process may still be writing. The pattern has this host's name: other hosts' processes
+        # cannot be asked.
         if match and not psutil.pid_exists(int(match[1])):
             shutil.rmtree(path, ignore_errors=True)

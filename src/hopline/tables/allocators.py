@@ -29,7 +29,7 @@ from hopline.distributed.world import World
 
 CPU = torch.device("cpu")
 Where = Literal["device", "pinned", "host"]
-"""A place for the tables of a GPU: its own memory, pinned host memory, or other host memory, also mapped files."""
+"""A place for the tables of a GPU: its own memory, pinned host memory, or other host memory and files."""
 DEVICE_SHARE = 0.5
 """Share of the free device memory that tables may take. A rule of thumb."""
 HOST_SHARE = 0.7
@@ -88,10 +88,11 @@ class PinnedMemory(Allocator):
     def sums(self, layer: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         sums = self._sums.get(layer)
         if sums is None or sums.shape != tuple(shape) or sums.dtype != dtype:
-            sums = self._sums[layer] = pinned.zeros(shape, dtype)
+            sums = pinned.zeros(shape, dtype)
+            self._sums[layer] = sums
         else:
-            # Clearing old memory takes less time than pinning new. The host clears it, and the GPU may still be
-            # reading it or adding to it, so the host waits first.
+            # Clearing old memory takes less time than pinning new. The host clears it, and the GPU may
+            # still be reading it or adding to it, so the host waits first.
             torch.cuda.synchronize(self.device)
             sums.zero_()
         return sums
@@ -104,7 +105,8 @@ class DeviceOrPinnedMemory(Allocator):
     """
 
     def __init__(self, device: torch.device, max_device_bytes: int) -> None:
-        self.device, self.max_device_bytes = device, max_device_bytes
+        self.device = device
+        self.max_device_bytes = max_device_bytes
 
     def new(self, name: str, layer: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate the table of a layer, without clearing it.
@@ -155,12 +157,14 @@ class SharedMemory(Allocator):
 class SharedFiles(MappedFiles):
     """Allocates tables as files that one rank of a host creates and all its ranks map. Collective.
 
-    several_hosts: whether ranks run on several hosts. The hosts may share the folder, so each gets files of its own.
+    several_hosts: whether ranks run on several hosts. The hosts may share the folder, so each gets files of
+        its own.
     """
 
     def __init__(self, folder: Path, world: World, several_hosts: bool) -> None:
         super().__init__(folder)
-        self.world, self.several_hosts = world, several_hosts
+        self.world = world
+        self.several_hosts = several_hosts
 
     def new(self, name: str, layer: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if self.world.local_rank == 0:
@@ -176,9 +180,9 @@ class SharedFiles(MappedFiles):
 def choose_where(num_bytes: int, device: torch.device, wanted: str, folder: Path | None) -> Where:
     """The place for tables of `num_bytes` in all.
 
-    "auto" is the device if they take at most `DEVICE_SHARE` of its free memory. Else it is pinned memory if they take
-    at most `HOST_SHARE` of what is free on the host, else other host memory. With a folder, or without a GPU, it is
-    the host.
+    "auto" is the device if they take at most `DEVICE_SHARE` of its free memory. Else it is pinned memory if
+    they take at most `HOST_SHARE` of what is free on the host, else other host memory. With a folder, or
+    without a GPU, it is the host.
     """
     if wanted != "auto":
         return wanted  # type: ignore[return-value]
@@ -186,7 +190,8 @@ def choose_where(num_bytes: int, device: torch.device, wanted: str, folder: Path
         return "host"
     if num_bytes <= DEVICE_SHARE * free_bytes(device):
         return "device"
-    return "pinned" if num_bytes <= HOST_SHARE * psutil.virtual_memory().available else "host"
+    host_free_bytes = psutil.virtual_memory().available
+    return "pinned" if num_bytes <= HOST_SHARE * host_free_bytes else "host"
 
 
 def allocator_at(where: Where, device: torch.device, folder: Path | None) -> Allocator:
@@ -199,5 +204,9 @@ def allocator_at(where: Where, device: torch.device, folder: Path | None) -> All
 
 
 def map_tensor(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A mapped file as a tensor: every process that maps it sees the writes of the others. Creates a missing file."""
-    return torch.from_file(str(path), shared=True, size=torch.Size(shape).numel(), dtype=dtype).view(shape)
+    """A mapped file as a tensor: every process that maps it sees the writes of the others.
+
+    Creates a missing file.
+    """
+    num_elements = torch.Size(shape).numel()
+    return torch.from_file(str(path), shared=True, size=num_elements, dtype=dtype).view(shape)

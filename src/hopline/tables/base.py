@@ -1,7 +1,8 @@
 """`Table`, the contract of all tables, and `Tiers`, the form in which kernels read one.
 
-A table maps node ids to rows. `read` is the one method that every table has. All others tell faster paths about the
-table, and have a default that says "not this way": `storage` and `tiers` return None, and rows are read first.
+A table maps node ids to rows. `read` is the one method that every table has. All others tell faster paths
+about the table, and have a default that says "not this way": `storage` and `tiers` return None, and rows
+are read first.
 """
 
 from __future__ import annotations
@@ -17,9 +18,15 @@ class Tiers(NamedTuple):
     """The memory in which a kernel finds rows: hot[hot_slot[id]] if that is a slot, else cold[id]."""
 
     hot: Tensor
-    """[num_hot, ...] in memory that is fast for the kernel. If `hot_slot` is None, it holds all rows, by id."""
+    """[num_hot, ...] in memory that is fast for the kernel.
+
+    If `hot_slot` is None, it holds all rows, by id.
+    """
     cold: Tensor | None
-    """[num_rows, ...] in slower memory that the kernel can read, such as pinned host memory. None: no such memory."""
+    """[num_rows, ...] in slower memory that the kernel can read, such as pinned host memory.
+
+    None: no such memory.
+    """
     hot_slot: Tensor | None
     """[num_rows] int32: the slot of each row in `hot`, -1 for a cold row. None if all rows are hot.
 
@@ -72,7 +79,10 @@ class Table(ABC):
         return f"{type(self).__name__}({list(self.shape)} {str(self.dtype).removeprefix('torch.')})"
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
-        """Replace the rows of `ids` [n] int64 by `rows` [n, *row_shape]. Default: refuse with a `TypeError`."""
+        """Replace the rows of `ids` [n] int64 by `rows` [n, *row_shape].
+
+        Default: refuse with a `TypeError`.
+        """
         raise TypeError(f"{type(self).__name__} is read-only: copy it with TensorTable(table.read(ids)) first")
 
     def storage(self) -> Tensor | None:
@@ -105,7 +115,10 @@ class Table(ABC):
         """Called after every epoch, to report counters and to use what was observed in it."""
 
     def read_csr(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The rows of `ids` [n] in CSR form: (indptr [n + 1], columns [nnz], values [nnz]). None if stored dense."""
+        """The rows of `ids` [n] in CSR form: (indptr [n + 1], columns [nnz], values [nnz]).
+
+        None if stored dense.
+        """
         return None
 
     def __getitem__(self, ids: Tensor) -> Tensor:

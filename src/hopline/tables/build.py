@@ -4,8 +4,8 @@
     host_cache      next hottest rows, in RAM           CachedTable, only for rows in a file
     all rows        in memory, or a mapped file         TensorTable
 
-For a GPU without a RAM cache, all rows are pinned where they lie, and the GPU reads cold rows by zero-copy. Behind a
-RAM cache the host reads them.
+For a GPU without a RAM cache, all rows are pinned where they lie, and the GPU reads cold rows by zero-copy.
+Behind a RAM cache the host reads them.
 """
 
 from __future__ import annotations
@@ -51,17 +51,18 @@ def table(
     Rows in memory are pinned where they lie, not copied.
 
     Args:
-        x: [num_nodes, ...]: the rows, as a tensor, an array (which may be a memory map), the path of an .npy file, or
-            a table.
+        x: [num_nodes, ...]: the rows, as a tensor, an array (which may be a memory map), the path of an
+            .npy file, or a table.
         device_cache: Size of the copies on the device: "0.1G", "200M", bytes, "20%" or "all".
-        host_cache: Size of a cache in RAM for rows in a file, such as "2G". It holds the rows that are hottest after
-            those of the device. "all" copies the whole file into RAM.
-        order: Which rows are hot. "degree": those that are the source of most edges; needs graph. "access": those
-            that a batch most probably reads; needs graph, fanouts and train_ids. "observed": those that were read
-            most in the first epoch (until then by degree, if there is a graph). Or ids, the hottest first.
+        host_cache: Size of a cache in RAM for rows in a file, such as "2G". It holds the rows that are
+            hottest after those of the device. "all" copies the whole file into RAM.
+        order: Which rows are hot. "degree": those that are the source of most edges; needs graph. "access":
+            those that a batch most probably reads; needs graph, fanouts and train_ids. "observed": those
+            that were read most in the first epoch (until then by degree, if there is a graph). Or ids, the
+            hottest first.
         device: The device of the copies. Default: a GPU if there is one.
-        devices: GPUs of several processes, such as [0, 1], if the table will be sent to each process. The rows
-            are put into memory that the processes share, and each process fills copies of its own.
+        devices: GPUs of several processes, such as [0, 1], if the table will be sent to each process. The
+            rows are put into memory that the processes share, and each process fills copies of its own.
         graph: The graph, for `order`.
         fanouts: In-edges drawn per node and layer, the seeds' layer first. For order="access".
         train_ids: [n] int64: the training nodes. For order="access".
@@ -86,14 +87,16 @@ def table(
         below = TensorTable(_in_memory(below))
     if devices is not None and len(devices) > 1 and isinstance(below, TensorTable):
         below.share_arrays("rows")  # before they are pinned, since pinned memory cannot move
-    num_rows, row_bytes = len(below), _row_bytes(below)
+    num_rows = len(below)
+    row_bytes = _row_bytes(below)
     num_device = _num_rows("device_cache", device_cache, num_rows, row_bytes)
-    num_host = 0 if host_cache in (None, "all") else _num_rows("host_cache", host_cache, num_rows, row_bytes)
+    has_host_cache = host_cache not in (None, "all")
+    num_host = _num_rows("host_cache", host_cache, num_rows, row_bytes) if has_host_cache else 0
     num_host = min(num_host, num_rows - num_device)
     if num_device == num_rows:
         return TieredTable(below, None, target)
     ids = _hottest(order, num_device + num_host, num_rows, graph, fanouts, train_ids, batch_size)
-    if host_cache not in (None, "all"):
+    if has_host_cache:
         below = CachedTable(below, ids[num_device:], counter="rows.host")
     storage = below.storage()
     if target.type == "cuda" and storage is not None:
@@ -123,19 +126,20 @@ def _device(device: Any, devices: Sequence[Any] | None) -> torch.device:
         raise ValueError("devices is empty: name the GPUs, for example devices=[0, 1]")
     if device is not None and devices is not None:
         raise ValueError("give device= or devices=, not both")
-    named = [_one_device(d) for d in devices or ([] if device is None else [device])]
-    for one in named:
-        check_cuda(one)
-    if len({one.type for one in named}) > 1:
+    names = devices or ([] if device is None else [device])
+    targets = [_parse_device(name) for name in names]
+    for target in targets:
+        check_cuda(target)
+    if len({target.type for target in targets}) > 1:
         raise ValueError(f"devices={list(devices or [])} are of several kinds: name GPUs only, or ['cpu']")
-    if len(named) == 1:
-        return named[0]
-    if named:
-        return torch.device(named[0].type)  # without an index: each process reads on its own GPU
+    if len(targets) == 1:
+        return targets[0]
+    if targets:
+        return torch.device(targets[0].type)  # without an index: each process reads on its own GPU
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _one_device(device: Any) -> torch.device:
+def _parse_device(device: Any) -> torch.device:
     """The device that a user named. An int is the index of a GPU."""
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
@@ -198,9 +202,9 @@ def _hottest(
     """[count] int64 on the host: ids of the hottest rows, the hottest first. Fewer if `order` names fewer."""
     if not isinstance(order, str):
         ids = torch.as_tensor(order).cpu().long()
-        if ids.unique().numel() != ids.numel() or (
-            ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_rows
-        ):
+        is_distinct = ids.unique().numel() == ids.numel()
+        is_in_range = not ids.numel() or 0 <= int(ids.min()) <= int(ids.max()) < num_rows
+        if not is_distinct or not is_in_range:
             raise ValueError(f"order must name rows 0 .. {num_rows - 1}, each at most once")
         return ids[:count]
     if order not in ORDERS:

@@ -3,7 +3,8 @@
     ids --> slot[id] --+-- slot >= 0 --> hot[slot], in memory
                        +-- slot = -1 --> below.read(id)
 
-The chosen rows do not change: nothing is evicted. The cost is a copy of these rows, and 4 bytes per row of the table.
+The chosen rows do not change: nothing is evicted. The cost is a copy of these rows, and 4 bytes per row of
+the table.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ class CachedTable(Shareable, Table):
 
     def read(self, ids: Tensor) -> Tensor:
         slot = ops.gather_rows(self.slot, ids).long()  # raises on ids outside the table
-        hit = slot >= 0
+        is_hit = slot >= 0
         rows = torch.empty((ids.numel(), *self.shape[1:]), dtype=self.dtype)
-        rows[hit] = self.hot[slot[hit]]
-        rows[~hit] = self.below.read(ids[~hit])
-        num_hits = int(hit.sum())
+        rows[is_hit] = self.hot[slot[is_hit]]
+        rows[~is_hit] = self.below.read(ids[~is_hit])
+        num_hits = int(is_hit.sum())
         trace.count(f"{self.counter}_hit", num_hits)
         trace.count(f"{self.counter}_miss", ids.numel() - num_hits)
         return rows
@@ -70,10 +71,10 @@ class CachedTable(Shareable, Table):
     def write(self, ids: Tensor, rows: Tensor) -> None:
         self.below.write(ids, rows)
         slot = self.slot[ids].long()
-        hit = slot >= 0
-        self.hot[slot[hit]] = rows[hit].to(self.dtype)
+        is_hit = slot >= 0
+        self.hot[slot[is_hit]] = rows[is_hit].to(self.dtype)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle a handle: another process reads the same copies and the same rows below, in shared memory."""
-        others = {"below": self.below, "counter": self.counter}
-        return CachedTable.from_shared, (self.share_arrays("hot", "slot"), others)
+        """Pickle a handle: another process reads the same copies and rows below, in shared memory."""
+        attributes = {"below": self.below, "counter": self.counter}
+        return CachedTable.from_shared, (self.share_arrays("hot", "slot"), attributes)

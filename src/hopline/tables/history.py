@@ -1,16 +1,17 @@
 """Histories: embeddings of all nodes as earlier steps wrote them, and the step that wrote each.
 
-There is a table per layer. Its rows are in the order of a partition, so that the rows of a part are one row range. A
-batch pulls the rows of its halo, and after its step pushes the rows of its own nodes:
+There is a table per layer. Its rows are in the order of a partition, so that the rows of a part are one row
+range. A batch pulls the rows of its halo, and after its step pushes the rows of its own nodes:
 
     before the step    tables --`prefetch` (pull)--> PrefetchedRows --`read`, layer by layer--> the model
     after the step     the model's rows of own nodes --`write` (push)--> tables; `stamp` notes the step
 
-With a GPU, a `RowMover` pulls and pushes on a stream of its own, while the GPU computes. Without one, rows are read
-and written directly. In a training step, the commit of the batch writes and stamps (`HistoricalWork.commit`). A table
-that nobody has written yet reads as zeros.
+With a GPU, a `RowMover` pulls and pushes on a stream of its own, while the GPU computes. Without one, rows
+are read and written directly. In a training step, the commit of the batch writes and stamps
+(`HistoricalWork.commit`). A table that nobody has written yet reads as zeros.
 
-The cost is one row per node and layer in the memory that the allocator chooses, and 8 bytes per node for the steps.
+The cost is one row per node and layer in the memory that the allocator chooses, and 8 bytes per node for
+the steps.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from hopline.tables.memory import TensorTable
 from hopline.util import trace
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32, "model": None}
-"""Element type of stored rows by the value of the setting `storage`. None: the type of the rows that are written."""
+"""Element type of stored rows by the value of the setting `storage`.
+
+None: the type of the rows that are written.
+"""
 AGES = (1, 2, 4, 8, 16, 32, 64)
 """Upper ends of the bins of the staleness histogram, in steps. Older rows have one more bin. A rule of thumb.
 
@@ -39,10 +43,10 @@ Rows that were never written are counted apart.
 
 
 class RowReader(ABC):
-    """Reads historical embeddings by position: from the tables themselves, or from rows prefetched for a batch."""
+    """Reads historical embeddings by position: from the tables, or from rows prefetched for a batch."""
 
     step: int
-    """Number of steps that were committed when this reader was made, or so far if it reads the tables themselves."""
+    """Number of committed steps: when this reader was made, or so far if it is the tables themselves."""
 
     @abstractmethod
     def rows(self, l: int, positions: Tensor) -> Tensor:
@@ -75,20 +79,22 @@ def report_ages(ages: Tensor) -> None:
 
     ages: [n] int64 on the host, in steps; -1 for a row that was never written.
     """
-    known = ages[ages >= 0]
+    written_ages = ages[ages >= 0]
     trace.count("history.rows", ages.numel())
-    trace.count("history.never_written", ages.numel() - known.numel())
-    trace.count("history.age_sum", float(known.sum()))
-    counts = torch.bincount(torch.bucketize(known, torch.tensor(AGES)), minlength=len(AGES) + 1)
-    for name, count in zip([*(f"to_{high}" for high in AGES), "older"], counts.tolist(), strict=True):
+    trace.count("history.never_written", ages.numel() - written_ages.numel())
+    trace.count("history.age_sum", float(written_ages.sum()))
+    bins = torch.bucketize(written_ages, torch.tensor(AGES))
+    counts = torch.bincount(bins, minlength=len(AGES) + 1)
+    bin_names = [*(f"to_{age}" for age in AGES), "older"]
+    for name, count in zip(bin_names, counts.tolist(), strict=True):
         trace.count(f"history.age.{name}", count)
 
 
 class Histories(LayerTables, RowReader):
     """Embeddings of earlier steps: a table per layer, and the step that wrote each row.
 
-    Histories own their tables. The mover belongs to the work that trains, and only the thread that trains may call
-    it. So with a mover, only that thread may read and write.
+    Histories own their tables. The mover belongs to the work that trains, and only the thread that trains
+    may call it. So with a mover, only that thread may read and write.
 
     Args:
         num_rows: Rows of every table.
@@ -116,21 +122,28 @@ class Histories(LayerTables, RowReader):
         return self
 
     def prefetch(self, layers: Sequence[int], positions: Tensor) -> RowReader:
-        """A reader of the rows at `positions`. Rows of tables in host memory are pulled from now on, as they are now.
+        """A reader of the rows at `positions`.
 
-        positions: [n] int64 on the host. The reader knows prefetched rows by this tensor itself, not by its values.
+        Rows of tables in host memory are pulled from now on, as they are now.
+
+        positions: [n] int64 on the host. The reader knows prefetched rows by this tensor itself, not by its
+            values.
         """
         if self.mover is None or not positions.numel():
             return self
         tables = {l: self.tables[l] for l in layers if l in self.tables}
         pulled = self.mover.pull(tables, positions)
-        # Tables on the device are not pulled: the batch reads them itself, at the same positions after every layer.
-        # So the positions are copied to the device once.
-        device_positions = self.mover.to_device(positions) if len(pulled) < len(tables) else positions
+        # Tables on the device are not pulled: the batch reads them itself, at the same positions after
+        # every layer. So the positions are copied to the device once.
+        has_device_tables = len(pulled) < len(tables)
+        device_positions = self.mover.to_device(positions) if has_device_tables else positions
         return PrefetchedRows(self, positions, device_positions, pulled)
 
     def in_place(self, l: int, device: torch.device, dtype: torch.dtype) -> TensorTable | None:
-        """The table of layer `l` if a conv may read it directly; None with a mover: pushes may be on their way."""
+        """The table of layer `l` if a conv may read it directly.
+
+        None with a mover, because pushes may be on their way.
+        """
         return super().in_place(l, device, dtype) if self.mover is None else None
 
     def rows(self, l: int, positions: Tensor) -> Tensor:
@@ -144,7 +157,10 @@ class Histories(LayerTables, RowReader):
         return self.written[positions]
 
     def now(self) -> Any:
-        """A CUDA event of this moment of the computation, for `write`. None on a CPU, which computes at once."""
+        """A CUDA event of this moment of the computation, for `write`.
+
+        None on a CPU, which computes at once.
+        """
         return None if self.mover is None else self.mover.now()
 
     def write(self, l: int, at: At, rows: Tensor, computed: Any = None) -> None:
@@ -155,8 +171,8 @@ class Histories(LayerTables, RowReader):
 
     def stamp(self, row_ranges: Sequence[slice], step: int) -> None:
         """Note that a step wrote these row ranges."""
-        for slab in row_ranges:
-            self.written[slab] = step
+        for row_range in row_ranges:
+            self.written[row_range] = step
 
     @property
     def num_bytes(self) -> int:
@@ -177,14 +193,15 @@ class Histories(LayerTables, RowReader):
         for l, rows in state["tables"].items():
             self.dtype = self.dtype or rows.dtype
             self.table(int(l), rows).copy_(rows)
-        self.written, self.step = state["written"].clone(), state["step"]
+        self.written = state["written"].clone()
+        self.step = state["step"]
 
 
 class PrefetchedRows(RowReader):
     """The rows that one batch reads. Those of tables in host memory are on their way to the device.
 
-    Rows of tables on the device are read when they are needed. Positions other than the batch's are read from the
-    tables, as they are then.
+    Rows of tables on the device are read when they are needed. Positions other than the batch's are read
+    from the tables, as they are then.
     """
 
     def __init__(
@@ -192,7 +209,10 @@ class PrefetchedRows(RowReader):
     ) -> None:
         self.histories = histories
         self.positions = positions
-        """[n] int64 on the host: the positions of the rows. Prefetched rows are found by this tensor itself."""
+        """[n] int64 on the host: the positions of the rows.
+
+        Prefetched rows are found by this tensor itself.
+        """
         self.device_positions = device_positions
         """[n] int64: a copy of `positions` on the device if tables are on it, else the same tensor."""
         self.pulled = pulled

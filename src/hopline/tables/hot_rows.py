@@ -1,11 +1,12 @@
 """Scores by which hot rows are chosen: how often batches will read the row of each node.
 
-Sampling walks against the edges: a node is drawn as the source of an in-edge. So its out-degree, the number of times
-that it occurs in the graph's `indices`, predicts how often its row is read. Its in-degree does not.
+Sampling walks against the edges: a node is drawn as the source of an in-edge. So its out-degree, the number
+of times that it occurs in the graph's `indices`, predicts how often its row is read. Its in-degree does
+not.
 
-There are two scores. `out_degrees` needs the graph alone, and one pass over its edges. `access_probability` also
-knows the fan-outs and the training nodes, and takes one pass over the edges per layer. `hottest` picks the best rows
-of any score.
+There are two scores. `out_degrees` needs the graph alone, and one pass over its edges. `access_probability`
+also knows the fan-outs and the training nodes, and takes one pass over the edges per layer. `hottest` picks
+the best rows of any score.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hopline.core.graph import Graph
 from hopline.ops.cpu import partition as cpu_partition
 
 LARGEST_TERM = 16.0
-"""Largest value of -log(1 - p), where p is the probability of a draw: p is never taken to be above 1 - exp(-16).
+"""Largest value of -log(1 - p) for the probability p of a draw: p is taken to be at most 1 - exp(-16).
 
 It keeps the logarithm finite, and bounds the sums of `access_probability`. A rule of thumb.
 """
@@ -33,16 +34,19 @@ def out_degrees(graph: Graph) -> Tensor:
 
 
 def hottest(score: Tensor, count: int) -> Tensor:
-    """[count] int64: the indices of the highest scores, the highest first. Of equal scores the first index wins."""
+    """[count] int64: the indices of the highest scores, the highest first.
+
+    Of equal scores the first index wins.
+    """
     if not 0 < count < score.numel():
         return score.argsort(descending=True, stable=True)[:count]
-    # No sort of all scores: only the chosen ones are sorted. topk gives nothing but the lowest chosen score, because
-    # which of several equal scores it takes is not defined.
-    least = score.topk(count, sorted=False).values.min()
-    above = (score > least).nonzero().view(-1)
-    level = (score == least).nonzero().view(-1)[: count - above.numel()]
-    chosen = torch.cat([above, level])
-    return chosen[score[chosen].argsort(descending=True, stable=True)]
+    # No sort of all scores: only the chosen ones are sorted. topk gives nothing but the lowest chosen
+    # score, because which of several equal scores it takes is not defined.
+    threshold = score.topk(count, sorted=False).values.min()
+    above = (score > threshold).nonzero().view(-1)
+    equal = (score == threshold).nonzero().view(-1)[: count - above.numel()]
+    indices = torch.cat([above, equal])
+    return indices[score[indices].argsort(descending=True, stable=True)]
 
 
 def access_probability(
@@ -50,26 +54,27 @@ def access_probability(
 ) -> Tensor:
     """[num_nodes] float32: the probability that a batch reads each node's row, if all draws were independent.
 
-    This is the analysis of SALIENT++ (Kaler et al., 2023), changed for samples that nest within pairs of adjacent
-    layers: a node draws once for both layers of a pair, as many in-edges as the wider of the two fan-outs.
+    This is the analysis of SALIENT++ (Kaler et al., 2023), changed for samples that nest within pairs of
+    adjacent layers: a node draws once for both layers of a pair, as many in-edges as the wider fan-out.
 
     Let p_h(v) be the probability that v is in the batch after hop h, and s(v) = p_0(v) that v is a seed. Then
 
         n_j(u)  =  p_j(u) - p_{j-1}(u), and n_0 = s                    u joins the batch at hop j
-        q_P(u)  =  min(1, max(fan-outs of the pair P) / in-degree(u))  a given in-edge of u is drawn for the pair P
+        q_P(u)  =  min(1, max(fan-outs of the pair P) / in-degree(u))  an in-edge of u is drawn for pair P
         d_h(u)  =  sum over j < h of  n_j(u) (1 - product over pairs P from j to h of (1 - q_P(u)))
         p_h(v)  =  1 - (1 - s(v)) * product over out-edges (v, u) of (1 - d_h(u))
 
-    In words: v is missed if it is no seed and all its out-edges miss it. The product over edges is computed as a sum
-    of logarithms. With `replace`, q is that of draws with replacement.
+    In words: v is missed if it is no seed and all its out-edges miss it. The product over edges is computed
+    as a sum of logarithms. With `replace`, q is that of draws with replacement.
     """
     device = graph.indices.device
     degrees = graph.in_degrees().to(device).clamp(min=1).float()
     seeds = torch.zeros(graph.num_nodes, device=device)
     seeds[train_ids.to(device)] = min(1.0, batch_size / max(1, train_ids.numel()))
-    reached, joined = seeds, [seeds]
-    # Logarithms are added as integers, so that the sum does not depend on its order. It cannot overflow: a sum
-    # has at most num_edges terms of at most LARGEST_TERM * scale, which together stay below 2**63.
+    reached = seeds
+    joined = [seeds]
+    # Logarithms are added as integers, so that the sum does not depend on its order. It cannot overflow: a
+    # sum has at most num_edges terms of at most LARGEST_TERM * scale, which together stay below 2**63.
     scale = 2.0 ** (58 - graph.num_edges.bit_length())
     for hop in range(1, len(fanouts) + 1):
         used = torch.zeros_like(seeds)

@@ -1,11 +1,11 @@
 """`LayerTables`: writable tables that hold the rows of all nodes after each layer.
 
-The layer-wise engine writes layer l into one table and reads it from there for layer l + 1. An `Allocator` decides in
-which memory a table lies: on the device, in pinned or other host memory, or in mapped files. Reading and writing is
-the same code for all of them.
+The layer-wise engine writes layer l into one table and reads it from there for layer l + 1. An `Allocator`
+decides in which memory a table lies: on the device, in pinned or other host memory, or in mapped files.
+Reading and writing is the same code for all of them.
 
-Tables know positions only. Whether a position is a node id, or a node's rank in the order of a partition, is up to
-the caller. The cost is `num_rows` rows per layer, from the first write of the layer until `drop`.
+Tables know positions only. Whether a position is a node id, or a node's rank in the order of a partition,
+is up to the caller. The cost is `num_rows` rows per layer, from the first write of the layer until `drop`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ At = Tensor | Sequence[slice]
 
 def as_positions(at: At) -> Tensor:
     """[n] int64: the positions as a tensor."""
-    return at if isinstance(at, Tensor) else torch.cat([torch.arange(slab.start, slab.stop) for slab in at])
+    if isinstance(at, Tensor):
+        return at
+    return torch.cat([torch.arange(row_range.start, row_range.stop) for row_range in at])
 
 
 class RowSource(Protocol):
-    """Something that rows after some layers can be read from: the tables, or a snapshot of some of their rows."""
+    """A source of rows after some layers: the tables, or a snapshot of some of their rows."""
 
     def rows(self, l: int, positions: Tensor) -> Tensor:
-        """Copies of the rows at `positions` [n] after layer `l`, in the place and dtype in which they are stored."""
+        """Copies of the rows at `positions` [n] after layer `l`, in the place and dtype of the table."""
         ...
 
 
@@ -58,7 +60,10 @@ class LayerTables:
     def __init__(
         self, num_rows: int, allocator: Allocator | None = None, *, name: str = "h", dtype: torch.dtype | None = None
     ) -> None:
-        self.num_rows, self.allocator, self.name, self.dtype = num_rows, allocator or DeviceMemory(), name, dtype
+        self.num_rows = num_rows
+        self.allocator = allocator or DeviceMemory()
+        self.name = name
+        self.dtype = dtype
         self.tables: dict[int, Tensor] = {}
         """The tables by layer, each [num_rows, *row_shape]."""
 
@@ -76,27 +81,29 @@ class LayerTables:
         return TensorTable(self.tables[l])
 
     def in_place(self, l: int, device: torch.device, dtype: torch.dtype) -> TensorTable | None:
-        """The table of layer `l` if a conv on `device` may read rows of `dtype` straight from it, else None."""
+        """The table of layer `l` if a conv on `device` may read rows of `dtype` from it directly, else None."""
         table = self.tables[l]
-        return TensorTable(table) if (table.device, table.dtype) == (device, dtype) else None
+        can_read = table.device == device and table.dtype == dtype
+        return TensorTable(table) if can_read else None
 
     def rows(self, l: int, positions: Tensor) -> Tensor:
-        """Copies of the rows at `positions` [n] after layer `l`, in the place and dtype in which they are stored."""
+        """Copies of the rows at `positions` [n] after layer `l`, in the place and dtype of the table."""
         table = self.tables[l]
         return ops.gather_rows(table, positions.to(table.device))
 
     def write(self, l: int, at: At, rows: Tensor, computed: Any = None) -> None:
         """Write rows after layer `l`, in the order of `at`.
 
-        computed: the moment at which the rows were computed, for tables that a GPU writes later. Default: now.
+        computed: when the rows were computed, for tables that a GPU writes later. Default: now.
         """
         if isinstance(at, Tensor):
             self._write_at(l, at, rows)
             return
-        table, start = self.table(l, rows), 0
-        for slab in at:
-            count = slab.stop - slab.start
-            table[slab].copy_(rows[start : start + count])
+        table = self.table(l, rows)
+        start = 0
+        for row_range in at:
+            count = row_range.stop - row_range.start
+            table[row_range].copy_(rows[start : start + count])
             start += count
 
     def _write_at(self, l: int, positions: Tensor, rows: Tensor) -> None:

@@ -48,7 +48,8 @@ class TensorTable(Shareable, Table):
         if self.read_only:
             super().write(ids, rows)
         ops.put_rows(self.rows, ids, rows.to(self.rows.dtype))
-        # Our own kernels write without torch's knowledge, and `version` must change. Inference tensors lack one.
+        # Our own kernels write without torch's knowledge, and `version` must change. Inference tensors lack
+        # one.
         if not self.rows.is_inference():
             torch.autograd.graph.increment_version(self.rows)
 
@@ -62,10 +63,10 @@ class TensorTable(Shareable, Table):
     def tiers(self, device: torch.device | str | None = None) -> Tiers | None:
         target = self.rows.device if device is None else torch.device(device)
         # A GPU's kernel reads pinned host memory as it reads its own.
-        readable = self.rows.device.type == target.type or (
+        is_readable = self.rows.device.type == target.type or (
             self.rows.device.type == "cpu" and pinned.is_readable(self.rows)
         )
-        return Tiers(self.rows, None, None) if readable and self.rows.is_contiguous() else None
+        return Tiers(self.rows, None, None) if is_readable and self.rows.is_contiguous() else None
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle a handle: another process reads the same memory. A tensor on a GPU is pickled by torch."""

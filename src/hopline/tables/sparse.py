@@ -1,7 +1,7 @@
 """`SparseTable`: rows in CSR form, for features that are mostly zeros, such as bags of words.
 
-Row i has the entries indptr[i] .. indptr[i + 1]: entry e has the value values[e] in the column columns[e]. `read_csr`
-gives rows in this form to kernels that multiply by them; `read` makes them dense.
+Row i has the entries indptr[i] .. indptr[i + 1]: entry e has the value values[e] in the column columns[e].
+`read_csr` gives rows in this form to kernels that multiply by them; `read` makes them dense.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SparseTable(Shareable, Table):
         row, column = rows.nonzero(as_tuple=True)
         indptr = torch.zeros(rows.size(0) + 1, dtype=torch.int64)
         indptr[1:] = torch.bincount(row, minlength=rows.size(0)).cumsum(0)
-        return cls(indptr, column.int(), rows[row, column], rows.size(1))
+        return cls(indptr=indptr, columns=column.int(), values=rows[row, column], num_columns=rows.size(1))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -54,7 +54,7 @@ class SparseTable(Shareable, Table):
 
     @property
     def num_bytes(self) -> int:
-        return sum(a.numel() * a.element_size() for a in (self.indptr, self.columns, self.values))
+        return sum(array.numel() * array.element_size() for array in (self.indptr, self.columns, self.values))
 
     @property
     def version(self) -> int | None:
@@ -62,24 +62,29 @@ class SparseTable(Shareable, Table):
 
     def to(self, device: torch.device | str) -> SparseTable:
         """A table with these rows on a device."""
-        indptr, columns, values = (a.to(device) for a in (self.indptr, self.columns, self.values))
-        return SparseTable(indptr, columns, values, self.num_columns)
+        return SparseTable(
+            indptr=self.indptr.to(device),
+            columns=self.columns.to(device),
+            values=self.values.to(device),
+            num_columns=self.num_columns,
+        )
 
     def read_csr(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The rows of `ids` [n] in CSR form: (indptr [n + 1], columns [nnz], values [nnz]).
 
-        The result is on the device of the table, not of the ids: no kernel reads these arrays from another device.
+        The result is on the device of the table, not of the ids: no kernel reads these arrays from another
+        device.
         """
-        indptr, as_positions = ops.row_positions(self.indptr, ids.to(self.indptr.device))
-        return indptr, self.columns[as_positions], self.values[as_positions]
+        indptr, entries = ops.row_positions(self.indptr, ids.to(self.indptr.device))
+        return indptr, self.columns[entries], self.values[entries]
 
     def read(self, ids: Tensor) -> Tensor:
         indptr, columns, values = self.read_csr(ids)
-        row = torch.repeat_interleave(torch.arange(ids.numel(), device=indptr.device), indptr.diff())
+        entry_rows = torch.repeat_interleave(torch.arange(ids.numel(), device=indptr.device), indptr.diff())
         dense = torch.zeros(ids.numel(), self.num_columns, dtype=self.dtype, device=indptr.device)
-        # Entries of a row that repeat a column add up, as in every CSR library. Not by index_put, which adds in any
-        # order if torch has several threads: index_add_ adds in the order of the entries.
-        dense.view(-1).index_add_(0, row * self.num_columns + columns, values)
+        # Entries of a row that repeat a column add up, as in every CSR library. Not by index_put, which
+        # adds in any order if torch has several threads: index_add_ adds in the order of the entries.
+        dense.view(-1).index_add_(0, entry_rows * self.num_columns + columns, values)
         return dense
 
     def __reduce__(self) -> tuple[object, ...]:

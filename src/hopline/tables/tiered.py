@@ -1,26 +1,25 @@
 """`TieredTable`: copies of the hot rows on the device, all rows in a slower table below.
 
-Sampling reads some rows far more often than others. Copies of these hot rows on the device save traffic from the
-host. They cost device memory for `num_hot` rows, plus an int32 slot per row of the table. A read looks
-every id up in `hot_slot`:
+Sampling reads some rows far more often than others. Copies of these hot rows on the device save traffic
+from the host. They cost device memory for `num_hot` rows, plus an int32 slot per row of the table. A read
+looks every id up in `hot_slot`:
 
     ids --> hot_slot[id] --+-- slot >= 0 --> hot[slot], on the device
                            +-- slot < -1 --> hot[-2 - slot], a staged row (see below)
-                           +-- slot = -1 --> cold[id]: zero-copy read of pinned host memory by the GPU's kernel,
-                                             or `below.read` by the host where the kernel cannot read the rows
+                           +-- slot = -1 --> cold[id]: zero-copy read of pinned host memory by the kernel,
+                                             or `below.read` by the host if the kernel cannot read it
 
-A *staged* row is a cold row that was brought to the device for the next steps only. Staged rows stand behind the hot
-ones in the same tensor. `methods/sampled/prefetch_rows.py` brings them and takes them away; this file makes the room
-(`TieredTable.reserve`) and counts them.
+A *staged* row is a cold row that was brought to the device for the next steps only. Staged rows stand
+behind the hot ones in the same tensor. `methods/sampled/prefetch_rows.py` brings them and takes them away;
+this file allocates their slots (`TieredTable.reserve`) and counts their reads.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -53,38 +52,54 @@ class Counts(TypedDict):
     """Bytes that came from below. A staged row counts once, however often it was read."""
 
 
+class _ReadCounts(NamedTuple):
+    """Rows that were read from the tiers of one device."""
+
+    hits: int = 0
+    """Reads of hot rows."""
+    misses: int = 0
+    """Reads of all other rows, the staged ones included."""
+    from_below: int = 0
+    """Rows that came from below: a staged row counts once, however often it was read."""
+
+
 @dataclass
 class _DeviceTiers:
     """The tiers and counters of one device.
 
-    Once a CUDA graph is captured, no tensor here may be replaced, because the graph holds their addresses. `reserve`,
-    which replaces `tiers`, comes before the capture.
+    Once a CUDA graph is captured, no tensor here may be replaced, because the graph holds their addresses.
+    `reserve`, which replaces `tiers`, comes before the capture.
     """
 
     tiers: Tiers
     """Hot and cold rows, as kernels on this device read them."""
     counts: Tensor
-    """[COUNTERS, 3] int64 on the device: hits, misses and reads of staged rows, to be summed over the first axis."""
+    """[COUNTERS, 3] int64 on the device: hits, misses and reads of staged rows, to be summed over axis 0."""
     seen: Tensor | None
-    """[num_rows] int32 on the device: how often each row was read. None if the table does not observe reads."""
+    """[num_rows] int32 on the device: how often each row was read.
+
+    None if the table does not observe reads.
+    """
     fetched: Tensor
     """[1] int64 on the device: number of rows that were staged so far."""
-    reported: tuple[int, int, int] = (0, 0, 0)
-    """(hits, misses, rows from below) at the last report."""
+    reported: _ReadCounts = field(default_factory=_ReadCounts)
+    """The reads that the last report had counted."""
 
-    def now(self) -> tuple[int, int, int]:
-        """(hits, misses, rows from below) so far. Synchronises with a GPU."""
+    def count_reads(self) -> _ReadCounts:
+        """The reads so far. Synchronises with a GPU."""
         hits, direct, staged = self.counts.sum(0).tolist()
-        return hits, direct + staged, direct + int(self.fetched)
+        return _ReadCounts(hits=hits, misses=direct + staged, from_below=direct + int(self.fetched))
 
 
 class TieredTable(Shareable, Table):
-    """Copies of the rows `hot_ids` of `below` on a device; other rows are read from `below`. `hl.table` makes one.
+    """Copies of the rows `hot_ids` of `below` on a device. Other rows are read from `below`.
 
-    Each device of each process gets its own copies, at its first read. On CUDA the rows below are pinned where they
-    lie, and the kernel reads them by zero-copy. Rows that cannot be pinned, such as those behind a RAM cache of a
-    file, are read by the host. If the ids are on another kind of device than the table's, all rows come from `below`
-    and nothing is counted.
+    `hl.table` makes one.
+
+    Each device of each process gets its own copies, at its first read. On CUDA the rows below are pinned
+    where they lie, and the kernel reads them by zero-copy. Rows that cannot be pinned, such as those behind
+    a RAM cache of a file, are read by the host. If the ids are on another kind of device than the table's,
+    all rows come from `below` and nothing is counted.
 
     `read` may be called by several threads. `rebalance` and `reserve` may not run while any thread reads.
 
@@ -92,7 +107,8 @@ class TieredTable(Shareable, Table):
         below: The table that has all rows.
         hot_ids: [n] int64 rows to copy; None copies all.
         device: Where the copies are.
-        observe: Count how often each row is read in the first epoch, and then keep the rows that were read most.
+        observe: Count how often each row is read in the first epoch, and then keep the rows that were read
+            most.
 
     Raises:
         ValueError: `read` is given ids that are not 1-D int32 or int64.
@@ -111,7 +127,7 @@ class TieredTable(Shareable, Table):
         self.hot_ids = hot_ids
         self.device = torch.device(device)
         self.observing = observe and hot_ids is not None
-        self._placed: dict[torch.device, _DeviceTiers] = {}
+        self._device_tiers: dict[torch.device, _DeviceTiers] = {}
         self._lock = threading.Lock()
 
     @property
@@ -138,41 +154,48 @@ class TieredTable(Shareable, Table):
     def read(self, ids: Tensor, *, staged: bool = True) -> Tensor:
         """The rows of `ids` [n], on the device of the ids.
 
-        staged: whether staged rows may be read from their slots. Only the training loop may: it alone knows when
-            staging replaces them.
+        staged: whether staged rows may be read from their slots. Only the training loop may: it alone knows
+            when staging replaces them.
         """
         if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"row ids must be a 1-D int64 tensor, not {list(ids.shape)} {ids.dtype}")
         if ids.device.type != self.device.type:
             return self.below.read(ids)
-        # On a GPU an id of -1 is an empty slot of the tree layout, and reads as zeros. The CPU has no tree layout, so
-        # a negative id is a mistake of the caller.
-        if ids.device.type == "cpu" and ids.numel() and int(ids.min()) < 0:
-            raise IndexError(f"a row id is outside 0 .. {len(self) - 1}")
+        # On a GPU an id of -1 is an empty slot of the tree layout, and reads as zeros. The CPU has no tree
+        # layout, so a negative id is a mistake of the caller.
+        if ids.device.type == "cpu" and ids.numel():
+            lowest = int(ids.min())
+            if lowest < 0:
+                raise IndexError(f"row id {lowest} is outside 0 .. {len(self) - 1}")
         device_tiers = self._on(ids.device)
         tiers = device_tiers.tiers
         if device_tiers.seen is not None and self.observing:
             with self._lock:  # several threads may add to the same counters
                 count_ids(device_tiers.seen, ids)
         if ids.device.type != "cpu" and (tiers.hot_slot is None or tiers.cold is not None):
-            # Host memory answers ascending ids faster (docs/features.md: 45 instead of 30 GB/s on an H200). With half
-            # of the rows hot, hardly any read goes to the host, and the sort is not worth its time.
-            in_order = tiers.cold is not None and 2 * self.num_hot < len(self) and ids.numel() >= SORTED_FROM
+            # Host memory answers ascending ids faster (docs/features.md: 45 instead of 30 GB/s on an H200).
+            # With half of the rows hot, hardly any read goes to the host, and the sort is not worth its
+            # time.
+            reads_host = tiers.cold is not None and 2 * self.num_hot < len(self)
+            in_order = reads_host and ids.numel() >= SORTED_FROM
             return gather_tiers(tiers.hot, tiers.cold, tiers.hot_slot, ids, device_tiers.counts, in_order, staged)
         return self._read_by_host(device_tiers, ids)
 
     def _read_by_host(self, device_tiers: _DeviceTiers, ids: Tensor) -> Tensor:
         """The rows of `ids`, where the host reads the misses from `below`. Synchronises with a GPU."""
         hot, _, hot_slot = device_tiers.tiers
-        rows, present = gather_tiers(hot, None, hot_slot, ids), ids >= 0
-        num_present, num_missed = int(present.sum()), 0
+        rows = gather_tiers(hot, None, hot_slot, ids)
+        is_row = ids >= 0
+        num_rows = int(is_row.sum())
+        num_misses = 0
         if hot_slot is not None:
-            missed = (present & (hot_slot[ids.long().clamp(min=0)] < 0)).nonzero().view(-1)
-            num_missed = missed.numel()
-            if num_missed:
-                rows[missed] = self.below.read(ids[missed].cpu()).to(ids.device)
+            is_cold = hot_slot[ids.long().clamp(min=0)] < 0
+            misses = (is_row & is_cold).nonzero().view(-1)
+            num_misses = misses.numel()
+            if num_misses:
+                rows[misses] = self.below.read(ids[misses].cpu()).to(ids.device)
         with self._lock:  # several threads may add to the same counter
-            device_tiers.counts[0] += torch.tensor([num_present - num_missed, num_missed, 0], device=ids.device)
+            device_tiers.counts[0] += torch.tensor([num_rows - num_misses, num_misses, 0], device=ids.device)
         return rows
 
     @property
@@ -181,13 +204,15 @@ class TieredTable(Shareable, Table):
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         self.below.write(ids.cpu(), rows.cpu())
-        for device, device_tiers in self._placed.items():
+        for device, device_tiers in self._device_tiers.items():
             # The copies must change with `below`, the staged ones included: `slot_of` finds both kinds.
             hot, _, hot_slot = device_tiers.tiers
-            new, slots = rows.to(device, self.dtype), ids.to(device).long()
+            device_rows = rows.to(device, self.dtype)
+            slots = ids.to(device).long()
             if hot_slot is not None:
                 slots = slot_of(hot_slot[slots].long())
-            hot[slots[slots >= 0]] = new[slots >= 0]
+            is_copied = slots >= 0
+            hot[slots[is_copied]] = device_rows[is_copied]
 
     def storage(self) -> Tensor | None:
         if self.hot_ids is None or (self.device.type == "cuda" and not self.num_hot):
@@ -221,21 +246,30 @@ class TieredTable(Shareable, Table):
 
     def counters(self) -> Counts:
         """Hits and misses of this process so far, over all its devices. Synchronises with a GPU."""
-        found = [device_tiers.now() for device_tiers in self._placed.values()]
-        hits, misses, below = (sum(three[i] for three in found) for i in range(3))
-        return Counts(hits=hits, misses=misses, hit_bytes=hits * self.row_bytes, miss_bytes=below * self.row_bytes)
+        reads = [device_tiers.count_reads() for device_tiers in self._device_tiers.values()]
+        hits = sum(device_reads.hits for device_reads in reads)
+        misses = sum(device_reads.misses for device_reads in reads)
+        from_below = sum(device_reads.from_below for device_reads in reads)
+        return Counts(
+            hits=hits,
+            misses=misses,
+            hit_bytes=hits * self.row_bytes,
+            miss_bytes=from_below * self.row_bytes,
+        )
 
     def report(self) -> None:
         """Add the reads since the last report to the counters of `trace`. Synchronises with a GPU."""
-        for device_tiers in self._placed.values():
-            now = device_tiers.now()
-            hits, misses, below = (new - old for new, old in zip(now, device_tiers.reported, strict=True))
-            device_tiers.reported = now
+        for device_tiers in self._device_tiers.values():
+            reads = device_tiers.count_reads()
+            hits = reads.hits - device_tiers.reported.hits
+            misses = reads.misses - device_tiers.reported.misses
+            from_below = reads.from_below - device_tiers.reported.from_below
+            device_tiers.reported = reads
             if hits or misses:
                 trace.count("rows.cache_hit", hits)
                 trace.count("rows.cache_miss", misses)
                 trace.count("bytes.from_cache", hits * self.row_bytes)
-                trace.count("bytes.from_host", below * self.row_bytes)
+                trace.count("bytes.from_host", from_below * self.row_bytes)
 
     def end_epoch(self) -> None:
         self.report()
@@ -245,42 +279,54 @@ class TieredTable(Shareable, Table):
     def rebalance(self) -> None:
         """Make the rows hot that were read most since the table was made, and stop observing.
 
-        Each device keeps the rows that it read most itself. Call it between epochs: nothing may read the table
-        meanwhile, because the hot rows are overwritten in place.
+        Each device keeps the rows that it read most itself. Call it between epochs: nothing may read the
+        table meanwhile, because the hot rows are overwritten in place.
         """
-        for device_tiers in self._placed.values():
+        for device_tiers in self._device_tiers.values():
             hot, _, hot_slot = device_tiers.tiers
             if device_tiers.seen is None or hot_slot is None:
                 continue
             # Rows that are hot already win ties: the factor of two leaves the last bit to break them.
-            chosen = hottest(2 * device_tiers.seen.long() + (hot_slot >= 0).long(), self.num_hot)
-            self._fill(hot, hot_slot, chosen.cpu())
+            is_hot = hot_slot >= 0
+            score = 2 * device_tiers.seen.long() + is_hot.long()
+            hot_ids = hottest(score, self.num_hot).cpu()
+            self._fill(hot, hot_slot, hot_ids)
             device_tiers.seen.zero_()
-            self.hot_ids = chosen.cpu()
+            self.hot_ids = hot_ids
         self.observing = False
 
     def _on(self, device: torch.device) -> _DeviceTiers:
         """The tiers of a device, filled at the first call."""
         device = with_index(device)
-        found = self._placed.get(device)
-        if found is None:
-            # Looked up again under the lock: another thread may have filled them meanwhile, and a second copy of the
-            # hot rows would take the memory twice.
+        device_tiers = self._device_tiers.get(device)
+        if device_tiers is None:
+            # Looked up again under the lock: another thread may have filled them meanwhile, and a second
+            # copy of the hot rows would take the memory twice.
             with self._lock:
-                found = self._placed.get(device) or self._place(device)
-                self._placed[device] = found
-        return found
+                device_tiers = self._device_tiers.get(device) or self._make_tiers(device)
+                self._device_tiers[device] = device_tiers
+        return device_tiers
 
-    def _place(self, device: torch.device) -> _DeviceTiers:
+    def _make_tiers(self, device: torch.device) -> _DeviceTiers:
         """New tiers on a device, with the hot rows copied."""
         hot = torch.empty((self.num_hot, *self.shape[1:]), dtype=self.dtype, device=device)
+        cold: Tensor | None = None
+        hot_slot: Tensor | None = None
+        seen: Tensor | None = None
         if self.hot_ids is None:
             self._fill(hot, None, torch.arange(len(self)))
-            return _DeviceTiers(Tiers(hot, None, None), new_counts(device), None, _zero(device))
-        hot_slot = torch.full((len(self),), -1, dtype=torch.int32, device=device)
-        self._fill(hot, hot_slot, self.hot_ids.cpu())
-        seen = torch.zeros(len(self), dtype=torch.int32, device=device) if self.observing else None
-        return _DeviceTiers(Tiers(hot, self._readable(device), hot_slot), new_counts(device), seen, _zero(device))
+        else:
+            hot_slot = torch.full((len(self),), -1, dtype=torch.int32, device=device)
+            self._fill(hot, hot_slot, self.hot_ids.cpu())
+            if self.observing:
+                seen = torch.zeros(len(self), dtype=torch.int32, device=device)
+            cold = self._readable(device)
+        return _DeviceTiers(
+            tiers=Tiers(hot, cold, hot_slot),
+            counts=new_counts(device),
+            seen=seen,
+            fetched=torch.zeros(1, dtype=torch.int64, device=device),
+        )
 
     def reserve(self, device: torch.device, num_rows: int) -> _DeviceTiers:
         """Allocate slots for `num_rows` staged rows behind the hot ones, and return the device's tiers.
@@ -290,13 +336,15 @@ class TieredTable(Shareable, Table):
         device_tiers = self._on(device)
         hot, cold, hot_slot = device_tiers.tiers
         shape = (self.num_hot + num_rows, *self.shape[1:])
-        if device.type != "cuda" or torch.Size(shape).numel() * self.dtype.itemsize <= free_bytes(device):
+        needed_bytes = torch.Size(shape).numel() * self.dtype.itemsize
+        if device.type != "cuda" or needed_bytes <= free_bytes(device):
             grown = hot.new_empty(shape)
             grown[: self.num_hot] = hot[: self.num_hot]
         else:
-            # Old and new tensor do not fit together. The old one is dropped first, and the hot rows are read from
-            # below once more.
-            device_tiers.tiers, hot = Tiers(hot[:0].clone(), cold, hot_slot), None
+            # Old and new tensor do not fit together. The old one is dropped first, and the hot rows are
+            # read from below once more.
+            device_tiers.tiers = Tiers(hot[:0].clone(), cold, hot_slot)
+            hot = None
             grown = torch.empty(shape, dtype=self.dtype, device=device)
             assert self.hot_ids is not None
             self._fill(grown, hot_slot, self.hot_ids.cpu())
@@ -305,7 +353,9 @@ class TieredTable(Shareable, Table):
 
     def _fill(self, hot: Tensor, hot_slot: Tensor | None, hot_ids: Tensor) -> None:
         """Copy the rows `hot_ids` from below into `hot`, in their order, and enter their slots."""
-        for start, ids in _pieces(hot_ids, self.row_bytes):
+        rows_at_once = max(1, BYTES_AT_ONCE // max(1, self.row_bytes))
+        for start in range(0, hot_ids.numel(), rows_at_once):
+            ids = hot_ids[start : start + rows_at_once]
             hot[start : start + ids.numel()] = self.below.read(ids).to(hot.device)
         if hot_slot is not None:
             hot_slot.fill_(-1)
@@ -313,7 +363,10 @@ class TieredTable(Shareable, Table):
             hot_slot[hot_ids.to(hot_slot.device)] = slots
 
     def _readable(self, device: torch.device) -> Tensor | None:
-        """[num_rows, ...]: the rows below, pinned if a GPU will read them. None if `below` has no dense tensor."""
+        """[num_rows, ...]: the rows below, pinned if a GPU will read them.
+
+        None if `below` has no dense tensor.
+        """
         rows = self.below.storage()
         if rows is None or device.type == "cpu" or rows.device.type != "cpu":
             return rows
@@ -360,14 +413,3 @@ class _ConcurrentView(Table):
 def _open(below: Table, hot_ids: SharedArray | None, device: str, observe: bool) -> TieredTable:
     """The table behind a pickled handle."""
     return TieredTable(below, None if hot_ids is None else hot_ids.tensor, device, observe=observe)
-
-
-def _zero(device: torch.device) -> Tensor:
-    return torch.zeros(1, dtype=torch.int64, device=device)
-
-
-def _pieces(ids: Tensor, row_bytes: int) -> Iterator[tuple[int, Tensor]]:
-    """(first index, ids) of consecutive runs whose rows take at most `BYTES_AT_ONCE`, or of single ids."""
-    step = max(1, BYTES_AT_ONCE // max(1, row_bytes))
-    for start in range(0, ids.numel(), step):
-        yield start, ids[start : start + step]

@@ -1,4 +1,17 @@
-"""Graphs in one `.npz` file of plain arrays."""
+"""Reads graphs in one `.npz` file of plain arrays.
+
+Names say what most arrays are:
+
+    edge_index [2, E]                                      the edges
+    x, or x_data, x_indices, x_indptr, x_shape             features, dense or in CSR form
+    y                                                      labels
+    train_mask, val_idx, ...                               splits
+    edge_NAME, and weight, time, t, type of E rows         edge arrays
+    meta                                                   a JSON text: name, num_nodes, edges, ...
+
+Every other array of a row per node is a table. What remains is named in a warning. All arrays are read into
+memory.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +36,28 @@ from hopline.tables import SparseTable
 from hopline.util.log import logger
 
 DAMAGED = (
-    *(ValueError, OSError, EOFError, KeyError, AttributeError, struct.error),
-    *(zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError),  # the last two for what looks encrypted
+    ValueError,
+    OSError,
+    EOFError,
+    KeyError,
+    AttributeError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+    NotImplementedError,  # an archive that looks encrypted
+    RuntimeError,  # the same
 )
-"""What NumPy and zipfile raise over damaged archives."""
+"""Exceptions that NumPy and zipfile raise for damaged archives."""
 _SPARSE = ("x_data", "x_indices", "x_indptr", "x_shape")
+"""Arrays of features in CSR form."""
 _EDGE_NAMES = {"t": "time", "time": "time", "weight": "weight", "type": "type"}
-"""Arrays that are of edges where they have a row for each, though their names do not begin with "edge_"."""
+"""Arrays without "edge_" in their names that are edge arrays if they have a row per edge. Their names here."""
 _ALWAYS_EDGE = ("edge_type", "edge_weight", "edge_attr", "edge_time")
-"""Arrays that are refused where they do not have a row for each edge."""
+"""Arrays that are edge arrays in any case: with another number of rows they are refused later."""
 _NODE_KEYS = ("x", "y", "edge_index", "meta", *_SPARSE)
+"""Arrays whose name alone says what they are, splits excepted."""
 _SPLIT_KEYS = re.compile("(train|val|valid|validation|dev|test)_(mask|idx)")
+"""Names of split arrays."""
 
 
 def from_npz(
@@ -45,21 +69,22 @@ def from_npz(
 ) -> Dataset:
     """Make a dataset from an `.npz` file.
 
-    Its arrays are `edge_index` [2, num_edges], `x` (dense, or CSR in four arrays), `y`, masks, edge arrays and `meta`,
-    a JSON text. Edges that `meta` calls undirected and stored once are symmetrized.
+    Its arrays are `edge_index` [2, num_edges], `x` (dense, or CSR in four arrays), `y`, masks, edge arrays
+    and `meta`, a JSON text. Edges that `meta` calls undirected and stored once are symmetrized.
 
     Args:
         path: The file.
-        split_per_class: Training and validation nodes per class that are drawn for a labelled graph without masks; None
-            draws none.
-        seed: Of this draw.
+        split_per_class: Training and validation nodes per class that are drawn for a labelled graph without
+            splits. None draws none.
+        seed: Seed of this draw.
         arguments: Those of `from_edges`. They take precedence over what the file says.
 
     Returns:
         The dataset, in memory unless `folder=` is given.
 
     Raises:
-        ValueError: The file is missing or damaged, or has no `edge_index`, or its arrays do not fit together.
+        ValueError: The file is missing or damaged, or has no `edge_index`, or its arrays do not fit
+            together.
 
     Example:
         >>> import numpy as np
@@ -71,67 +96,84 @@ def from_npz(
     arrays = _load(path)
     meta = _meta(arrays)
     if "edge_index" not in arrays:
-        kind = "several node types" if any(k.startswith("edge_") for k in arrays) else "no edge_index"
+        is_heterogeneous = any(key.startswith("edge_") for key in arrays)
+        kind = "several node types" if is_heterogeneous else "no edge_index"
         raise ValueError(f"{path} has {kind}: hopline reads one edge_index [2, E]; join the types into one graph.")
-    name = str(meta.get("name", path.stem))
     for key in ("x", "y", "edge_index"):
-        if key in arrays and not as_tensor(arrays[key], f"{path}: array {key!r}").dim():  # which refuses texts, too
+        if key in arrays and not as_tensor(arrays[key], f"{path}: array {key!r}").dim():  # refuses texts as well
             raise ValueError(f"{path}: array {key!r} is a single number: give one row per node, and edges as [2, E].")
-    given: dict[str, Any] = {
+
+    name = str(meta.get("name", path.stem))
+    task = KNOWN_TASKS.get(name)
+    splits: dict[str, Any] = {key: array for key, array in arrays.items() if _SPLIT_KEYS.fullmatch(key)}
+    x = _features(arrays, path)
+    y = arrays.get("y")
+    num_nodes = arguments.get("num_nodes") or _num_nodes(arrays, meta)  # None: one more than the largest id
+
+    edge_index = arrays["edge_index"]
+    other_arrays = {key: array for key, array in arrays.items() if key not in {*_NODE_KEYS, *splits}}
+    num_rows = num_nodes or (int(edge_index.max()) + 1 if edge_index.size else 0)
+    edge, tables = _separate_edge_arrays(other_arrays, num_rows, edge_index.shape[-1], path)
+
+    origin = {"origin": path.name, **meta}
+    drawn = usual_split(y, task, split_per_class, seed) if split_per_class else None
+    if not splits and drawn is not None:
+        splits, origin["split"] = drawn
+    from_file: dict[str, Any] = {
         "name": default_name(arguments.get("folder"), name),
-        "x": _features(arrays, path),
-        "y": arrays.get("y"),
-        "splits": {key: array for key, array in arrays.items() if _SPLIT_KEYS.fullmatch(key)},
-        "num_nodes": arguments.get("num_nodes") or _num_nodes(arrays, meta),  # else as the edges tell
-        "meta": {"origin": path.name, **meta},
+        "x": x,
+        "y": y,
+        "splits": splits,
+        "num_nodes": num_nodes,
+        "meta": origin,
         "symmetrize": "each edge once" in str(meta.get("edges", "")),
-        "task": KNOWN_TASKS.get(name),
+        "task": task,
+        "edge": edge,
+        "tables": tables,
     }
-    others = {k: v for k, v in arrays.items() if k not in {*_NODE_KEYS, *given["splits"]}}
-    index = arrays["edge_index"]
-    num_nodes = given["num_nodes"] or (int(index.max()) + 1 if index.size else 0)
-    given["edge"], given["tables"] = _sorted_out(others, num_nodes, index.shape[-1], path)
-    drawn = usual_split(given["y"], given["task"], split_per_class, seed) if split_per_class else None
-    if not given["splits"] and drawn is not None:
-        given["splits"], given["meta"]["split"] = drawn
-    return from_edges(arrays["edge_index"], **merge(given, arguments))
+    return from_edges(edge_index, **merge(from_file, arguments))
 
 
-def _sorted_out(
+def _separate_edge_arrays(
     arrays: dict[str, np.ndarray], num_nodes: int, num_edges: int, path: Path
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """(edge arrays, tables) among the other arrays of a file; those that are neither are named."""
+    """(edge arrays, tables) among the arrays that are neither features, labels nor splits.
+
+    A warning names the arrays that are neither. An array that could be both is refused.
+    """
     edge: dict[str, np.ndarray] = {}
     tables: dict[str, np.ndarray] = {}
-    left: list[str] = []
+    unused: list[str] = []
     for key, array in arrays.items():
         num_rows = array.shape[0] if array.ndim and array.dtype.kind in "fiub" else -1
-        is_edge = key in _ALWAYS_EDGE or (num_rows == num_edges and (key in _EDGE_NAMES or key.startswith("edge_")))
+        has_edge_name = key in _EDGE_NAMES or key.startswith("edge_")
+        is_edge = key in _ALWAYS_EDGE or (has_edge_name and num_rows == num_edges)
         if is_edge and num_nodes == num_edges and not key.startswith("edge_"):
             raise ValueError(
                 f"{path}: array {key!r} has {num_rows} rows, one per node or one per edge: call it edge_{key} or "
                 f"node_{key}."
             )
         if is_edge:
-            ours = _EDGE_NAMES.get(key, key.removeprefix("edge_"))
-            if ours in edge:
+            name = _EDGE_NAMES.get(key, key.removeprefix("edge_"))
+            if name in edge:
                 raise ValueError(
-                    f"{path} has two arrays for the edge array {ours!r}, one of them {key!r}: leave one out."
+                    f"{path} has two arrays for the edge array {name!r}, one of them {key!r}: leave one out."
                 )
-            edge[ours] = array
+            edge[name] = array
         elif num_rows == num_nodes and not key.endswith("_mask"):
             tables[key] = array
         else:
-            left.append(f"{key} {list(array.shape)} {array.dtype}")
-    if left:
+            unused.append(f"{key} {list(array.shape)} {array.dtype}")
+    if unused:
         logger.warning(
-            f"{path}: not taken: {', '.join(left)} (tables have {num_nodes} rows, one per node; edge arrays are called "
-            f"edge_NAME and have {num_edges} rows; splits are train_mask or train_idx, and the like)"
+            f"{path}: not taken: {', '.join(unused)} (tables have {num_nodes} rows, one per node; edge arrays are "
+            f"called edge_NAME and have {num_edges} rows; splits are train_mask or train_idx, and the like)"
         )
     return edge, tables
 
 
 def _load(path: Path) -> dict[str, np.ndarray]:
+    """All arrays of a file by name. Nothing is unpickled."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             return {key: arrays[key] for key in arrays.files}
@@ -142,6 +184,7 @@ def _load(path: Path) -> dict[str, np.ndarray]:
 
 
 def _meta(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    """The fields of the JSON text "meta". Any other text becomes the field "note"."""
     if "meta" not in arrays:
         return {}
     try:
@@ -152,31 +195,35 @@ def _meta(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def _features(arrays: dict[str, np.ndarray], path: Path) -> Any:
-    """Features as float32: dense, or a sparse table."""
+    """Features in float32: a dense tensor, a sparse table, or None if the file has none."""
     if "x" in arrays:
         return as_tensor(arrays["x"]).float()
-    if missing := [key for key in _SPARSE if key not in arrays]:
-        if len(missing) < len(_SPARSE):
-            raise ValueError(f"{path} has no {' and '.join(missing)}: sparse features are {', '.join(_SPARSE)}.")
+    missing = [key for key in _SPARSE if key not in arrays]
+    if len(missing) == len(_SPARSE):
         return None
+    if missing:
+        raise ValueError(f"{path} has no {' and '.join(missing)}: sparse features are {', '.join(_SPARSE)}.")
+
     data, columns, indptr, shape = (as_tensor(arrays[key], f"{path}: array {key!r}") for key in _SPARSE)
-    if shape.numel() != 2 or indptr.shape != (int(shape[0]) + 1,) or columns.dim() != 1 or data.shape != columns.shape:
+    fits_shape = shape.numel() == 2 and indptr.shape == (int(shape[0]) + 1,)
+    if not fits_shape or columns.dim() != 1 or data.shape != columns.shape:
         raise ValueError(
             f"{path}: x_data {list(data.shape)}, x_indices {list(columns.shape)} and x_indptr {list(indptr.shape)} are "
             f"no CSR matrix of x_shape {shape.tolist()}: write them again."
         )
-    beyond = ((columns < 0) | (columns >= min(int(shape[1]), 2**31))).nonzero()
-    if beyond.numel():
-        at = int(beyond[0])
+    num_columns = int(shape[1])
+    is_outside = (columns < 0) | (columns >= min(num_columns, 2**31))
+    if bool(is_outside.any()):
+        position = int(is_outside.nonzero()[0])
         raise ValueError(
-            f"{path}: x_indices holds {int(columns[at])} at position {at}: columns go from 0 to x_shape[1] - 1, and "
-            "are fewer than 2^31."
+            f"{path}: x_indices holds {int(columns[position])} at position {position}: columns go from 0 to "
+            "x_shape[1] - 1, and are fewer than 2^31."
         )
-    return SparseTable(indptr.long(), columns.int(), data.float(), int(shape[1]))
+    return SparseTable(indptr=indptr.long(), columns=columns.int(), values=data.float(), num_columns=num_columns)
 
 
 def _num_nodes(arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> int | None:
-    """The number of nodes where something but the edges tells it."""
+    """The number of nodes by features, labels or `meta`. None if only the edges tell it."""
     for key in ("x", "y"):
         if key in arrays:
             return int(arrays[key].shape[0])

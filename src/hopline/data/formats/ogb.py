@@ -1,4 +1,12 @@
-"""OGB node-prediction folders already on disk, read without the `ogb` package."""
+"""Reads OGB node-prediction folders on disk, without the `ogb` package.
+
+    raw/     CSV files (edge.csv.gz, node-feat.csv.gz, ...), or data.npz and node-label.npz (papers100M)
+    split/   one folder with train.csv.gz, valid.csv.gz and test.csv.gz
+
+Edges in CSV are read in chunks, unless there are edge features. Arrays of the binary layout are unpacked
+first. If the dataset is written to a folder, they are memory-mapped, so that papers100M needs disk space
+instead of memory.
+"""
 
 from __future__ import annotations
 
@@ -27,33 +35,36 @@ STORED_ONCE = {
     "mag": False,
     "papers100m": False,
 }
-"""Whether OGB stores each undirected edge once and adds the reverse when it loads the dataset; no file says it."""
+"""Whether OGB stores each undirected edge once and adds the reverse while loading. No file says it."""
 
 
 def from_ogb_folder(path: str | os.PathLike[str], **arguments: Any) -> Dataset:
-    """A dataset from an OGB folder with `raw/` (CSV, or binary as in papers100M) and `split/`.
+    """Make a dataset from an OGB folder with `raw/` (CSV, or binary as in papers100M) and `split/`.
 
-    Edges that OGB itself symmetrizes on loading are symmetrized; `arguments` are those of `from_edges` and
-    take precedence, among them `folder` for graphs larger than memory.
+    Edges are symmetrized if OGB does so while loading.
+
+    path: The folder. Its name tells whether OGB symmetrizes the dataset, unless `symmetrize` is given.
+    arguments: Those of `from_edges`, which take precedence. `folder` is for graphs larger than memory.
     """
     root = Path(path).expanduser()
     if not is_ogb_folder(root):
         raise ValueError(f"{root} is not an OGB folder: it needs raw/edge.csv.gz or raw/data.npz, and split/.")
     if arguments.get("symmetrize") is None:
         arguments = {**arguments, "symmetrize": _is_stored_once(root)}
-    given: dict[str, Any] = {
+    from_root: dict[str, Any] = {
         "name": default_name(arguments.get("folder"), root.name.replace("_", "-")),
-        "splits": _splits(root / "split"),
+        "splits": _read_splits(root / "split"),
         "meta": {"origin": f"OGB folder {root.name}"},
     }
     if (root / "raw" / "data.npz").is_file():
-        with _binary(root / "raw", mapped="folder" in arguments) as (edges, found):
-            return from_edges(edges, **merge(given | found, arguments))
-    edges, found = _csv(root / "raw")
-    return from_edges(edges, **merge(given | found, arguments))
+        with _unpack_binary(root / "raw", mapped="folder" in arguments) as (edges, from_raw):
+            return from_edges(edges, **merge(from_root | from_raw, arguments))
+    edges, from_raw = _read_csv_files(root / "raw")
+    return from_edges(edges, **merge(from_root | from_raw, arguments))
 
 
 def _is_stored_once(root: Path) -> bool:
+    """Whether OGB stores each undirected edge once in this dataset, by the folder's name."""
     name = root.resolve().name.lower().replace("-", "_").removeprefix("ogbn_").removesuffix("_bin")
     if name not in STORED_ONCE:
         raise ValueError(
@@ -64,16 +75,19 @@ def _is_stored_once(root: Path) -> bool:
     return STORED_ONCE[name]
 
 
-def _splits(folder: Path) -> dict[str, np.ndarray]:
-    kinds = sorted(p for p in folder.iterdir() if p.is_dir() and (p / "train.csv.gz").is_file())
-    if len(kinds) != 1:
-        raise ValueError(f"{folder} must hold one split folder with train.csv.gz, not {len(kinds)}: keep one.")
-    names = ("train", "valid", "test")
-    return {name: _matrix(kinds[0] / f"{name}.csv.gz")[:, 0].astype(np.int64) for name in names}
+def _read_splits(folder: Path) -> dict[str, np.ndarray]:
+    """[n] int64 node ids of "train", "valid" and "test"."""
+    split_folders = sorted(path for path in folder.iterdir() if path.is_dir() and (path / "train.csv.gz").is_file())
+    if len(split_folders) != 1:
+        raise ValueError(f"{folder} must hold one split folder with train.csv.gz, not {len(split_folders)}: keep one.")
+    splits = {}
+    for name in ("train", "valid", "test"):
+        splits[name] = _read_matrix(split_folders[0] / f"{name}.csv.gz")[:, 0].astype(np.int64)
+    return splits
 
 
-def _matrix(path: Path) -> np.ndarray:
-    """A whole CSV file without header: [rows, columns]."""
+def _read_matrix(path: Path) -> np.ndarray:
+    """[num_rows, num_columns]: a whole CSV file without a line of names. Floats are float32."""
     chunks = [np.column_stack(list(chunk.values())) for chunk in read_csv(path, header=())]
     if not chunks:
         return np.empty((0, 1))
@@ -84,7 +98,7 @@ def _matrix(path: Path) -> np.ndarray:
 
 
 class _EdgeFile:
-    """Chunks [2, n] of `edge.csv.gz`."""
+    """The edges of `edge.csv.gz` as chunks [2, n]. It can be iterated several times."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -94,52 +108,62 @@ class _EdgeFile:
             yield np.stack([chunk["src"], chunk["dst"]])
 
 
-def _csv(raw: Path) -> tuple[Any, dict[str, Any]]:
-    """(edges, arguments for `from_edges`) of the CSV layout."""
+def _read_csv_files(raw: Path) -> tuple[Any, dict[str, Any]]:
+    """(edges, other arguments of `from_edges`) of the CSV layout."""
     edges: Any = _EdgeFile(raw / "edge.csv.gz")
-    found: dict[str, Any] = {"num_nodes": int(_matrix(raw / "num-node-list.csv.gz").sum())}
+    arguments: dict[str, Any] = {"num_nodes": int(_read_matrix(raw / "num-node-list.csv.gz").sum())}
     if (raw / "node-feat.csv.gz").is_file():
-        found["x"] = _matrix(raw / "node-feat.csv.gz").astype(np.float32)
+        arguments["x"] = _read_matrix(raw / "node-feat.csv.gz").astype(np.float32)
     if (raw / "node-label.csv.gz").is_file():
-        found["y"] = _matrix(raw / "node-label.csv.gz")
+        arguments["y"] = _read_matrix(raw / "node-label.csv.gz")
     if (raw / "edge-feat.csv.gz").is_file():
-        # Two files are read side by side only here, for a graph (proteins) that fits.
-        found["edge"] = {"attr": _matrix(raw / "edge-feat.csv.gz")}
+        # Edge features are in a file of their own, so both are read as a whole. Only proteins has them, and
+        # it fits.
+        arguments["edge"] = {"attr": _read_matrix(raw / "edge-feat.csv.gz")}
         edges = np.concatenate(list(edges), axis=1)
-    extra = {p.name.removesuffix(".csv.gz"): p for p in sorted(raw.glob("node_*.csv.gz"))}
-    found["tables"] = {name: _matrix(path)[:, 0] for name, path in extra.items()}
-    return edges, found
+    tables = {}
+    for path in sorted(raw.glob("node_*.csv.gz")):
+        tables[path.name.removesuffix(".csv.gz")] = _read_matrix(path)[:, 0]
+    arguments["tables"] = tables
+    return edges, arguments
 
 
 @contextmanager
-def _binary(raw: Path, mapped: bool) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """(edges, arguments for `from_edges`) of the binary layout; large members are unpacked and mapped."""
+def _unpack_binary(raw: Path, mapped: bool) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """(edges, other arguments of `from_edges`) of the binary layout, valid within the context.
+
+    mapped: Whether to map the unpacked arrays instead of reading them. Then they are unpacked into `raw`,
+        next to the archive, else into the system's temporary folder. Edges are the path of a file either
+        way.
+    """
     with tempfile.TemporaryDirectory(dir=raw if mapped else None, prefix=".unpacked-") as scratch:
-        file = raw / "data.npz"
+        file = raw / "data.npz"  # the file being read, for the error message
         try:
             with zipfile.ZipFile(file) as archive:
-                files = {Path(n).stem: _unpack(archive, n, Path(scratch)) for n in archive.namelist()}
+                files = {Path(member).stem: _unpack(archive, member, Path(scratch)) for member in archive.namelist()}
             arrays = {
                 name: np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
                 for name, path in files.items()
                 if name != "edge_index"
             }
-            edges, num_nodes = files["edge_index"], int(np.asarray(arrays["num_nodes_list"]).sum())
-            found: dict[str, Any] = {"num_nodes": num_nodes, "x": arrays.get("node_feat")}
+            edges = files["edge_index"]
+            num_nodes = int(np.asarray(arrays["num_nodes_list"]).sum())
             file = raw / "node-label.npz"
-            with np.load(file, allow_pickle=False) as labels:
-                found["y"] = labels["node_label"]
+            with np.load(file, allow_pickle=False) as label_arrays:
+                labels = label_arrays["node_label"]
         except DAMAGED as error:
             raise ValueError(f"{file} cannot be unpacked ({error}): download it again.") from error
-        found["tables"] = {
+
+        tables = {
             name: np.asarray(array).reshape(num_nodes)
             for name, array in arrays.items()
             if name.startswith("node_") and name != "node_feat" and array.size == num_nodes
         }
-        yield edges, found
+        yield edges, {"num_nodes": num_nodes, "x": arrays.get("node_feat"), "y": labels, "tables": tables}
 
 
 def _unpack(archive: zipfile.ZipFile, member: str, folder: Path) -> Path:
+    """Unpack one file of an archive into a folder, 16 MiB at a time. Returns its path."""
     target = folder / Path(member).name
     with archive.open(member) as source, target.open("wb") as out:
         shutil.copyfileobj(source, out, 1 << 24)

@@ -1,4 +1,4 @@
-"""PyTorch Geometric and SciPy: graphs that are already in memory."""
+"""Makes datasets from graphs of PyTorch Geometric and SciPy in memory, and PyG's `Data` from datasets."""
 
 from __future__ import annotations
 
@@ -17,24 +17,28 @@ if TYPE_CHECKING:
     from torch_geometric.data import Data
 
 _EDGE_NAMES = {"edge_weight": "weight", "edge_attr": "attr", "edge_type": "type", "edge_time": "time"}
+"""Attributes of a PyG `Data` that are edge arrays, and their names here."""
 _NOT_TABLES = ("edge_index", "adj_t", "x", "y", "batch", "ptr", "num_nodes")
+"""Attributes of a PyG `Data` that are handled otherwise, or left out."""
 
 
 def from_pyg(data: Data, **arguments: Any) -> Dataset:
     """Make a dataset from a PyG `Data`.
 
-    Masks become splits, attributes with a row per edge become edge arrays, and attributes with a row per node tables.
+    Masks become splits, attributes with a row per edge become edge arrays, and attributes with a row per
+    node tables.
 
     Args:
-        data: With `edge_index` [2, num_edges] or `adj_t`. Masks may be [num_nodes, k], of which `split=` chooses one.
+        data: With `edge_index` [2, num_edges] or `adj_t`. Masks may be [num_nodes, k], of which `split=`
+            chooses one.
         arguments: Those of `from_edges`. They take precedence over what `data` has.
 
     Returns:
         The dataset, in memory unless `folder=` is given.
 
     Raises:
-        ValueError: `data` is a HeteroData or no PyG data at all, or has no edges, or does not say how many nodes it
-            has.
+        ValueError: `data` is a HeteroData or no PyG data at all, or has no edges, or does not say how many
+            nodes it has.
 
     Example:
         >>> from torch_geometric.data import Data
@@ -47,26 +51,30 @@ def from_pyg(data: Data, **arguments: Any) -> Dataset:
             f"from_pyg takes a torch_geometric.data.Data, not {type(data).__name__}: "
             "call .to_homogeneous() on a HeteroData first."
         )
-    index, edge = _pyg_edges(data)
+    edge_index, edge = _read_edges(data)
     num_nodes = data.num_nodes
     if num_nodes is None:
         raise ValueError("The PyG data does not say how many nodes it has: set data.num_nodes.")
+
     masks: dict[str, Tensor] = {}
     tables: dict[str, Tensor] = {}
+    num_edges = edge_index.size(1)
     for key, value in data.to_dict().items():
         if not isinstance(value, Tensor) or key in _NOT_TABLES:
             continue
         num_rows = value.size(0) if value.dim() else -1
-        if key in _EDGE_NAMES or (key.startswith("edge_") and num_rows == index.size(1)):
+        if key in _EDGE_NAMES or (key.startswith("edge_") and num_rows == num_edges):
             edge.setdefault(_EDGE_NAMES.get(key, key.removeprefix("edge_")), value)
         elif key.endswith("_mask"):
             masks[key] = value
         elif num_rows == num_nodes:
-            # Where there are as many edges as nodes, it is of nodes unless its name says "edge", as in PyG.
+            # If there are as many edges as nodes, an attribute belongs to nodes unless its name says
+            # "edge", as in PyG.
             tables[key] = value
-        elif key == "time" and num_rows == index.size(1):
+        elif key == "time" and num_rows == num_edges:
             edge.setdefault("time", value)
-    given: dict[str, Any] = {
+
+    from_data: dict[str, Any] = {
         "name": default_name(arguments.get("folder"), "pyg"),
         "x": data.x,
         "y": data.y,
@@ -76,11 +84,14 @@ def from_pyg(data: Data, **arguments: Any) -> Dataset:
         "num_nodes": num_nodes,
         "meta": {"origin": "torch_geometric"},
     }
-    return from_edges(index, **merge(given, arguments))
+    return from_edges(edge_index, **merge(from_data, arguments))
 
 
-def _pyg_edges(data: Data) -> tuple[Tensor, dict[str, Tensor]]:
-    """Edges [2, E] and what comes with them, from `edge_index` or from a transposed adjacency `adj_t`."""
+def _read_edges(data: Data) -> tuple[Tensor, dict[str, Tensor]]:
+    """([2, num_edges] edges, edge arrays) of `edge_index`, or of a transposed adjacency matrix `adj_t`.
+
+    Values of `adj_t` other than one are the edge array "weight".
+    """
     if data.edge_index is not None:
         return data.edge_index, {}
     adjacency = getattr(data, "adj_t", None)
@@ -88,22 +99,24 @@ def _pyg_edges(data: Data) -> tuple[Tensor, dict[str, Tensor]]:
         raise ValueError("The PyG data has no edge_index: give it one, [2, E] with sources first.")
     if isinstance(adjacency, Tensor):
         coo = adjacency.to_sparse_coo().coalesce()
-        (dst, src), weight = coo.indices(), coo.values()
+        dst, src = coo.indices()
+        weight = coo.values()
     else:
         dst, src, weight = adjacency.coo()
+    edge_index = torch.stack([src, dst])
     if weight is None or bool((weight == 1).all()):
-        return torch.stack([src, dst]), {}
-    return torch.stack([src, dst]), {"weight": weight}
+        return edge_index, {}
+    return edge_index, {"weight": weight}
 
 
 def to_pyg(dataset: Dataset) -> Data:
     """A PyG `Data` with dense features, int64 edges and masks for the splits."""
     from torch_geometric.data import Data
 
-    everyone = torch.arange(dataset.num_nodes)
+    node_ids = torch.arange(dataset.num_nodes)
     data = Data(edge_index=dataset.graph.edge_index(), num_nodes=dataset.num_nodes)
     for name, table in dataset.tables.items():
-        data[name] = table.read(everyone)
+        data[name] = table.read(node_ids)
     for name, array in dataset.graph.edge.items():
         data[f"edge_{name}"] = array.clone()
     if dataset.y is not None:
@@ -119,7 +132,8 @@ def split_masks(dataset: Dataset) -> dict[str, Tensor]:
     for name, ids in dataset.splits.items():
         mask = torch.zeros(dataset.num_nodes, dtype=torch.bool)
         mask[ids] = True
-        masks["val_mask" if name == "valid" else f"{name}_mask"] = mask
+        pyg_name = "val" if name == "valid" else name
+        masks[f"{pyg_name}_mask"] = mask
     return masks
 
 
@@ -145,7 +159,11 @@ def from_scipy(adjacency: Any, **arguments: Any) -> Dataset:
     if not hasattr(adjacency, "tocoo") or adjacency.shape[0] != adjacency.shape[1]:
         raise ValueError("from_scipy takes a square sparse matrix: make one with scipy.sparse.csr_array.")
     coo = adjacency.tocoo()
-    edge = {} if bool((coo.data == 1).all()) else {"weight": torch.as_tensor(coo.data)}
-    name = default_name(arguments.get("folder"), "scipy")
-    given: dict[str, Any] = {"name": name, "num_nodes": coo.shape[0], "edge": edge, "meta": {"origin": "scipy"}}
-    return from_edges(np.stack([coo.row, coo.col]), **merge(given, arguments))
+    is_weighted = not bool((coo.data == 1).all())
+    from_matrix: dict[str, Any] = {
+        "name": default_name(arguments.get("folder"), "scipy"),
+        "num_nodes": coo.shape[0],
+        "edge": {"weight": torch.as_tensor(coo.data)} if is_weighted else {},
+        "meta": {"origin": "scipy"},
+    }
+    return from_edges(np.stack([coo.row, coo.col]), **merge(from_matrix, arguments))
