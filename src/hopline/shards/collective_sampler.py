@@ -28,10 +28,14 @@ class _Hop(NamedTuple):
 
     num_dst: int
     fanout: int
+    part: Part
+
+
+class _SampledEdges(NamedTuple):
     indptr: Tensor
-    src_idx: Tensor
-    rest: list[Tensor]
-    """Edge ids where they were asked for, then the rows of each edge array."""
+    sources: Tensor
+    edge_ids: Tensor | None
+    edge: dict[str, Tensor]
 
 
 class CollectiveSampler:
@@ -74,78 +78,103 @@ class CollectiveSampler:
     ) -> None:
         check_fanouts(fanouts, replace)
         check_fits(shard, channel)
-        self.shard, self.channel, self.fanouts = shard, channel, tuple(fanouts)
-        self.replace, self.edge_ids, self.one_list = replace, edge_ids, one_list
+        self.shard = shard
+        self.channel = channel
+        self.fanouts = tuple(fanouts)
+        self.replace = replace
+        self.edge_ids = edge_ids
+        self.one_list = one_list
         self._id_map = ops.new_id_map(shard.num_nodes, torch.device("cpu"))
-        own = shard.layout.parts[0]
-        loops = ops.self_loops(own.indptr, own.src_idx).numel()
-        self.has_loops = bool(channel.max(torch.tensor([loops])) > 0)
-        self.weights = weights_of_shard(shard) if self.has_loops or "weight" in shard.edge else None
+
+        own_part = shard.layout.parts[0]
+        num_loops = ops.self_loops(own_part.indptr, own_part.src_idx).numel()
+        self.has_loops = bool(channel.max(torch.tensor([num_loops])) > 0)
+        needs_weights = self.has_loops or "weight" in shard.edge
+        self.weights = weights_of_shard(shard) if needs_weights else None
         """[num_own, 3] what `PartialGraph.weights` says of the own nodes, where it must say something."""
 
     def sample(self, seeds: Tensor, key: int) -> tuple[tuple[Block, ...], RowRequest, RowRequest]:
         """(blocks, questions for rows of the first one's sources and of the seeds). seeds: places, each once."""
-        id_map, hops = self._id_map, list[_Hop]()
+        ptr = self.shard.ptr
+        id_map = self._id_map
+        hops: list[_Hop] = []
         try:
             id_map.add(seeds)
             if id_map.size != seeds.numel():
                 raise ValueError("the seeds of a batch must be distinct: pass each node id once")
-            positions, of_seeds = seeds, RowRequest(self.channel, self.shard.ptr, seeds)
-            request = of_seeds
-            for fanout, drawn_by in zip(self.fanouts, hop_keys(key, len(self.fanouts), self.one_list), strict=True):
-                indptr, (sources, *rest) = self._ask(request, fanout, int(drawn_by))
-                hops.append(_Hop(positions.numel(), fanout, indptr, id_map.add(sources), rest))
+            positions = seeds
+            seed_request = RowRequest(self.channel, ptr, seeds)
+            request = seed_request
+            keys = hop_keys(key, len(self.fanouts), self.one_list)
+            for fanout, hop_key in zip(self.fanouts, keys, strict=True):
+                sampled = self._request_edges(request, fanout, int(hop_key))
+                part = Part(sampled.indptr, id_map.add(sampled.sources), sampled.edge, sampled.edge_ids)
+                hops.append(_Hop(positions.numel(), fanout, part))
                 positions = id_map.ids()
-                request = RowRequest(self.channel, self.shard.ptr, positions)
+                request = RowRequest(self.channel, ptr, positions)
         finally:
             id_map.clear()
-        ids, graph = self._graph(request)
-        sizes = [*(hop.num_dst for hop in hops[1:]), ids.numel()]
-        blocks = [self._block(hop, ids[:size], graph, key) for hop, size in zip(hops, sizes, strict=True)]
-        return tuple(reversed(blocks)), request, of_seeds
 
-    def _ask(self, request: RowRequest, fanout: int, key: int) -> tuple[Tensor, list[Tensor]]:
+        ids, graph = self._request_degrees(request)
+        num_sources = [*(hop.num_dst for hop in hops[1:]), ids.numel()]
+        blocks = []
+        for hop, num_src in zip(hops, num_sources, strict=True):
+            takes_all = hop.fanout < 0
+            blocks.append(Block(ids[:num_src], hop.num_dst, (hop.part,), graph, key, in_graph_order=takes_all))
+        return tuple(reversed(blocks)), request, seed_request
+
+    def _request_edges(self, request: RowRequest, fanout: int, key: int) -> _SampledEdges:
         """(indptr, [places of the sources, edge ids, rows of each edge array]) of the in-edges of some nodes."""
-        shard, rows = self.shard, request.rows
+        shard = self.shard
+        rows = request.rows
         if fanout < 0:
-            starts, taken = ops.row_positions(shard.indptr, rows)
-            counts, at = starts.diff(), ops.gather_rows(shard.at, taken).long()
+            starts, edges = ops.row_positions(shard.indptr, rows)
+            counts = starts.diff()
+            numbers = ops.gather_rows(shard.at, edges).long()
         else:
             nodes = ops.gather_rows(shard.nodes, rows)
-            drawn = sample_children(shard.indptr, shard.at, rows, nodes, fanout, key, self.replace)
-            counts = drawn.counts.long()
-            at = drawn.ids[torch.arange(fanout) < counts[:, None]].long()
-        answers = [shard.sources(at)] + ([ops.gather_rows(shard.edge_ids, at)] if self.edge_ids else [])
-        return request.reply_lists(counts, answers + [ops.gather_rows(a, at) for a in shard.edge.values()])
+            children = sample_children(shard.indptr, shard.at, rows, nodes, fanout, key, self.replace)
+            counts = children.counts.long()
+            is_drawn = torch.arange(fanout) < counts[:, None]
+            numbers = children.ids[is_drawn].long()
 
-    def _block(self, hop: _Hop, src_ids: Tensor, graph: Graph, key: int) -> Block:
-        edge_ids = hop.rest[0] if self.edge_ids else None
-        edge = dict(zip(self.shard.edge, hop.rest[1:] if self.edge_ids else hop.rest, strict=True))
-        part = Part(hop.indptr, hop.src_idx, edge, edge_ids)
-        return Block(src_ids, hop.num_dst, (part,), graph, key, in_graph_order=hop.fanout < 0)
+        answers = [shard.sources(numbers)]
+        if self.edge_ids:
+            answers.append(ops.gather_rows(shard.edge_ids, numbers))
+        answers += [ops.gather_rows(array, numbers) for array in shard.edge.values()]
+        indptr, received = request.reply_lists(counts, answers)
 
-    def _graph(self, request: RowRequest) -> tuple[Tensor, PartialGraph]:
+        sources, *others = received
+        edge_ids = others.pop(0) if self.edge_ids else None
+        return _SampledEdges(indptr, sources, edge_ids, dict(zip(shard.edge, others, strict=True)))
+
+    def _request_degrees(self, request: RowRequest) -> tuple[Tensor, PartialGraph]:
         """The ids of some nodes, and what is known of them."""
-        shard, rows = self.shard, request.rows
-        known = torch.stack([ops.gather_rows(a, rows) for a in (shard.nodes, shard.layout.degrees)], 1)
-        ids, degrees = request.reply(known).t().contiguous()
+        shard = self.shard
+        rows = request.rows
+        columns = [ops.gather_rows(array, rows) for array in (shard.nodes, shard.layout.degrees)]
+        ids, degrees = request.reply(torch.stack(columns, 1)).t().contiguous()
         weights = None if self.weights is None else request.reply(ops.gather_rows(self.weights, rows))
         return ids, PartialGraph.of(shard.edge, ids, degrees, self.has_loops, weights)
 
 
 def weights_of_shard(shard: Shard) -> Tensor:
     """[num_own, 3] what `PartialGraph.weights` says of the own nodes."""
-    found = torch.empty(shard.num_own, 3, dtype=torch.float64)
+    weights = torch.empty(shard.num_own, 3, dtype=torch.float64)
     for first, last in node_ranges(shard.indptr, CHUNK):
-        low, high = int(shard.indptr[first]), int(shard.indptr[last])
-        at = shard.at[low:high].long()
-        sources = shard.sources(at) - shard.ptr[shard.rank] - first
-        inside = (sources >= 0) & (sources < last - first)
-        edge = {"weight": shard.edge["weight"][at]} if "weight" in shard.edge else {}
-        piece = Graph(shard.indptr[first : last + 1] - low, torch.where(inside, sources, last - first), edge)
-        without = weights_of(piece, True, float("nan"))
-        found[first:last] = torch.stack([weights_of(piece, False, 0.0).total, *without], 1)
-    return found
+        start = int(shard.indptr[first])
+        stop = int(shard.indptr[last])
+        numbers = shard.at[start:stop].long()
+
+        num_nodes = last - first
+        sources = shard.sources(numbers) - shard.ptr[shard.rank] - first
+        is_inside = (sources >= 0) & (sources < num_nodes)
+        edge = {"weight": shard.edge["weight"][numbers]} if "weight" in shard.edge else {}
+        subgraph = Graph(shard.indptr[first : last + 1] - start, torch.where(is_inside, sources, num_nodes), edge)
+        with_loops = weights_of(subgraph, False, 0.0)
+        without_loops = weights_of(subgraph, True, float("nan"))
+        weights[first:last] = torch.stack([with_loops.total, *without_loops], 1)
+    return weights
 
 
 def fetch(request: RowRequest, table: Table | Tensor) -> Table | Tensor:

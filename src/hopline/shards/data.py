@@ -33,12 +33,18 @@ class ShardedData(Dataset):
     """
 
     def __init__(self, shard: Shard, world: World | None = None) -> None:
-        self.shard, self.channel = shard, Channel(world)
+        self.shard = shard
+        self.channel = Channel(world)
         check_fits(shard, self.channel)
-        self.name, self.task, self.num_classes = shard.name, shard.task, shard.num_classes
-        self.tables, self.y, self.alternatives = {}, None, ()
+        self.name = shard.name
+        self.task = shard.task
+        self.num_classes = shard.num_classes
+        self.tables = {}
+        self.y = None
+        self.alternatives = ()
         self.splits = {name: self.channel.all(ids).sort().values for name, ids in shard.splits.items()}
-        self.meta, self.folder = {}, shard.folder
+        self.meta = {}
+        self.folder = shard.folder
 
     @property
     def graph(self) -> Graph:  # type: ignore[override]
@@ -92,4 +98,5 @@ def open_sharded(folder: str | os.PathLike[str], world: World | None = None, *, 
         >>> hl.shards.open("shards").num_features
         2
     """
-    return ShardedData(open_shard(folder, rank_and_size(world)[0], split=split), world)
+    rank, _ = rank_and_size(world)
+    return ShardedData(open_shard(folder, rank, split=split), world)

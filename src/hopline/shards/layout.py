@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,10 +50,15 @@ class ShardLayout:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.num_shards:
-            raise ValueError(f"there is no shard {self.rank} among {self.num_shards}: give a rank from 0 on")
+            raise ValueError(
+                f"there is no shard {self.rank} among {self.num_shards}: give a rank from 0 to {self.num_shards - 1}"
+            )
         for name in ("parts", "halos", "sends"):
-            if len(getattr(self, name)) != self.num_shards:
-                raise ValueError(f"ShardLayout.{name} needs one entry for each of the {self.num_shards} shards")
+            num_entries = len(getattr(self, name))
+            if num_entries != self.num_shards:
+                raise ValueError(
+                    f"ShardLayout.{name} needs one entry for each of the {self.num_shards} shards, not {num_entries}"
+                )
         for k, part in enumerate(self.parts):
             if part.indptr.numel() != self.num_own + 1:
                 raise ValueError(f"part {k} has {part.indptr.numel() - 1} destinations, the shard {self.num_own} nodes")
@@ -93,72 +98,106 @@ class ShardLayout:
     def to(self, device: torch.device | str) -> ShardLayout:
         """The same layout with its edges, its degrees and what it sends on a device."""
         target = torch.device(device)
-        parts, sends = tuple(part.to(target) for part in self.parts), tuple(rows.to(target) for rows in self.sends)
-        return replace(self, parts=parts, sends=sends, degrees=self.degrees.to(target))
+        return replace(
+            self,
+            parts=tuple(part.to(target) for part in self.parts),
+            sends=tuple(rows.to(target) for rows in self.sends),
+            degrees=self.degrees.to(target),
+        )
 
 
 def shard_layouts(graph: Graph, partition: Partition) -> list[ShardLayout]:
     """Every shard's layout, from a graph that is in memory."""
-    pairs = _parts_by_pair(graph, partition)
-    num, order, ptr = partition.num_parts, partition.order, partition.ptr
+    pairs = _split_by_pair(graph, partition)
+    num_shards = partition.num_parts
+    order = partition.order
+    ptr = partition.ptr
     layouts = []
-    for p in range(num):
-        own = order[ptr[p] : ptr[p + 1]]
-        rounds = [(p - k) % num for k in range(num)]
-        parts = tuple(pairs[p][q][0] for q in rounds)
-        halos = tuple(pairs[p][q][1] for q in rounds)
-        sends = tuple(pairs[(p + k) % num][p][1] for k in range(num))
-        layouts.append(ShardLayout(p, num, ptr, own, parts, halos, sends, graph.in_degrees(own)))
+    for p in range(num_shards):
+        own_ids = order[ptr[p] : ptr[p + 1]]
+        senders = [(p - k) % num_shards for k in range(num_shards)]
+        receivers = [(p + k) % num_shards for k in range(num_shards)]
+        layouts.append(
+            ShardLayout(
+                rank=p,
+                num_shards=num_shards,
+                ptr=ptr,
+                own_ids=own_ids,
+                parts=tuple(pairs[p][q].part for q in senders),
+                halos=tuple(pairs[p][q].halo for q in senders),
+                sends=tuple(pairs[q][p].halo for q in receivers),
+                degrees=graph.in_degrees(own_ids),
+            )
+        )
     return layouts
 
 
 def virtual_layout(graph: Graph, partition: Partition) -> ShardLayout:
     """All shards in one process: one part for each, with all nodes, in the partition's order, as destinations."""
-    return _in_one_process(graph, partition.position[graph.edge_index()], partition.ptr, partition.order)
+    return _layout_in_one_process(graph, partition.position[graph.edge_index()], partition.ptr, partition.order)
 
 
 def contiguous_layout(graph: Graph, ptr: Tensor) -> ShardLayout:
     """All shards in one process, of a graph whose nodes are numbered shard after shard already."""
-    return _in_one_process(graph, graph.edge_index(), ptr, torch.arange(graph.num_nodes))
+    return _layout_in_one_process(graph, graph.edge_index(), ptr, torch.arange(graph.num_nodes))
 
 
-def _in_one_process(graph: Graph, ends: Tensor, ptr: Tensor, own_ids: Tensor) -> ShardLayout:
+def _layout_in_one_process(graph: Graph, edge_positions: Tensor, ptr: Tensor, own_ids: Tensor) -> ShardLayout:
     """ends: [2, num_edges] reordered ids at both ends of the graph's edges."""
-    src, dst = ends
+    src, dst = edge_positions
     num_shards = ptr.numel() - 1
     owner = torch.bucketize(src, ptr[1:], right=True)
     parts = []
     for p in range(num_shards):
         edges = (owner == p).nonzero().view(-1)
         edges = edges[torch.argsort(dst[edges], stable=True)]
-        parts.append(_part(graph, edges, src[edges] - ptr[p], dst[edges], graph.num_nodes))
-    slabs = tuple(torch.arange(n) for n in ptr.diff().tolist())
-    degrees = graph.in_degrees(own_ids)
-    return ShardLayout(0, num_shards, ptr, own_ids, tuple(parts), slabs, slabs, degrees, virtual=True)
+        parts.append(_make_part(graph, edges, src[edges] - ptr[p], dst[edges], graph.num_nodes))
+    all_rows = tuple(torch.arange(n) for n in ptr.diff().tolist())
+    return ShardLayout(
+        rank=0,
+        num_shards=num_shards,
+        ptr=ptr,
+        own_ids=own_ids,
+        parts=tuple(parts),
+        halos=all_rows,
+        sends=all_rows,
+        degrees=graph.in_degrees(own_ids),
+        virtual=True,
+    )
 
 
-def _parts_by_pair(graph: Graph, partition: Partition) -> list[list[tuple[Part, Tensor]]]:
+class _Pair(NamedTuple):
+    part: Part
+    halo: Tensor
+
+
+def _split_by_pair(graph: Graph, partition: Partition) -> list[list[_Pair]]:
     """[p][q]: the edges from shard q into shard p, and the rows of q that they read."""
     src, dst = graph.edge_index()
-    num, ptr = partition.num_parts, partition.ptr
-    pair = partition.part_of[dst].long() * num + partition.part_of[src]
-    src, dst = partition.position[src], partition.position[dst]
+    num_shards = partition.num_parts
+    ptr = partition.ptr
+    pair = partition.part_of[dst].long() * num_shards + partition.part_of[src]
+    src = partition.position[src]
+    dst = partition.position[dst]
+
     order = torch.argsort(pair * graph.num_nodes + dst, stable=True)
-    ends = torch.bincount(pair, minlength=num * num).cumsum(0).tolist()
-    pairs: list[list[tuple[Part, Tensor]]] = [[] for _ in range(num)]
-    for at, (start, stop) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-        p, q = divmod(at, num)
+    stops = torch.bincount(pair, minlength=num_shards * num_shards).cumsum(0).tolist()
+    starts = [0, *stops[:-1]]
+    pairs: list[list[_Pair]] = [[] for _ in range(num_shards)]
+    for number, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+        p, q = divmod(number, num_shards)
         edges = order[start:stop]
         rows = src[edges] - ptr[q]
         num_own = int(ptr[p + 1] - ptr[p])
-        halo, idx = torch.unique(rows, return_inverse=True)
+        halo, src_idx = torch.unique(rows, return_inverse=True)
         if p == q:
-            halo, idx = torch.arange(num_own), rows
-        pairs[p].append((_part(graph, edges, idx, dst[edges] - ptr[p], num_own), halo))
+            halo = torch.arange(num_own)
+            src_idx = rows
+        pairs[p].append(_Pair(_make_part(graph, edges, src_idx, dst[edges] - ptr[p], num_own), halo))
     return pairs
 
 
-def _part(graph: Graph, edges: Tensor, src_idx: Tensor, dst: Tensor, num_dst: int) -> Part:
+def _make_part(graph: Graph, edges: Tensor, src_idx: Tensor, dst: Tensor, num_dst: int) -> Part:
     """Edges of the graph, sorted by destination, as a part."""
     indptr = torch.zeros(num_dst + 1, dtype=torch.int64)
     torch.cumsum(torch.bincount(dst, minlength=num_dst), 0, out=indptr[1:])

@@ -150,24 +150,27 @@ class Shard:
         """The local rows of some of the own nodes, by their ids."""
         rows = torch.searchsorted(self.nodes, ids).clamp(max=self.num_own - 1)
         if not torch.equal(self.nodes[rows], ids):
-            raise ValueError(f"a node is not of shard {self.rank}: give ids that are in its nodes")
+            raise ValueError(f"a node is not of shard {self.rank}: give ids that are in shard.nodes")
         return rows
 
     def sources(self, positions: Tensor) -> Tensor:
         """The places of the sources of some edges, given by their numbers among the edges by owner."""
         owner = torch.bucketize(positions, self.part_ptr[1:-1], right=True)
         idx = ops.gather_rows(self.src_idx, positions).long()
+        own_positions = idx + self.ptr[self.rank]
         if not self.halo_positions.numel():
-            return idx + self.ptr[self.rank]
-        wanted = (idx + self.halo_ptr[owner]).clamp(max=self.halo_positions.numel() - 1)
-        others = ops.gather_rows(self.halo_positions, wanted)
-        return torch.where(owner == self.rank, idx + self.ptr[self.rank], others)
+            return own_positions
+        halo_idx = (idx + self.halo_ptr[owner]).clamp(max=self.halo_positions.numel() - 1)
+        other_positions = ops.gather_rows(self.halo_positions, halo_idx)
+        return torch.where(owner == self.rank, own_positions, other_positions)
 
     @cached_property
     def num_bytes(self) -> int:
         """Bytes of the edges, rows and labels of this shard."""
         arrays = [self.indptr, self.at, self.src_idx, self.edge_ids, *self.edge.values()]
-        arrays += [part.indptr for part in self.layout.parts] + ([] if self.y is None else [self.y])
+        arrays += [part.indptr for part in self.layout.parts]
+        if self.y is not None:
+            arrays.append(self.y)
         return sum(a.nbytes for a in arrays) + sum(table.num_bytes for table in self.tables.values())
 
     def __repr__(self) -> str:
@@ -217,13 +220,14 @@ def open_shard(folder: str | os.PathLike[str], rank: int, *, split: int = 0) -> 
         >>> hl.shards.open_shard("shards", rank=0).nodes.tolist()
         [0, 1]
     """
-    top = existing(Path(folder).expanduser())
-    here = top / shard_name(rank)
-    if not here.is_dir():
-        count = read_about(top)[2]["num_shards"]
-        reason = "it is missing: copy it there" if 0 <= rank < count else f"ranks go from 0 to {count - 1}"
+    all_shards_path = existing(Path(folder).expanduser())
+    shard_path = all_shards_path / shard_name(rank)
+    if not shard_path.is_dir():
+        _, _, about = read_about(all_shards_path)
+        num_shards = about["num_shards"]
+        reason = "it is missing: copy it there" if 0 <= rank < num_shards else f"ranks go from 0 to {num_shards - 1}"
         raise ValueError(f"there is no shard {rank} in {folder}: {reason}")
-    path, manifest, about = read_about(here)
+    path, manifest, about = read_about(shard_path)
     if about["rank"] != rank:
         raise ValueError(f"{path} holds shard {about['rank']}: rename its folder to {shard_name(about['rank'])}")
     try:
@@ -233,14 +237,16 @@ def open_shard(folder: str | os.PathLike[str], rank: int, *, split: int = 0) -> 
     except (ValueError, RuntimeError, IndexError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"the arrays of {path} do not fit together ({reason}): {ADVICE}") from error
-    if not 0 <= split < max(1, len(shard.all_splits)):
-        raise ValueError(f"{folder} has no split {split}: choose from 0 to {max(1, len(shard.all_splits)) - 1}")
+    num_splits = max(1, len(shard.all_splits))
+    if not 0 <= split < num_splits:
+        raise ValueError(f"{folder} has no split {split}: choose from 0 to {num_splits - 1}")
     return replace(shard, splits=shard.all_splits[split]) if shard.all_splits else shard
 
 
 def _assemble(path: Path, manifest: Manifest, about: dict[str, Any]) -> Shard:
     arrays = map_arrays(path, manifest)
-    halo_ptr, halo_rows = arrays["halo_ptr"], arrays["halo_rows"]
+    halo_ptr = arrays["halo_ptr"]
+    halo_rows = arrays["halo_rows"]
     owners = torch.repeat_interleave(torch.arange(about["num_shards"]), halo_ptr.diff())
     edge = {name.removeprefix("edge."): array for name, array in arrays.items() if name.startswith("edge.")}
     return Shard(
@@ -270,38 +276,38 @@ def _assemble(path: Path, manifest: Manifest, about: dict[str, Any]) -> Shard:
 def _layout(arrays: dict[str, Tensor], edge: dict[str, Tensor], rank: int, num_shards: int) -> ShardLayout:
     """The layout over the mapped arrays, by rounds: nothing of the size of the edges is read."""
 
-    def part(shard: int) -> Part:
-        of = slice(int(arrays["part_ptr"][shard]), int(arrays["part_ptr"][shard + 1]))
-        rows = {name: array[of] for name, array in edge.items()}
-        return Part(arrays["part_indptr"][shard], arrays["src_idx"][of], rows, arrays["edge_ids"][of])
+    def part_from(shard: int) -> Part:
+        numbers = slice(int(arrays["part_ptr"][shard]), int(arrays["part_ptr"][shard + 1]))
+        edge_rows = {name: array[numbers] for name, array in edge.items()}
+        return Part(arrays["part_indptr"][shard], arrays["src_idx"][numbers], edge_rows, arrays["edge_ids"][numbers])
 
-    def rows(what: str, shard: int) -> Tensor:
+    def rows_between(direction: str, shard: int) -> Tensor:
         if shard == rank:
             return torch.arange(arrays["nodes"].numel())
-        ptr = arrays[f"{what}_ptr"]
-        return arrays[f"{what}_rows"][int(ptr[shard]) : int(ptr[shard + 1])]
+        ptr = arrays[f"{direction}_ptr"]
+        return arrays[f"{direction}_rows"][int(ptr[shard]) : int(ptr[shard + 1])]
 
     senders = [(rank - k) % num_shards for k in range(num_shards)]
     receivers = [(rank + k) % num_shards for k in range(num_shards)]
     return ShardLayout(
-        rank,
-        num_shards,
-        arrays["ptr"],
-        arrays["nodes"],
-        tuple(part(shard) for shard in senders),
-        tuple(rows("halo", shard) for shard in senders),
-        tuple(rows("send", shard) for shard in receivers),
-        arrays["indptr"].diff(),
+        rank=rank,
+        num_shards=num_shards,
+        ptr=arrays["ptr"],
+        own_ids=arrays["nodes"],
+        parts=tuple(part_from(shard) for shard in senders),
+        halos=tuple(rows_between("halo", shard) for shard in senders),
+        sends=tuple(rows_between("send", shard) for shard in receivers),
+        degrees=arrays["indptr"].diff(),
     )
 
 
 def check_fits(shard: Shard, channel: Channel) -> None:
     """Find what does not fit together before the first batch is asked for."""
     if shard.num_shards != channel.size:
+        join_advice = ", or open all of them by hl.shards.join(folder)" if channel.size == 1 else ""
         raise ValueError(
             f"there are {shard.num_shards} shards and {channel.size} processes: start one process per shard "
-            f"(devices={shard.num_shards}), or cut the dataset again with shards={channel.size}"
-            + (", or open all of them by hl.shards.join(folder)" if channel.size == 1 else "")
+            f"(devices={shard.num_shards}), or cut the dataset again with shards={channel.size}{join_advice}"
         )
     if shard.rank != channel.rank:
         raise ValueError(f"rank {channel.rank} has shard {shard.rank}: open shard {channel.rank} there")

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,14 @@ if TYPE_CHECKING:
     from hopline.distributed.world import World
     from hopline.shards.layout import ShardLayout
 
-FORWARD, REFETCH, GRADIENT, DEGREES, MASKS = "forward", "refetch", "gradient", "degrees", "masks"
-"""What the bytes of an exchange are for."""
-DeferredCall = list[Callable[[], None]]
-"""What is put off until there is room for it."""
+
+FORWARD = "forward"
+REFETCH = "refetch"
+GRADIENT = "gradient"
+DEGREES = "degrees"
+MASKS = "masks"
+
+DeferredCalls = list[Callable[[], None]]
 
 
 class GradientReturn(Protocol):
@@ -63,7 +67,7 @@ class Transport(ABC):
 
     @abstractmethod
     def fetch(
-        self, rows: Sequence[Tensor], kind: str, depth: int, later: DeferredCall | None = None
+        self, rows: Sequence[Tensor], kind: str, depth: int, deferred: DeferredCalls | None = None
     ) -> Iterator[list[Tensor]]:
         """The source rows of each part in turn. rows: own rows; depth: how many rounds are asked for ahead.
 
@@ -71,7 +75,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def returns(self, like: Sequence[Tensor], depth: int) -> GradientReturn:
+    def start_return(self, like: Sequence[Tensor], depth: int) -> GradientReturn:
         """Collects the gradients of rows that were fetched.
 
         like: tensors of the shape of the own rows; depth: rounds under way at a time.
@@ -86,13 +90,13 @@ class Transport(ABC):
         """Own rows' gradients, from those of all parts' source rows, in one exchange."""
 
     @abstractmethod
-    def still_wanted(self, of_halos: Sequence[Tensor]) -> list[Tensor]:
+    def exchange_masks(self, halo_masks: Sequence[Tensor]) -> list[Tensor]:
         """By round: which of the rows that are sent the receivers still want. of_halos: which are wanted here."""
 
     def end_step(self) -> None:  # noqa: B027 - most transports remember nothing
         """The step's last gradient has arrived."""
 
-    def on(self, layout: ShardLayout) -> Self:
+    def with_layout(self, layout: ShardLayout) -> Self:
         """The same way for another layout between the same shards; bytes are counted together."""
         other = copy.copy(self)
         other.layout = layout
@@ -116,7 +120,7 @@ class LocalTransport(Transport):
             )
 
     def fetch(
-        self, rows: Sequence[Tensor], kind: str, depth: int, later: DeferredCall | None = None
+        self, rows: Sequence[Tensor], kind: str, depth: int, deferred: DeferredCalls | None = None
     ) -> Iterator[list[Tensor]]:
         for k in range(self.layout.num_shards):
             first, stop = self.layout.own_range(k)
@@ -124,8 +128,8 @@ class LocalTransport(Transport):
             self.count_read(k, kind, part)
             yield part
 
-    def returns(self, like: Sequence[Tensor], depth: int) -> GradientReturn:
-        return _LocalReturns(self, like)
+    def start_return(self, like: Sequence[Tensor], depth: int) -> GradientReturn:
+        return _LocalReturn(self, like)
 
     def fetch_all(self, rows: Tensor, kind: str) -> Tensor:
         self._count_all(rows, kind)
@@ -135,8 +139,8 @@ class LocalTransport(Transport):
         self._count_all(gradient, GRADIENT)
         return gradient
 
-    def still_wanted(self, of_halos: Sequence[Tensor]) -> list[Tensor]:
-        return list(of_halos)
+    def exchange_masks(self, halo_masks: Sequence[Tensor]) -> list[Tensor]:
+        return list(halo_masks)
 
     def count_read(self, k: int, kind: str, part: Sequence[Tensor]) -> None:
         """Part k's rows, as far as its edges read them."""
@@ -147,7 +151,7 @@ class LocalTransport(Transport):
             self.count_read(k, kind, [rows[slice(*self.layout.own_range(k))]])
 
 
-class _LocalReturns:
+class _LocalReturn:
     def __init__(self, transport: LocalTransport, like: Sequence[Tensor]) -> None:
         self.transport = transport
         self.totals = [t.new_zeros(t.shape) for t in like]
@@ -178,8 +182,10 @@ class P2PTransport(Transport):
 
     def __init__(self, layout: ShardLayout, group: Any = None, world: World | None = None) -> None:
         super().__init__(layout)
-        self.own_group, self.world = group, world
-        size, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        self.own_group = group
+        self.world = world
+        size = dist.get_world_size(self.group)
+        rank = dist.get_rank(self.group)
         if size != layout.num_shards or rank != layout.rank:
             raise ValueError(
                 f"shard {layout.rank} of {layout.num_shards} is open on rank {rank} of {size}: "
@@ -190,30 +196,34 @@ class P2PTransport(Transport):
     @property
     def group(self) -> Any:
         """The process group of the messages: the one that was given, or the world's; None is torch's default group."""
-        return self.world.group if self.own_group is None and self.world is not None else self.own_group
+        if self.own_group is None and self.world is not None:
+            return self.world.group
+        return self.own_group
 
     def fetch(
-        self, rows: Sequence[Tensor], kind: str, depth: int, later: DeferredCall | None = None
+        self, rows: Sequence[Tensor], kind: str, depth: int, deferred: DeferredCalls | None = None
     ) -> Iterator[list[Tensor]]:
-        layout, posted, asked = self.layout, deque[tuple[list[Tensor], list[Any]]](), 0
+        layout = self.layout
+        in_transfer = deque[tuple[list[Tensor], list[Any]]]()
+        last_requested = 0
 
-        def ask(last: int) -> None:
-            nonlocal asked
-            while asked < min(last, layout.num_shards - 1):
-                asked += 1
-                sent = [t.index_select(0, layout.sends[asked].to(t.device)) for t in rows]
-                shapes = [(layout.halos[asked].numel(), *t.shape[1:]) for t in rows]
-                posted.append(self.post(sent, layout.receiver(asked), shapes, layout.sender(asked), kind))
+        def request_up_to(last: int) -> None:
+            nonlocal last_requested
+            while last_requested < min(last, layout.num_shards - 1):
+                last_requested += 1
+                k = last_requested
+                sent = [t.index_select(0, layout.sends[k].to(t.device)) for t in rows]
+                shapes = [(layout.halos[k].numel(), *t.shape[1:]) for t in rows]
+                in_transfer.append(self.post(sent, layout.receiver(k), shapes, layout.sender(k), kind))
 
         for k in range(layout.num_shards):
-            ask(k if later is not None else k + depth)
-            if later is not None and depth:
-                later.append(partial(ask, k + depth))
-            # Nothing here holds on to a round's rows: they are gone when the caller is done with them.
-            yield list(rows) if k == 0 else self.wait_on_device(rows, *posted.popleft())
+            request_up_to(k if deferred is not None else k + depth)
+            if deferred is not None and depth:
+                deferred.append(partial(request_up_to, k + depth))
+            yield list(rows) if k == 0 else self.wait_and_move(rows, *in_transfer.popleft())
 
-    def returns(self, like: Sequence[Tensor], depth: int) -> GradientReturn:
-        return P2PReturns(self, like, depth)
+    def start_return(self, like: Sequence[Tensor], depth: int) -> GradientReturn:
+        return P2PReturn(self, like, depth)
 
     def fetch_all(self, rows: Tensor, kind: str) -> Tensor:
         layout = self.layout
@@ -232,13 +242,13 @@ class P2PTransport(Transport):
         self, sent: list[Tensor], to: int, shapes: list[tuple[int, ...]], source: int, kind: str
     ) -> tuple[list[Tensor], list[Any]]:
         """Start one round's messages both ways: (tensors that will be filled, what to wait for)."""
-        sent = [self._staged(t).contiguous() for t in sent]
+        sent = [self._to_message_device(t).contiguous() for t in sent]
         received = [t.new_empty(shape) for t, shape in zip(sent, shapes, strict=True)]
         self.count(kind, received)
-        wanted = [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for t in sent if t.numel()]
-        wanted += [dist.P2POp(dist.irecv, t, group=self.group, group_peer=source) for t in received if t.numel()]
+        messages = [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for t in sent if t.numel()]
+        messages += [dist.P2POp(dist.irecv, t, group=self.group, group_peer=source) for t in received if t.numel()]
         with self.blame_peers():
-            return received, dist.batch_isend_irecv(wanted) if wanted else []
+            return received, dist.batch_isend_irecv(messages) if messages else []
 
     def wait(self, tensors: list[Tensor], works: list[Any]) -> list[Tensor]:
         """The tensors of a round, when they have arrived."""
@@ -247,84 +257,97 @@ class P2PTransport(Transport):
                 work.wait()
         return tensors
 
-    def wait_on_device(self, rows: Sequence[Tensor], received: list[Tensor], works: list[Any]) -> list[Tensor]:
+    def wait_and_move(self, rows: Sequence[Tensor], received: list[Tensor], works: list[Any]) -> list[Tensor]:
         """The same, where the own rows are."""
-        return [t.to(own.device) for t, own in zip(self.wait(received, works), rows, strict=True)]
+        return [t.to(own_rows.device) for t, own_rows in zip(self.wait(received, works), rows, strict=True)]
 
-    def still_wanted(self, of_halos: Sequence[Tensor]) -> list[Tensor]:
-        layout, found = self.layout, [of_halos[0]]
+    def exchange_masks(self, halo_masks: Sequence[Tensor]) -> list[Tensor]:
+        layout = self.layout
+        masks = [halo_masks[0]]
         for k in range(1, layout.num_shards):
-            shape, sent = (layout.sends[k].numel(),), of_halos[k].to(torch.uint8)
-            found.append(self.wait(*self.post([sent], layout.sender(k), [shape], layout.receiver(k), MASKS))[0].bool())
-        return found
+            shape = (layout.sends[k].numel(),)
+            sent = halo_masks[k].to(torch.uint8)
+            posted = self.post([sent], layout.sender(k), [shape], layout.receiver(k), MASKS)
+            masks.append(self.wait(*posted)[0].bool())
+        return masks
 
     def blame_peers(self) -> AbstractContextManager[None]:
         """Whatever goes wrong inside is another rank's doing, and the world says whose."""
         return nullcontext() if self.world is None else self.world.exchange()
 
-    def _staged(self, rows: Tensor) -> Tensor:
+    def _to_message_device(self, rows: Tensor) -> Tensor:
         return rows.cpu() if self.on_host else rows
 
     def _all_to_all(self, sent: list[Tensor], counts: list[int], kind: str, backwards: bool = False) -> Tensor:
         """Tensors by round to and from all ranks; `backwards`: from the receivers of the rows to their senders."""
-        layout, num = self.layout, self.layout.num_shards
+        layout = self.layout
+        num_shards = layout.num_shards
         to = layout.sender if backwards else layout.receiver
         source = layout.receiver if backwards else layout.sender
-        outgoing = [self._staged(sent[k]) for k in sorted(range(num), key=to)]
-        rounds = sorted(range(num), key=source)
-        sizes = [counts[k] for k in rounds]
+
+        outgoing = [self._to_message_device(sent[k]) for k in sorted(range(num_shards), key=to)]
+        incoming_rounds = sorted(range(num_shards), key=source)
+        sizes = [counts[k] for k in incoming_rounds]
         incoming = outgoing[0].new_empty(sum(sizes), *sent[0].shape[1:])
         splits = [t.size(0) for t in outgoing]
         with self.blame_peers():
             dist.all_to_all_single(incoming, torch.cat(outgoing), sizes, splits, group=self.group)
-        by_round = dict(zip(rounds, incoming.split(sizes), strict=True))
-        self.count(kind, [by_round[k] for k in range(1, num)])
-        return torch.cat([by_round[k] for k in range(num)]).to(sent[0].device)
+
+        by_round = dict(zip(incoming_rounds, incoming.split(sizes), strict=True))
+        self.count(kind, [by_round[k] for k in range(1, num_shards)])
+        return torch.cat([by_round[k] for k in range(num_shards)]).to(sent[0].device)
 
 
-class P2PReturns:
+class _PostedGradients(NamedTuple):
+    k: int
+    received: list[Tensor]
+    works: list[Any]
+
+
+class P2PReturn:
     """Gradients that go back by messages, a few rounds at a time."""
 
     def __init__(self, transport: P2PTransport, like: Sequence[Tensor], depth: int) -> None:
-        self.transport, self.depth = transport, depth
+        self.transport = transport
+        self.depth = depth
         self.totals = [t.new_zeros(t.shape) for t in like]
-        self.filled: list[Tensor] = []
-        self.posted = deque[tuple[int, list[Tensor], list[Any]]]()
+        self.part_buffers: list[Tensor] = []
+        self.in_transfer = deque[_PostedGradients]()
 
     def buffers(self, k: int) -> list[Tensor]:
-        count = self.transport.layout.halos[k].numel()
-        self.filled = self.totals if k == 0 else [t.new_zeros(count, *t.shape[1:]) for t in self.totals]
-        return self.filled
+        if k == 0:
+            self.part_buffers = self.totals
+        else:
+            num_rows = self.transport.layout.halos[k].numel()
+            self.part_buffers = [t.new_zeros(num_rows, *t.shape[1:]) for t in self.totals]
+        return self.part_buffers
 
     def push(self, k: int) -> None:
         if k == 0:
             return
         self.post(k)
-        while len(self.posted) > self.depth:
-            self._drain()
+        while len(self.in_transfer) > self.depth:
+            self._receive_oldest()
 
     def post(self, k: int) -> None:
         layout = self.transport.layout
         shapes = [(layout.sends[k].numel(), *t.shape[1:]) for t in self.totals]
-        posted = self.transport.post(self.filled, layout.sender(k), shapes, layout.receiver(k), GRADIENT)
-        self.posted.append((k, *posted))
-        self.filled = []
+        posted = self.transport.post(self.part_buffers, layout.sender(k), shapes, layout.receiver(k), GRADIENT)
+        self.in_transfer.append(_PostedGradients(k, *posted))
+        self.part_buffers = []
 
     def settle(self) -> None:
-        while len(self.posted) >= max(1, self.depth):
-            self._drain()
+        while len(self.in_transfer) >= max(1, self.depth):
+            self._receive_oldest()
 
     def finish(self) -> list[Tensor]:
-        while self.posted:
-            self._drain()
+        while self.in_transfer:
+            self._receive_oldest()
         return self.totals
 
-    def _drain(self) -> None:
-        k, received, works = self.posted.popleft()
-        self.add(k, self.transport.wait(received, works))
-
-    def add(self, k: int, gradients: Sequence[Tensor]) -> None:
-        """Round k's gradients to those of the rows that were sent."""
-        rows = self.transport.layout.sends[k]
+    def _receive_oldest(self) -> None:
+        oldest = self.in_transfer.popleft()
+        gradients = self.transport.wait(oldest.received, oldest.works)
+        rows = self.transport.layout.sends[oldest.k]
         for total, gradient in zip(self.totals, gradients, strict=True):
             total.index_add_(0, rows.to(total.device), gradient.to(total.device))

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from hopline.shards.convs.edges import Chunk
-from hopline.shards.convs.messages import ChunkReductions, Record, unsqueeze_like
+from hopline.shards.convs.messages import ChunkReductions, Reduction, unsqueeze_like
 
 
 @dataclass(frozen=True)
-class Kind:
+class ReductionSpec:
     """What one reduction is like."""
 
     how: str
@@ -26,43 +26,46 @@ class Kind:
 class Accumulators:
     """The reductions so far. A chunk changes only the rows of its own destinations."""
 
-    def __init__(self, kinds: Sequence[Kind], weights: Kind | None, num_dst: int, device: torch.device) -> None:
-        self.kinds = kinds
-        self.reduced = [_start(kind, num_dst, device) for kind in kinds]
-        self.ties = [
-            None if kind.how == "sum" else torch.zeros(num_dst, *kind.shape, dtype=torch.int32, device=device)
-            for kind in kinds
-        ]
+    def __init__(
+        self, specs: Sequence[ReductionSpec], softmax_spec: ReductionSpec | None, num_dst: int, device: torch.device
+    ) -> None:
+        self.specs = specs
+        self.reduced = [_empty_reduction(spec, num_dst, device) for spec in specs]
+        self.ties: list[Tensor | None] = []
         """How many edges reach a maximum or minimum."""
-        self.weight_sum = self.m = None
-        if weights is not None:
-            self.weight_sum = torch.zeros(num_dst, *weights.shape, dtype=weights.dtype, device=device)
-            self.m = torch.full_like(self.weight_sum, torch.finfo(weights.dtype).min)
-            """The largest logit so far: all weighted sums are in units of e^m."""
+        for spec in specs:
+            is_sum = spec.how == "sum"
+            self.ties.append(None if is_sum else torch.zeros(num_dst, *spec.shape, dtype=torch.int32, device=device))
+        self.weight_sum: Tensor | None = None
+        self.max_logit: Tensor | None = None
+        if softmax_spec is not None:
+            self.weight_sum = torch.zeros(num_dst, *softmax_spec.shape, dtype=softmax_spec.dtype, device=device)
+            self.max_logit = torch.full_like(self.weight_sum, torch.finfo(softmax_spec.dtype).min)
 
-    def largest(self, chunk: Chunk, logits: Tensor) -> Tensor:
+    def raise_max_logit(self, chunk: Chunk, logits: Tensor) -> Tensor:
         """The largest logits with those of this chunk; sums so far are brought to the new unit."""
-        assert self.m is not None
+        assert self.max_logit is not None
         assert self.weight_sum is not None
-        m = self.m[chunk.dst_rows]
-        most = m.scatter_reduce(0, _index(chunk, logits), logits, "amax")
-        scale = (m - most).exp_()
-        m.copy_(most)
+        old_max = self.max_logit[chunk.dst_rows]
+        new_max = old_max.scatter_reduce(0, _dst_index(chunk, logits), logits, "amax")
+        scale = (old_max - new_max).exp_()
+        old_max.copy_(new_max)
         self.weight_sum[chunk.dst_rows] *= scale
-        for kind, total in zip(self.kinds, self.reduced, strict=True):
-            if kind.how == "sum":
+        for spec, total in zip(self.specs, self.reduced, strict=True):
+            if spec.how == "sum":
                 total[chunk.dst_rows] *= unsqueeze_like(scale, total)
-        return most
+        return new_max
 
-    def add(self, chunk: Chunk, found: ChunkReductions) -> None:
-        if found.weights is not None:
+    def add(self, chunk: Chunk, chunk_reductions: ChunkReductions) -> None:
+        weights = chunk_reductions.softmax_weights
+        if weights is not None:
             assert self.weight_sum is not None
-            self.weight_sum[chunk.dst_rows].index_add_(0, chunk.dst, found.weights)
-        for record, total, ties in zip(found.records, self.reduced, self.ties, strict=True):
+            self.weight_sum[chunk.dst_rows].index_add_(0, chunk.dst, weights)
+        for reduction, total, ties in zip(chunk_reductions.reductions, self.reduced, self.ties, strict=True):
             if ties is None:
-                total[chunk.dst_rows].index_add_(0, chunk.dst, record.rows)
+                total[chunk.dst_rows].index_add_(0, chunk.dst, reduction.rows)
             else:
-                _add_most(chunk, record, total[chunk.dst_rows], ties[chunk.dst_rows])
+                _add_extremes(chunk, reduction, total[chunk.dst_rows], ties[chunk.dst_rows])
 
     def close(self, degrees: Tensor) -> None:
         """All edges were added. As in torch, nodes without edges have maxima of 0, and a 0 is one of its own ties."""
@@ -72,31 +75,33 @@ class Accumulators:
                 ties += total == 0
 
 
-def _start(kind: Kind, num_dst: int, device: torch.device) -> Tensor:
-    value = {"sum": 0.0, "max": -float("inf"), "min": float("inf")}[kind.how]
-    return torch.full((num_dst, *kind.shape), value, dtype=kind.dtype, device=device)
+def _empty_reduction(spec: ReductionSpec, num_dst: int, device: torch.device) -> Tensor:
+    neutral = {"sum": 0.0, "max": -float("inf"), "min": float("inf")}[spec.how]
+    return torch.full((num_dst, *spec.shape), neutral, dtype=spec.dtype, device=device)
 
 
-def _index(chunk: Chunk, rows: Tensor) -> Tensor:
+def _dst_index(chunk: Chunk, rows: Tensor) -> Tensor:
     return unsqueeze_like(chunk.dst, rows).expand_as(rows)
 
 
-def _add_most(chunk: Chunk, record: Record, total: Tensor, ties: Tensor) -> None:
-    most = total.scatter_reduce(0, _index(chunk, record.rows), record.rows, f"a{record.how}")
-    ties *= total == most
-    ties.index_add_(0, chunk.dst, (record.rows == most.index_select(0, chunk.dst)).int())
-    total.copy_(most)
+def _add_extremes(chunk: Chunk, reduction: Reduction, total: Tensor, ties: Tensor) -> None:
+    rows = reduction.rows
+    extreme = total.scatter_reduce(0, _dst_index(chunk, rows), rows, f"a{reduction.how}")
+    ties *= total == extreme
+    ties.index_add_(0, chunk.dst, (rows == extreme.index_select(0, chunk.dst)).int())
+    total.copy_(extreme)
 
 
 def gradient_of_rows(
-    chunk: Chunk, record: Record, gradient: Tensor, reduced: Tensor | None, ties: Tensor | None
+    chunk: Chunk, reduction: Reduction, gradient: Tensor, extremes: Tensor | None, ties: Tensor | None
 ) -> Tensor:
     """The gradient of a record's rows, from that of the reduction over all edges.
 
     Ties share it evenly, as in torch's scatter_reduce.
     """
-    of_dst = gradient[chunk.dst_rows]
-    if reduced is None or ties is None:
-        return of_dst.index_select(0, chunk.dst)
-    share = (of_dst / ties[chunk.dst_rows]).index_select(0, chunk.dst)
-    return share * (record.rows == reduced[chunk.dst_rows].index_select(0, chunk.dst))
+    dst_gradient = gradient[chunk.dst_rows]
+    if extremes is None or ties is None:
+        return dst_gradient.index_select(0, chunk.dst)
+    share = (dst_gradient / ties[chunk.dst_rows]).index_select(0, chunk.dst)
+    is_extreme = reduction.rows == extremes[chunk.dst_rows].index_select(0, chunk.dst)
+    return share * is_extreme

@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,18 @@ class Chunk:
         return self.dst_rows.stop - self.dst_rows.start
 
 
+class AllEdges(NamedTuple):
+    chunk: Chunk
+    order: Tensor
+
+
+class _ChunkBounds(NamedTuple):
+    first_edge: int
+    stop_edge: int
+    first_dst: int
+    stop_dst: int
+
+
 @dataclass(frozen=True, eq=False)
 class Edges:
     """All in-edges of a shard's nodes, in one part per shard."""
@@ -53,8 +65,7 @@ class Edges:
     """As in the layout, or with loops."""
     degrees: Tensor
     """[num_own] int64: in-edges of each node, over all parts."""
-    takes: Tensor | None = None
-    """[num_edges] int64: each edge's row among the layout's edges, and behind them one loop per own node."""
+    origins: Tensor | None = None
 
     @classmethod
     def of(cls, layout: ShardLayout) -> Edges:
@@ -82,91 +93,105 @@ class Edges:
 
     def is_loop(self) -> Tensor:
         """[num_edges] bool: which edges come from their own destination."""
-        found = []
+        masks = []
         for k, part in enumerate(self.parts):
             first, stop = self.layout.own_range(k)
-            same = part.src_idx + first == _destinations(part)
-            found.append(same if stop > first else torch.zeros_like(same))
-        return torch.cat(found)
+            is_same = part.src_idx + first == _destinations(part)
+            has_own_sources = stop > first
+            masks.append(is_same if has_own_sources else torch.zeros_like(is_same))
+        return torch.cat(masks)
 
     def with_loops(self) -> Edges:
         """One loop at every node, behind its other edges, in place of those that were there."""
-        is_loop, parts, takes = self.is_loop(), [], []
+        is_loop = self.is_loop()
+        parts = []
+        origins = []
         for k, part in enumerate(self.parts):
-            kept = (~is_loop[self.starts[k] : self.starts[k + 1]]).nonzero().view(-1)
-            dst = _destinations(part)[kept]
+            others = (~is_loop[self.starts[k] : self.starts[k + 1]]).nonzero().view(-1)
+            dst = _destinations(part)[others]
             nodes = torch.arange(*self.layout.own_range(k), device=dst.device)
-            src = torch.cat([part.src_idx[kept], (nodes - self.layout.own_range(k)[0]).int()])
-            take = torch.cat([kept + self.starts[k], nodes + self.num_edges])
+            src = torch.cat([part.src_idx[others], (nodes - self.layout.own_range(k)[0]).int()])
+            origin = torch.cat([others + self.starts[k], nodes + self.num_edges])
+
             dst, order = torch.sort(torch.cat([dst, nodes]), stable=True)
             indptr = torch.zeros_like(part.indptr)
             torch.cumsum(torch.bincount(dst, minlength=self.num_dst), 0, out=indptr[1:])
             parts.append(Part(indptr, src[order]))
-            takes.append(take[order])
+            origins.append(origin[order])
         degrees = torch.stack([part.indptr.diff() for part in parts]).sum(0)
-        return replace(self, parts=tuple(parts), degrees=degrees, takes=torch.cat(takes))
+        return replace(self, parts=tuple(parts), degrees=degrees, origins=torch.cat(origins))
 
-    def values(self, given: Tensor, of_loops: Tensor) -> Tensor:
+    def rows_with_loops(self, edge_rows: Tensor, loop_rows: Tensor) -> Tensor:
         """[num_edges, ...]: rows of the layout's edges, and of the loops, in the order of these edges."""
-        assert self.takes is not None
-        return torch.cat([given, of_loops]).index_select(0, self.takes)
+        assert self.origins is not None
+        return torch.cat([edge_rows, loop_rows]).index_select(0, self.origins)
 
     @cached_property
-    def whole(self) -> tuple[Chunk, Tensor]:
+    def whole(self) -> AllEdges:
         """All edges at once, sorted by destination and then as in the graph; sources are rows of all halos together.
 
         With it, each one's place among the edges part after part.
         """
         with outside_inference_mode():
-            return self._whole()
+            first_row = 0
+            src = []
+            for part, halo in zip(self.parts, self.layout.halos, strict=True):
+                src.append(part.src_idx.long() + first_row)
+                first_row += halo.numel()
 
-    def _whole(self) -> tuple[Chunk, Tensor]:
-        first, src = 0, []
-        for part, halo in zip(self.parts, self.layout.halos, strict=True):
-            src.append(part.src_idx.long() + first)
-            first += halo.numel()
-        with_index = all(part.edge_ids is not None for part in self.layout.parts)
-        device = self.degrees.device
-        ids = self.layout.edge_ids if with_index else torch.arange(self.layout.num_edges, device=device)
-        if self.takes is not None:
-            behind = torch.arange(self.num_dst, device=device) + (int(ids.max()) + 1 if ids.numel() else 0)
-            ids = torch.cat([ids, behind])[self.takes]
-        order = torch.argsort(ids)
-        dst, by_dst = torch.sort(self.destinations()[order], stable=True)
-        order = order[by_dst]
-        return Chunk(slice(0, self.num_edges), slice(0, self.num_dst), torch.cat(src)[order], dst), order
+            device = self.degrees.device
+            has_edge_ids = all(part.edge_ids is not None for part in self.layout.parts)
+            ids = self.layout.edge_ids if has_edge_ids else torch.arange(self.layout.num_edges, device=device)
+            if self.origins is not None:
+                first_loop_id = int(ids.max()) + 1 if ids.numel() else 0
+                loop_ids = torch.arange(self.num_dst, device=device) + first_loop_id
+                ids = torch.cat([ids, loop_ids])[self.origins]
+
+            order = torch.argsort(ids)
+            dst, by_dst = torch.sort(self.destinations()[order], stable=True)
+            order = order[by_dst]
+            chunk = Chunk(
+                edges=slice(0, self.num_edges),
+                dst_rows=slice(0, self.num_dst),
+                src=torch.cat(src)[order],
+                dst=dst,
+            )
+            return AllEdges(chunk, order)
 
     def chunks(self, k: int, max_edges: int) -> Iterator[Chunk]:
         """Part k in pieces of at most so many edges."""
         part = self.parts[k]
-        for start, stop, first, last in self._bounds(k, max_edges):
-            indptr = part.indptr[first : last + 1].clamp(start, stop)
-            dst = torch.arange(last - first, device=indptr.device)
+        for bounds in self._bounds(k, max_edges):
+            indptr = part.indptr[bounds.first_dst : bounds.stop_dst + 1].clamp(bounds.first_edge, bounds.stop_edge)
+            dst = torch.arange(bounds.stop_dst - bounds.first_dst, device=indptr.device)
+            num_edges = bounds.stop_edge - bounds.first_edge
             yield Chunk(
-                slice(self.starts[k] + start, self.starts[k] + stop),
-                slice(first, last),
-                part.src_idx[start:stop].long(),
-                dst.repeat_interleave(indptr.diff(), output_size=stop - start),
+                edges=slice(self.starts[k] + bounds.first_edge, self.starts[k] + bounds.stop_edge),
+                dst_rows=slice(bounds.first_dst, bounds.stop_dst),
+                src=part.src_idx[bounds.first_edge : bounds.stop_edge].long(),
+                dst=dst.repeat_interleave(indptr.diff(), output_size=num_edges),
             )
 
     def num_chunks(self, k: int, max_edges: int) -> int:
         return len(self._bounds(k, max_edges))
 
-    def _bounds(self, k: int, max_edges: int) -> list[tuple[int, int, int, int]]:
+    def _bounds(self, k: int, max_edges: int) -> list[_ChunkBounds]:
         """(first edge, stop, first destination, stop) of each chunk."""
-        known = self._known_bounds.get((k, max_edges))
-        if known is None:
-            indptr, num = self.parts[k].indptr, self.parts[k].num_edges
-            starts = torch.arange(0, num, max_edges, device=indptr.device)
-            stops = (starts + max_edges).clamp(max=num)
-            first = torch.searchsorted(indptr, starts, right=True) - 1
-            last = torch.searchsorted(indptr, stops - 1, right=True)
-            known = list(zip(*(t.tolist() for t in (starts, stops, first, last)), strict=True))
-            self._known_bounds[k, max_edges] = known
-        return known
+        bounds = self._bounds_cache.get((k, max_edges))
+        if bounds is None:
+            indptr = self.parts[k].indptr
+            num_edges = self.parts[k].num_edges
+            first_edges = torch.arange(0, num_edges, max_edges, device=indptr.device)
+            stop_edges = (first_edges + max_edges).clamp(max=num_edges)
+            first_dsts = torch.searchsorted(indptr, first_edges, right=True) - 1
+            stop_dsts = torch.searchsorted(indptr, stop_edges - 1, right=True)
+            columns = (t.tolist() for t in (first_edges, stop_edges, first_dsts, stop_dsts))
+            bounds = [_ChunkBounds(*numbers) for numbers in zip(*columns, strict=True)]
+            self._bounds_cache[k, max_edges] = bounds
+        return bounds
 
     @cached_property
-    def _known_bounds(self) -> dict[tuple[int, int], list[tuple[int, int, int, int]]]:
+    def _bounds_cache(self) -> dict[tuple[int, int], list[_ChunkBounds]]:
         return {}
 
 
@@ -184,17 +209,17 @@ def _destinations(part: Part) -> Tensor:
     return rows.repeat_interleave(counts, output_size=part.num_edges)
 
 
-def loop_attributes(edges: Edges, given: Tensor, fill: Any) -> Tensor:
+def loop_attributes(edges: Edges, edge_rows: Tensor, fill: Any) -> Tensor:
     """[num_own, ...] rows for new loops as PyG makes them: a constant, or reduced from the other in-edges' rows."""
     if isinstance(fill, str):
-        kept = (~edges.is_loop()).nonzero().view(-1)
-        return scatter(given.index_select(0, kept), edges.destinations()[kept], 0, edges.num_dst, fill)
-    rows = given.new_empty(edges.num_dst, *given.shape[1:])
-    rows[:] = fill.to(given) if isinstance(fill, Tensor) else fill
+        others = (~edges.is_loop()).nonzero().view(-1)
+        return scatter(edge_rows.index_select(0, others), edges.destinations()[others], 0, edges.num_dst, fill)
+    rows = edge_rows.new_empty(edges.num_dst, *edge_rows.shape[1:])
+    rows[:] = fill.to(edge_rows) if isinstance(fill, Tensor) else fill
     return rows
 
 
-def gcn_edges(
+def gcn_norm(
     edges: Edges,
     edges_with_loops: Edges | None,
     transport: Transport,
@@ -203,31 +228,33 @@ def gcn_edges(
     dtype: torch.dtype,
 ) -> Tensor:
     """[num_edges] PyG's symmetric degree norm of the edges, or of those with loops. One exchange of the degrees."""
-    chosen = edges if edges_with_loops is None else edges_with_loops
+    normed_edges = edges if edges_with_loops is None else edges_with_loops
     if weight is None:
-        total = chosen.degrees.to(dtype)
-        values = torch.ones(chosen.num_edges, dtype=dtype, device=total.device)
+        total = normed_edges.degrees.to(dtype)
+        values = torch.ones(normed_edges.num_edges, dtype=dtype, device=total.device)
     else:
         values = weight.to(dtype)
         if edges_with_loops is not None:
-            # As PyG: a loop that is there keeps its weight, the last one where there are several; by torch's rule for
-            # writing to one place, all of them have its gradient. On a GPU it is left open which of several writes is
-            # the last, so all write the same number.
-            at = edges.is_loop().nonzero().view(-1)
-            of_loops, dst = values[at], edges.destinations()[at]
-            last = at.new_zeros(edges.num_dst).scatter_reduce(0, dst, at, "amax")
-            same = values.detach()[last[dst]] + (of_loops - of_loops.detach())
+            loops = edges.is_loop().nonzero().view(-1)
+            loop_values = values[loops]
+            dst = edges.destinations()[loops]
+            last_loop = loops.new_zeros(edges.num_dst).scatter_reduce(0, dst, loops, "amax")
+            last_values = values.detach()[last_loop[dst]] + (loop_values - loop_values.detach())
             fill = values.new_full((edges.num_dst,), 2.0 if improved else 1.0)
-            values = edges_with_loops.values(values, fill.index_put((dst,), same))
-        total = values.new_zeros(chosen.num_dst).index_add(0, chosen.destinations(), values)
+            values = edges_with_loops.rows_with_loops(values, fill.index_put((dst,), last_values))
+        total = values.new_zeros(normed_edges.num_dst).index_add(0, normed_edges.destinations(), values)
+
     inverse = total.pow(-0.5)
     inverse = inverse.masked_fill(inverse == float("inf"), 0)
-    of_sources = gather_sources(inverse, transport, 0, DEGREES)
-    first, found = 0, []
-    for part, halo in zip(chosen.parts, chosen.layout.halos, strict=True):
-        found.append(of_sources[first : first + halo.numel()].index_select(0, part.src_idx.long()))
-        first += halo.numel()
-    return torch.cat(found) * values * inverse.index_select(0, chosen.destinations())
+
+    halo_inverse = gather_sources(inverse, transport, 0, DEGREES)
+    first_row = 0
+    src_inverse = []
+    for part, halo in zip(normed_edges.parts, normed_edges.layout.halos, strict=True):
+        rows = halo_inverse[first_row : first_row + halo.numel()]
+        src_inverse.append(rows.index_select(0, part.src_idx.long()))
+        first_row += halo.numel()
+    return torch.cat(src_inverse) * values * inverse.index_select(0, normed_edges.destinations())
 
 
 def gather_sources_together(
@@ -244,15 +271,17 @@ def gather_sources_together(
 
 def gather_sources(rows: Tensor, transport: Transport, depth: int | None, kind: str) -> Tensor:
     """The source rows of all parts, differentiable: in rounds, or in one exchange where depth is None."""
-    out = _Gather.apply(rows, transport, depth, kind)
+    out = _GatherSources.apply(rows, transport, depth, kind)
     assert isinstance(out, Tensor)
     return out
 
 
-class _Gather(torch.autograd.Function):
+class _GatherSources(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, transport: Transport, depth: int | None, kind: str) -> Tensor:
-        ctx.transport, ctx.depth, ctx.shape = transport, depth, rows.shape
+        ctx.transport = transport
+        ctx.depth = depth
+        ctx.shape = rows.shape
         rows = rows.detach()
         if depth is None:
             return transport.fetch_all(rows, kind).clone()
@@ -261,11 +290,12 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[override]
-        transport, layout = ctx.transport, ctx.transport.layout
+        transport = ctx.transport
         if ctx.depth is None:
             return transport.return_all(gradient), None, None, None
-        returns = transport.returns([gradient.new_empty(ctx.shape)], ctx.depth)
-        for k, of_part in enumerate(gradient.split([halo.numel() for halo in layout.halos])):
-            returns.buffers(k)[0].add_(of_part)
-            returns.push(k)
-        return returns.finish()[0], None, None, None
+        gradient_return = transport.start_return([gradient.new_empty(ctx.shape)], ctx.depth)
+        halo_sizes = [halo.numel() for halo in transport.layout.halos]
+        for k, part_gradient in enumerate(gradient.split(halo_sizes)):
+            gradient_return.buffers(k)[0].add_(part_gradient)
+            gradient_return.push(k)
+        return gradient_return.finish()[0], None, None, None

@@ -52,8 +52,7 @@ class Call:
     """"message", "edge_update", "aggregate" or "update"."""
     arguments: Mapping[str, Any]
     """By name: a `ArgumentSource`, another `Call`, or a value as it is."""
-    about_edges: tuple[str, ...]
-    """Arguments that say which edges these are: "index", "ptr", "dim_size", ..."""
+    special_args: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,13 +75,13 @@ class Inputs:
     constant: list[Tensor] = field(default_factory=list)
     """The same for every edge."""
 
-    def take(self, role: Role, tensor: Tensor) -> ArgumentSource:
-        known = getattr(self, role)
-        for index, other in enumerate(known):
+    def add(self, role: Role, tensor: Tensor) -> ArgumentSource:
+        tensors = getattr(self, role)
+        for index, other in enumerate(tensors):
             if other is tensor:
                 return ArgumentSource(role, index)
-        known.append(tensor)
-        return ArgumentSource(role, len(known) - 1)
+        tensors.append(tensor)
+        return ArgumentSource(role, len(tensors) - 1)
 
 
 def plan(
@@ -90,38 +89,42 @@ def plan(
 ) -> Call:
     """How a function of the conv is called, given what `propagate` was; tensors are added to the inputs."""
     arguments: dict[str, Any] = {}
-    about_edges = []
+    special_args = []
     parameters = list(inspect.signature(getattr(conv, function)).parameters.items())
-    for name, parameter in parameters[1 if function in ("aggregate", "update") else 0 :]:
+    takes_result = function in ("aggregate", "update")
+    for name, parameter in parameters[1 if takes_result else 0 :]:
         if name in conv.special_args:
-            about_edges.append(name)
+            special_args.append(name)
             continue
-        base, end = (name[:-2], name[-2:]) if name[-2:] in ("_i", "_j") else (name, "")
+        suffix = name[-2:] if name[-2:] in ("_i", "_j") else ""
+        base = name.removesuffix(suffix)
         if base not in kwargs:
             if parameter.default is inspect.Parameter.empty:
                 raise CannotSplit(f"{function} asks for {name}, which propagate is not given")
             continue
+
         value = kwargs[base]
-        if end and isinstance(value, tuple | list):
-            value = value[1 if end == "_i" else 0]
+        if suffix and isinstance(value, tuple | list):
+            value = value[1 if suffix == "_i" else 0]
         if isinstance(value, DeferredEdgeUpdate):
             value = plan(conv, "edge_update", value.kwargs, inputs, num_edges, num_own)
         elif isinstance(value, Tensor) and function != "update":
-            if end and (value.size(0) != num_own or conv.node_dim % value.dim() != 0):
+            if suffix and (value.size(0) != num_own or conv.node_dim % value.dim() != 0):
                 raise CannotSplit(f"{name} has shape {list(value.shape)}, not one row for each of {num_own} nodes")
-            value = inputs.take(_role(value, end, num_edges), value)
+            value = inputs.add(_role(value, suffix, num_edges), value)
         arguments[name] = value
-    return Call(function, arguments, tuple(about_edges))
+    return Call(function, arguments, tuple(special_args))
 
 
-def _role(value: Tensor, end: str, num_edges: int) -> Role:
-    if end:
-        return "destination" if end == "_i" else "source"
-    return "edge" if value.dim() and value.size(0) == num_edges else "constant"
+def _role(value: Tensor, suffix: str, num_edges: int) -> Role:
+    if suffix:
+        return "destination" if suffix == "_i" else "source"
+    has_row_per_edge = value.dim() > 0 and value.size(0) == num_edges
+    return "edge" if has_row_per_edge else "constant"
 
 
 @dataclass(frozen=True, eq=False)
-class Record:
+class Reduction:
     """Rows, one per edge, that are reduced over each destination's edges."""
 
     rows: Tensor
@@ -133,70 +136,76 @@ class Record:
 class ChunkReductions:
     """What a conv reduces over a few edges."""
 
-    records: list[Record] = field(default_factory=list)
-    calls: list[int] = field(default_factory=list)
-    """Which of them the aggregation asks for, each time that it reduces."""
-    weights: Tensor | None = None
-    """[num_edges, ...] e^(logit - m) of its softmax, where it has one."""
+    reductions: list[Reduction] = field(default_factory=list)
+    reduce_order: list[int] = field(default_factory=list)
+    softmax_weights: Tensor | None = None
 
 
-Largest = Callable[[Tensor], Tensor]
-"""Logits of a chunk's edges -> the largest of each of its destinations, now or so far."""
+MaxLogit = Callable[[Tensor], Tensor]
 
 
 def replay(
     conv: MessagePassing,
     call: Call,
-    given: Mapping[Role, Sequence[Tensor]],
+    edge_inputs: Mapping[Role, Sequence[Tensor]],
     chunk: Chunk,
     degrees: Tensor,
-    largest: Largest,
+    max_logit: MaxLogit,
 ) -> ChunkReductions:
     """Run a conv on a chunk. given: rows by role, one per edge of the chunk; degrees: of its destinations."""
-    found = ChunkReductions()
+    chunk_reductions = ChunkReductions()
+    reductions = chunk_reductions.reductions
 
     def softmax(src: Tensor, index: Any = None, ptr: Any = None, num_nodes: Any = None, dim: int = 0) -> Tensor:
-        if found.weights is not None:
+        if chunk_reductions.softmax_weights is not None:
             raise CannotSplit("it takes more than one softmax over the edges")
         if dim % src.dim() != 0:
             raise CannotSplit("it takes a softmax over something else than the edges of a node")
-        found.weights = (src - largest(src.detach()).index_select(0, chunk.dst)).exp()
-        return found.weights
+        weights = (src - max_logit(src.detach()).index_select(0, chunk.dst)).exp()
+        chunk_reductions.softmax_weights = weights
+        return weights
 
     def reduce(x: Tensor, index: Any, ptr: Any, dim_size: int, dim: int = -2, reduce: str = "sum") -> Tensor:
         how = REDUCES.get(reduce)
         if how is None:
             raise CannotSplit(f"it reduces by {reduce!r}")
-        same = [i for i, record in enumerate(found.records) if record.rows is x and record.how == how]
+        same = [i for i, reduction in enumerate(reductions) if reduction.rows is x and reduction.how == how]
         if not same:
-            found.records.append(Record(x, how))
-        found.calls.append(same[0] if same else len(found.records) - 1)
+            reductions.append(Reduction(x, how))
+        chunk_reductions.reduce_order.append(same[0] if same else len(reductions) - 1)
         return x.new_zeros(chunk.num_dst, *x.shape[1:])
 
-    messages = run(conv, call, given, chunk, softmax)
+    messages = run_call(conv, call, edge_inputs, chunk, softmax)
     _aggregate(conv, messages, chunk.dst, degrees, reduce, softmax)
-    if not found.records:
+    if not reductions:
         raise CannotSplit(f"{aggregation_name(conv)} needs all edges of a node at once")
-    if found.weights is not None and any(record.how != "sum" for record in found.records):
+    has_extremes = any(reduction.how != "sum" for reduction in reductions)
+    if chunk_reductions.softmax_weights is not None and has_extremes:
         raise CannotSplit("it takes maxima or minima of messages weighted by a softmax")
-    return found
+    return chunk_reductions
 
 
 def finish(
-    conv: MessagePassing, calls: Sequence[int], reduced: Sequence[Tensor], weight_sum: Tensor | None, degrees: Tensor
+    conv: MessagePassing,
+    reduce_order: Sequence[int],
+    reduced: Sequence[Tensor],
+    weight_sum: Tensor | None,
+    degrees: Tensor,
 ) -> Tensor:
     """The aggregation's output, from the reductions over all edges. calls: as found by `replay`."""
-    wanted = iter(calls)
+    next_reduction = iter(reduce_order)
 
     def reduce(x: Tensor, index: Any, ptr: Any, dim_size: int, dim: int = -2, reduce: str = "sum") -> Tensor:
-        out = reduced[next(wanted)]
+        out = reduced[next(next_reduction)]
         if weight_sum is not None:
-            # In half precision the small number is 0, and a node without edges has no weights.
             total = torch.where(weight_sum == 0, 1, weight_sum + EPSILON)
             out = out / unsqueeze_like(total, out)
-        return out / unsqueeze_like(degrees.clamp(min=1).to(out.dtype), out) if reduce == "mean" else out
+        if reduce == "mean":
+            out = out / unsqueeze_like(degrees.clamp(min=1).to(out.dtype), out)
+        return out
 
-    no_messages = reduced[calls[0]].new_zeros(0, *reduced[calls[0]].shape[1:])
+    first_reduced = reduced[reduce_order[0]]
+    no_messages = first_reduced.new_zeros(0, *first_reduced.shape[1:])
     no_index = torch.zeros(0, dtype=torch.int64, device=no_messages.device)
     return _aggregate(conv, no_messages, no_index, degrees, reduce, lambda src, *_, **__: src)
 
@@ -207,17 +216,18 @@ def unsqueeze_like(per_node: Tensor, rows: Tensor) -> Tensor:
 
 
 def aggregation_name(conv: MessagePassing) -> str:
-    own = type(conv).aggregate is not MessagePassing.aggregate or conv.aggr_module is None
-    return f"the aggregate of {type(conv).__name__}" if own else type(conv.aggr_module).__name__
+    has_own_aggregate = type(conv).aggregate is not MessagePassing.aggregate or conv.aggr_module is None
+    return f"the aggregate of {type(conv).__name__}" if has_own_aggregate else type(conv.aggr_module).__name__
 
 
 def arguments_of(
-    call: Call, given: Mapping[Role, Sequence[Tensor]], chunk: Chunk, inner: Callable[[Call], Any]
+    call: Call, edge_inputs: Mapping[Role, Sequence[Tensor]], chunk: Chunk, run_inner: Callable[[Call], Any]
 ) -> dict[str, Any]:
     """A call's arguments on a chunk. inner: runs a call that an argument is the result of."""
-    src, dst = chunk.src, chunk.dst
-    about_edges = {
-        "edge_index": torch.stack([src, dst]) if "edge_index" in call.about_edges else None,
+    src = chunk.src
+    dst = chunk.dst
+    special_values = {
+        "edge_index": torch.stack([src, dst]) if "edge_index" in call.special_args else None,
         "edge_index_i": dst,
         "edge_index_j": src,
         "index": dst,
@@ -226,31 +236,32 @@ def arguments_of(
         "size_i": chunk.num_dst,
         "dim_size": chunk.num_dst,
     }
-    found: dict[str, Any] = {}
-    for name in call.about_edges:
-        if name not in about_edges:
+    arguments: dict[str, Any] = {}
+    for name in call.special_args:
+        if name not in special_values:
             raise CannotSplit(f"{call.function} asks for {name}, the number of all sources")
-        found[name] = about_edges[name]
+        arguments[name] = special_values[name]
     for name, value in call.arguments.items():
         if isinstance(value, ArgumentSource):
-            value = given[value.role][value.index]
-        found[name] = inner(value) if isinstance(value, Call) else value
-    return found
+            value = edge_inputs[value.role][value.index]
+        arguments[name] = run_inner(value) if isinstance(value, Call) else value
+    return arguments
 
 
-def run(
+def run_call(
     conv: MessagePassing,
     call: Call,
-    given: Mapping[Role, Sequence[Tensor]],
+    edge_inputs: Mapping[Role, Sequence[Tensor]],
     chunk: Chunk,
     softmax: Callable[..., Tensor] = pyg_utils.softmax,
 ) -> Any:
     """A function of the conv on a chunk's edges."""
 
-    def inner(other: Call) -> Any:
-        return run(conv, other, given, chunk, softmax)
+    def run_inner(inner: Call) -> Any:
+        return run_call(conv, inner, edge_inputs, chunk, softmax)
 
-    return _with_globals(getattr(conv, call.function), softmax=softmax)(**arguments_of(call, given, chunk, inner))
+    function = _with_globals(getattr(conv, call.function), softmax=softmax)
+    return function(**arguments_of(call, edge_inputs, chunk, run_inner))
 
 
 def _aggregate(
@@ -268,25 +279,26 @@ def _aggregate(
     def degree(index: Tensor, num_nodes: Any = None, dtype: torch.dtype | None = None) -> Tensor:
         return degrees.to(dtype or torch.float32)
 
-    with _replaced(conv.aggr_module, reduce, softmax=softmax, degree=degree):
+    with _replace_functions(conv.aggr_module, reduce, softmax=softmax, degree=degree):
         return conv.aggr_module(messages, index, ptr=None, dim_size=degrees.numel(), dim=conv.node_dim)
 
 
 @contextmanager
-def _replaced(module: Aggregation, reduce: Callable[..., Tensor], **functions: Any) -> Generator[None]:
+def _replace_functions(module: Aggregation, reduce: Callable[..., Tensor], **functions: Any) -> Generator[None]:
     """Within, a module's aggregations call these functions; nothing is left behind on it."""
-    inside = [m for m in module.modules() if isinstance(m, Aggregation)]
-    for m in inside:
-        forward = MethodType(_each_alone, m) if isinstance(m, MultiAggregation) else m.forward
-        m.__dict__.update(reduce=reduce, forward=_with_globals(forward, **functions))
+    aggregations = [m for m in module.modules() if isinstance(m, Aggregation)]
+    for aggregation in aggregations:
+        is_multi = isinstance(aggregation, MultiAggregation)
+        forward = MethodType(_run_each_alone, aggregation) if is_multi else aggregation.forward
+        aggregation.__dict__.update(reduce=reduce, forward=_with_globals(forward, **functions))
     try:
         yield
     finally:
-        for m in inside:
-            del m.__dict__["reduce"], m.__dict__["forward"]
+        for aggregation in aggregations:
+            del aggregation.__dict__["reduce"], aggregation.__dict__["forward"]
 
 
-def _each_alone(
+def _run_each_alone(
     self: MultiAggregation, x: Tensor, index: Any = None, ptr: Any = None, dim_size: Any = None, dim: int = -2
 ) -> Tensor:
     """Several aggregations without PyG's fused one, which does not call `reduce`."""
@@ -296,12 +308,16 @@ def _each_alone(
 def _with_globals(method: Any, **functions: Any) -> Any:
     """The method, calling these instead of PyG's functions of the same names. PyG itself is not touched."""
     function = method.__func__
-    mine = {name: f for name, f in functions.items() if function.__globals__.get(name) is getattr(pyg_utils, name)}
-    if not mine.keys() & set(function.__code__.co_names):
+    replacements = {
+        name: replacement
+        for name, replacement in functions.items()
+        if function.__globals__.get(name) is getattr(pyg_utils, name)
+    }
+    if not replacements.keys() & set(function.__code__.co_names):
         return method
     copied = FunctionType(
         function.__code__,
-        {**function.__globals__, **mine},
+        {**function.__globals__, **replacements},
         function.__name__,
         function.__defaults__,
         function.__closure__,

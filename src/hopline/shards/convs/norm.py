@@ -31,13 +31,15 @@ def norms_over_ranks(world: World) -> AbstractContextManager[Any]:
         ...     norm(torch.ones(3, 2)).shape
         torch.Size([3, 2])
     """
-    return nullcontext() if world.size == 1 else OwnStatistics(partial(_of_all_ranks, world))
+    return nullcontext() if world.size == 1 else OwnStatistics(partial(_statistics_of_all_ranks, world))
 
 
-def _of_all_ranks(world: World, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    count = _sum(torch.tensor([float(rows.size(0))], dtype=rows.dtype, device=rows.device), world).clamp(min=1)
+def _statistics_of_all_ranks(world: World, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows = torch.tensor([float(rows.size(0))], dtype=rows.dtype, device=rows.device)
+    count = _all_reduce(num_rows, world).clamp(min=1)
     mean = _SumOverRanks.apply(rows.sum(0), world) / count
-    return mean, _SumOverRanks.apply((rows - mean).square().sum(0), world) / count, count
+    variance = _SumOverRanks.apply((rows - mean).square().sum(0), world) / count
+    return mean, variance, count
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -46,17 +48,17 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, world: World) -> Tensor:
         ctx.world = world
-        return _sum(x, world)
+        return _all_reduce(x, world)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _sum(grad, ctx.world), None
+        return _all_reduce(grad, ctx.world), None
 
 
-def _sum(x: Tensor, world: World) -> Tensor:
+def _all_reduce(x: Tensor, world: World) -> Tensor:
     on_host = dist.get_backend(world.group) == "gloo"
     total = (x.cpu() if on_host else x).clone(memory_format=torch.contiguous_format)
-    with world.exchange():  # says which rank stopped
+    with world.exchange():
         dist.all_reduce(total, group=world.group)
     return total.to(x.device)

@@ -22,10 +22,10 @@ from hopline.core.row_handles import Handle, as_dtype
 from hopline.nn.conv_adapter import edge_arguments, initialise, takes_x0, whole_output
 from hopline.nn.fused import dtype_of
 from hopline.nn.probe import findings, options_of, probe_graph, random_rows, trial_of, without_caches
-from hopline.shards.convs.edges import Edges, gcn_edges, loop_attributes, outside_inference_mode
+from hopline.shards.convs.edges import Edges, gcn_norm, loop_attributes, outside_inference_mode
 from hopline.shards.convs.messages import CannotSplit
 from hopline.shards.convs.norm import norms_over_ranks
-from hopline.shards.convs.patch_message_passing import Mode, on_shard
+from hopline.shards.convs.patch_message_passing import Mode, patch_convs
 from hopline.shards.layout import ShardLayout, contiguous_layout
 from hopline.shards.transports import LocalTransport, Transport
 
@@ -34,7 +34,7 @@ DEPTH = 1
 """Rounds of rows that are asked for ahead: one more would take memory for the rows of another shard."""
 CHUNK_BYTES = 4 << 20
 """Memory for the messages of one chunk of edges, in forward and backward."""
-RUN = (
+CONVS_THAT_RUN = (
     "Convs such as SAGEConv, GCNConv, GINConv, GINEConv, GraphConv, GATConv, GATv2Conv, PNAConv, NNConv, EdgeConv, "
     "ResGatedGraphConv, TAGConv, SGConv and TransformerConv can, with aggregations put together from sum, mean, max, "
     "min, var, std, softmax and powermean; aggregation=one_shot takes any other one"
@@ -65,14 +65,18 @@ class ShardConvs(ConvRunner):
         if transport is None:
             transport = LocalTransport(layout)
         names = layout.parts[0].edge
-        options.setdefault("edge_rows", {n: torch.cat([part.edge[n] for part in layout.parts]) for n in names})
+        edge_rows = {name: torch.cat([part.edge[name] for part in layout.parts]) for name in names}
+        options.setdefault("edge_rows", edge_rows)
         return cls(layout=layout, transport=transport, **options)
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode={self.mode!r}: choose one of {', '.join(get_args(Mode))}")
         if self.depth < 0 or self.chunk_bytes < 1:
-            raise ValueError(f"depth={self.depth}, chunk_bytes={self.chunk_bytes}: give 0 or more, and at least 1")
+            raise ValueError(
+                f"depth={self.depth}, chunk_bytes={self.chunk_bytes}: give depth of 0 or more, and chunk_bytes of at "
+                "least 1"
+            )
 
     def block(self, key: int | None = None) -> Block:
         """The shard's nodes and their in-edges, for a layer of a model."""
@@ -83,7 +87,7 @@ class ShardConvs(ConvRunner):
     def to(self, device: torch.device) -> Self:
         layout = self.layout.to(device)
         edge_rows = {name: rows.to(device) for name, rows in self.edge_rows.items()}
-        return replace(self, layout=layout, transport=self.transport.on(layout), edge_rows=edge_rows)
+        return replace(self, layout=layout, transport=self.transport.with_layout(layout), edge_rows=edge_rows)
 
     def block_to(self, block: Block, device: torch.device) -> Block:
         convs = self.to(device)
@@ -99,7 +103,7 @@ class ShardConvs(ConvRunner):
             return self.edges.with_loops()
 
     @cached_property
-    def _norms(self) -> dict[Any, Tensor]:
+    def _norm_cache(self) -> dict[tuple[bool, bool, torch.dtype], Tensor]:
         return {}
 
     @property
@@ -114,14 +118,16 @@ class ShardConvs(ConvRunner):
 
     def norm(self, add_loops: bool, improved: bool, dtype: torch.dtype) -> Tensor:
         """[num_edges] the degree norm of GCN: exchanged once where it has no gradient."""
-        weight, edges_with_loops = self.edge_rows.get("weight"), self.edges_with_loops if add_loops else None
+        weight = self.edge_rows.get("weight")
+        edges_with_loops = self.edges_with_loops if add_loops else None
         if weight is not None and weight.requires_grad:
-            return gcn_edges(self.edges, edges_with_loops, self.transport, weight, improved, dtype)
+            return gcn_norm(self.edges, edges_with_loops, self.transport, weight, improved, dtype)
         key = (add_loops, improved, dtype)
-        if key not in self._norms:
+        if key not in self._norm_cache:
             with outside_inference_mode():
-                self._norms[key] = gcn_edges(self.edges, edges_with_loops, self.transport, weight, improved, dtype)
-        return self._norms[key]
+                norm = gcn_norm(self.edges, edges_with_loops, self.transport, weight, improved, dtype)
+            self._norm_cache[key] = norm
+        return self._norm_cache[key]
 
 
 def run_conv(conv: nn.Module, h: Handle | Tensor, convs: ShardConvs, x0: Tensor | None = None) -> Tensor:
@@ -129,37 +135,40 @@ def run_conv(conv: nn.Module, h: Handle | Tensor, convs: ShardConvs, x0: Tensor 
 
     Every rank must call it, and backward, in the same order.
     """
-    request = ("rule", convs.mode, conv.training)
+    question = ("rule", convs.mode, conv.training)
     settings = (options_of(conv), frozenset(convs.edge_rows))
-    rule: Rule | None = findings.get(conv, request, settings)
+    rule: Rule | None = findings.get(conv, question, settings)
     if rule is None:
         initialise(conv, h.shape[1], convs.edge_rows, None if x0 is None else x0.size(1))
-        with torch.inference_mode(False):  # the probe takes gradients
+        with torch.inference_mode(False):
             rule = find_rule(conv, h.shape[1], convs, x0)
-        findings.put(conv, request, settings, rule)
+        findings.put(conv, question, settings, rule)
     return run_by_rule(conv, rule, h, convs, x0)
 
 
 def run_by_rule(conv: nn.Module, rule: Rule, h: Handle | Tensor, convs: ShardConvs, x0: Tensor | None = None) -> Tensor:
     rows = as_dtype(h, dtype_of(conv, h))
     dtype = rows.dtype
-    edges, arguments = convs.edges, edge_arguments(conv, convs.edge_rows, dtype)
+    edges = convs.edges
+    arguments = edge_arguments(conv, convs.edge_rows, dtype)
     if rule == "loops":
         edges = convs.edges_with_loops
         fill = getattr(conv, "fill_value", 1.0)
         arguments = {
-            name: edges.values(values, loop_attributes(convs.edges, values, fill)) for name, values in arguments.items()
+            name: edges.rows_with_loops(values, loop_attributes(convs.edges, values, fill))
+            for name, values in arguments.items()
         }
     elif rule == "gcn":
         add_loops = bool(getattr(conv, "add_self_loops", False))
+        improved = bool(getattr(conv, "improved", False))
         edges = convs.edges_with_loops if add_loops else convs.edges
-        arguments = {"edge_weight": convs.norm(add_loops, bool(getattr(conv, "improved", False)), dtype)}
-    first = (x0,) if takes_x0(conv) else ()
+        arguments = {"edge_weight": convs.norm(add_loops, improved, dtype)}
+    x0_argument = (x0,) if takes_x0(conv) else ()
     with (
         without_caches(conv),
-        on_shard(conv, edges, convs.transport, convs.mode, convs.depth, convs.chunk_bytes),
+        patch_convs(conv, edges, convs.transport, convs.mode, convs.depth, convs.chunk_bytes),
     ):
-        return conv(rows, *first, convs, **arguments)
+        return conv(rows, *x0_argument, convs, **arguments)
 
 
 def find_rule(conv: nn.Module, width: int, convs: ShardConvs, x0: Tensor | None) -> Rule:
@@ -167,42 +176,51 @@ def find_rule(conv: nn.Module, width: int, convs: ShardConvs, x0: Tensor | None)
     trial = trial_of(conv)
     graph = probe_graph(convs.edge_rows)
     x = random_rows(graph.num_nodes, width)
-    start = () if x0 is None or not takes_x0(conv) else (random_rows(graph.num_nodes, x0.size(1)),)
-    whole_output(conv, x, graph, *(start or (None,)))  # refuses what plain PyG cannot run either
+    x0_argument = ()
+    if x0 is not None and takes_x0(conv):
+        x0_argument = (random_rows(graph.num_nodes, x0.size(1)),)
+    whole_output(conv, x, graph, *(x0_argument or (None,)))
     arguments = edge_arguments(trial, graph.edge, torch.float64)
     with without_caches(trial):
-        expected = _tried(trial, x, lambda h: trial(h, *start, graph.edge_index(), **arguments))
-    small = _small_convs(graph, convs.mode)
+        expected = _output_and_gradients(trial, x, lambda h: trial(h, *x0_argument, graph.edge_index(), **arguments))
+
+    probe_convs = _probe_convs(graph, convs.mode)
     reason = "it does something to its edges that is neither self-loops nor the norm of GCNConv"
     for rule in get_args(Rule):
         try:
-            found = _tried(trial, x, lambda h, rule=rule: run_by_rule(trial, rule, h, small, *start))
-            if _is_same(found, expected):
-                if not isinstance(convs.transport, LocalTransport):
-                    _check_row_wise(trial, rule, graph, convs.mode, x, *start)
-                with torch.random.fork_rng([]):  # what it does in training may be more than in evaluation
-                    run_by_rule(trial.train(conv.training), rule, x, small, *start)
-                    plain = trial_of(conv).train(conv.training)
-                    if any(True for _ in plain.buffers()):
-                        plain(x, *start, graph.edge_index(), **arguments)
-                if not all(map(torch.allclose, trial.buffers(), plain.buffers())):
-                    raise CannotSplit("it changes its buffers in each call of message, which runs once per chunk")
-                return rule
+            results = _output_and_gradients(
+                trial, x, lambda h, rule=rule: run_by_rule(trial, rule, h, probe_convs, *x0_argument)
+            )
+            if not _are_equal(results, expected):
+                continue
+            if not isinstance(convs.transport, LocalTransport):
+                _check_row_wise(trial, rule, graph, convs.mode, x, *x0_argument)
+
+            with torch.random.fork_rng([]):
+                run_by_rule(trial.train(conv.training), rule, x, probe_convs, *x0_argument)
+                plain = trial_of(conv).train(conv.training)
+                if any(True for _ in plain.buffers()):
+                    plain(x, *x0_argument, graph.edge_index(), **arguments)
+            if not all(map(torch.allclose, trial.buffers(), plain.buffers())):
+                raise CannotSplit("it changes its buffers in each call of message, which runs once per chunk")
+            return rule
         except CannotSplit as error:
             reason = str(error)
             if isinstance(error, MixesRows):
                 break
-        except Exception as error:  # not a way in which this conv can run
+        except Exception as error:
             if rule == "plain":
                 reason = f"it works on edge_index itself, which no shard has whole ({type(error).__name__}: {error})"
-    raise CannotSplit(f"{_name(conv)} cannot run over shards with aggregation={convs.mode}: {reason}. {RUN}")
+    raise CannotSplit(
+        f"{type(conv).__name__} cannot run over shards with aggregation={convs.mode}: {reason}. {CONVS_THAT_RUN}"
+    )
 
 
 class MixesRows(CannotSplit):
     """A conv looks at rows of other nodes outside of its messages, and a rank has only its own."""
 
 
-def _small_convs(graph: Graph, mode: Mode) -> ShardConvs:
+def _probe_convs(graph: Graph, mode: Mode) -> ShardConvs:
     """Three virtual shards."""
     ptr = torch.tensor([0, 5, 8, graph.num_nodes])
     return ShardConvs.of(contiguous_layout(graph, ptr), mode=mode, chunk_bytes=1 << 10)
@@ -212,31 +230,36 @@ def _check_row_wise(
     trial: nn.Module, rule: Rule, graph: Graph, mode: Mode, x: Tensor, x0: Tensor | None = None
 ) -> None:
     """Refuse a conv that is not the same when there are three more nodes, without edges."""
-    longer = Graph(nn.functional.pad(graph.indptr, (0, 3), value=graph.num_edges), graph.indices, graph.edge)
-    more_x, more_x0 = torch.cat([x, 1 + x[:3]]), None if x0 is None else torch.cat([x0, 1 + x0[:3]])
+    longer_graph = Graph(nn.functional.pad(graph.indptr, (0, 3), value=graph.num_edges), graph.indices, graph.edge)
+    longer_x = torch.cat([x, 1 + x[:3]])
+    longer_x0 = None if x0 is None else torch.cat([x0, 1 + x0[:3]])
     with torch.no_grad():
-        expected = run_by_rule(trial, rule, x, _small_convs(graph, mode), x0)
-        found = run_by_rule(trial, rule, more_x, _small_convs(longer, mode), more_x0)[: x.size(0)]
-    if not torch.allclose(found, expected, 1e-7, 1e-9, equal_nan=True):
+        expected = run_by_rule(trial, rule, x, _probe_convs(graph, mode), x0)
+        longer_output = run_by_rule(trial, rule, longer_x, _probe_convs(longer_graph, mode), longer_x0)
+    if not torch.allclose(longer_output[: x.size(0)], expected, 1e-7, 1e-9, equal_nan=True):
         raise MixesRows("its output at a node depends on rows of nodes that send it nothing, and a rank has its own")
 
 
-def _tried(conv: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+def _output_and_gradients(conv: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
     """The output of a call, and the gradients of its input and of the conv's parameters."""
     h = x.clone().requires_grad_()
     with torch.enable_grad():
         out = call(h)
-        wanted = [h, *(p for p in conv.parameters() if p.requires_grad)]
-        return [out.detach(), *torch.autograd.grad((out * random_rows(*out.shape)).sum(), wanted, allow_unused=True)]
+        leaves = [h, *(p for p in conv.parameters() if p.requires_grad)]
+        loss = (out * random_rows(*out.shape)).sum()
+        return [out.detach(), *torch.autograd.grad(loss, leaves, allow_unused=True)]
 
 
-def _is_same(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
+def _are_equal(results: list[Tensor | None], expected: list[Tensor | None]) -> bool:
     """No gradient is one of 0."""
+    output = results[0]
+    expected_output = expected[0]
+    if output is None or expected_output is None or output.shape != expected_output.shape:
+        return False
     zero = torch.zeros((), dtype=torch.float64)
-    pairs = [(zero if a is None else a, zero if b is None else b) for a, b in zip(found, expected, strict=True)]
-    same_shapes = found[0] is not None and expected[0] is not None and found[0].shape == expected[0].shape
-    return same_shapes and all(torch.allclose(a, b, 1e-7, 1e-9, equal_nan=True) for a, b in pairs)
-
-
-def _name(conv: nn.Module) -> str:
-    return type(conv).__name__
+    for tensor, other in zip(results, expected, strict=True):
+        tensor = zero if tensor is None else tensor
+        other = zero if other is None else other
+        if not torch.allclose(tensor, other, 1e-7, 1e-9, equal_nan=True):
+            return False
+    return True
