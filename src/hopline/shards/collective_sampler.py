@@ -144,9 +144,9 @@ class CollectiveSampler:
         answers += [ops.gather_rows(array, numbers) for array in shard.edge.values()]
         indptr, received = request.reply_lists(counts, answers)
 
-        sources, *others = received
-        edge_ids = others.pop(0) if self.edge_ids else None
-        return _SampledEdges(indptr, sources, edge_ids, dict(zip(shard.edge, others, strict=True)))
+        sources, *edge_arrays = received
+        edge_ids = edge_arrays.pop(0) if self.edge_ids else None
+        return _SampledEdges(indptr, sources, edge_ids, dict(zip(shard.edge, edge_arrays, strict=True)))
 
     def _request_degrees(self, request: RowRequest) -> tuple[Tensor, PartialGraph]:
         """The ids of some nodes, and what is known of them."""

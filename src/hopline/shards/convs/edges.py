@@ -107,11 +107,11 @@ class Edges:
         parts = []
         origins = []
         for k, part in enumerate(self.parts):
-            others = (~is_loop[self.starts[k] : self.starts[k + 1]]).nonzero().view(-1)
-            dst = _destinations(part)[others]
+            non_loops = (~is_loop[self.starts[k] : self.starts[k + 1]]).nonzero().view(-1)
+            dst = _destinations(part)[non_loops]
             nodes = torch.arange(*self.layout.own_range(k), device=dst.device)
-            src = torch.cat([part.src_idx[others], (nodes - self.layout.own_range(k)[0]).int()])
-            origin = torch.cat([others + self.starts[k], nodes + self.num_edges])
+            src = torch.cat([part.src_idx[non_loops], (nodes - self.layout.own_range(k)[0]).int()])
+            origin = torch.cat([non_loops + self.starts[k], nodes + self.num_edges])
 
             dst, order = torch.sort(torch.cat([dst, nodes]), stable=True)
             indptr = torch.zeros_like(part.indptr)
@@ -212,8 +212,8 @@ def _destinations(part: Part) -> Tensor:
 def loop_attributes(edges: Edges, edge_rows: Tensor, fill: Any) -> Tensor:
     """[num_own, ...] rows for new loops as PyG makes them: a constant, or reduced from the other in-edges' rows."""
     if isinstance(fill, str):
-        others = (~edges.is_loop()).nonzero().view(-1)
-        return scatter(edge_rows.index_select(0, others), edges.destinations()[others], 0, edges.num_dst, fill)
+        non_loops = (~edges.is_loop()).nonzero().view(-1)
+        return scatter(edge_rows.index_select(0, non_loops), edges.destinations()[non_loops], 0, edges.num_dst, fill)
     rows = edge_rows.new_empty(edges.num_dst, *edge_rows.shape[1:])
     rows[:] = fill.to(edge_rows) if isinstance(fill, Tensor) else fill
     return rows
