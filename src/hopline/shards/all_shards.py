@@ -1,4 +1,8 @@
-"""A folder of shards as one dataset again, for a process that trains on all of them."""
+"""A folder of shards as one dataset again, for a process that trains on all of them.
+
+edges, edge arrays, labels, splits, sparse tables    put together in memory, in the dataset's order
+dense tables (features)                              stay in the memory-mapped shards: `RowsOfShards`
+"""
 
 from __future__ import annotations
 
@@ -20,19 +24,22 @@ from hopline.tables import SparseTable, Table
 from hopline.tables.shareable import Shareable
 
 CHUNK = 1 << 22
-"""Edges put in their places at a time."""
+"""Edges that are copied at a time, which limits the memory of temporary arrays. A rule of thumb."""
 
 
 class RowsOfShards(Shareable, Table):
-    """The rows of all shards by node id, read from the shards when they are asked for.
+    """One table over the same tables of all shards. Rows are read from the shards on every `read`.
 
-    place: [num_nodes] int64: where each node is when all shards stand one behind the other.
+    tables: by shard, with a row per own node.
+    position: [num_nodes] int64, by node id: the node's number if the nodes of all shards are counted shard
+        after shard.
     """
 
     def __init__(self, tables: Sequence[Table], position: Tensor) -> None:
         self.tables = list(tables)
         self.position = position
         self.stops = list(accumulate(len(table) for table in tables))
+        """By shard: the position after its last row."""
 
     def __reduce__(self) -> tuple[object, ...]:
         others = {"tables": self.tables, "stops": self.stops}
@@ -48,6 +55,7 @@ class RowsOfShards(Shareable, Table):
 
     @property
     def version(self) -> int | None:
+        """The sum of the shards' versions: it changes with each of them. None if one of them has none."""
         total = 0
         for table in self.tables:
             version = table.version
@@ -70,11 +78,12 @@ class RowsOfShards(Shareable, Table):
 
 
 def join_shards(folder: str | os.PathLike[str], *, split: int = 0) -> Dataset:
-    """Open all shards of a folder as the dataset that was cut, in one process: any method trains on it.
+    """Open all shards of a folder as the dataset that was cut, in one process. Any method trains on it.
 
-    Node ids, the order of edges, labels and splits are those of the dataset, so its losses are too. Features are read
-    from the shards when they are needed. Edges and labels are put together in memory: 4 bytes per edge (8 above 2^31
-    nodes) with the edge arrays, and 24 bytes per node. With a process per shard, use `hl.shards.open`.
+    Node ids, the order of edges, labels and splits are those of the dataset, so losses are the same too.
+    Features are read from the shards when they are needed. Edges and labels are put together in memory: 4
+    bytes per edge (8 above 2^31 nodes) with the edge arrays, and 24 bytes per node. With a process per
+    shard, use `hl.shards.open`.
 
     Args:
         folder: Made by `hl.shards.cut` or `hopline partition`, with all its shards.
@@ -114,7 +123,7 @@ def join_shards(folder: str | os.PathLike[str], *, split: int = 0) -> Dataset:
 
 
 def _join_graphs(shards: Sequence[Shard], order: Tensor, num_edges: int) -> Graph:
-    """order: [num_nodes] the node at each place."""
+    """The graph of all shards. order: [num_nodes] int64, the id of the node at each position."""
     num_nodes = order.numel()
     indptr = torch.zeros(num_nodes + 1, dtype=torch.int64)
     indices = torch.empty(num_edges, dtype=index_dtype(num_nodes))
@@ -132,7 +141,10 @@ def _join_graphs(shards: Sequence[Shard], order: Tensor, num_edges: int) -> Grap
 
 
 def _join_tables(tables: Sequence[Table], position: Tensor) -> Table:
-    """Dense rows stay in the shards; sparse ones are put together."""
+    """One table by node id. Dense rows stay in the shards; sparse ones are put together in memory.
+
+    position: [num_nodes] int64, by node id.
+    """
     sparse = [table for table in tables if isinstance(table, SparseTable)]
     if not sparse:
         return RowsOfShards(tables, position)

@@ -1,4 +1,18 @@
-"""Neighbour sampling on a graph in shards: every rank asks the owners for edges and rows, all at the same time."""
+"""Neighbour sampling on a graph in shards: ranks ask the owners of nodes for in-edges, by all-to-all.
+
+All ranks sample a batch at the same time, hop by hop. One hop on rank p:
+
+    rank p                                              rank q, owner of some nodes (p itself too)
+    nodes of the frontier, by owner   -- all-to-all ->  draw up to `fanout` in-edges of each node
+    new nodes: the next frontier      <- all-to-all --  sources, edge arrays, edge ids, counts per node
+
+After the last hop one more request goes to the owners of all nodes that were reached. They answer with ids
+and degrees, and later, by `fetch`, with rows of tables.
+
+Nodes are addressed by *position* (`Shard`), from which the owner follows. A node's draws depend on (key,
+pair of layers, node id) alone and not on who asks. So the batch is the one that a single process with the
+whole graph draws.
+"""
 
 from __future__ import annotations
 
@@ -20,38 +34,48 @@ from hopline.tables import SparseTable, Table
 from hopline.util.config import check_fanouts
 
 CHUNK = 1 << 22
-"""Edges whose weights are summed at a time."""
+"""Edges whose weights are summed at a time, to limit the memory of temporary arrays. A rule of thumb."""
 
 
 class _Hop(NamedTuple):
-    """The edges of one layer, as they come back."""
+    """One hop of a batch."""
 
     num_dst: int
+    """Number of destinations: the nodes that were reached before this hop."""
     fanout: int
+    """The most in-edges that were drawn per node; -1: all."""
     part: Part
+    """The edges. Sources are local ids."""
 
 
 class _SampledEdges(NamedTuple):
+    """In-edges of some nodes, as their owners sent them."""
+
     indptr: Tensor
+    """[num_nodes + 1] int64."""
     sources: Tensor
+    """[num_edges] int64: positions."""
     edge_ids: Tensor | None
+    """[num_edges] int64: positions in the dataset's edge arrays; None if they are not asked for."""
     edge: dict[str, Tensor]
+    """[num_edges, ...] each, by name: rows of the edge arrays."""
 
 
 class CollectiveSampler:
-    """Seeds to blocks, as `NeighborSampler`, where each rank has one shard of the graph.
+    """Samples blocks around seeds, like `NeighborSampler`, on a graph in shards, one per rank.
 
-    Every rank must call `sample` as often as the others, with seeds of its own or none. A node's sample depends on
-    (key, pair of layers, node) alone and is drawn by its owner, so it is the one that a single process with the whole
-    graph draws.
+    Collective: every rank makes one, and calls `sample` as often as the others, with seeds of its own or
+    none. The sample is the one that a single process with the whole graph draws. One thread at a time may
+    call it.
 
     Args:
         shard: This rank's.
-        channel: Between the ranks. Nothing else may use it meanwhile.
-        fanouts: In-edges drawn per node and layer, the seeds' own first; -1 takes all.
-        replace: Draw neighbours with replacement.
+        channel: Between the ranks. Nothing else may use it while `sample` runs.
+        fanouts: In-edges drawn per node and layer, that of the seeds first; -1 takes all.
+        replace: Whether to draw neighbours with replacement.
         edge_ids: Whether parts have `edge_ids`.
-        one_list: A node has one neighbour list in all layers, for models that run on the union of the blocks.
+        one_list: Whether a node has the same neighbours in all layers, for models that run on the union of
+            the blocks.
 
     Raises:
         ValueError: A fan-out is not allowed, or shards and ranks do not fit together.
@@ -89,17 +113,25 @@ class CollectiveSampler:
         own_part = shard.layout.parts[0]
         num_loops = ops.self_loops(own_part.indptr, own_part.src_idx).numel()
         self.has_loops = bool(channel.max(torch.tensor([num_loops])) > 0)
+        """Whether some node of the whole graph has an edge to itself."""
         needs_weights = self.has_loops or "weight" in shard.edge
         self.weights = weights_of_shard(shard) if needs_weights else None
-        """[num_own, 3] what `PartialGraph.weights` says of the own nodes, where it must say something."""
+        """[num_own, 3] float64: `PartialGraph.weights` of the own nodes; None if degrees say the same."""
 
     def sample(self, seeds: Tensor, key: int) -> tuple[tuple[Block, ...], RowRequest, RowRequest]:
-        """(blocks, questions for rows of the first one's sources and of the seeds). seeds: places, each once."""
+        """Sample the blocks of a batch. Collective.
+
+        seeds: [n] int64, distinct positions. key: of the batch's draws.
+
+        Returns (blocks in the order of computation, a request for rows of the first block's sources, one
+        for rows of the seeds). `fetch` turns a request into rows.
+        """
         ptr = self.shard.ptr
         id_map = self._id_map
         hops: list[_Hop] = []
         try:
             id_map.add(seeds)
+            # A repeated seed gets the local id that it has already, so the map stays smaller.
             if id_map.size != seeds.numel():
                 raise ValueError("the seeds of a batch must be distinct: pass each node id once")
             positions = seeds
@@ -116,6 +148,8 @@ class CollectiveSampler:
             id_map.clear()
 
         ids, graph = self._request_degrees(request)
+        # Local ids are in the order in which nodes were reached, so the sources of each block are the first
+        # ones: as many as the destinations of the next hop, and in the last hop all.
         num_sources = [*(hop.num_dst for hop in hops[1:]), ids.numel()]
         blocks = []
         for hop, num_src in zip(hops, num_sources, strict=True):
@@ -124,7 +158,7 @@ class CollectiveSampler:
         return tuple(reversed(blocks)), request, seed_request
 
     def _request_edges(self, request: RowRequest, fanout: int, key: int) -> _SampledEdges:
-        """(indptr, [places of the sources, edge ids, rows of each edge array]) of the in-edges of some nodes."""
+        """Get in-edges of a request's nodes from their owners. Draws those that are asked of this rank."""
         shard = self.shard
         rows = request.rows
         if fanout < 0:
@@ -132,6 +166,7 @@ class CollectiveSampler:
             counts = starts.diff()
             numbers = ops.gather_rows(shard.at, edges).long()
         else:
+            # Draws are keyed by the node's id, which does not depend on the partition.
             nodes = ops.gather_rows(shard.nodes, rows)
             children = sample_children(shard.indptr, shard.at, rows, nodes, fanout, key, self.replace)
             counts = children.counts.long()
@@ -149,7 +184,7 @@ class CollectiveSampler:
         return _SampledEdges(indptr, sources, edge_ids, dict(zip(shard.edge, edge_arrays, strict=True)))
 
     def _request_degrees(self, request: RowRequest) -> tuple[Tensor, PartialGraph]:
-        """The ids of some nodes, and what is known of them."""
+        """(global ids, degrees and sums of weights in the whole graph) of the nodes of a request."""
         shard = self.shard
         rows = request.rows
         columns = [ops.gather_rows(array, rows) for array in (shard.nodes, shard.layout.degrees)]
@@ -159,13 +194,19 @@ class CollectiveSampler:
 
 
 def weights_of_shard(shard: Shard) -> Tensor:
-    """[num_own, 3] what `PartialGraph.weights` says of the own nodes."""
+    """[num_own, 3] float64: `PartialGraph.weights` of the own nodes.
+
+    Column 0: the sum of the weights of a node's in-edges. Column 1: that sum without its self-loop.
+    Column 2: the weight of the self-loop, or NaN.
+    """
     weights = torch.empty(shard.num_own, 3, dtype=torch.float64)
     for first, last in node_ranges(shard.indptr, CHUNK):
         start = int(shard.indptr[first])
         stop = int(shard.indptr[last])
         numbers = shard.at[start:stop].long()
 
+        # A graph of these nodes alone. `weights_of` reads sources only to find self-loops, so that all
+        # sources outside become one more node.
         num_nodes = last - first
         sources = shard.sources(numbers) - shard.ptr[shard.rank] - first
         is_inside = (sources >= 0) & (sources < num_nodes)
@@ -178,7 +219,10 @@ def weights_of_shard(shard: Shard) -> Tensor:
 
 
 def fetch(request: RowRequest, table: Table | Tensor) -> Table | Tensor:
-    """Rows of what was asked for: dense, or as a table where they are stored sparse."""
+    """The rows of a request's nodes: a tensor, or a `SparseTable` if the table is one. Collective.
+
+    table: this rank's own nodes, by local row.
+    """
     if isinstance(table, SparseTable):
         indptr, columns, values = table.read_csr(request.rows)
         starts, (columns, values) = request.reply_lists(indptr.diff(), [columns, values])
@@ -188,6 +232,6 @@ def fetch(request: RowRequest, table: Table | Tensor) -> Table | Tensor:
 
 
 def fetch_dense(request: RowRequest, table: Table | Tensor) -> Tensor:
-    """Dense rows of what was asked for; sparse ones travel as they are stored."""
+    """The rows of a request's nodes as a dense tensor. Rows of a sparse table travel sparse. Collective."""
     rows = fetch(request, table)
     return rows if isinstance(rows, Tensor) else rows.read(torch.arange(len(rows)))

@@ -1,6 +1,20 @@
-"""`ShardLayout`: what one shard of a graph holds, and which rows it wants of the others.
+"""`ShardLayout`: the edges of one shard of a graph, and the rows that it reads from the others.
 
-Nodes are numbered shard after shard, so every shard owns one range; a node's local row is its place in that range.
+Nodes are numbered shard after shard: shard s owns the *positions* ptr[s] .. ptr[s + 1] - 1. A node's *local
+row* is its position minus ptr[s].
+
+A shard holds all in-edges of its own nodes. They are in one *part* per shard, by the owner of their
+sources. The parts are in the order of the *rounds* in which the source rows arrive. For shard p of P:
+
+    round k    part k: edges from shard (p - k) % P into shard p
+               halos[k]: the rows that these edges read, which shard (p - k) % P sends
+               sends[k]: the own rows that shard (p + k) % P reads, in the order of its halos[k]
+    round 0    p's edges among its own nodes; halos[0] is all own rows
+
+The halo of p in round k is what shard (p - k) % P has in its own sends[k].
+
+In one process, all shards may be *virtual*. Then one layout has all nodes as destinations, and part k has
+the edges whose sources shard k owns. Nothing is sent, but rows are still read one part at a time.
 """
 
 from __future__ import annotations
@@ -21,32 +35,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ShardLayout:
-    """The in-edges of a shard's own nodes in one part per shard, in the order of the rounds in which rows travel.
-
-    In round k a shard receives from shard (rank - k) % num_shards and sends to shard (rank + k) % num_shards.
-    Round 0 is its own.
-    """
+    """The in-edges of a shard's own nodes, one part per round, and the rows that travel in each round."""
 
     rank: int
-    """Which shard this is."""
+    """The number of this shard."""
     num_shards: int
-    """How many there are."""
+    """The number of shards."""
     ptr: Tensor
-    """[num_shards + 1] int64: shard s owns the reordered ids ptr[s] .. ptr[s + 1] - 1."""
+    """[num_shards + 1] int64: shard s owns the positions ptr[s] .. ptr[s + 1] - 1."""
     own_ids: Tensor
-    """[num_own] int64: the graph's ids of the own nodes, by local row."""
+    """[num_own] int64: global ids of the own nodes, by local row."""
     parts: tuple[Part, ...]
-    """By round: the in-edges whose sources the sender owns. indptr is over the own nodes, src_idx into halos[k]."""
+    """By round: the edges whose sources the sender owns. indptr is over own nodes, src_idx into halos[k]."""
     halos: tuple[Tensor, ...]
-    """By round: [n] int64, ascending: the sender's local rows that are wanted. halos[0] is all own rows, in order."""
+    """By round: [n] int64, ascending, the sender's local rows that part k reads. halos[0]: all own rows."""
     sends: tuple[Tensor, ...]
-    """By round: [n] int64: the own local rows that the receiver wants, in the order of its halo."""
+    """By round: [n] int64, the own local rows that the receiver reads, in the order of its halo."""
     degrees: Tensor
-    """[num_own] int64: in-edges of the own nodes, over all parts."""
+    """[num_own] int64: in-edges of each own node, over all parts."""
     virtual: bool = False
-    """All shards in one process: the own nodes are all nodes, and part k has the sources that shard k owns."""
+    """Whether all shards are in this process: all nodes are own nodes, part k has shard k's sources."""
     reads: tuple[int, ...] | None = None
-    """By round, how many rows of the halo the edges read, where that is not all of them."""
+    """By round: how many rows of halos[k] the edges read; None means all. Only traffic counters use it."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.num_shards:
@@ -72,7 +82,7 @@ class ShardLayout:
         return sum(part.num_edges for part in self.parts)
 
     def num_read(self, k: int) -> int:
-        """How many source rows the edges of part k read."""
+        """The number of source rows that part k reads."""
         return self.halos[k].numel() if self.reads is None else self.reads[k]
 
     def sender(self, k: int) -> int:
@@ -84,19 +94,19 @@ class ShardLayout:
         return k if self.virtual else (self.rank + k) % self.num_shards
 
     def own_range(self, k: int) -> tuple[int, int]:
-        """The own rows that are, in order, part k's source rows: (first, stop), empty where they are another's."""
+        """(first, stop) of the own rows that are the source rows of part k. (0, 0): they are another's."""
         if self.virtual:
             return int(self.ptr[k]), int(self.ptr[k + 1])
         return (0, self.num_own) if k == 0 else (0, 0)
 
     @cached_property
     def edge_ids(self) -> Tensor:
-        """[num_edges] int64: each edge's place in the graph's edge arrays, part after part."""
+        """[num_edges] int64: each edge's position in the graph's edge arrays, part after part."""
         ids = [part.edge_ids for part in self.parts]
         return torch.cat([i for i in ids if i is not None])
 
     def to(self, device: torch.device | str) -> ShardLayout:
-        """The same layout with its edges, its degrees and what it sends on a device."""
+        """A copy with `parts`, `sends` and `degrees` on a device. Ids and halos stay on the host."""
         target = torch.device(device)
         return replace(
             self,
@@ -107,7 +117,7 @@ class ShardLayout:
 
 
 def shard_layouts(graph: Graph, partition: Partition) -> list[ShardLayout]:
-    """Every shard's layout, from a graph that is in memory."""
+    """The layouts of all shards, of a graph that is in memory."""
     pairs = _split_by_pair(graph, partition)
     num_shards = partition.num_parts
     order = partition.order
@@ -133,17 +143,24 @@ def shard_layouts(graph: Graph, partition: Partition) -> list[ShardLayout]:
 
 
 def virtual_layout(graph: Graph, partition: Partition) -> ShardLayout:
-    """All shards in one process: one part for each, with all nodes, in the partition's order, as destinations."""
+    """The layout of virtual shards: own nodes are all nodes, in the partition's order."""
     return _layout_in_one_process(graph, partition.position[graph.edge_index()], partition.ptr, partition.order)
 
 
 def contiguous_layout(graph: Graph, ptr: Tensor) -> ShardLayout:
-    """All shards in one process, of a graph whose nodes are numbered shard after shard already."""
+    """The layout of virtual shards of a graph whose nodes are already numbered shard after shard.
+
+    ptr: [num_shards + 1] int64: shard s owns the nodes ptr[s] .. ptr[s + 1] - 1.
+    """
     return _layout_in_one_process(graph, graph.edge_index(), ptr, torch.arange(graph.num_nodes))
 
 
 def _layout_in_one_process(graph: Graph, edge_positions: Tensor, ptr: Tensor, own_ids: Tensor) -> ShardLayout:
-    """ends: [2, num_edges] reordered ids at both ends of the graph's edges."""
+    """The layout of virtual shards.
+
+    edge_positions: [2, num_edges] int64, positions of the sources and destinations of the graph's edges.
+    own_ids: [num_nodes] int64, the global id at each position.
+    """
     src, dst = edge_positions
     num_shards = ptr.numel() - 1
     owner = torch.bucketize(src, ptr[1:], right=True)
@@ -167,12 +184,16 @@ def _layout_in_one_process(graph: Graph, edge_positions: Tensor, ptr: Tensor, ow
 
 
 class _Pair(NamedTuple):
+    """The edges from one shard q into one shard p."""
+
     part: Part
+    """The edges; src_idx is into `halo`."""
     halo: Tensor
+    """[n] int64, ascending: the local rows of q that the edges read. If p is q, all rows."""
 
 
 def _split_by_pair(graph: Graph, partition: Partition) -> list[list[_Pair]]:
-    """[p][q]: the edges from shard q into shard p, and the rows of q that they read."""
+    """[p][q]: the edges from shard q into shard p."""
     src, dst = graph.edge_index()
     num_shards = partition.num_parts
     ptr = partition.ptr
@@ -180,6 +201,7 @@ def _split_by_pair(graph: Graph, partition: Partition) -> list[list[_Pair]]:
     src = partition.position[src]
     dst = partition.position[dst]
 
+    # One sort for all pairs: by pair, then by destination, then, since it is stable, in the graph's order.
     order = torch.argsort(pair * graph.num_nodes + dst, stable=True)
     stops = torch.bincount(pair, minlength=num_shards * num_shards).cumsum(0).tolist()
     starts = [0, *stops[:-1]]
@@ -190,7 +212,7 @@ def _split_by_pair(graph: Graph, partition: Partition) -> list[list[_Pair]]:
         rows = src[edges] - ptr[q]
         num_own = int(ptr[p + 1] - ptr[p])
         halo, src_idx = torch.unique(rows, return_inverse=True)
-        if p == q:
+        if p == q:  # own rows need not be selected or sent
             halo = torch.arange(num_own)
             src_idx = rows
         pairs[p].append(_Pair(_make_part(graph, edges, src_idx, dst[edges] - ptr[p], num_own), halo))
@@ -198,7 +220,11 @@ def _split_by_pair(graph: Graph, partition: Partition) -> list[list[_Pair]]:
 
 
 def _make_part(graph: Graph, edges: Tensor, src_idx: Tensor, dst: Tensor, num_dst: int) -> Part:
-    """Edges of the graph, sorted by destination, as a part."""
+    """A part of some of the graph's edges.
+
+    edges: [n] int64, their positions in the graph's edge arrays, sorted by destination.
+    src_idx, dst: [n] int64, their sources and destinations.
+    """
     indptr = torch.zeros(num_dst + 1, dtype=torch.int64)
     torch.cumsum(torch.bincount(dst, minlength=num_dst), 0, out=indptr[1:])
     return Part(indptr, src_idx.int(), {name: rows[edges] for name, rows in graph.edge.items()}, edges)

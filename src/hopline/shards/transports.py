@@ -1,7 +1,22 @@
-"""How rows of a layer's sources reach the shard that aggregates them, and their gradients go back.
+"""Transports: how source rows reach the shards that aggregate them, and how their gradients come back.
 
-A transport serves one `ShardLayout`. Rows arrive in rounds, one part in each, so that a shard need not hold the rows
-of all others at once. Every rank must ask for the same exchanges in the same order.
+Rows travel in rounds (`ShardLayout`). In round k every shard sends rows to shard rank + k and receives from
+shard rank - k, modulo the number of shards. With three shards:
+
+              round 0     round 1              round 2
+    shard 0   own rows    to 1, from 2         to 2, from 1
+    shard 1   own rows    to 2, from 0         to 0, from 2
+    shard 2   own rows    to 0, from 1         to 1, from 0
+
+Rows of round k are the sources of part k, and can be dropped before those of round k + 1 arrive: a shard
+need not hold the rows of all others at once. Gradients of these rows go back in a round of the same number,
+from the receiver of the rows to their sender.
+
+    fetch, start_return         round by round, with some rounds in transfer while others are computed on
+    fetch_all, return_all       all rounds in one all-to-all
+
+There are no tags, no threads and no barriers: messages between two ranks match by their order alone. So all
+ranks must call the methods of their transports in the same order, backward passes included.
 """
 
 from __future__ import annotations
@@ -24,92 +39,129 @@ if TYPE_CHECKING:
     from hopline.distributed.world import World
     from hopline.shards.layout import ShardLayout
 
+# ---- kinds of messages. Bytes are counted by kind, as `bytes.KIND` in a run's report.
 
 FORWARD = "forward"
+"""Source rows in forward."""
 REFETCH = "refetch"
+"""Source rows that backward fetches again."""
 GRADIENT = "gradient"
+"""Gradients of source rows, on their way back."""
 DEGREES = "degrees"
+"""Inverse square roots of degrees, for the norm of GCN."""
 MASKS = "masks"
+"""Masks of the rows that a trimmed layer still reads."""
 
 DeferredCalls = list[Callable[[], None]]
+"""Requests for rows that the caller of `fetch` sends off itself, when it has memory for the rows."""
 
 
 class GradientReturn(Protocol):
-    """Gradients on their way back to the rows' owners."""
+    """Gradients of fetched rows on their way back to the rows' owners.
+
+    For each part in turn the caller calls `buffers` and then `push`. One object serves one backward pass,
+    in one thread.
+    """
 
     def buffers(self, k: int) -> list[Tensor]:
-        """Zeros, one row per source row of part k, to which its gradients are added."""
+        """By tensor: [halo size of part k, ...], zeros to which the caller adds the gradients of part k.
+
+        For own rows they are the totals themselves, which may already hold gradients.
+        """
         ...
 
     def push(self, k: int) -> None:
-        """Send part k's buffers; they must not be changed any more."""
+        """Send the buffers of part k. The caller must not change them any more."""
         ...
 
     def settle(self) -> None:
-        """Wait for the oldest round if `depth` are under way: one less is in memory from here on."""
+        """Wait for the oldest rounds until fewer than `depth` are in transfer, or none if `depth` is 0."""
         ...
 
     def finish(self) -> list[Tensor]:
-        """Gradients of all own rows, when those of every round have arrived."""
+        """By tensor: [num_own, ...], the gradients of the own rows. Waits for all rounds."""
         ...
 
 
 class Transport(ABC):
-    """One shard's way to the rows of the others."""
+    """Moves rows between one shard and the others. It belongs to one `ShardLayout`.
+
+    Not thread-safe: one thread at a time calls it.
+    """
 
     world: World | None = None
-    """The ranks between which rows travel, where it is known."""
+    """The ranks, one per shard. None: virtual shards in one process, or ranks given as a process group."""
 
     def __init__(self, layout: ShardLayout) -> None:
         self.layout = layout
         self.traffic: Counter[str] = Counter()
-        """Bytes by what they were for; rows that never left their shard do not count."""
+        """Bytes by kind of message. Between ranks bytes received; own rows do not travel."""
 
     @abstractmethod
     def fetch(
         self, rows: Sequence[Tensor], kind: str, depth: int, deferred: DeferredCalls | None = None
     ) -> Iterator[list[Tensor]]:
-        """The source rows of each part in turn. rows: own rows; depth: how many rounds are asked for ahead.
+        """Yield the source rows of each part in turn: by tensor, [halo size of part k, ...].
 
-        later: takes what asks for rows ahead, for the caller to call when he has done some of a part.
+        rows: by tensor, [num_own, ...], the own rows.
+        kind: label under which the bytes are counted.
+        depth: rounds that are in transfer while the caller computes on the one that was yielded.
+        deferred: if not None, requests for rounds ahead are appended to this list instead of being sent.
+            The caller sends them off by calling them. A round that was not requested ahead is requested
+            when its turn comes.
         """
 
     @abstractmethod
     def start_return(self, like: Sequence[Tensor], depth: int) -> GradientReturn:
-        """Collects the gradients of rows that were fetched.
+        """Begin to collect the gradients of rows that were fetched.
 
-        like: tensors of the shape of the own rows; depth: rounds under way at a time.
+        like: tensors in shape and dtype of the own rows; their values are not read.
+        depth: rounds of gradients that may be in transfer at a time.
         """
 
     @abstractmethod
     def fetch_all(self, rows: Tensor, kind: str) -> Tensor:
-        """The source rows of all parts, one after the other, in one exchange."""
+        """[sum of halo sizes, ...]: the source rows of all parts, part after part, by one all-to-all.
+
+        rows: [num_own, ...].
+        """
 
     @abstractmethod
     def return_all(self, gradient: Tensor) -> Tensor:
-        """Own rows' gradients, from those of all parts' source rows, in one exchange."""
+        """[num_own, ...]: gradients of the own rows, summed over the shards that read them. One all-to-all.
+
+        gradient: [sum of halo sizes, ...], in the order of `fetch_all`.
+        """
 
     @abstractmethod
     def exchange_masks(self, halo_masks: Sequence[Tensor]) -> list[Tensor]:
-        """By round: which of the rows that are sent the receivers still want. of_halos: which are wanted here."""
+        """Tell every shard which of its rows this one still reads, and learn the same from the others.
+
+        halo_masks: by round, [halo size] bool, the rows of the halo that this shard reads.
+        Returns by round, [number of rows sent] bool, the rows of `layout.sends` that the receiver reads.
+        """
 
     def end_step(self) -> None:  # noqa: B027 - most transports remember nothing
-        """The step's last gradient has arrived."""
+        """Called when the step's last gradient has arrived."""
 
     def with_layout(self, layout: ShardLayout) -> Self:
-        """The same way for another layout between the same shards; bytes are counted together."""
+        """A transport for another layout of the same shards. Both count bytes in the same `traffic`."""
         other = copy.copy(self)
         other.layout = layout
         return other
 
     def count(self, kind: str, tensors: Sequence[Tensor]) -> None:
+        """Count the bytes of tensors, here and as a counter of the run."""
         num_bytes = sum(t.numel() * t.element_size() for t in tensors)
         self.traffic[kind] += num_bytes
         trace.count(f"bytes.{kind}", num_bytes)
 
 
 class LocalTransport(Transport):
-    """Virtual shards in one process: a part's rows are a slice of all rows, and nothing is copied."""
+    """Virtual shards in one process: the rows of a part are a slice of all rows, and nothing is copied.
+
+    `traffic` counts the rows of each part once, those that its edges read.
+    """
 
     def __init__(self, layout: ShardLayout) -> None:
         super().__init__(layout)
@@ -143,15 +195,21 @@ class LocalTransport(Transport):
         return list(halo_masks)
 
     def count_read(self, k: int, kind: str, part: Sequence[Tensor]) -> None:
-        """Part k's rows, as far as its edges read them."""
+        """Count the rows of part k that its edges read.
+
+        Only their number matters, so the bytes of as many rows from the start are counted.
+        """
         self.count(kind, [t[: self.layout.num_read(k)] for t in part])
 
     def _count_all(self, rows: Tensor, kind: str) -> None:
+        """Count the rows of all parts that edges read."""
         for k in range(self.layout.num_shards):
             self.count_read(k, kind, [rows[slice(*self.layout.own_range(k))]])
 
 
 class _LocalReturn:
+    """The `GradientReturn` of virtual shards: the buffers are slices of the totals."""
+
     def __init__(self, transport: LocalTransport, like: Sequence[Tensor]) -> None:
         self.transport = transport
         self.totals = [t.new_zeros(t.shape) for t in like]
@@ -164,21 +222,23 @@ class _LocalReturn:
         self.transport.count_read(k, GRADIENT, self.buffers(k))
 
     def settle(self) -> None:
-        """Nothing is under way."""
+        """Nothing is in transfer."""
 
     def finish(self) -> list[Tensor]:
         return self.totals
 
 
 class P2PTransport(Transport):
-    """A shard per process: messages between two ranks at a time, in a fixed order, without threads or barriers.
+    """A shard per process: messages between two ranks at a time, in a fixed order.
 
-    Tensors on a GPU go through host memory with gloo, and directly with NCCL.
+    With gloo, tensors on a GPU go through host memory. With NCCL they go directly.
 
-    world: names the rank that stopped where a message fails; without it, the processes of torch.distributed.
+    group: the process group. Default: the world's, or without a world torch's default group.
+    world: the ranks. An error then names the rank that stopped.
     """
 
     own_group: Any = None
+    """The process group that the caller chose; None: see `group`."""
 
     def __init__(self, layout: ShardLayout, group: Any = None, world: World | None = None) -> None:
         super().__init__(layout)
@@ -192,10 +252,11 @@ class P2PTransport(Transport):
                 "start as many ranks as there are shards"
             )
         self.on_host = dist.get_backend(self.group) == "gloo"
+        """Whether messages must be in host memory."""
 
     @property
     def group(self) -> Any:
-        """The process group of the messages: the one that was given, or the world's; None is torch's default group."""
+        """The process group of the messages. None is torch's default group."""
         if self.own_group is None and self.world is not None:
             return self.world.group
         return self.own_group
@@ -205,9 +266,10 @@ class P2PTransport(Transport):
     ) -> Iterator[list[Tensor]]:
         layout = self.layout
         in_transfer = deque[tuple[list[Tensor], list[Any]]]()
-        last_requested = 0
+        last_requested = 0  # round 0 are the own rows, which need no request
 
         def request_up_to(last: int) -> None:
+            """Post the messages of all rounds up to `last` that were not posted yet."""
             nonlocal last_requested
             while last_requested < min(last, layout.num_shards - 1):
                 last_requested += 1
@@ -220,6 +282,7 @@ class P2PTransport(Transport):
             request_up_to(k if deferred is not None else k + depth)
             if deferred is not None and depth:
                 deferred.append(partial(request_up_to, k + depth))
+            # The rows have no name here, so that they are freed as soon as the caller drops them.
             yield list(rows) if k == 0 else self.wait_and_move(rows, *in_transfer.popleft())
 
     def start_return(self, like: Sequence[Tensor], depth: int) -> GradientReturn:
@@ -235,13 +298,21 @@ class P2PTransport(Transport):
         sent = list(gradient.split([halo.numel() for halo in layout.halos]))
         counts = [index.numel() for index in layout.sends]
         received = self._all_to_all(sent, counts, GRADIENT, backwards=True)
+        # A row that several shards read gets a gradient from each.
         total = gradient.new_zeros(layout.num_own, *gradient.shape[1:])
         return total.index_add_(0, torch.cat(layout.sends).to(gradient.device), received)
 
     def post(
         self, sent: list[Tensor], to: int, shapes: list[tuple[int, ...]], source: int, kind: str
     ) -> tuple[list[Tensor], list[Any]]:
-        """Start one round's messages both ways: (tensors that will be filled, what to wait for)."""
+        """Start the messages of one round, in both directions. Does not wait.
+
+        sent: tensors for rank `to`.
+        shapes: of the tensors that rank `source` sends, in the same order and of the same dtypes.
+
+        Returns (the tensors that will be filled, handles with `wait()`). Tensors without elements are not
+        sent.
+        """
         sent = [self._to_message_device(t).contiguous() for t in sent]
         received = [t.new_empty(shape) for t, shape in zip(sent, shapes, strict=True)]
         self.count(kind, received)
@@ -251,20 +322,21 @@ class P2PTransport(Transport):
             return received, dist.batch_isend_irecv(messages) if messages else []
 
     def wait(self, tensors: list[Tensor], works: list[Any]) -> list[Tensor]:
-        """The tensors of a round, when they have arrived."""
+        """The tensors of a round, after they have arrived. Takes what `post` returns."""
         with self.blame_peers():
             for work in works:
                 work.wait()
         return tensors
 
     def wait_and_move(self, rows: Sequence[Tensor], received: list[Tensor], works: list[Any]) -> list[Tensor]:
-        """The same, where the own rows are."""
+        """The tensors of a round, after they have arrived, each moved to the device of the own rows."""
         return [t.to(own_rows.device) for t, own_rows in zip(self.wait(received, works), rows, strict=True)]
 
     def exchange_masks(self, halo_masks: Sequence[Tensor]) -> list[Tensor]:
         layout = self.layout
         masks = [halo_masks[0]]
         for k in range(1, layout.num_shards):
+            # Backwards, from the receiver of rows to their sender.
             shape = (layout.sends[k].numel(),)
             sent = halo_masks[k].to(torch.uint8)
             posted = self.post([sent], layout.sender(k), [shape], layout.receiver(k), MASKS)
@@ -272,19 +344,26 @@ class P2PTransport(Transport):
         return masks
 
     def blame_peers(self) -> AbstractContextManager[None]:
-        """Whatever goes wrong inside is another rank's doing, and the world says whose."""
+        """A context in which the error of a failed message names the rank at fault, if `world` is known."""
         return nullcontext() if self.world is None else self.world.exchange()
 
     def _to_message_device(self, rows: Tensor) -> Tensor:
+        """Rows where the process group can send them from."""
         return rows.cpu() if self.on_host else rows
 
     def _all_to_all(self, sent: list[Tensor], counts: list[int], kind: str, backwards: bool = False) -> Tensor:
-        """Tensors by round to and from all ranks; `backwards`: from the receivers of the rows to their senders."""
+        """The tensors that all ranks send to this one, in the order of rounds, by one all-to-all.
+
+        sent: by round, the tensor for that round's peer.
+        counts: by round, the number of rows that come from that round's peer.
+        backwards: whether tensors go from the receivers of rows to their senders, as gradients do.
+        """
         layout = self.layout
         num_shards = layout.num_shards
         to = layout.sender if backwards else layout.receiver
         source = layout.receiver if backwards else layout.sender
 
+        # torch wants tensors in the order of ranks, and callers have them in the order of rounds.
         outgoing = [self._to_message_device(sent[k]) for k in sorted(range(num_shards), key=to)]
         incoming_rounds = sorted(range(num_shards), key=source)
         sizes = [counts[k] for k in incoming_rounds]
@@ -299,23 +378,32 @@ class P2PTransport(Transport):
 
 
 class _PostedGradients(NamedTuple):
+    """Messages of one round of gradients."""
+
     k: int
+    """The round."""
     received: list[Tensor]
+    """By tensor: [number of rows sent in round k, ...], to be filled with their gradients."""
     works: list[Any]
+    """Handles with `wait()`."""
 
 
 class P2PReturn:
-    """Gradients that go back by messages, a few rounds at a time."""
+    """The `GradientReturn` of ranks. After each `push`, at most `depth` rounds are in transfer."""
 
     def __init__(self, transport: P2PTransport, like: Sequence[Tensor], depth: int) -> None:
         self.transport = transport
         self.depth = depth
         self.totals = [t.new_zeros(t.shape) for t in like]
+        """By tensor: [num_own, ...], the gradients of the own rows that have arrived so far."""
         self.part_buffers: list[Tensor] = []
+        """The buffers of the part at hand, until they are pushed."""
         self.in_transfer = deque[_PostedGradients]()
+        """Oldest first."""
 
     def buffers(self, k: int) -> list[Tensor]:
         if k == 0:
+            # Gradients of own rows need not travel: they are added to the totals directly.
             self.part_buffers = self.totals
         else:
             num_rows = self.transport.layout.halos[k].numel()
@@ -330,6 +418,7 @@ class P2PReturn:
             self._receive_oldest()
 
     def post(self, k: int) -> None:
+        """Start round k's messages: buffers to the rows' sender, own gradients from their receiver."""
         layout = self.transport.layout
         shapes = [(layout.sends[k].numel(), *t.shape[1:]) for t in self.totals]
         posted = self.transport.post(self.part_buffers, layout.sender(k), shapes, layout.receiver(k), GRADIENT)
@@ -346,6 +435,7 @@ class P2PReturn:
         return self.totals
 
     def _receive_oldest(self) -> None:
+        """Wait for the oldest round, and add its gradients to the totals of the rows that it sent."""
         oldest = self.in_transfer.popleft()
         gradients = self.transport.wait(oldest.received, oldest.works)
         rows = self.transport.layout.sends[oldest.k]

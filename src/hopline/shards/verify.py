@@ -1,4 +1,14 @@
-"""A check that shards are intact, and that together they are one dataset."""
+"""A check that shards are intact, and that together they are one dataset.
+
+Each shard is written to be opened alone, so shards repeat facts about each other. The rows that one shard
+reads are also on another shard's list of rows to send. `verify_shards` reads every byte and compares:
+
+    1. files      sizes, headers, checksums; all shards are of one cut
+    2. nodes      each node is in exactly one shard; degrees add up to the number of edges
+    3. edges      each edge is once in the shard of its destination, in the group of its source's owner
+    4. halos      what one shard reads is what the other sends
+    5. values     tables, labels and splits
+"""
 
 from __future__ import annotations
 
@@ -15,11 +25,15 @@ from hopline.shards.shard import ADVICE, Shard, node_ranges, open_shard, read_ab
 from hopline.util.progress import progress
 
 CHUNK = 1 << 22
-"""Nodes or edges looked at in one go."""
+"""Nodes or edges that are checked at a time, to limit the memory of temporary arrays. A rule of thumb."""
 
 
 def open_shards(folder: str | os.PathLike[str]) -> list[Shard]:
-    """Every shard of a folder, after a look whether they are of one cut."""
+    """Open all shards of a folder.
+
+    Raises:
+        ValueError: A shard is missing or of another cut, or the folder is that of one shard.
+    """
     path, _, about = read_about(folder)
     if "rank" in about:
         raise ValueError(f"{folder} is one shard of several: give the folder above it, {path.parent}")
@@ -31,9 +45,12 @@ def open_shards(folder: str | os.PathLike[str]) -> list[Shard]:
 
 
 def verify_shards(folder: str | os.PathLike[str]) -> list[str]:
-    """Read a whole folder of shards: checksums, every value, and that the shards together are one dataset.
+    """Read a whole folder of shards, and check it.
 
-    Memory grows with the nodes. Returns what was checked.
+    Memory grows with the number of nodes. Returns a sentence for each thing that was checked.
+
+    Raises:
+        ValueError: Something is wrong. The message names the shard or file.
     """
     path, manifest, about = read_about(folder)
     num_nodes = about["num_nodes"]
@@ -63,16 +80,24 @@ def verify_shards(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def _require(holds: bool | Tensor, shard: Shard, problem: str) -> None:
+    """Raise a ValueError that names the shard and the problem, unless a condition holds."""
     if not bool(holds):
         raise ValueError(f"{shard.folder}: {problem}: {ADVICE}")
 
 
 def _are_within(numbers: Tensor, stop: int) -> bool:
+    """Whether all numbers are in 0 .. stop - 1."""
     return numbers.numel() == 0 or (int(numbers.min()) >= 0 and int(numbers.max()) < stop)
 
 
 def _check_nodes(shards: list[Shard], num_nodes: int, num_edges: int) -> Tensor:
-    """[N + 1] where each node's edges begin in the dataset, from the degrees of all shards."""
+    """Check that each node is in one shard.
+
+    Returns [num_nodes + 1] int64: the position of each node's first edge in the dataset, from the degrees
+    that the shards have.
+    """
+    # Degrees at first, shifted by one and -1 for nodes that no shard has brought yet. Their cumulative sum
+    # is returned.
     first_edges = torch.full((num_nodes + 1,), -1, dtype=torch.int64)
     for shard in shards:
         nodes = shard.nodes
@@ -90,7 +115,13 @@ def _check_nodes(shards: list[Shard], num_nodes: int, num_edges: int) -> Tensor:
 
 
 def _check_edges(shard: Shard, first_edges: Tensor, advance: Callable[[int], None]) -> None:
-    """Every in-edge once, in the dataset's order by `at`, under its destination and in the group of its source."""
+    """Check that every in-edge of the own nodes is there once, in the right group.
+
+    In the dataset's order, by `at`, the edges of a node have consecutive ids from first_edges[node] on. And
+    each edge lies in the part of its source's owner, within the range of its destination.
+
+    first_edges: of `_check_nodes`. advance: called with the number of edges that were checked.
+    """
     halo_sizes = torch.tensor([shard.layout.halos[_round_of(shard, s)].numel() for s in range(shard.num_shards)])
     for first, last in node_ranges(shard.indptr, CHUNK):
         start = int(shard.indptr[first])
@@ -119,13 +150,16 @@ def _check_edges(shard: Shard, first_edges: Tensor, advance: Callable[[int], Non
 
 
 def _round_of(shard: Shard, sender: int) -> int:
+    """The round in which rows of another shard arrive."""
     return (shard.rank - sender) % shard.num_shards
 
 
 def _check_halo(shard: Shard, shards: list[Shard]) -> None:
+    """Check that the rows that a shard reads are those that the others send, and have the ids it knows."""
     for peer in shards:
         if peer.rank == shard.rank:
             continue
+        # Both sides count the same round: the one in which the peer's rows go to this shard.
         k = _round_of(shard, peer.rank)
         halo = shard.layout.halos[k]
         sent = peer.layout.sends[k]
@@ -137,6 +171,7 @@ def _check_halo(shard: Shard, shards: list[Shard]) -> None:
 
 
 def _check_rows(shard: Shard) -> None:
+    """Check the values of a shard's tables, labels and splits."""
 
     def where(array: str) -> str:
         return f"{shard.folder}/{array}.npy"

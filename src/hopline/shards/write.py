@@ -1,7 +1,15 @@
-"""Cutting a dataset into shards on disk: one scan deals its rows out, then each shard is made alone.
+"""Writing a dataset as shards on disk, in memory that grows with the nodes alone.
 
-Memory grows with the nodes (about 30 bytes each) and not with the edges or the features, which are read and written in
-chunks. The disk holds the rows twice while the work goes on.
+    1. deal          one scan over the dataset. Every node's rows, labels and in-edges are appended to the
+                     scratch files of the shard that owns the node.
+    2. find_halo     for each shard: which sources of its edges other shards own
+    3. write_*       for each shard: its folder, from its scratch files, which are then deleted. On the way
+                     edges are grouped by the owner of their source.
+
+Memory is about 30 bytes per node. Edges and features are read and written in chunks. While shards are
+written, the disk holds the rows twice: in scratch files and in shards.
+
+A node's *position* is its number if the nodes of all shards are counted shard after shard, by ascending id.
 """
 
 from __future__ import annotations
@@ -31,7 +39,7 @@ from hopline.tables import SparseTable, Table
 from hopline.util.progress import Progress, progress
 
 CHUNK = 1 << 22
-"""Nodes or edges handled at a time; a node with more in-edges is a chunk of its own."""
+"""Nodes or edges handled at a time. A node with more in-edges is handled alone. A rule of thumb."""
 
 
 def cut_into(
@@ -44,20 +52,20 @@ def cut_into(
     seed: int = 0,
     show: bool = False,
 ) -> None:
-    """Cut a dataset into shards, one folder each, as `hopline partition` does.
+    """Partition a dataset into shards, one folder each, as `hopline partition` does.
 
-    Memory grows with the nodes, and with `how="metis"` with the edges. Shards that are in the folder already are
-    replaced in one step.
+    Memory grows with the nodes, and with `how="metis"` with the edges. Shards that are in the folder
+    already are replaced in one step.
 
     Args:
         data: The dataset.
         folder: For the shards.
         num_shards: One for each rank that will train.
-        how: "metis" cuts fewest edges, "streaming" takes a graph of any size, "random" and "range" (by node id) do not
-            look at the edges.
-        labels: [num_nodes] a community per node, in place of `how`.
+        how: "metis" leaves fewest edges between shards, "streaming" takes a graph of any size, "random" and
+            "range" (by node id) do not read the edges.
+        labels: [num_nodes] integers, a community per node, in place of `how`.
         seed: Of "metis", "streaming" and "random".
-        show: Show progress.
+        show: Whether to show progress.
 
     Raises:
         ValueError: There are fewer nodes than shards, `how` is not known, or METIS is not installed.
@@ -73,7 +81,11 @@ def cut_into(
 
 
 def cut(data: Dataset, partition: Partition, folder: str | os.PathLike[str], *, show: bool = False) -> None:
-    """Write a dataset as one shard per part; shards that are already in the folder are replaced in one step."""
+    """Write a dataset as one shard per part. Shards that the folder holds are replaced in one step.
+
+    Raises:
+        ValueError: The partition has another number of nodes, or the shards cannot be written.
+    """
     if partition.num_nodes != data.num_nodes:
         raise ValueError(
             f"the partition is of {partition.num_nodes} nodes, the dataset has {data.num_nodes}: "
@@ -112,7 +124,7 @@ def cut(data: Dataset, partition: Partition, folder: str | os.PathLike[str], *, 
 
 
 def _cut_id(data: Dataset, partition: Partition) -> str:
-    """What shards of one cut have in common, and no others: the parts, and all that the dataset holds."""
+    """A hash of the partition and of everything in the dataset. Shards with the same hash fit together."""
     digest = hashlib.blake2b(fingerprint(data).encode(), digest_size=16)
     digest.update(as_bytes(partition.part_of))
     return digest.hexdigest()
@@ -126,6 +138,11 @@ def _commit(
     columns: dict[str, int],
     about: dict[str, Any],
 ) -> None:
+    """Write the manifest of a folder and put the folder in place.
+
+    columns: by table, the number of columns of a sparse one, and -1 of a dense one.
+    about: the manifest's record about shards (`shard.read_about`).
+    """
     out.commit(
         name=data.name,
         num_nodes=num_nodes,
@@ -140,32 +157,35 @@ def _commit(
 
 @dataclass(frozen=True)
 class _Halo:
-    """The sources of one shard's edges."""
+    """The sources of one shard's edges that other shards own."""
 
     positions: Tensor
-    """[H] those that other shards own, by their places: sorted, so by owner."""
+    """[num_halo] int64, ascending and therefore by owner. A memory-mapped scratch file."""
     ptr: Tensor
-    """[P + 1] where each owner's begin."""
+    """[num_shards + 1] int64: positions[ptr[s]:ptr[s + 1]] belong to shard s."""
     edge_counts: Tensor
-    """[P] edges from each owner."""
+    """[num_shards] int64: the number of edges from each shard, the own one included."""
 
 
 class _RowFiles:
-    """Rows of named arrays, one file per array and receiver, read again by memory map."""
+    """Scratch files of rows, one per array and receiver. Rows are appended, and read back by memory map."""
 
     def __init__(self, folder: Path, num_receivers: int) -> None:
         self.folder = folder
         self.num_receivers = num_receivers
         self._templates: dict[str, Tensor] = {}
+        """By array: a tensor without rows, in the dtype and row shape of the array."""
         self._sizes: dict[str, list[int]] = {}
+        """By array and receiver: the number of rows."""
         folder.mkdir(exist_ok=True)
 
     def deal(self, name: str, rows: Tensor, ptr: Tensor) -> None:
-        """Receiver i gets rows[ends[i]:ends[i + 1]], behind what it has."""
+        """Append rows[ptr[r]:ptr[r + 1]] to the file of each receiver r. ptr: [num_receivers + 1]."""
         for receiver, (first, stop) in enumerate(itertools.pairwise(ptr.tolist())):
             self.append(name, receiver, rows[first:stop])
 
     def append(self, name: str, receiver: int, rows: Tensor) -> None:
+        """Append rows to the file of one receiver."""
         if name not in self._templates:
             self._templates[name] = rows.new_empty((0, *rows.shape[1:]))
             self._sizes[name] = [0] * self.num_receivers
@@ -175,17 +195,20 @@ class _RowFiles:
             self._sizes[name][receiver] += rows.size(0)
 
     def read(self, name: str, receiver: int) -> Tensor:
+        """All rows of one receiver, memory-mapped."""
         template = self._templates[name]
         shape = torch.Size((self._sizes[name][receiver], *template.shape[1:]))
-        if not shape.numel():
+        if not shape.numel():  # an empty file cannot be mapped
             return template.new_empty(shape)
         path = str(self._path(name, receiver))
         return torch.from_file(path, shared=False, size=shape.numel(), dtype=template.dtype).view(shape)
 
     def names(self) -> set[str]:
+        """The names of all arrays."""
         return set(self._templates)
 
     def delete(self, name: str, receiver: int) -> None:
+        """Delete the file of one receiver."""
         self._path(name, receiver).unlink(missing_ok=True)
 
     def _path(self, name: str, receiver: int) -> Path:
@@ -193,9 +216,9 @@ class _RowFiles:
 
 
 class _ShardWriter:
-    """The steps of a cut, and what they share.
+    """The steps in which a dataset becomes shards, and the arrays that they share. Used once, by `cut`.
 
-    A node's place is its number when all shards stand one behind the other, the nodes of each in ascending order.
+    It owns the files in `scratch`. The dataset and the folders that it writes belong to the caller.
     """
 
     def __init__(self, data: Dataset, partition: Partition, scratch: Path, show: bool) -> None:
@@ -206,13 +229,18 @@ class _ShardWriter:
         self.num_shards = partition.num_parts
         self.position = _positions(partition)
         self.halo_idx = torch.zeros(data.num_nodes, dtype=torch.int32)
+        """[num_nodes] int32, by position: `src_idx` of edges from that node, in the shard being written.
+
+        That is its index among the halo nodes of the same owner, or the local row of an own node. Positions
+        that the shard does not read hold leftovers of earlier shards."""
         self.scratch = scratch
         self.row_files = _RowFiles(scratch / "dealt", self.num_shards)
+        """One receiver per shard."""
 
     # ---- one scan over everything
 
     def deal(self) -> None:
-        """Every row to the file of its owner, in the order of the nodes."""
+        """Append the rows of every node to the files of its shard, in the order of node ids."""
         data = self.data
         graph = data.graph
         with progress("dealing edges", data.num_edges, "edges", enabled=self.show) as bar:
@@ -231,6 +259,7 @@ class _ShardWriter:
                 self.row_files.deal(f"split.{k}.{name}", ids[order], ptr)
 
     def _deal_edges(self, graph: Graph, first: int, last: int) -> None:
+        """Deal the nodes first .. last - 1 and their in-edges."""
         node_ptr, order = ops.group_edges(self.part_of[first:last], self.num_shards)
         nodes = order + first
         starts, edge_ids = ops.row_positions(graph.indptr, nodes)
@@ -244,6 +273,8 @@ class _ShardWriter:
             self.row_files.deal(f"edge.{name}", ops.gather_rows(array, edge_ids), edge_ptr)
 
     def _deal_rows(self, name: str, source: Table | Tensor, bar: Progress) -> None:
+        """Deal the rows of a table, or the labels, of all nodes."""
+        # An upper bound: 8 bytes per element, and 8 for the node's id.
         num_elements = source[:1].numel() if isinstance(source, Tensor) else sum(source.shape[1:])
         row_bytes = 8 * (1 + num_elements)
         num_rows = max(1, min(CHUNK, BYTES_AT_ONCE // row_bytes))
@@ -263,22 +294,27 @@ class _ShardWriter:
     # ---- one shard after the other
 
     def find_halo(self, rank: int) -> _Halo:
-        """Which sources a shard needs from whom."""
+        """The sources of a shard's edges that other shards own."""
         is_source = torch.zeros(self.data.num_nodes, dtype=torch.bool)
         edge_counts = torch.zeros(self.num_shards, dtype=torch.int64)
         for sources in self.row_files.read("sources", rank).split(CHUNK):
             is_source[sources.long()] = True
             edge_counts += torch.bincount(self._owners(sources), minlength=self.num_shards)
         is_source[int(self.ptr[rank]) : int(self.ptr[rank + 1])] = False
+        # Memory-mapped and not in memory: the halos of all shards are held until the last shard is written.
         self.row_files.append("halo", rank, is_source.nonzero().view(-1))
         positions = self.row_files.read("halo", rank)
         return _Halo(positions, torch.searchsorted(positions, self.ptr), edge_counts)
 
     def _owners(self, positions: Tensor) -> Tensor:
+        """[n] int64: the shards that own the nodes at some positions."""
         return torch.bucketize(positions, self.ptr[1:-1], right=True)
 
     def write_nodes(self, out: FolderWriter, rank: int) -> dict[str, int]:
-        """What is known of a shard's own nodes; returns what the manifest says about the tables."""
+        """Write ids, tables, labels and splits of a shard's own nodes.
+
+        Returns, by table, the number of columns of a sparse one, and -1 of a dense one.
+        """
         out.add("ptr", self.ptr)
         out.add("nodes", self.row_files.read("nodes", rank))
         columns: dict[str, int] = {}
@@ -299,7 +335,7 @@ class _ShardWriter:
         return columns
 
     def write_halo(self, out: FolderWriter, rank: int, halos: list[_Halo]) -> None:
-        """Which rows of each peer this shard reads, and which of its own each peer does."""
+        """Write which rows of each peer this shard reads, and which of its own rows each peer reads."""
         halo = halos[rank]
         out.add("halo_ptr", halo.ptr)
         out.array("halo_rows", torch.int64)
@@ -315,7 +351,10 @@ class _ShardWriter:
         out.add("send_ptr", _starts(send_counts))
 
     def write_edges(self, out: FolderWriter, rank: int, halo: _Halo, bar: Progress) -> None:
-        """The in-edges of a shard's nodes by owner of the source; and where each is, by destination."""
+        """Write the in-edges of a shard's nodes, grouped by the owner of their source.
+
+        `at` has the edges' numbers in the groups, by destination and in the dataset's order.
+        """
         own_range = slice(int(self.ptr[rank]), int(self.ptr[rank + 1]))
         self.halo_idx[own_range] = torch.arange(own_range.stop - own_range.start, dtype=torch.int32)
         for first, stop in itertools.pairwise(halo.ptr.tolist()):
@@ -326,6 +365,7 @@ class _ShardWriter:
         out.add("indptr", indptr)
         out.add("part_ptr", part_ptr)
         out.array("at", index_dtype(int(indptr[-1]) + 1))
+        # Degrees within each group, shifted by one. Their cumulative sum is the indptr of each group.
         counts = torch.zeros(self.num_shards, indptr.numel(), dtype=torch.int64)
         group_files = _RowFiles(self.scratch / "groups", self.num_shards)
         next_numbers = part_ptr[:-1].clone()
@@ -354,7 +394,15 @@ class _ShardWriter:
         counts: Tensor,
         next_numbers: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Deal the in-edges of some nodes to their groups; (ends of the groups, each edge's place among all)."""
+        """Append the in-edges of the own nodes first .. last - 1 to the files of their groups.
+
+        indptr: [num_own + 1] int64.
+        counts: [num_shards, last - first] int64, the edges of each node in each group. Added to in place.
+        next_numbers: [num_shards] int64, the number that the next edge of each group gets.
+
+        Returns ([num_shards + 1] int64, offsets of the groups among these edges; [n] int64, the number of
+        each edge).
+        """
         start = int(indptr[first])
         stop = int(indptr[last])
         sources = self.row_files.read("sources", rank)[start:stop]
@@ -365,25 +413,31 @@ class _ShardWriter:
         counts += torch.bincount(owners * (last - first) + rows, minlength=counts.numel()).view(counts.shape)
 
         group_files.deal("src_idx", ops.gather_rows(self.halo_idx, sources[order]), group_ptr)
+        # A node's edges are consecutive both in the dataset and here: ids differ by a constant per node.
         id_offsets = self.row_files.read("first_edges", rank)[first:last] - indptr[first:last]
         group_files.deal("edge_ids", (torch.arange(start, stop) + id_offsets[rows])[order], group_ptr)
         for name in self.data.graph.edge:
             edge_rows = ops.gather_rows(self.row_files.read(f"edge.{name}", rank), order + start)
             group_files.deal(f"edge.{name}", edge_rows, group_ptr)
 
+        # The i-th edge of group g here is the (i - group_ptr[g])-th that the group gets from these nodes.
         numbers = torch.empty_like(order)
         offsets = torch.repeat_interleave(next_numbers - group_ptr[:-1], group_ptr.diff())
         numbers[order] = torch.arange(stop - start) + offsets
         return group_ptr, numbers
 
     def delete_scratch(self, rank: int) -> None:
-        """Free the disk of what a finished shard has of its own; the nodes and halos are still asked for."""
+        """Delete the scratch files of a written shard. Later shards still read its nodes and its halo."""
         for name in self.row_files.names() - {"nodes", "halo"}:
             self.row_files.delete(name, rank)
 
 
 def _positions(partition: Partition) -> Tensor:
-    """[N] each node's place; not `partition.position`, which would stay in memory with the order it is made from."""
+    """[num_nodes] int32 or int64: each node's position.
+
+    Not `partition.position`: that stays in memory as long as the partition, with the order that it is
+    computed from.
+    """
     _, order = ops.group_edges(partition.part_of, partition.num_parts)
     position = torch.empty(order.numel(), dtype=index_dtype(order.numel()))
     position[order] = torch.arange(order.numel(), dtype=position.dtype)
@@ -391,4 +445,5 @@ def _positions(partition: Partition) -> Tensor:
 
 
 def _starts(counts: Tensor) -> Tensor:
+    """[n + 1] int64: the cumulative sum of counts [n], with a 0 before it."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])

@@ -1,4 +1,16 @@
-"""PyG's `propagate` and `edge_updater` on a shard: for as long as a conv runs, its own are replaced."""
+"""Another `propagate` and `edge_updater` for PyG's convs, for as long as they run on a shard.
+
+A conv's `forward` calls `self.propagate(edge_index, ...)` for everything that looks at edges. So it is
+enough to set another `propagate` on the instance:
+
+    forward of the conv (PyG's own)
+      edge_updater(...)   returns its arguments unevaluated (`DeferredEdgeUpdate`)
+      propagate(...)      "sequential": `sequential_aggregation.aggregate`, part by part
+                          "stored", "one_shot": the conv's own code on all edges, once all rows are here
+        update(...)       PyG's own
+
+Attributes of an instance hide those of its class, so PyG's classes do not change.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +27,7 @@ from hopline.shards.convs.sequential_aggregation import aggregate, rows_per_edge
 from hopline.shards.transports import FORWARD, Transport
 
 Mode = Literal["sequential", "stored", "one_shot"]
+"""The way source rows of other shards come; `ShardConvs.mode` explains the three."""
 HOOKS = (
     "_propagate_forward_pre_hooks",
     "_propagate_forward_hooks",
@@ -25,14 +38,22 @@ HOOKS = (
     "_edge_update_forward_pre_hooks",
     "_edge_update_forward_hooks",
 )
+"""Attributes of `MessagePassing` that hold hooks which PyG's `propagate` and `edge_updater` would call."""
 
 
 @contextmanager
 def patch_convs(
     module: nn.Module, edges: Edges, transport: Transport, mode: Mode, depth: int, chunk_bytes: int
 ) -> Iterator[None]:
-    """Within, every conv in the module exchanges rows between shards and aggregates over these edges."""
+    """Make every conv in a module aggregate over the edges of a shard while the context lasts.
+
+    Afterwards each conv has the attributes that it had, also after an error.
+
+    Raises:
+        CannotSplit: A conv has hooks on its messages, or sends them against the edges.
+    """
     convs = [m for m in module.modules() if isinstance(m, MessagePassing)]
+    # PyG itself sets `propagate` on some instances (`decomposed_layers`), so there may be one to restore.
     old_attributes = [{name: conv.__dict__.get(name) for name in ("propagate", "edge_updater")} for conv in convs]
     for conv in convs:
         _check_flow_and_hooks(conv)
@@ -49,6 +70,7 @@ def patch_convs(
 
 
 def _check_flow_and_hooks(conv: MessagePassing) -> None:
+    """Refuse a conv that relies on code of PyG's `propagate` which does not run here."""
     if conv.flow != "source_to_target":
         raise CannotSplit("it sends messages from target to source: build it with the default flow")
     if conv.explain or any(getattr(conv, name) for name in HOOKS):
@@ -56,12 +78,14 @@ def _check_flow_and_hooks(conv: MessagePassing) -> None:
 
 
 def _defer_edge_update(edge_index: Any, size: Any = None, **kwargs: Any) -> DeferredEdgeUpdate:
+    """`edge_updater` on a shard: `edge_update` runs later, for each chunk of edges."""
     return DeferredEdgeUpdate(kwargs)
 
 
 def _make_propagate(
     conv: MessagePassing, edges: Edges, transport: Transport, mode: Mode, depth: int, chunk_bytes: int
 ) -> Callable[..., Tensor]:
+    """A function that does what `conv.propagate` does, over the edges of a shard."""
 
     def propagate(edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         if mode == "sequential":
@@ -77,7 +101,11 @@ def _make_propagate(
 def _aggregate_at_once(
     conv: MessagePassing, kwargs: Mapping[str, Any], edges: Edges, transport: Transport, depth: int | None
 ) -> Tensor:
-    """The conv's own code on all edges at once, with the rows of all sources: in rounds, or in one exchange."""
+    """[num_dst, ...]: the conv's `message` and `aggregate` on all edges at once. Autograd keeps what they
+    need.
+
+    depth: rounds of rows that are prefetched. None: all rows come in one all-to-all.
+    """
     inputs = Inputs()
     message = plan(conv, "message", kwargs, inputs, edges.num_edges, edges.num_dst)
     aggregation = plan(conv, "aggregate", kwargs, inputs, edges.num_edges, edges.num_dst)
@@ -97,7 +125,12 @@ def _aggregate_at_once(
 
 
 def _update(conv: MessagePassing, out: Tensor, kwargs: Mapping[str, Any], edges: Edges) -> Tensor:
-    if type(conv).update is MessagePassing.update:
+    """The result of the conv's `update` on the aggregated messages.
+
+    Raises:
+        CannotSplit: `update` takes an argument that describes the edges.
+    """
+    if type(conv).update is MessagePassing.update:  # it returns its input
         return out
     call = plan(conv, "update", kwargs, Inputs(), edges.num_edges, edges.num_dst)
     special_values = {"dim_size": edges.num_dst, "size_i": edges.num_dst, "ptr": None}

@@ -1,8 +1,41 @@
-"""Sequential aggregation with rematerialization: a PyG conv over the parts of a shard's in-edges.
+"""Sequential aggregation and rematerialization (SAR): a PyG conv over shards, part by part.
 
-One part's source rows are there at a time. Of a layer only its inputs and a few numbers per destination are kept for
-backward, which fetches the rows again and runs `message` once more; where the values of the source rows do not matter
-for the gradients, it does not fetch them.
+The method is SAR's (Mostafa, MLSys 2022), for stock PyG convs. A shard computes the outputs of its own
+nodes. Their in-edges are in one part E_k per shard: k is the round in which the rows of the part's sources
+arrive. For an edge e = (j, i), with source row h_j, destination row x_i, edge row a_e and the conv's
+parameters w:
+
+    m_e   = message(h_j, x_i, a_e; w)                                PyG's code: `messages.replay`
+    R_i   = sum over k  sum over the edges e of E_k into i of  m_e   or max, min, softmax: `accumulate`
+    out_i = the conv's aggregation, given R_i                        PyG's code: `messages.finish`
+
+**Forward** records no gradients. Only R outlives a round, and only one chunk's messages exist at a time:
+
+    owner of part k's sources                  this shard
+    h of part k            ---- FORWARD ---->  for each chunk of E_k: message, add to R. Then drop the rows.
+
+**Backward** is given g = dL/dR. Autograd computes it, because `finish` is ordinary torch code. By the chain
+rule, for a sum:
+
+    dL/dh_j = sum over the edges e from j of  (dm_e/dh_j)^T g_i      x_i, a_e and w in the same way
+
+The derivatives of `message` depend on the rows that forward dropped. So backward fetches them again
+(rematerialization) and runs `message` once more, with autograd on, one chunk at a time:
+
+    owner of part k's sources                  this shard
+    h of part k            ---- REFETCH ---->  for each chunk of E_k: message with autograd, then
+    dL/dh += ...           <--- GRADIENT ----      dL/dh of part k into a buffer
+                                                   dL/dx, dL/da, dL/dw added up here
+
+With max and min, `accumulate.gradient_of_rows` replaces g_i. A softmax gives two sums, S and Z, with a
+gradient each. All its weights are exp(l - m) with the final m, saved from forward.
+
+REFETCH is left out where no gradient depends on the values of h, as in GCN and SAGE-mean: there zeros serve
+as well. `profile_messages` finds that out.
+
+Memory: between ranks, forward holds the source rows of at most depth + 1 parts. Saved for backward are the
+conv's own inputs and a few numbers per destination (maxima, tie counts, m). Messages and rows of other shards
+are not saved. The price is that `message` runs twice, and that rows travel twice where backward needs them.
 """
 
 from __future__ import annotations
@@ -28,39 +61,49 @@ from hopline.shards.convs.messages import Call, CannotSplit, ChunkReductions, In
 from hopline.shards.transports import FORWARD, REFETCH, Transport
 
 ROLES: tuple[Role, ...] = ("source", "destination", "edge", "constant")
+"""The roles in the order in which inputs are passed to autograd."""
 PROBE_EDGES = 5
+"""Edges of the made-up chunk on which `profile_messages` runs a conv."""
 MIN_CHUNK_BYTES = 1 << 20
-"""Chunks are no larger than half of a shard's own rows, so that they shrink with it, down to this size."""
+"""Bytes. Chunks take at most half the bytes of a shard's own rows, so that they shrink with the shard, down
+to this size. Smaller chunks cost time (docs/full_batch.md)."""
 
 
 @dataclass(frozen=True, eq=False)
 class MessageProfile:
-    """What a look at a conv's messages tells."""
+    """The properties of a conv's messages that a run on a few edges shows."""
 
     specs: tuple[ReductionSpec, ...]
+    """The reductions of its aggregation."""
     softmax_spec: ReductionSpec | None
+    """The weights of its softmax over edges; None if it has none."""
     reduce_order: tuple[int, ...]
+    """The index in `specs` of the first, second, ... call of `reduce`."""
     needs_sources: bool
-    """Whether the gradients depend on the values of the source rows."""
+    """Whether some gradient depends on the values of the source rows."""
     edge_bytes: int
-    """What one edge costs in a forward and backward of its own."""
+    """Bytes that one edge takes in a chunk: its rows, and what autograd saves for its gradients."""
 
 
 @dataclass(frozen=True, eq=False)
 class AggregationRun:
-    """One aggregation over all parts: everything about it but the tensors."""
+    """One aggregation over all parts: everything but its tensors. Forward hands it to backward."""
 
     conv: MessagePassing
     call: Call
+    """The conv's `message` and its arguments."""
     edges: Edges
     transport: Transport
     depth: int
+    """Rounds of rows that are prefetched."""
     profile: MessageProfile
     max_edges: int
-    """Of a chunk."""
+    """The most edges of a chunk."""
     role_counts: tuple[int, ...]
+    """The number of inputs of each role, in the order of `ROLES`."""
 
     def by_role(self, tensors: Sequence[Any]) -> dict[Role, list[Any]]:
+        """By role, the entries of a list with an entry per input. Entries of parameters are left out."""
         groups = {}
         first = 0
         for role, count in zip(ROLES, self.role_counts, strict=True):
@@ -72,7 +115,15 @@ class AggregationRun:
 def aggregate(
     conv: MessagePassing, kwargs: Mapping[str, Any], edges: Edges, transport: Transport, depth: int, chunk_bytes: int
 ) -> Tensor:
-    """What `propagate` computes before `update`, for all destinations: [num_dst, ...]."""
+    """[num_dst, ...]: what `propagate` computes before `update`. Collective, in backward too.
+
+    kwargs: the arguments of `propagate`. Rows of nodes are [num_own, ...].
+    depth: rounds of rows that are prefetched.
+    chunk_bytes: about the most bytes of the messages of a chunk. Less on small shards: `MIN_CHUNK_BYTES`.
+
+    Raises:
+        CannotSplit: The aggregation cannot be accumulated chunk by chunk.
+    """
     inputs = Inputs()
     call = plan(conv, "message", kwargs, inputs, edges.num_edges, edges.num_dst)
     profile = profile_messages(conv, call, inputs)
@@ -90,6 +141,8 @@ def aggregate(
         role_counts=tuple(len(getattr(inputs, role)) for role in ROLES),
     )
     tensors = [t for role in ROLES for t in getattr(inputs, role)]
+    # Parameters that `message` uses must be inputs of the Function, or they would get no gradients. Which
+    # ones it uses is not known, so all of them are passed.
     parameters = [p for p in conv.parameters() if p.requires_grad]
     outputs = cast(tuple[Tensor, ...], _Aggregate.apply(run, *tensors, *parameters))
     num_reductions = len(profile.specs)
@@ -98,8 +151,14 @@ def aggregate(
 
 
 def profile_messages(conv: MessagePassing, call: Call, inputs: Inputs) -> MessageProfile:
-    """Run the conv on a few made-up edges, twice with different source rows, and see what it keeps for backward."""
+    """Run a conv on a few made-up edges, and look at what autograd saves for backward.
+
+    It runs twice, with different source rows. If autograd saves the same tensors both times, no gradient
+    depends on the source rows. Gradients of maxima and minima always do: the rows decide which edge gets
+    the gradient.
+    """
     device = next((t.device for role in ROLES for t in getattr(inputs, role)), torch.device("cpu"))
+    # Five edges into two destinations.
     chunk = Chunk(
         edges=slice(0, PROBE_EDGES),
         dst_rows=slice(0, 2),
@@ -133,6 +192,7 @@ def profile_messages(conv: MessagePassing, call: Call, inputs: Inputs) -> Messag
 
     per_edge = [t for t in [*second_saved, *(r.rows for r in reductions)] if t.dim() and t.size(0) == PROBE_EDGES]
     per_edge += edge_inputs["source"] + edge_inputs["destination"] + edge_inputs["edge"]
+    # By address, because several of them may be one tensor.
     bytes_by_address = {t.data_ptr(): t.numel() * t.element_size() for t in per_edge}
     return MessageProfile(
         specs=specs,
@@ -144,9 +204,11 @@ def profile_messages(conv: MessagePassing, call: Call, inputs: Inputs) -> Messag
 
 
 def _probe_rows(tensor: Tensor, is_other: bool) -> Tensor:
-    """A few rows like those of an input. Whole numbers may have a meaning, such as a type: these are 0.
+    """[PROBE_EDGES, ...]: made-up rows in the shape and dtype of an input.
 
-    `other` rows have other signs and sizes, so that masks made of them differ as well.
+    Integers are 0: they may have a meaning, such as an edge type, and 0 is likely to be valid.
+
+    is_other: whether to return rows of other signs and sizes, so that masks computed from them differ too.
     """
     shape = (PROBE_EDGES, *tensor.shape[1:])
     if not tensor.is_floating_point():
@@ -157,6 +219,7 @@ def _probe_rows(tensor: Tensor, is_other: bool) -> Tensor:
 
 
 def _append_to(saved: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    """A hook for `saved_tensors_hooks` that appends every saved tensor to a list."""
 
     def append(tensor: Tensor) -> Tensor:
         saved.append(tensor)
@@ -166,13 +229,16 @@ def _append_to(saved: list[Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 class _GeneratorStates(NamedTuple):
+    """States of torch's random generators."""
+
     host: Tensor
     cuda: Tensor | None
+    """None if the edges are on the host."""
 
 
 @contextmanager
 def _fork_generators(device: torch.device, states: _GeneratorStates | None = None) -> Iterator[None]:
-    """Within, random draws go on from the given states; afterwards those outside go on as if there had been none."""
+    """Undo all random draws of the context at its end. states: if not None, draws begin at these states."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         if states is not None:
             torch.set_rng_state(states.host)
@@ -183,7 +249,10 @@ def _fork_generators(device: torch.device, states: _GeneratorStates | None = Non
 
 @contextmanager
 def _restore_attributes(conv: nn.Module) -> Iterator[None]:
-    """What messages keep on the conv, such as attention weights, is that of a few edges: it is dropped."""
+    """Undo all changes of a conv's attributes at the end of the context.
+
+    `message` may store tensors on the conv, such as attention weights. Those of a few edges are of no use.
+    """
     attributes = dict(conv.__dict__)
     try:
         yield
@@ -194,7 +263,7 @@ def _restore_attributes(conv: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
-    """Within, each module is in training or evaluation as it was in forward."""
+    """Set `training` of modules while the context lasts. modes: (module, value)."""
     current_modes = [(module, module.training) for module, _ in modes]
     for module, training in modes:
         module.training = training
@@ -207,7 +276,7 @@ def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
 
 @contextmanager
 def _refuse_batch_norm(conv: nn.Module) -> Iterator[None]:
-    """Within, a batch norm that runs is refused: its statistics would be those of a few edges."""
+    """Raise `CannotSplit` if a batch norm runs in training mode: it would see the messages of one chunk."""
 
     def refuse(module: nn.Module, _: Any) -> None:
         raise CannotSplit(f"its messages go through {type(module).__name__}, which looks at all edges at once")
@@ -222,7 +291,10 @@ def _refuse_batch_norm(conv: nn.Module) -> Iterator[None]:
 
 
 def rows_per_edge(inputs: Mapping[Role, Sequence[Tensor]], chunk: Chunk) -> dict[Role, list[Tensor]]:
-    """Rows by role to one per edge of a chunk. given: of a part's sources, of all destinations and of all edges."""
+    """By role, one row per edge of a chunk.
+
+    inputs: by role, rows of the part's sources, of all destinations and of all edges, and the constants.
+    """
     return {
         "source": [t.index_select(0, chunk.src) for t in inputs["source"]],
         "destination": [t[chunk.dst_rows].index_select(0, chunk.dst) for t in inputs["destination"]],
@@ -232,12 +304,15 @@ def rows_per_edge(inputs: Mapping[Role, Sequence[Tensor]], chunk: Chunk) -> dict
 
 
 class _Aggregate(torch.autograd.Function):
+    """(run, inputs by role, parameters) -> the reductions over all edges; with a softmax, Z last."""
+
     @staticmethod
     def forward(ctx: Any, run: AggregationRun, *tensors: Tensor) -> tuple[Tensor, ...]:
         edges = run.edges
         profile = run.profile
         device = edges.degrees.device
 
+        # Backward runs `message` again and must compute the same: with the same draws, modes and precision.
         ctx.generator_states = _current_generator_states(device) if run.conv.training else None
         ctx.modes = [(module, module.training) for module in run.conv.modules()]
         ctx.autocast = (device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type))
@@ -248,6 +323,7 @@ class _Aggregate(torch.autograd.Function):
         )
         fetched = run.transport.fetch(inputs["source"], FORWARD, run.depth)
         for k in range(len(edges.parts)):
+            # The part's rows have no name here, so that they are freed before the next ones are waited for.
             _add_part(run, accumulators, k, {**inputs, "source": next(fetched)})
         accumulators.close(edges.degrees)
 
@@ -266,6 +342,7 @@ class _Aggregate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None):  # type: ignore[override]
         run: AggregationRun = ctx.run
+        # As saved by forward: inputs, extremes and ties of each reduction, m.
         saved = ctx.saved_tensors
         num_reductions = len(run.profile.specs)
         num_inputs = len(saved) - 2 * num_reductions - 1
@@ -284,10 +361,14 @@ class _Aggregate(torch.autograd.Function):
 
 
 def _add_part(run: AggregationRun, accumulators: Accumulators, k: int, inputs: Mapping[Role, Sequence[Tensor]]) -> None:
-    """Part k's messages, chunk by chunk. given: rows of its sources, of all destinations and of all edges."""
+    """Add the messages of part k to the reductions, chunk by chunk.
+
+    inputs: by role, rows of the part's sources, of all destinations and of all edges, and the constants.
+    """
     for chunk in run.edges.chunks(k, run.max_edges):
         degrees = run.edges.degrees[chunk.dst_rows]
         raise_max_logit = partial(accumulators.raise_max_logit, chunk)
+        # The chunk's rows have no name here, so that they are freed before the next chunk's are made.
         accumulators.add(
             chunk, replay(run.conv, run.call, rows_per_edge(inputs, chunk), chunk, degrees, raise_max_logit)
         )
@@ -299,21 +380,27 @@ def _current_generator_states(device: torch.device) -> _GeneratorStates:
 
 
 class _SourceSpec(NamedTuple):
+    """Shape and dtype of an input of role "source". Backward needs them even if the rows were not saved."""
+
     shape: torch.Size
     dtype: torch.dtype
 
 
 class _OutputGradients(NamedTuple):
-    """What backward starts from; the first three by reduction."""
+    """The gradients of the reductions, and values of forward from which those of single edges follow."""
 
     gradients: Sequence[Tensor | None]
-    """Of the reductions, and behind them of the sum of a softmax's weights."""
+    """By reduction: [num_dst, ...], then that of `weight_sum` if any. None: the loss does not use it."""
     extremes: Sequence[Tensor | None]
+    """By reduction: [num_dst, ...], the maxima or minima; None for sums."""
     ties: Sequence[Tensor | None]
+    """By reduction: [num_dst, ...] int32, how many edges attain the maximum or minimum; None for sums."""
     max_logit: Tensor | None
+    """[num_dst, ...]: the m of the softmax; None without one."""
 
     def of_chunk(self, chunk: Chunk, chunk_reductions: ChunkReductions) -> Iterator[tuple[Tensor, Tensor]]:
-        """(rows, their gradient) on a chunk's edges."""
+        """Yield (rows [n, ...] that a chunk's edges add to a reduction, the gradient of these rows)."""
+        # Not strict: with a softmax, `gradients` has one more entry.
         by_reduction = zip(chunk_reductions.reductions, self.gradients, self.extremes, self.ties, strict=False)
         for reduction, gradient, extremes, ties in by_reduction:
             if reduction.rows.requires_grad and gradient is not None:
@@ -325,7 +412,7 @@ class _OutputGradients(NamedTuple):
 
 
 class _Backward:
-    """The gradients of all inputs, collected chunk by chunk."""
+    """Computes the gradients of all inputs and parameters, chunk by chunk. Used for one backward pass."""
 
     def __init__(
         self,
@@ -336,13 +423,17 @@ class _Backward:
     ) -> None:
         self.run = run
         self.needs = run.by_role(needs_gradient)
+        """By role: whether each input needs a gradient."""
         self.inputs = run.by_role([None if t is None else t.detach() for t in saved_inputs])
+        """By role. Those of role "source" are None if forward did not save them."""
         device = run.edges.degrees.device
         self.source_templates = [
             torch.empty((), dtype=spec.dtype, device=device).expand(spec.shape) for spec in source_specs
         ]
+        """Tensors in shape and dtype of the inputs of role "source", without memory for their values."""
 
         self.totals: dict[Role, list[Any]] = {}
+        """By role, without "source": the gradients so far; None for inputs that need none."""
         for role in ("destination", "edge", "constant"):
             pairs = zip(self.inputs[role], self.needs[role], strict=True)
             self.totals[role] = [torch.zeros_like(t) if need else None for t, need in pairs]
@@ -352,6 +443,7 @@ class _Backward:
         self.parameter_gradients: list[Tensor | None] = [None] * len(self.parameters)
 
     def run_parts(self, outputs: _OutputGradients) -> list[Any]:
+        """The gradients of all inputs, in the order of `ROLES`, and of all parameters, over all parts."""
         run = self.run
         needed_sources = [t for t, need in zip(self.source_templates, self.needs["source"], strict=True) if need]
         gradient_return = run.transport.start_return(needed_sources, run.depth)
@@ -361,11 +453,13 @@ class _Backward:
             fetched = run.transport.fetch(self.inputs["source"], REFETCH, run.depth, deferred_requests)
 
         def switch_transfers() -> None:
+            """Wait for gradients in transfer, then request rows: only one of the two takes memory."""
             gradient_return.settle()
             while deferred_requests:
                 deferred_requests.pop(0)()
 
         for k in range(len(run.edges.parts)):
+            # The part's rows have no name here, so that they are freed before the next ones are waited for.
             self._add_part(k, next(fetched), gradient_return.buffers(k), outputs, switch_transfers)
             if needed_sources:
                 gradient_return.push(k)
@@ -388,8 +482,15 @@ class _Backward:
         outputs: _OutputGradients,
         switch_transfers: Callable[[], None],
     ) -> None:
-        """Part k's gradients. turn: called when half of its chunks are done."""
+        """Add the gradients of part k, and call `switch_transfers` once on the way.
+
+        source_rows: of the part; None if no gradient depends on them.
+        buffers: for the gradients of the part's source rows.
+        """
         num_chunks = self.run.edges.num_chunks(k, self.run.max_edges)
+        # Gradients of the part before travel during the first half of the chunks, the next rows during the
+        # second. Part 0 sends no gradients, so up to part 1 none are in transfer and the rows can be
+        # requested at once.
         switch_chunk = num_chunks // 2 if k > 1 else 0
         for i, chunk in enumerate(self.run.edges.chunks(k, self.run.max_edges)):
             if i == switch_chunk:
@@ -401,7 +502,7 @@ class _Backward:
     def _add_chunk(
         self, chunk: Chunk, source_rows: list[Tensor] | None, buffers: list[Tensor], outputs: _OutputGradients
     ) -> None:
-        """One chunk's messages again, and its gradients. rows: of the part's sources; buffers: for their gradients."""
+        """Run `message` again on a chunk, and add the gradients of its inputs. See `_add_part`."""
         edge_inputs = self._make_leaves(chunk, source_rows)
         wanted_inputs = [(role, i) for role in ROLES for i, need in enumerate(self.needs[role]) if need]
         leaves = [*(edge_inputs[role][i] for role, i in wanted_inputs), *self.parameters]
@@ -419,6 +520,7 @@ class _Backward:
 
         reduced_rows, row_gradients = zip(*pairs, strict=True)
         gradients = torch.autograd.grad(reduced_rows, leaves, row_gradients, allow_unused=True)
+        # `buffers` has an entry per source that needs a gradient, in the order of `wanted_inputs`.
         next_buffer = iter(buffers)
         for (role, i), gradient in zip(wanted_inputs, gradients, strict=False):
             total = next(next_buffer) if role == "source" else self.totals[role][i]
@@ -430,7 +532,7 @@ class _Backward:
                 self.parameter_gradients[i] = gradient if total is None else total + gradient
 
     def _make_leaves(self, chunk: Chunk, source_rows: list[Tensor] | None) -> dict[Role, list[Tensor]]:
-        """The inputs on a chunk's edges, with gradients of their own. Sources whose values do not matter are 0."""
+        """By role, one row per edge of the chunk, as leaves of autograd. Missing source rows are 0."""
         edge_inputs = rows_per_edge({**self.inputs, "source": source_rows or []}, chunk)
         if source_rows is None:
             edge_inputs["source"] = [t.new_zeros(chunk.num_edges, *t.shape[1:]) for t in self.source_templates]
@@ -441,11 +543,16 @@ class _Backward:
 
 
 def _add_gradient(role: Role, chunk: Chunk, total: Tensor, gradient: Tensor) -> None:
+    """Add the gradient of a chunk's input to the total of that input.
+
+    gradient: [n, ...] of the chunk's n edges, or of a constant as a whole.
+    total: of the part's sources, of all destinations, of all edges, or of the constant.
+    """
     if role == "source":
         total.index_add_(0, chunk.src, gradient)
     elif role == "destination":
         total[chunk.dst_rows].index_add_(0, chunk.dst, gradient)
     elif role == "edge":
-        total[chunk.edges] = gradient
+        total[chunk.edges] = gradient  # no other chunk has these edges
     else:
         total += gradient

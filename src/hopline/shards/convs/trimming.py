@@ -1,7 +1,16 @@
-"""Message-flow graphs over shards: per layer only the edges, and of other shards only the rows, that the outputs need.
+"""Trimmed layers over shards: only the edges, and of other shards only the rows, that the outputs need.
 
-A node whose row nobody needs keeps its place, without edges: what comes out there is never looked at, and its gradient
-is 0. Nodes that are needed have all their edges, so outputs and gradients are those of the whole graph.
+With few training nodes and few layers, most of a full-batch step is not needed. Let N_L be the nodes whose
+outputs are needed. Layer L must compute N_L and therefore reads N_L and its in-neighbours:
+
+    N_(l-1) = N_l and the sources of all in-edges of N_l
+
+DGL calls such layers message-flow graphs. Layer l keeps all in-edges of N_l, so outputs and gradients of
+these nodes are those of the whole graph. Norms by degree use the degrees of the whole graph too.
+
+A node that is not needed keeps its row in all tensors, without edges. So rows need no new numbers from
+layer to layer. What a layer puts out at such a node is never read, and its gradient is 0. Only halos
+shrink, since their rows travel.
 """
 
 from __future__ import annotations
@@ -25,11 +34,12 @@ from hopline.shards.transports import Transport
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrimmedConvs(ShardConvs):
-    """Runs convs on the in-edges of some of a shard's nodes. Norms by degree are those of all edges."""
+    """Runs convs on the in-edges of some of a shard's own nodes: the runner of one trimmed layer."""
 
     whole: ShardConvs
+    """The runner on all edges, which the layers share. It has the norms by degree of the whole graph."""
     is_needed: Tensor
-    """[num_own] bool: the nodes that have their edges."""
+    """[num_own] bool: the nodes that have their in-edges."""
 
     @cached_property
     def edges_with_loops(self) -> Edges:
@@ -37,25 +47,28 @@ class TrimmedConvs(ShardConvs):
             return _trim_edges(self.is_needed, self.edges.with_loops())
 
     def norm(self, add_loops: bool, improved: bool, dtype: torch.dtype) -> Tensor:
+        """[num_edges]: GCN's degree norm in the whole graph, at the edges of this layer. Collective."""
         key = (add_loops, improved, dtype)
         if key not in self._norm_cache:
             whole_edges = self.whole.edges_with_loops if add_loops else self.whole.edges
             norm = self.whole.norm(*key).index_select(0, _edges_into(self.is_needed, whole_edges))
-            if norm.requires_grad:
+            if norm.requires_grad:  # a weight is learnt: the norm differs in the next step
                 return norm
             self._norm_cache[key] = norm
         return self._norm_cache[key]
 
     def to(self, device: torch.device) -> Self:
+        # Not copied if it is on the device already, so that the runners of all layers keep one `whole`.
         is_on_device = self.whole.layout.degrees.device == device
         whole = self.whole if is_on_device else self.whole.to(device)
         return replace(super().to(device), whole=whole, is_needed=self.is_needed.to(device))
 
     def run(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:
+        """As in `ConvRunner`. Raises ValueError if the conv looks further than a node's in-edges."""
         question = "looks one hop far"
         if not findings.get(conv, question, options_of(conv)):
             initialise(conv, h.shape[1], self.edge_rows, None if x0 is None else x0.size(1))
-            with torch.inference_mode(False):
+            with torch.inference_mode(False):  # the probe computes gradients
                 check_one_hop(conv, h.shape[1], self, x0)
             findings.put(conv, question, options_of(conv), True)
         return super().run(conv, h, x0)
@@ -64,13 +77,19 @@ class TrimmedConvs(ShardConvs):
 def trimmed_convs(
     whole: ShardConvs, is_needed: Tensor, num_layers: int, device: torch.device | str = "cpu", **options: Any
 ) -> tuple[TrimmedConvs, ...]:
-    """A runner per layer, in the order of computation. All ranks must ask at once, with the same number of layers.
+    """A runner for each layer, in the order of computation. Collective.
 
-    whole: on the host. is_needed: [num_own] bool, the own nodes whose outputs are looked at. device: for the runners.
+    All ranks call it at the same time, with the same number of layers.
+
+    whole: the runner on all edges, on the host.
+    is_needed: [num_own] bool, the own nodes whose outputs are needed.
+    device: for the runners.
+    options: other fields of the runners, such as mode.
     """
     target = torch.device(device)
     whole_on_device = whole.to(target)
     runners: list[TrimmedConvs] = []
+    # From the last layer, whose outputs are needed, to the first.
     for _ in range(num_layers):
         layout, is_read = _trim_layout(whole.layout, is_needed, whole.transport)
         transport = whole.transport.with_layout(layout)
@@ -81,7 +100,10 @@ def trimmed_convs(
 
 
 def _trim_layout(layout: ShardLayout, is_needed: Tensor, transport: Transport) -> tuple[ShardLayout, Tensor]:
-    """(the layout of one layer, [num_own] bool: the own rows that it reads here or elsewhere)."""
+    """(layout of a trimmed layer, [num_own] bool: own rows that the layer reads on any shard). Collective.
+
+    is_needed: [num_own] bool, the own nodes that the layer must compute.
+    """
     parts = []
     halos = []
     halo_masks = []
@@ -92,6 +114,7 @@ def _trim_layout(layout: ShardLayout, is_needed: Tensor, transport: Transport) -
         is_used = torch.zeros(halo.numel(), dtype=torch.bool)
         is_used[src] = True
         if layout.own_range(k) == (0, 0):
+            # Rows of another shard: only those that are used will come, so sources are numbered anew.
             src = is_used.cumsum(0)[src] - 1
             halo = halo[is_used]
         edge = {name: rows[edges] for name, rows in part.edge.items()}
@@ -104,7 +127,7 @@ def _trim_layout(layout: ShardLayout, is_needed: Tensor, transport: Transport) -
     sends = list(layout.sends)
     for k, is_sent in enumerate(send_masks):
         first, stop = layout.own_range(k)
-        if stop > first:
+        if stop > first:  # the sources of part k are own rows, first .. stop - 1
             is_read[first:stop] |= is_sent
         else:
             sends[k] = sends[k][is_sent]
@@ -121,7 +144,10 @@ def _trim_layout(layout: ShardLayout, is_needed: Tensor, transport: Transport) -
 
 
 def _trim_part(is_needed: Tensor, part: Part) -> tuple[Part, Tensor]:
-    """(the edges that lead to some nodes, their places among all)."""
+    """(the part with only the edges into some nodes, [n] int64: numbers of these edges in the old part).
+
+    Sources and destinations keep their numbers. Edge arrays are left out.
+    """
     counts = part.indptr.diff()
     edges = is_needed.repeat_interleave(counts, output_size=part.num_edges).nonzero().view(-1)
     indptr = torch.zeros_like(part.indptr)
@@ -131,12 +157,12 @@ def _trim_part(is_needed: Tensor, part: Part) -> tuple[Part, Tensor]:
 
 
 def _edges_into(is_needed: Tensor, edges: Edges) -> Tensor:
-    """[n] int64: the places of the edges that lead to some nodes."""
+    """[n] int64: the numbers, among the edges of all parts, of the edges into some nodes."""
     return is_needed[edges.destinations()].nonzero().view(-1)
 
 
 def _trim_edges(is_needed: Tensor, edges: Edges) -> Edges:
-    """Edges with loops, without those that lead to nodes that nobody needs."""
+    """Edges with self-loops, without those into nodes that are not needed."""
     assert edges.origins is not None
     parts = tuple(_trim_part(is_needed, part)[0] for part in edges.parts)
     origins = edges.origins[_edges_into(is_needed, edges)]
@@ -144,7 +170,16 @@ def _trim_edges(is_needed: Tensor, edges: Edges) -> Edges:
 
 
 def check_one_hop(conv: nn.Module, width: int, convs: ShardConvs, x0: Tensor | None) -> None:
-    """Refuse a conv whose output at a node depends on edges of other nodes, or on rows that nobody needs."""
+    """Refuse a conv whose output at a node depends on more than its in-edges and the rows that they read.
+
+    The conv runs on all edges of a tiny graph, and on a trimmed layer of it. For the second run, rows that
+    nobody reads are changed. Both outputs must be equal.
+
+    width: of the conv's input rows.
+
+    Raises:
+        ValueError: The two differ.
+    """
     rule = find_rule(conv, width, convs, x0)
     trial = trial_of(conv)
     graph = probe_graph(convs.edge_rows)
@@ -156,6 +191,7 @@ def check_one_hop(conv: nn.Module, width: int, convs: ShardConvs, x0: Tensor | N
     is_needed = torch.arange(graph.num_nodes) % 3 == 0
     (trimmed,) = trimmed_convs(whole, is_needed, 1, mode=convs.mode)
 
+    # The layer before leaves any numbers at rows that this one does not read.
     is_read = is_needed.clone()
     is_read[graph.indices[is_needed.repeat_interleave(graph.in_degrees())]] = True
     changed_x = torch.where(is_read[:, None], x, 1 + x)
