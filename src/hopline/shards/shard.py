@@ -5,7 +5,7 @@ A rank opens its own shard and needs no other. The folder of a shard holds array
 
     nodes, indptr, at          in-edges of the own nodes, in the dataset's order: for sampling
     part_ptr, part_indptr,     the same edges grouped by the owner of their sources: for `ShardLayout`,
-    src_idx, edge_ids          whose parts are slices of these arrays
+    src_idx, edge_ids, edge.*  whose parts are slices of these arrays
     halo_*                     rows that this shard reads from each other shard
     send_*                     rows that each other shard reads from this one
     table.*, y, split.*        rows, labels and splits of the own nodes
@@ -83,7 +83,7 @@ class Shard:
     name: str
     """Name of the dataset."""
     layout: ShardLayout
-    """The same edges in parts, by round, and the rows that travel between the shards."""
+    """The edges of this shard in parts, by round, and the rows that travel between the shards."""
     num_nodes: int
     """Nodes of all shards."""
     num_edges: int

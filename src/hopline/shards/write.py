@@ -39,7 +39,7 @@ from hopline.tables import SparseTable, Table
 from hopline.util.progress import Progress, progress
 
 CHUNK = 1 << 22
-"""Nodes or edges handled at a time. A node with more in-edges is handled alone. A rule of thumb."""
+"""Nodes or edges handled at a time. A node with more in-edges makes a chunk larger. A rule of thumb."""
 
 
 def cut_into(

@@ -206,7 +206,7 @@ def profile_messages(conv: MessagePassing, call: Call, inputs: Inputs) -> Messag
 def _probe_rows(tensor: Tensor, is_other: bool) -> Tensor:
     """[PROBE_EDGES, ...]: made-up rows in the shape and dtype of an input.
 
-    Integers are 0: they may have a meaning, such as an edge type, and 0 is likely to be valid.
+    Integers are 0: they may have a meaning, such as an edge type.
 
     is_other: whether to return rows of other signs and sizes, so that masks computed from them differ too.
     """

@@ -39,7 +39,7 @@ class TrimmedConvs(ShardConvs):
     whole: ShardConvs
     """The runner on all edges, which the layers share. It has the norms by degree of the whole graph."""
     is_needed: Tensor
-    """[num_own] bool: the nodes that have their in-edges."""
+    """[num_own] bool: the nodes that the layer must compute. Only they have in-edges."""
 
     @cached_property
     def edges_with_loops(self) -> Edges:
