@@ -43,7 +43,7 @@ def test_virtual_shards_are_slices_of_the_rows() -> None:
 
 def test_gradients_are_added_to_the_rows_they_are_of() -> None:
     layout = virtual_layout(*graph_and_parts(3))
-    returns = LocalTransport(layout).returns([randn(50, 2)], 1)
+    returns = LocalTransport(layout).start_return([randn(50, 2)], 1)
     for k in range(3):
         returns.buffers(k)[0].add_(k + 1.0)
         returns.buffers(k)[0].add_(k + 1.0)
@@ -77,7 +77,7 @@ def test_a_single_rank_sends_nothing(group: None) -> None:
     assert [torch.equal(part[0], rows) for part in transport.fetch([rows], "forward", 2)] == [True]
     assert torch.equal(transport.fetch_all(rows, "forward"), rows)
     assert torch.equal(transport.return_all(rows), rows)
-    returns = transport.returns([rows], 2)
+    returns = transport.start_return([rows], 2)
     returns.buffers(0)[0].add_(rows)
     returns.push(0)
     assert torch.equal(returns.finish()[0], rows)
@@ -146,7 +146,7 @@ def test_rows_are_asked_for_ahead_when_the_caller_has_room() -> None:
 def test_so_many_rounds_of_gradients_are_under_way(depth: int) -> None:
     layout = shard_layouts(*graph_and_parts(5))[1]
     transport = Wires(layout)
-    returns = transport.returns([randn(layout.num_own, 2)], depth)
+    returns = transport.start_return([randn(layout.num_own, 2)], depth)
     for k in range(5):
         returns.buffers(k)
         returns.push(k)

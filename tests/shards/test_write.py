@@ -109,7 +109,7 @@ def test_a_cut_that_fails_leaves_the_old_shards(tmp_path: Path, monkeypatch: pyt
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(cutting._Cut, "write_halo", full)
+    monkeypatch.setattr(cutting._ShardWriter, "write_halo", full)
     with pytest.raises(ValueError, match="The disk is full"):
         cut(data, make_partition(data.graph, 3, "range"), tmp_path / "shards")
     monkeypatch.undo()

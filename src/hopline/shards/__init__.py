@@ -1,9 +1,21 @@
-"""A dataset cut into shards, one folder for each rank.
+"""Datasets in shards: one folder per shard, one shard per rank.
 
-`write` cuts, `shard` opens one, `all_shards` opens all of them as one dataset, `layout` says what a shard holds and
-wants of others, `verify` checks a cut, `data` is the dataset of which each rank has a shard, `collective_sampler`
-samples over all of them. `transports` moves rows between shards, within a process or between ranks, and `convs/` runs
-PyG's convs over shards. The folders are a contract, as those of `data` are. It stands on `budget` and below.
+A shard holds some of the nodes, with all their in-edges. The sources of these edges that other shards own
+are its *halo*. A rank opens its own shard and gets rows of the halo from the ranks that own them.
+
+    on disk     write                partitions a dataset into shards
+                shard                opens one shard
+                all_shards           opens all shards as one dataset, in one process
+                verify               checks a folder of shards
+    training    data                 `ShardedData`: the dataset of which each rank has a shard
+                collective_sampler   neighbour sampling over all shards
+                layout               which rows travel between which shards, in which round
+                transports           moves rows between shards, within a process or between ranks
+                convs/               PyG's convs over shards, for full-batch training
+
+Read `layout`, then `shard` and `write`; for full-batch training `transports` and `convs/`. The format of
+the folders is a contract: a later version opens them, or refuses them by name. The package stands on
+`budget` and below.
 """
 
 from typing import TYPE_CHECKING

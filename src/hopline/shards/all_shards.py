@@ -1,4 +1,8 @@
-"""A folder of shards as one dataset again, for a process that trains on all of them."""
+"""A folder of shards as one dataset again, for a process that trains on all of them.
+
+edges, edge arrays, labels, splits, sparse tables    put together in memory, in the dataset's order
+dense tables (features)                              stay in the memory-mapped shards: `RowsOfShards`
+"""
 
 from __future__ import annotations
 
@@ -20,27 +24,30 @@ from hopline.tables import SparseTable, Table
 from hopline.tables.shareable import Shareable
 
 CHUNK = 1 << 22
-"""Edges put in their places at a time."""
+"""Edges that are copied at a time, which limits the memory of temporary arrays. A rule of thumb."""
 
 
 class RowsOfShards(Shareable, Table):
-    """The rows of all shards by node id, read from the shards when they are asked for.
+    """One table over the same tables of all shards. Rows are read from the shards on every `read`.
 
-    place: [num_nodes] int64: where each node is when all shards stand one behind the other.
+    tables: by shard, with a row per own node.
+    position: [num_nodes] int64, by node id: the node's number if the nodes of all shards are counted shard
+        after shard.
     """
 
-    def __init__(self, tables: Sequence[Table], place: Tensor) -> None:
-        self.tables, self.place = list(tables), place
-        self.ends = list(accumulate(len(table) for table in tables))
-        """Where the rows of each shard end among all."""
+    def __init__(self, tables: Sequence[Table], position: Tensor) -> None:
+        self.tables = list(tables)
+        self.position = position
+        self.stops = list(accumulate(len(table) for table in tables))
+        """By shard: the position after its last row."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        others = {"tables": self.tables, "ends": self.ends}
-        return RowsOfShards.from_shared, (self.share_arrays("place"), others)
+        others = {"tables": self.tables, "stops": self.stops}
+        return RowsOfShards.from_shared, (self.share_arrays("position"), others)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.place.numel(), *self.tables[0].shape[1:])
+        return (self.position.numel(), *self.tables[0].shape[1:])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -48,28 +55,35 @@ class RowsOfShards(Shareable, Table):
 
     @property
     def version(self) -> int | None:
-        versions = [table.version for table in self.tables]
-        known = [version for version in versions if version is not None]
-        return sum(known) if len(known) == len(versions) else None
+        """The sum of the shards' versions: it changes with each of them. None if one of them has none."""
+        total = 0
+        for table in self.tables:
+            version = table.version
+            if version is None:
+                return None
+            total += version
+        return total
 
     def read(self, ids: Tensor) -> Tensor:
-        positions = self.place[ids]
+        positions = self.position[ids]
         rows = torch.empty((ids.numel(), *self.shape[1:]), dtype=self.dtype)
         first = 0
-        for table, end in zip(self.tables, self.ends, strict=True):
-            own = ((positions >= first) & (positions < end)).nonzero().view(-1)
-            if own.numel():
-                rows[own] = table.read(positions[own] - first)
-            first = end
+        for table, stop in zip(self.tables, self.stops, strict=True):
+            is_in_shard = (positions >= first) & (positions < stop)
+            idx = is_in_shard.nonzero().view(-1)
+            if idx.numel():
+                rows[idx] = table.read(positions[idx] - first)
+            first = stop
         return rows
 
 
 def join_shards(folder: str | os.PathLike[str], *, split: int = 0) -> Dataset:
-    """Open all shards of a folder as the dataset that was cut, in one process: any method trains on it.
+    """Open all shards of a folder as the dataset that was cut, in one process. Any method trains on it.
 
-    Node ids, the order of edges, labels and splits are those of the dataset, so its losses are too. Features are read
-    from the shards when they are needed. Edges and labels are put together in memory: 4 bytes per edge (8 above 2^31
-    nodes) with the edge arrays, and 24 bytes per node. With a process per shard, use `hl.shards.open`.
+    Node ids, the order of edges, labels and splits are those of the dataset, so losses are the same too.
+    Features are read from the shards when they are needed. Edges and labels are put together in memory: 4
+    bytes per edge (8 above 2^31 nodes) with the edge arrays, and 24 bytes per node. With a process per
+    shard, use `hl.shards.open`.
 
     Args:
         folder: Made by `hl.shards.cut` or `hopline partition`, with all its shards.
@@ -89,19 +103,18 @@ def join_shards(folder: str | os.PathLike[str], *, split: int = 0) -> Dataset:
     shards = open_shards(folder)
     first = shards[0]
     order = torch.cat([shard.nodes for shard in shards])
-    place = torch.empty_like(order)
-    place[order] = torch.arange(order.numel())
-    splits = tuple(
-        {name: torch.cat([s.all_splits[k][name] for s in shards]).sort().values for name in one}
-        for k, one in enumerate(first.all_splits)
-    )
+    position = torch.empty_like(order)
+    position[order] = torch.arange(order.numel())
+    splits = []
+    for k, names in enumerate(first.all_splits):
+        splits.append({name: torch.cat([s.all_splits[k][name] for s in shards]).sort().values for name in names})
     data = Dataset(
         name=first.name,
-        graph=_graph(shards, order, about["num_edges"]),
-        tables={name: _table([s.tables[name] for s in shards], place) for name in first.tables},
-        y=None if first.y is None else torch.cat([s.labels for s in shards])[place],
+        graph=_join_graphs(shards, order, about["num_edges"]),
+        tables={name: _join_tables([s.tables[name] for s in shards], position) for name in first.tables},
+        y=None if first.y is None else torch.cat([s.labels for s in shards])[position],
         splits=splits[0] if splits else {},
-        alternatives=splits if len(splits) > 1 else (),
+        alternatives=tuple(splits) if len(splits) > 1 else (),
         task=first.task,
         num_classes=first.num_classes,
         meta={key: value for key, value in manifest.meta.items() if key != SHARDS},
@@ -109,30 +122,35 @@ def join_shards(folder: str | os.PathLike[str], *, split: int = 0) -> Dataset:
     return data.with_split(split)
 
 
-def _graph(shards: Sequence[Shard], order: Tensor, num_edges: int) -> Graph:
-    """order: [num_nodes] the node at each place."""
+def _join_graphs(shards: Sequence[Shard], order: Tensor, num_edges: int) -> Graph:
+    """The graph of all shards. order: [num_nodes] int64, the id of the node at each position."""
     num_nodes = order.numel()
     indptr = torch.zeros(num_nodes + 1, dtype=torch.int64)
     indices = torch.empty(num_edges, dtype=index_dtype(num_nodes))
-    edge = {name: a.new_empty((num_edges, *a.shape[1:])) for name, a in shards[0].edge.items()}
+    edge = {name: array.new_empty((num_edges, *array.shape[1:])) for name, array in shards[0].edge.items()}
     for shard in shards:
         indptr[shard.nodes + 1] = shard.indptr.diff()
-        for start in range(0, shard.edge_ids.numel(), CHUNK):
-            at = torch.arange(start, min(start + CHUNK, shard.edge_ids.numel()))
-            ids = ops.gather_rows(shard.edge_ids, at)
-            indices[ids] = order[shard.sources(at)].to(indices.dtype)
+        num_shard_edges = shard.edge_ids.numel()
+        for start in range(0, num_shard_edges, CHUNK):
+            numbers = torch.arange(start, min(start + CHUNK, num_shard_edges))
+            edge_ids = ops.gather_rows(shard.edge_ids, numbers)
+            indices[edge_ids] = order[shard.sources(numbers)].to(indices.dtype)
             for name, array in shard.edge.items():
-                edge[name][ids] = ops.gather_rows(array, at)
+                edge[name][edge_ids] = ops.gather_rows(array, numbers)
     return Graph(indptr.cumsum(0), indices, edge)
 
 
-def _table(tables: Sequence[Table], place: Tensor) -> Table:
-    """Dense rows stay in the shards; sparse ones are put together."""
+def _join_tables(tables: Sequence[Table], position: Tensor) -> Table:
+    """One table by node id. Dense rows stay in the shards; sparse ones are put together in memory.
+
+    position: [num_nodes] int64, by node id.
+    """
     sparse = [table for table in tables if isinstance(table, SparseTable)]
     if not sparse:
-        return RowsOfShards(tables, place)
+        return RowsOfShards(tables, position)
     counts = torch.cat([table.indptr.diff() for table in sparse])
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
-    columns, values = (torch.cat([getattr(t, name) for t in sparse]) for name in ("columns", "values"))
-    stacked = SparseTable(indptr, columns, values, sparse[0].num_columns)
-    return SparseTable(*stacked.read_csr(place), stacked.num_columns)
+    columns = torch.cat([table.columns for table in sparse])
+    values = torch.cat([table.values for table in sparse])
+    by_position = SparseTable(indptr, columns, values, sparse[0].num_columns)
+    return SparseTable(*by_position.read_csr(position), by_position.num_columns)

@@ -1,4 +1,18 @@
-"""Neighbour sampling on a graph in shards: every rank asks the owners for edges and rows, all at the same time."""
+"""Neighbour sampling on a graph in shards: ranks ask the owners of nodes for in-edges, by all-to-all.
+
+All ranks sample a batch at the same time, hop by hop. One hop on rank p:
+
+    rank p                                              rank q, owner of some nodes (p itself too)
+    nodes of the frontier, by owner   -- all-to-all ->  draw up to `fanout` in-edges of each node
+    new nodes: the next frontier      <- all-to-all --  sources, edge arrays, edge ids, counts per node
+
+After the last hop one more request goes to the owners of all nodes that were reached. They answer with ids
+and degrees, and later, by `fetch`, with rows of tables.
+
+Nodes are addressed by *position* (`Shard`), from which the owner follows. A node's draws depend on (key,
+pair of layers, node id) alone and not on who asks. So the batch is the one that a single process with the
+whole graph draws.
+"""
 
 from __future__ import annotations
 
@@ -20,34 +34,48 @@ from hopline.tables import SparseTable, Table
 from hopline.util.config import check_fanouts
 
 CHUNK = 1 << 22
-"""Edges whose weights are summed at a time."""
+"""Edges whose weights are summed at a time, to limit the memory of temporary arrays. A rule of thumb."""
 
 
 class _Hop(NamedTuple):
-    """The edges of one layer, as they come back."""
+    """One hop of a batch."""
 
     num_dst: int
+    """Number of destinations: the nodes that were reached before this hop."""
     fanout: int
+    """The most in-edges that were drawn per node; -1: all."""
+    part: Part
+    """The edges. Sources are local ids."""
+
+
+class _SampledEdges(NamedTuple):
+    """In-edges of some nodes, as their owners sent them."""
+
     indptr: Tensor
-    src_idx: Tensor
-    rest: list[Tensor]
-    """Edge ids where they were asked for, then the rows of each edge array."""
+    """[num_nodes + 1] int64."""
+    sources: Tensor
+    """[num_edges] int64: positions."""
+    edge_ids: Tensor | None
+    """[num_edges] int64: positions in the dataset's edge arrays; None if they are not asked for."""
+    edge: dict[str, Tensor]
+    """[num_edges, ...] each, by name: rows of the edge arrays."""
 
 
 class CollectiveSampler:
-    """Seeds to blocks, as `NeighborSampler`, where each rank has one shard of the graph.
+    """Samples blocks around seeds, like `NeighborSampler`, on a graph in shards, one per rank.
 
-    Every rank must call `sample` as often as the others, with seeds of its own or none. A node's sample depends on
-    (key, pair of layers, node) alone and is drawn by its owner, so it is the one that a single process with the whole
-    graph draws.
+    Collective: every rank makes one, and calls `sample` as often as the others, with seeds of its own or
+    none. The sample is the one that a single process with the whole graph draws. One thread at a time may
+    call it.
 
     Args:
         shard: This rank's.
-        channel: Between the ranks. Nothing else may use it meanwhile.
-        fanouts: In-edges drawn per node and layer, the seeds' own first; -1 takes all.
-        replace: Draw neighbours with replacement.
+        channel: Between the ranks. Nothing else may use it while `sample` runs.
+        fanouts: In-edges drawn per node and layer, that of the seeds first; -1 takes all.
+        replace: Whether to draw neighbours with replacement.
         edge_ids: Whether parts have `edge_ids`.
-        one_list: A node has one neighbour list in all layers, for models that run on the union of the blocks.
+        one_list: Whether a node has the same neighbours in all layers, for models that run on the union of
+            the blocks.
 
     Raises:
         ValueError: A fan-out is not allowed, or shards and ranks do not fit together.
@@ -74,82 +102,127 @@ class CollectiveSampler:
     ) -> None:
         check_fanouts(fanouts, replace)
         check_fits(shard, channel)
-        self.shard, self.channel, self.fanouts = shard, channel, tuple(fanouts)
-        self.replace, self.edge_ids, self.one_list = replace, edge_ids, one_list
+        self.shard = shard
+        self.channel = channel
+        self.fanouts = tuple(fanouts)
+        self.replace = replace
+        self.edge_ids = edge_ids
+        self.one_list = one_list
         self._id_map = ops.new_id_map(shard.num_nodes, torch.device("cpu"))
-        own = shard.layout.parts[0]
-        loops = ops.self_loops(own.indptr, own.src_idx).numel()
-        self.has_loops = bool(channel.max(torch.tensor([loops])) > 0)
-        self.weights = weights_of_shard(shard) if self.has_loops or "weight" in shard.edge else None
-        """[num_own, 3] what `PartialGraph.weights` says of the own nodes, where it must say something."""
+
+        own_part = shard.layout.parts[0]
+        num_loops = ops.self_loops(own_part.indptr, own_part.src_idx).numel()
+        self.has_loops = bool(channel.max(torch.tensor([num_loops])) > 0)
+        """Whether some node of the whole graph has an edge to itself."""
+        needs_weights = self.has_loops or "weight" in shard.edge
+        self.weights = weights_of_shard(shard) if needs_weights else None
+        """[num_own, 3] float64: `PartialGraph.weights` of the own nodes; None if degrees say the same."""
 
     def sample(self, seeds: Tensor, key: int) -> tuple[tuple[Block, ...], RowRequest, RowRequest]:
-        """(blocks, questions for rows of the first one's sources and of the seeds). seeds: places, each once."""
-        id_map, hops = self._id_map, list[_Hop]()
+        """Sample the blocks of a batch. Collective.
+
+        seeds: [n] int64, distinct positions. key: of the batch's draws.
+
+        Returns (blocks in the order of computation, a request for rows of the first block's sources, one
+        for rows of the seeds). `fetch` turns a request into rows.
+        """
+        ptr = self.shard.ptr
+        id_map = self._id_map
+        hops: list[_Hop] = []
         try:
             id_map.add(seeds)
+            # A repeated seed gets the local id that it has already, so the map stays smaller.
             if id_map.size != seeds.numel():
                 raise ValueError("the seeds of a batch must be distinct: pass each node id once")
-            positions, of_seeds = seeds, RowRequest(self.channel, self.shard.ptr, seeds)
-            request = of_seeds
-            for fanout, drawn_by in zip(self.fanouts, hop_keys(key, len(self.fanouts), self.one_list), strict=True):
-                indptr, (sources, *rest) = self._ask(request, fanout, int(drawn_by))
-                hops.append(_Hop(positions.numel(), fanout, indptr, id_map.add(sources), rest))
+            positions = seeds
+            seed_request = RowRequest(self.channel, ptr, seeds)
+            request = seed_request
+            keys = hop_keys(key, len(self.fanouts), self.one_list)
+            for fanout, hop_key in zip(self.fanouts, keys, strict=True):
+                sampled = self._request_edges(request, fanout, int(hop_key))
+                part = Part(sampled.indptr, id_map.add(sampled.sources), sampled.edge, sampled.edge_ids)
+                hops.append(_Hop(positions.numel(), fanout, part))
                 positions = id_map.ids()
-                request = RowRequest(self.channel, self.shard.ptr, positions)
+                request = RowRequest(self.channel, ptr, positions)
         finally:
             id_map.clear()
-        ids, graph = self._graph(request)
-        sizes = [*(hop.num_dst for hop in hops[1:]), ids.numel()]
-        blocks = [self._block(hop, ids[:size], graph, key) for hop, size in zip(hops, sizes, strict=True)]
-        return tuple(reversed(blocks)), request, of_seeds
 
-    def _ask(self, request: RowRequest, fanout: int, key: int) -> tuple[Tensor, list[Tensor]]:
-        """(indptr, [places of the sources, edge ids, rows of each edge array]) of the in-edges of some nodes."""
-        shard, rows = self.shard, request.rows
+        ids, graph = self._request_degrees(request)
+        # Local ids are in the order in which nodes were reached, so the sources of each block are the first
+        # ones: as many as the destinations of the next hop, and in the last hop all.
+        num_sources = [*(hop.num_dst for hop in hops[1:]), ids.numel()]
+        blocks = []
+        for hop, num_src in zip(hops, num_sources, strict=True):
+            takes_all = hop.fanout < 0
+            blocks.append(Block(ids[:num_src], hop.num_dst, (hop.part,), graph, key, in_graph_order=takes_all))
+        return tuple(reversed(blocks)), request, seed_request
+
+    def _request_edges(self, request: RowRequest, fanout: int, key: int) -> _SampledEdges:
+        """Get in-edges of a request's nodes from their owners. Draws those that are asked of this rank."""
+        shard = self.shard
+        rows = request.rows
         if fanout < 0:
-            starts, taken = ops.row_positions(shard.indptr, rows)
-            counts, at = starts.diff(), ops.gather_rows(shard.at, taken).long()
+            starts, edges = ops.row_positions(shard.indptr, rows)
+            counts = starts.diff()
+            numbers = ops.gather_rows(shard.at, edges).long()
         else:
+            # Draws are keyed by the node's id, which does not depend on the partition.
             nodes = ops.gather_rows(shard.nodes, rows)
-            drawn = sample_children(shard.indptr, shard.at, rows, nodes, fanout, key, self.replace)
-            counts = drawn.counts.long()
-            at = drawn.ids[torch.arange(fanout) < counts[:, None]].long()
-        answers = [shard.sources(at)] + ([ops.gather_rows(shard.edge_ids, at)] if self.edge_ids else [])
-        return request.reply_lists(counts, answers + [ops.gather_rows(a, at) for a in shard.edge.values()])
+            children = sample_children(shard.indptr, shard.at, rows, nodes, fanout, key, self.replace)
+            counts = children.counts.long()
+            is_drawn = torch.arange(fanout) < counts[:, None]
+            numbers = children.ids[is_drawn].long()
 
-    def _block(self, hop: _Hop, src_ids: Tensor, graph: Graph, key: int) -> Block:
-        edge_ids = hop.rest[0] if self.edge_ids else None
-        edge = dict(zip(self.shard.edge, hop.rest[1:] if self.edge_ids else hop.rest, strict=True))
-        part = Part(hop.indptr, hop.src_idx, edge, edge_ids)
-        return Block(src_ids, hop.num_dst, (part,), graph, key, in_graph_order=hop.fanout < 0)
+        answers = [shard.sources(numbers)]
+        if self.edge_ids:
+            answers.append(ops.gather_rows(shard.edge_ids, numbers))
+        answers += [ops.gather_rows(array, numbers) for array in shard.edge.values()]
+        indptr, received = request.reply_lists(counts, answers)
 
-    def _graph(self, request: RowRequest) -> tuple[Tensor, PartialGraph]:
-        """The ids of some nodes, and what is known of them."""
-        shard, rows = self.shard, request.rows
-        known = torch.stack([ops.gather_rows(a, rows) for a in (shard.nodes, shard.layout.degrees)], 1)
-        ids, degrees = request.reply(known).t().contiguous()
+        sources, *edge_arrays = received
+        edge_ids = edge_arrays.pop(0) if self.edge_ids else None
+        return _SampledEdges(indptr, sources, edge_ids, dict(zip(shard.edge, edge_arrays, strict=True)))
+
+    def _request_degrees(self, request: RowRequest) -> tuple[Tensor, PartialGraph]:
+        """(global ids, degrees and sums of weights in the whole graph) of the nodes of a request."""
+        shard = self.shard
+        rows = request.rows
+        columns = [ops.gather_rows(array, rows) for array in (shard.nodes, shard.layout.degrees)]
+        ids, degrees = request.reply(torch.stack(columns, 1)).t().contiguous()
         weights = None if self.weights is None else request.reply(ops.gather_rows(self.weights, rows))
         return ids, PartialGraph.of(shard.edge, ids, degrees, self.has_loops, weights)
 
 
 def weights_of_shard(shard: Shard) -> Tensor:
-    """[num_own, 3] what `PartialGraph.weights` says of the own nodes."""
-    found = torch.empty(shard.num_own, 3, dtype=torch.float64)
+    """[num_own, 3] float64: `PartialGraph.weights` of the own nodes.
+
+    Column 0: the sum of the weights of a node's in-edges. Column 1: that sum without its self-loop.
+    Column 2: the weight of the self-loop, or NaN.
+    """
+    weights = torch.empty(shard.num_own, 3, dtype=torch.float64)
     for first, last in node_ranges(shard.indptr, CHUNK):
-        low, high = int(shard.indptr[first]), int(shard.indptr[last])
-        at = shard.at[low:high].long()
-        sources = shard.sources(at) - shard.ptr[shard.rank] - first
-        inside = (sources >= 0) & (sources < last - first)
-        edge = {"weight": shard.edge["weight"][at]} if "weight" in shard.edge else {}
-        piece = Graph(shard.indptr[first : last + 1] - low, torch.where(inside, sources, last - first), edge)
-        without = weights_of(piece, True, float("nan"))
-        found[first:last] = torch.stack([weights_of(piece, False, 0.0).total, *without], 1)
-    return found
+        start = int(shard.indptr[first])
+        stop = int(shard.indptr[last])
+        numbers = shard.at[start:stop].long()
+
+        # A graph of these nodes alone. `weights_of` reads sources only to find self-loops, so that all
+        # sources outside become one more node.
+        num_nodes = last - first
+        sources = shard.sources(numbers) - shard.ptr[shard.rank] - first
+        is_inside = (sources >= 0) & (sources < num_nodes)
+        edge = {"weight": shard.edge["weight"][numbers]} if "weight" in shard.edge else {}
+        subgraph = Graph(shard.indptr[first : last + 1] - start, torch.where(is_inside, sources, num_nodes), edge)
+        with_loops = weights_of(subgraph, False, 0.0)
+        without_loops = weights_of(subgraph, True, float("nan"))
+        weights[first:last] = torch.stack([with_loops.total, *without_loops], 1)
+    return weights
 
 
 def fetch(request: RowRequest, table: Table | Tensor) -> Table | Tensor:
-    """Rows of what was asked for: dense, or as a table where they are stored sparse."""
+    """The rows of a request's nodes: a tensor, or a `SparseTable` if the table is one. Collective.
+
+    table: this rank's own nodes, by local row.
+    """
     if isinstance(table, SparseTable):
         indptr, columns, values = table.read_csr(request.rows)
         starts, (columns, values) = request.reply_lists(indptr.diff(), [columns, values])
@@ -159,6 +232,6 @@ def fetch(request: RowRequest, table: Table | Tensor) -> Table | Tensor:
 
 
 def fetch_dense(request: RowRequest, table: Table | Tensor) -> Tensor:
-    """Dense rows of what was asked for; sparse ones travel as they are stored."""
+    """The rows of a request's nodes as a dense tensor. Rows of a sparse table travel sparse. Collective."""
     rows = fetch(request, table)
     return rows if isinstance(rows, Tensor) else rows.read(torch.arange(len(rows)))

@@ -1,4 +1,4 @@
-"""`ShardedData`: a dataset of which every rank has one shard, as the Trainer sees it."""
+"""`ShardedData`: a dataset that the Trainer sees as a whole, while every rank has one shard of it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from hopline.shards.shard import Shard, check_fits, open_shard
 
 
 class ShardedData(Dataset):
-    """What all ranks know of a dataset in shards: its sizes and the ids of its splits; the rest is in `shard`.
+    """A dataset in shards. This rank has one of them: `shard`.
 
-    Made by all ranks together, usually by `hl.shards.open`. Methods that look at the whole graph are refused when they
-    ask for it.
+    All ranks know the sizes of the dataset and the ids of its splits. Edges, tables and labels are those of
+    `shard`. Code that asks for the whole graph gets a ValueError. Collective: all ranks make one together,
+    usually by `hl.shards.open`.
 
     Args:
         shard: This rank's.
@@ -33,21 +34,29 @@ class ShardedData(Dataset):
     """
 
     def __init__(self, shard: Shard, world: World | None = None) -> None:
-        self.shard, self.channel = shard, Channel(world)
+        self.shard = shard
+        self.channel = Channel(world)
         check_fits(shard, self.channel)
-        self.name, self.task, self.num_classes = shard.name, shard.task, shard.num_classes
-        self.tables, self.y, self.alternatives = {}, None, ()
+        self.name = shard.name
+        self.task = shard.task
+        self.num_classes = shard.num_classes
+        self.tables = {}
+        self.y = None
+        self.alternatives = ()
         self.splits = {name: self.channel.all(ids).sort().values for name, ids in shard.splits.items()}
-        self.meta, self.folder = {}, shard.folder
+        self.meta = {}
+        self.folder = shard.folder
 
     @property
     def graph(self) -> Graph:  # type: ignore[override]
+        """Refused: no rank has the whole graph."""
         raise ValueError(
             f"dataset {self.name!r} is in shards, of which this rank has one, and this needs the whole graph: train by "
             "method=sampled on layers with known widths, or open the dataset that was cut"
         )
 
     def _no_labels(self) -> ValueError:
+        """The error of code that asks for all labels: each rank has those of its own nodes."""
         return ValueError(
             f"dataset {self.name!r} is in shards, of which this rank has one: its labels are data.shard.labels, and a "
             "split is drawn before the dataset is cut, by `hopline convert DATASET FOLDER split=0.6,0.2,0.2`"
@@ -55,14 +64,17 @@ class ShardedData(Dataset):
 
     @property
     def num_nodes(self) -> int:
+        """Nodes of all shards."""
         return self.shard.num_nodes
 
     @property
     def num_edges(self) -> int:
+        """Edges of all shards."""
         return self.shard.num_edges
 
     @property
     def num_features(self) -> int:
+        """Width of the table "x"; 0 without one."""
         return self.shard.num_features
 
     @property
@@ -75,12 +87,12 @@ class ShardedData(Dataset):
 
 
 def open_sharded(folder: str | os.PathLike[str], world: World | None = None, *, split: int = 0) -> ShardedData:
-    """Open this rank's shard for a Trainer: every rank must call this.
+    """Open this rank's shard for a Trainer. Collective: every rank must call it.
 
     Args:
         folder: Made by `hopline partition`, with as many shards as there are ranks.
-        world: As `hopline.distributed.launch` hands it out. Default: the processes of torch.distributed, or this one
-            alone.
+        world: As `hopline.distributed.launch` hands it out. Default: the processes of torch.distributed, or
+            this one alone.
         split: Which published split is the current one, for datasets that have several.
 
     Raises:
@@ -92,4 +104,5 @@ def open_sharded(folder: str | os.PathLike[str], world: World | None = None, *, 
         >>> hl.shards.open("shards").num_features
         2
     """
-    return ShardedData(open_shard(folder, rank_and_size(world)[0], split=split), world)
+    rank, _ = rank_and_size(world)
+    return ShardedData(open_shard(folder, rank, split=split), world)

@@ -1,4 +1,17 @@
-"""`Shard`: one shard of a dataset on disk, opened alone by memory map."""
+"""`Shard`: one shard of a dataset on disk, memory-mapped.
+
+A rank opens its own shard and needs no other. The folder of a shard holds arrays (docs/shards.md), which
+`open_shard` maps and arranges:
+
+    nodes, indptr, at          in-edges of the own nodes, in the dataset's order: for sampling
+    part_ptr, part_indptr,     the same edges grouped by the owner of their sources: for `ShardLayout`,
+    src_idx, edge_ids, edge.*  whose parts are slices of these arrays
+    halo_*                     rows that this shard reads from each other shard
+    send_*                     rows that each other shard reads from this one
+    table.*, y, split.*        rows, labels and splits of the own nodes
+
+Edges are stored once, in groups. `at` leads from the dataset's order to the groups.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +37,21 @@ from hopline.shards.layout import ShardLayout
 from hopline.tables import Table
 
 VERSION = 1
-"""Shards of another version are not opened."""
+"""Version of the format of shards. Those of another version are refused."""
 ADVICE = "cut the dataset again by `hopline partition`"
+"""What to do about shards that are damaged or do not fit together: the end of their error messages."""
 
 
 def shard_name(rank: int) -> str:
-    """The folder of one shard within that of all."""
+    """The name of a shard's folder within the folder of all shards."""
     return f"shard-{rank}"
 
 
 def node_ranges(indptr: Tensor, limit: int) -> Iterator[tuple[int, int]]:
-    """Ranges of nodes with at most `limit` nodes and about as many edges."""
+    """Split the nodes into ranges (first, stop) of at most `limit` nodes and about as many edges.
+
+    indptr: [num_nodes + 1] int64. A node with more than `limit` edges makes a range larger.
+    """
     num_nodes = indptr.numel() - 1
     by_edges = torch.searchsorted(indptr, torch.arange(0, int(indptr[-1]), limit))
     by_nodes = torch.arange(0, num_nodes, limit)
@@ -46,8 +63,12 @@ def node_ranges(indptr: Tensor, limit: int) -> Iterator[tuple[int, int]]:
 class Shard:
     """The nodes that one rank owns: their in-edges, rows, labels and splits.
 
-    `open_shard` makes one. Ids are the dataset's. A node's place is its number when all shards stand one behind the
-    other: shard s has the places ptr[s] .. ptr[s + 1] - 1, its nodes in ascending order.
+    `open_shard` makes one. Ids are the dataset's. A node's *position* is its number if the nodes of all
+    shards are counted shard after shard: shard s has the positions ptr[s] .. ptr[s + 1] - 1, by ascending
+    id.
+
+    Edges are stored in groups, by the owner of their sources: those from shard 0, then from shard 1, and so
+    on. The *number* of an edge is its index in this order.
 
     Example:
         >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.ones(4, 2))
@@ -60,47 +81,48 @@ class Shard:
     """
 
     name: str
-    """What the dataset is called."""
+    """Name of the dataset."""
     layout: ShardLayout
-    """In-edges by owner of their sources, and which rows travel between the shards."""
+    """The edges of this shard in parts, by round, and the rows that travel between the shards."""
     num_nodes: int
     """Nodes of all shards."""
     num_edges: int
     """Edges of all shards."""
     indptr: Tensor
-    """[num_own + 1] int64: own node i has the in-edges at[indptr[i]:indptr[i + 1]], in the dataset's order."""
+    """[num_own + 1] int64: own node i has the edges at[indptr[i]:indptr[i + 1]], in the dataset's order."""
     at: Tensor
-    """[own edges] where each is among the edges by owner: shard 0's, then shard 1's, and so on."""
+    """[num_own_edges] int32 or int64: the edges' numbers, by destination and in the dataset's order."""
     part_ptr: Tensor
-    """[num_shards + 1] int64: edges from shard s are number part_ptr[s] .. part_ptr[s + 1] - 1 among those."""
+    """[num_shards + 1] int64: edges from shard s have the numbers part_ptr[s] .. part_ptr[s + 1] - 1."""
     src_idx: Tensor
-    """[own edges] int32, by owner: the source, as a number among the wanted rows of its owner."""
+    """[num_own_edges] int32, by number: the source's index among the halo nodes of its owner. For an own
+    node it is the local row."""
     edge_ids: Tensor
-    """[own edges] int64, by owner: its place in the dataset's edge arrays."""
+    """[num_own_edges] int64, by number: the edge's position in the dataset's edge arrays."""
     edge: dict[str, Tensor]
-    """Rows of the dataset's edge arrays, by owner."""
+    """[num_own_edges, ...] each, by number: the dataset's edge arrays at these edges, by name."""
     halo_ptr: Tensor
-    """[num_shards + 1] int64: where each owner's nodes begin among those that are wanted of others."""
+    """[num_shards + 1] int64: halo nodes halo_ptr[s] .. halo_ptr[s + 1] - 1 belong to shard s."""
     halo_nodes: Tensor
-    """[H] int64: the wanted nodes, by owner."""
+    """[num_halo] int64: ids of the halo, the nodes of other shards that edges read, by owner."""
     halo_positions: Tensor
-    """[H] int64: their places."""
+    """[num_halo] int64: positions of the halo nodes, in the order of `halo_nodes`."""
     tables: dict[str, Table] = field(default_factory=dict)
-    """Named rows of the own nodes."""
+    """By name: a table with one row per own node."""
     y: Tensor | None = None
-    """Labels of the own nodes."""
+    """[num_own, ...] labels of the own nodes; None if the dataset has none."""
     splits: dict[str, Tensor] = field(default_factory=dict)
-    """The own nodes of "train", "valid" and "test": sorted ids."""
+    """By name ("train", "valid", "test"): [n] int64, ascending ids of own nodes in the current split."""
     all_splits: tuple[dict[str, Tensor], ...] = ()
-    """The same of every published split."""
+    """One dictionary like `splits` for every published split."""
     task: Task = "single"
-    """What the labels mean."""
+    """The kind of labels."""
     num_classes: int = 0
     """Number of classes, or of labels in the multi-label task."""
     cut: str = ""
-    """What the shards of one cut have in common."""
+    """Hash of the dataset and the partition. Only shards of the same cut fit together."""
     folder: Path | None = None
-    """Where it was opened."""
+    """The folder of this shard."""
 
     @property
     def rank(self) -> int:
@@ -112,12 +134,12 @@ class Shard:
 
     @property
     def ptr(self) -> Tensor:
-        """[num_shards + 1] int64: the places of each shard."""
+        """[num_shards + 1] int64: shard s has the positions ptr[s] .. ptr[s + 1] - 1."""
         return self.layout.ptr
 
     @property
     def nodes(self) -> Tensor:
-        """[num_own] int64: the own nodes, ascending."""
+        """[num_own] int64: ids of the own nodes, ascending."""
         return self.layout.own_ids
 
     @property
@@ -131,7 +153,7 @@ class Shard:
 
     @property
     def num_outputs(self) -> int:
-        """How many numbers a model predicts per node."""
+        """The number of values that a model predicts per node."""
         return 1 if self.task == "binary" else self.num_classes
 
     @property
@@ -141,33 +163,43 @@ class Shard:
 
     @property
     def labels(self) -> Tensor:
-        """`y`, where there must be one."""
+        """`y`, or ValueError if the dataset has no labels."""
         if self.y is None:
             raise ValueError(f"dataset {self.name!r} has no labels: cut one that has y")
         return self.y
 
     def rows_of(self, ids: Tensor) -> Tensor:
-        """The local rows of some of the own nodes, by their ids."""
+        """[n] int64: the local rows of some own nodes, given by their ids.
+
+        Raises:
+            ValueError: One of the nodes is not in this shard.
+        """
+        # The clamp keeps an id beyond the largest inside the array; the comparison below then refuses it.
         rows = torch.searchsorted(self.nodes, ids).clamp(max=self.num_own - 1)
         if not torch.equal(self.nodes[rows], ids):
-            raise ValueError(f"a node is not of shard {self.rank}: give ids that are in its nodes")
+            raise ValueError(f"a node is not of shard {self.rank}: give ids that are in shard.nodes")
         return rows
 
     def sources(self, positions: Tensor) -> Tensor:
-        """The places of the sources of some edges, given by their numbers among the edges by owner."""
+        """[n] int64: positions of the sources of some edges. positions: [n] int64, the edges' numbers."""
         owner = torch.bucketize(positions, self.part_ptr[1:-1], right=True)
         idx = ops.gather_rows(self.src_idx, positions).long()
+        own_positions = idx + self.ptr[self.rank]
         if not self.halo_positions.numel():
-            return idx + self.ptr[self.rank]
-        wanted = (idx + self.halo_ptr[owner]).clamp(max=self.halo_positions.numel() - 1)
-        others = ops.gather_rows(self.halo_positions, wanted)
-        return torch.where(owner == self.rank, idx + self.ptr[self.rank], others)
+            return own_positions
+        # Of an edge between own nodes, `idx` is a local row and not one of the halo: `where` drops the
+        # position that is looked up for it. The clamp keeps that lookup inside the array.
+        halo_idx = (idx + self.halo_ptr[owner]).clamp(max=self.halo_positions.numel() - 1)
+        other_positions = ops.gather_rows(self.halo_positions, halo_idx)
+        return torch.where(owner == self.rank, own_positions, other_positions)
 
     @cached_property
     def num_bytes(self) -> int:
         """Bytes of the edges, rows and labels of this shard."""
         arrays = [self.indptr, self.at, self.src_idx, self.edge_ids, *self.edge.values()]
-        arrays += [part.indptr for part in self.layout.parts] + ([] if self.y is None else [self.y])
+        arrays += [part.indptr for part in self.layout.parts]
+        if self.y is not None:
+            arrays.append(self.y)
         return sum(a.nbytes for a in arrays) + sum(table.num_bytes for table in self.tables.values())
 
     def __repr__(self) -> str:
@@ -184,7 +216,14 @@ def is_shards(folder: str | os.PathLike[str]) -> bool:
 
 
 def read_about(folder: str | os.PathLike[str]) -> tuple[Path, Manifest, dict[str, Any]]:
-    """(path, manifest, what it says about the shards) of a folder of shards, or of one of them."""
+    """(path, manifest, its record about shards) of a folder of shards, or of one shard.
+
+    The record has "version", "cut", "num_shards", "num_nodes" and "num_edges". That of one shard has "rank"
+    too.
+
+    Raises:
+        ValueError: It is no such folder, or of another version.
+    """
     path = existing(Path(folder).expanduser())
     if not path.is_dir():
         raise ValueError(f"there is no folder {folder}: make it by `hopline partition DATASET {folder} shards=N`")
@@ -198,11 +237,11 @@ def read_about(folder: str | os.PathLike[str]) -> tuple[Path, Manifest, dict[str
 
 
 def open_shard(folder: str | os.PathLike[str], rank: int, *, split: int = 0) -> Shard:
-    """Open one shard of a folder made by `hopline partition`; the others are not looked at, and need not be there.
+    """Open one shard of a folder made by `hopline partition`. The other shards may be missing.
 
     Args:
-        folder: With a folder `shard-RANK`.
-        rank: Which shard.
+        folder: The folder of all shards, with a folder `shard-RANK` in it.
+        rank: The number of the shard.
         split: Which published split is the current one, for datasets that have several.
 
     Returns:
@@ -217,13 +256,14 @@ def open_shard(folder: str | os.PathLike[str], rank: int, *, split: int = 0) -> 
         >>> hl.shards.open_shard("shards", rank=0).nodes.tolist()
         [0, 1]
     """
-    top = existing(Path(folder).expanduser())
-    here = top / shard_name(rank)
-    if not here.is_dir():
-        count = read_about(top)[2]["num_shards"]
-        reason = "it is missing: copy it there" if 0 <= rank < count else f"ranks go from 0 to {count - 1}"
+    all_shards_path = existing(Path(folder).expanduser())
+    shard_path = all_shards_path / shard_name(rank)
+    if not shard_path.is_dir():
+        _, _, about = read_about(all_shards_path)
+        num_shards = about["num_shards"]
+        reason = "it is missing: copy it there" if 0 <= rank < num_shards else f"ranks go from 0 to {num_shards - 1}"
         raise ValueError(f"there is no shard {rank} in {folder}: {reason}")
-    path, manifest, about = read_about(here)
+    path, manifest, about = read_about(shard_path)
     if about["rank"] != rank:
         raise ValueError(f"{path} holds shard {about['rank']}: rename its folder to {shard_name(about['rank'])}")
     try:
@@ -233,14 +273,18 @@ def open_shard(folder: str | os.PathLike[str], rank: int, *, split: int = 0) -> 
     except (ValueError, RuntimeError, IndexError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"the arrays of {path} do not fit together ({reason}): {ADVICE}") from error
-    if not 0 <= split < max(1, len(shard.all_splits)):
-        raise ValueError(f"{folder} has no split {split}: choose from 0 to {max(1, len(shard.all_splits)) - 1}")
+    # A dataset without splits can be opened with the default, split 0.
+    num_splits = max(1, len(shard.all_splits))
+    if not 0 <= split < num_splits:
+        raise ValueError(f"{folder} has no split {split}: choose from 0 to {num_splits - 1}")
     return replace(shard, splits=shard.all_splits[split]) if shard.all_splits else shard
 
 
 def _assemble(path: Path, manifest: Manifest, about: dict[str, Any]) -> Shard:
+    """A shard from the arrays of its folder. Raises KeyError if one is missing. about: of `read_about`."""
     arrays = map_arrays(path, manifest)
-    halo_ptr, halo_rows = arrays["halo_ptr"], arrays["halo_rows"]
+    halo_ptr = arrays["halo_ptr"]
+    halo_rows = arrays["halo_rows"]
     owners = torch.repeat_interleave(torch.arange(about["num_shards"]), halo_ptr.diff())
     edge = {name.removeprefix("edge."): array for name, array in arrays.items() if name.startswith("edge.")}
     return Shard(
@@ -268,40 +312,46 @@ def _assemble(path: Path, manifest: Manifest, about: dict[str, Any]) -> Shard:
 
 
 def _layout(arrays: dict[str, Tensor], edge: dict[str, Tensor], rank: int, num_shards: int) -> ShardLayout:
-    """The layout over the mapped arrays, by rounds: nothing of the size of the edges is read."""
+    """The layout, with slices of the mapped arrays as parts. Reads nothing of the size of the edges."""
 
-    def part(shard: int) -> Part:
-        of = slice(int(arrays["part_ptr"][shard]), int(arrays["part_ptr"][shard + 1]))
-        rows = {name: array[of] for name, array in edge.items()}
-        return Part(arrays["part_indptr"][shard], arrays["src_idx"][of], rows, arrays["edge_ids"][of])
+    def part_from(shard: int) -> Part:
+        """The edges whose sources a shard owns."""
+        numbers = slice(int(arrays["part_ptr"][shard]), int(arrays["part_ptr"][shard + 1]))
+        edge_rows = {name: array[numbers] for name, array in edge.items()}
+        return Part(arrays["part_indptr"][shard], arrays["src_idx"][numbers], edge_rows, arrays["edge_ids"][numbers])
 
-    def rows(what: str, shard: int) -> Tensor:
+    def rows_between(direction: str, shard: int) -> Tensor:
+        """[n] int64: rows that this shard reads from another ("halo"), or the other from it ("send")."""
         if shard == rank:
             return torch.arange(arrays["nodes"].numel())
-        ptr = arrays[f"{what}_ptr"]
-        return arrays[f"{what}_rows"][int(ptr[shard]) : int(ptr[shard + 1])]
+        ptr = arrays[f"{direction}_ptr"]
+        return arrays[f"{direction}_rows"][int(ptr[shard]) : int(ptr[shard + 1])]
 
     senders = [(rank - k) % num_shards for k in range(num_shards)]
     receivers = [(rank + k) % num_shards for k in range(num_shards)]
     return ShardLayout(
-        rank,
-        num_shards,
-        arrays["ptr"],
-        arrays["nodes"],
-        tuple(part(shard) for shard in senders),
-        tuple(rows("halo", shard) for shard in senders),
-        tuple(rows("send", shard) for shard in receivers),
-        arrays["indptr"].diff(),
+        rank=rank,
+        num_shards=num_shards,
+        ptr=arrays["ptr"],
+        own_ids=arrays["nodes"],
+        parts=tuple(part_from(shard) for shard in senders),
+        halos=tuple(rows_between("halo", shard) for shard in senders),
+        sends=tuple(rows_between("send", shard) for shard in receivers),
+        degrees=arrays["indptr"].diff(),
     )
 
 
 def check_fits(shard: Shard, channel: Channel) -> None:
-    """Find what does not fit together before the first batch is asked for."""
+    """Refuse a shard that does not belong to this rank, before the first batch. Collective.
+
+    Raises:
+        ValueError: There are more or fewer shards than ranks, the shard is another rank's, or cuts differ.
+    """
     if shard.num_shards != channel.size:
+        join_advice = ", or open all of them by hl.shards.join(folder)" if channel.size == 1 else ""
         raise ValueError(
             f"there are {shard.num_shards} shards and {channel.size} processes: start one process per shard "
-            f"(devices={shard.num_shards}), or cut the dataset again with shards={channel.size}"
-            + (", or open all of them by hl.shards.join(folder)" if channel.size == 1 else "")
+            f"(devices={shard.num_shards}), or cut the dataset again with shards={channel.size}{join_advice}"
         )
     if shard.rank != channel.rank:
         raise ValueError(f"rank {channel.rank} has shard {shard.rank}: open shard {channel.rank} there")

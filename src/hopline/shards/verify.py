@@ -1,4 +1,14 @@
-"""A check that shards are intact, and that together they are one dataset."""
+"""A check that shards are intact, and that together they are one dataset.
+
+Each shard is written to be opened alone, so shards repeat facts about each other. The rows that one shard
+reads are also on another shard's list of rows to send. `verify_shards` reads every byte and compares:
+
+    1. files      sizes, headers, checksums; all shards are of one cut
+    2. nodes      each node is in exactly one shard; degrees add up to the number of edges
+    3. edges      each edge is once in the shard of its destination, in the group of its source's owner
+    4. halos      what one shard reads is what the other sends
+    5. values     tables, labels and splits
+"""
 
 from __future__ import annotations
 
@@ -15,14 +25,18 @@ from hopline.shards.shard import ADVICE, Shard, node_ranges, open_shard, read_ab
 from hopline.util.progress import progress
 
 CHUNK = 1 << 22
-"""Nodes or edges looked at in one go."""
+"""Nodes or edges that are checked at a time, to limit the memory of temporary arrays. A rule of thumb."""
 
 
 def open_shards(folder: str | os.PathLike[str]) -> list[Shard]:
-    """Every shard of a folder, after a look whether they are of one cut."""
+    """Open all shards of a folder.
+
+    Raises:
+        ValueError: A shard is missing or of another cut, or the folder is that of one shard.
+    """
     path, _, about = read_about(folder)
     if "rank" in about:
-        raise ValueError(f"{folder} is one shard of several: give the folder above it")
+        raise ValueError(f"{folder} is one shard of several: give the folder above it, {path.parent}")
     shards = [open_shard(path, rank) for rank in range(about["num_shards"])]
     for shard in shards:
         if shard.cut != about["cut"] or shard.num_shards != about["num_shards"]:
@@ -31,46 +45,67 @@ def open_shards(folder: str | os.PathLike[str]) -> list[Shard]:
 
 
 def verify_shards(folder: str | os.PathLike[str]) -> list[str]:
-    """Read a whole folder of shards: checksums, every value, and that the shards together are one dataset.
+    """Read a whole folder of shards, and check it.
 
-    Memory grows with the nodes. Returns what was checked.
+    Memory grows with the number of nodes. Returns a sentence for each thing that was checked.
+
+    Raises:
+        ValueError: Something is wrong. The message names the shard or file.
     """
     path, manifest, about = read_about(folder)
+    num_nodes = about["num_nodes"]
+    num_edges = about["num_edges"]
+
     shards = open_shards(folder)
     map_arrays(path, manifest)
     check_sums(path, manifest)
     for shard in shards:
-        here = path / shard_name(shard.rank)
-        check_sums(here, read_about(here)[1])
-    done = [f"{len(shards)} shards of one cut have their sizes, headers and checksums"]
-    first_edges = _check_nodes(shards, about["num_nodes"], about["num_edges"])
-    done.append(f"each of {about['num_nodes']:,} nodes is in one shard, and their degrees make all edges")
-    with progress("checking edges", about["num_edges"], "edges", enabled=about["num_edges"] > CHUNK) as bar:
+        shard_path = path / shard_name(shard.rank)
+        _, shard_manifest, _ = read_about(shard_path)
+        check_sums(shard_path, shard_manifest)
+    checks = [f"{len(shards)} shards of one cut have their sizes, headers and checksums"]
+
+    first_edges = _check_nodes(shards, num_nodes, num_edges)
+    checks.append(f"each of {num_nodes:,} nodes is in one shard, and their degrees make all edges")
+
+    with progress("checking edges", num_edges, "edges", enabled=num_edges > CHUNK) as bar:
         for shard in shards:
             _check_edges(shard, first_edges, bar.advance)
-    done.append(
-        f"each of {about['num_edges']:,} edges is in the shard of its destination, with the owner of its source"
-    )
+    checks.append(f"each of {num_edges:,} edges is in the shard of its destination, with the owner of its source")
+
     for shard in shards:
         _check_halo(shard, shards)
         _check_rows(shard)
-    return [*done, "what each shard wants is what the others send", "tables, labels and splits are sound"]
+    return [*checks, "what each shard wants is what the others send", "tables, labels and splits are sound"]
 
 
-def _require(holds: bool | Tensor, shard: Shard, what: str) -> None:
+def _require(holds: bool | Tensor, shard: Shard, problem: str) -> None:
+    """Raise a ValueError that names the shard and the problem, unless a condition holds."""
     if not bool(holds):
-        raise ValueError(f"{shard.folder}: {what}: {ADVICE}")
+        raise ValueError(f"{shard.folder}: {problem}: {ADVICE}")
+
+
+def _are_within(numbers: Tensor, stop: int) -> bool:
+    """Whether all numbers are in 0 .. stop - 1."""
+    return numbers.numel() == 0 or (int(numbers.min()) >= 0 and int(numbers.max()) < stop)
 
 
 def _check_nodes(shards: list[Shard], num_nodes: int, num_edges: int) -> Tensor:
-    """[N + 1] where each node's edges begin in the dataset, from the degrees of all shards."""
+    """Check that each node is in one shard.
+
+    Returns [num_nodes + 1] int64: the position of each node's first edge in the dataset, from the degrees
+    that the shards have.
+    """
+    # Degrees at first, shifted by one and -1 for nodes that no shard has brought yet. Their cumulative sum
+    # is returned.
     first_edges = torch.full((num_nodes + 1,), -1, dtype=torch.int64)
     for shard in shards:
         nodes = shard.nodes
-        inside = nodes.numel() == 0 or (int(nodes.min()) >= 0 and int(nodes.max()) < num_nodes)
-        _require(inside and shard.num_own == int(shard.ptr[shard.rank + 1] - shard.ptr[shard.rank]), shard, "nodes")
+        num_own = int(shard.ptr[shard.rank + 1] - shard.ptr[shard.rank])
+        _require(_are_within(nodes, num_nodes) and shard.num_own == num_own, shard, "nodes")
         check_indptr(shard.indptr, shard.edge_ids.numel(), f"{shard.folder}/indptr.npy")
-        _require((nodes[1:] > nodes[:-1]).all() and (first_edges[nodes + 1] < 0).all(), shard, "a node is there twice")
+        is_ascending = (nodes[1:] > nodes[:-1]).all()
+        _require(is_ascending and (first_edges[nodes + 1] < 0).all(), shard, "a node is there twice")
         first_edges[nodes + 1] = shard.indptr.diff()
     first_edges[0] = 0
     _require((first_edges >= 0).all(), shards[0], "a node is in no shard")
@@ -80,48 +115,64 @@ def _check_nodes(shards: list[Shard], num_nodes: int, num_edges: int) -> Tensor:
 
 
 def _check_edges(shard: Shard, first_edges: Tensor, advance: Callable[[int], None]) -> None:
-    """Every in-edge once, in the dataset's order by `at`, under its destination and in the group of its source."""
-    counts = torch.tensor([shard.layout.halos[_round(shard, s)].numel() for s in range(shard.num_shards)])
+    """Check that every in-edge of the own nodes is there once, in the right group.
+
+    In the dataset's order, by `at`, the edges of a node have consecutive ids from first_edges[node] on. And
+    each edge lies in the part of its source's owner, within the range of its destination.
+
+    first_edges: of `_check_nodes`. advance: called with the number of edges that were checked.
+    """
+    halo_sizes = torch.tensor([shard.layout.halos[_round_of(shard, s)].numel() for s in range(shard.num_shards)])
     for first, last in node_ranges(shard.indptr, CHUNK):
-        low, high = int(shard.indptr[first]), int(shard.indptr[last])
+        start = int(shard.indptr[first])
+        stop = int(shard.indptr[last])
         rows = torch.repeat_interleave(torch.arange(first, last), shard.indptr[first : last + 1].diff())
-        at = shard.at[low:high].long()
-        inside = at.numel() == 0 or (int(at.min()) >= 0 and int(at.max()) < shard.edge_ids.numel())
-        _require(inside, shard, "an edge is out of range")
-        expected = first_edges[shard.nodes[rows]] + torch.arange(low, high) - shard.indptr[rows]
-        _require((shard.edge_ids[at] == expected).all(), shard, "an edge is missing or there twice")
-        owner = torch.bucketize(at, shard.part_ptr[1:-1], right=True)
-        idx = shard.src_idx[at]
-        _require(((idx >= 0) & (idx < counts[owner])).all(), shard, "a source is out of range")
+        numbers = shard.at[start:stop].long()
+        _require(_are_within(numbers, shard.edge_ids.numel()), shard, "an edge is out of range")
+
+        expected_ids = first_edges[shard.nodes[rows]] + torch.arange(start, stop) - shard.indptr[rows]
+        _require((shard.edge_ids[numbers] == expected_ids).all(), shard, "an edge is missing or there twice")
+
+        owner = torch.bucketize(numbers, shard.part_ptr[1:-1], right=True)
+        src_idx = shard.src_idx[numbers]
+        _require(((src_idx >= 0) & (src_idx < halo_sizes[owner])).all(), shard, "a source is out of range")
+
         for s in range(shard.num_shards):
-            of = owner == s
-            indptr, within = shard.layout.parts[_round(shard, s)].indptr, at[of] - shard.part_ptr[s]
-            grouped = (indptr[rows[of]] <= within) & (within < indptr[rows[of] + 1])
-            _require(grouped.all(), shard, f"an edge from shard {s} is under another destination")
-        advance(high - low)
+            is_from_s = owner == s
+            indptr = shard.layout.parts[_round_of(shard, s)].indptr
+            number_in_part = numbers[is_from_s] - shard.part_ptr[s]
+            dst = rows[is_from_s]
+            is_under_dst = (indptr[dst] <= number_in_part) & (number_in_part < indptr[dst + 1])
+            _require(is_under_dst.all(), shard, f"an edge from shard {s} is under another destination")
+        advance(stop - start)
     for name, array in shard.edge.items():
         check_finite(array, f"{shard.folder}/edge.{name}.npy")
 
 
-def _round(shard: Shard, sender: int) -> int:
+def _round_of(shard: Shard, sender: int) -> int:
+    """The round in which rows of another shard arrive."""
     return (shard.rank - sender) % shard.num_shards
 
 
 def _check_halo(shard: Shard, shards: list[Shard]) -> None:
+    """Check that the rows that a shard reads are those that the others send, and have the ids it knows."""
     for peer in shards:
         if peer.rank == shard.rank:
             continue
-        wanted = shard.layout.halos[_round(shard, peer.rank)]
-        sent = peer.layout.sends[(shard.rank - peer.rank) % shard.num_shards]
-        _require(torch.equal(wanted, sent), shard, f"it wants other rows than shard {peer.rank} sends")
-        inside = wanted.numel() == 0 or (int(wanted.min()) >= 0 and int(wanted.max()) < peer.num_own)
-        _require(inside, shard, f"it wants rows that shard {peer.rank} does not have")
-        of = slice(int(shard.halo_ptr[peer.rank]), int(shard.halo_ptr[peer.rank + 1]))
-        known = torch.equal(ops.gather_rows(peer.nodes, wanted), shard.halo_nodes[of])
-        _require(known, shard, f"it knows the rows of shard {peer.rank} by other ids")
+        # Both sides count the same round: the one in which the peer's rows go to this shard.
+        k = _round_of(shard, peer.rank)
+        halo = shard.layout.halos[k]
+        sent = peer.layout.sends[k]
+        _require(torch.equal(halo, sent), shard, f"it wants other rows than shard {peer.rank} sends")
+        _require(_are_within(halo, peer.num_own), shard, f"it wants rows that shard {peer.rank} does not have")
+        halo_range = slice(int(shard.halo_ptr[peer.rank]), int(shard.halo_ptr[peer.rank + 1]))
+        has_same_ids = torch.equal(ops.gather_rows(peer.nodes, halo), shard.halo_nodes[halo_range])
+        _require(has_same_ids, shard, f"it knows the rows of shard {peer.rank} by other ids")
 
 
 def _check_rows(shard: Shard) -> None:
+    """Check the values of a shard's tables, labels and splits."""
+
     def where(array: str) -> str:
         return f"{shard.folder}/{array}.npy"
 

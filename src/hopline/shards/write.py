@@ -1,7 +1,15 @@
-"""Cutting a dataset into shards on disk: one scan deals its rows out, then each shard is made alone.
+"""Writing a dataset as shards on disk, in memory that grows with the nodes alone.
 
-Memory grows with the nodes (about 30 bytes each) and not with the edges or the features, which are read and written in
-chunks. The disk holds the rows twice while the work goes on.
+    1. deal          one scan over the dataset. Every node's rows, labels and in-edges are appended to the
+                     scratch files of the shard that owns the node.
+    2. find_halo     for each shard: which sources of its edges other shards own
+    3. write_*       for each shard: its folder, from its scratch files, which are then deleted. On the way
+                     edges are grouped by the owner of their source.
+
+Memory is about 30 bytes per node. Edges and features are read and written in chunks. While shards are
+written, the disk holds the rows twice: in scratch files and in shards.
+
+A node's *position* is its number if the nodes of all shards are counted shard after shard, by ascending id.
 """
 
 from __future__ import annotations
@@ -31,7 +39,7 @@ from hopline.tables import SparseTable, Table
 from hopline.util.progress import Progress, progress
 
 CHUNK = 1 << 22
-"""Nodes or edges handled at a time; a node with more in-edges is a chunk of its own."""
+"""Nodes or edges handled at a time. A node with more in-edges makes a chunk larger. A rule of thumb."""
 
 
 def cut_into(
@@ -44,20 +52,20 @@ def cut_into(
     seed: int = 0,
     show: bool = False,
 ) -> None:
-    """Cut a dataset into shards, one folder each, as `hopline partition` does.
+    """Partition a dataset into shards, one folder each, as `hopline partition` does.
 
-    Memory grows with the nodes, and with `how="metis"` with the edges. Shards that are in the folder already are
-    replaced in one step.
+    Memory grows with the nodes, and with `how="metis"` with the edges. Shards that are in the folder
+    already are replaced in one step.
 
     Args:
         data: The dataset.
         folder: For the shards.
         num_shards: One for each rank that will train.
-        how: "metis" cuts fewest edges, "streaming" takes a graph of any size, "random" and "range" (by node id) do not
-            look at the edges.
-        labels: [num_nodes] a community per node, in place of `how`.
+        how: "metis" leaves fewest edges between shards, "streaming" takes a graph of any size, "random" and
+            "range" (by node id) do not read the edges.
+        labels: [num_nodes] integers, a community per node, in place of `how`.
         seed: Of "metis", "streaming" and "random".
-        show: Show progress.
+        show: Whether to show progress.
 
     Raises:
         ValueError: There are fewer nodes than shards, `how` is not known, or METIS is not installed.
@@ -68,49 +76,77 @@ def cut_into(
         >>> hl.shards.open_shard("shards", rank=1).num_own
         2
     """
-    cut(data, make_partition(data.graph, num_shards, how, labels, seed, show=show), folder, show=show)
+    partition = make_partition(data.graph, num_shards, how, labels, seed, show=show)
+    cut(data, partition, folder, show=show)
 
 
 def cut(data: Dataset, partition: Partition, folder: str | os.PathLike[str], *, show: bool = False) -> None:
-    """Write a dataset as one shard per part; shards that are already in the folder are replaced in one step."""
+    """Write a dataset as one shard per part. Shards that the folder holds are replaced in one step.
+
+    Raises:
+        ValueError: The partition has another number of nodes, or the shards cannot be written.
+    """
     if partition.num_nodes != data.num_nodes:
-        raise ValueError(f"the partition is of {partition.num_nodes} nodes, the dataset has {data.num_nodes}")
+        raise ValueError(
+            f"the partition is of {partition.num_nodes} nodes, the dataset has {data.num_nodes}: "
+            "make it by make_partition(data.graph, ...)"
+        )
     check_edges(data.graph)
+    num_shards = partition.num_parts
     with FolderWriter(folder) as out, writing(out.folder):
-        work = _Cut(data, partition, out.scratch(), show)
-        work.deal()
-        halos = [work.find_halo(rank) for rank in range(partition.num_parts)]
-        about = {"version": VERSION, "cut": _cut_id(data, partition), "num_shards": partition.num_parts}
-        about |= {"num_nodes": data.num_nodes, "num_edges": data.num_edges}
+        writer = _ShardWriter(data, partition, out.scratch(), show)
+        writer.deal()
+        halos = [writer.find_halo(rank) for rank in range(num_shards)]
+        about = {
+            "version": VERSION,
+            "cut": _cut_id(data, partition),
+            "num_shards": num_shards,
+            "num_nodes": data.num_nodes,
+            "num_edges": data.num_edges,
+        }
         with progress("writing shards", data.num_edges, "edges", enabled=show) as bar:
-            for rank in range(partition.num_parts):
+            for rank in range(num_shards):
+                halo = halos[rank]
+                num_own = int(writer.ptr[rank + 1] - writer.ptr[rank])
+                num_own_edges = int(halo.edge_counts.sum())
                 with FolderWriter(out.temporary / shard_name(rank)) as shard:
-                    columns = work.write_nodes(shard, rank)
-                    work.write_halo(shard, rank, halos)
-                    work.write_edges(shard, rank, halos[rank], bar)
-                    _commit(shard, data, work.shard_sizes(rank, halos[rank]), columns, {**about, "rank": rank})
-                work.forget(rank)
-        out.add("ptr", work.ptr)
+                    columns = writer.write_nodes(shard, rank)
+                    writer.write_halo(shard, rank, halos)
+                    writer.write_edges(shard, rank, halo, bar)
+                    _commit(shard, data, num_own, num_own_edges, columns, {**about, "rank": rank})
+                writer.delete_scratch(rank)
+
+        out.add("ptr", writer.ptr)
         out.add("edge_counts", torch.stack([halo.edge_counts for halo in halos]))
         out.add("halo_counts", torch.stack([halo.ptr.diff() for halo in halos]))
         about |= {"how": partition.how, "settings": dict(partition.settings)}
-        _commit(out, data, (data.num_nodes, data.num_edges), {}, about)
+        _commit(out, data, data.num_nodes, data.num_edges, {}, about)
 
 
 def _cut_id(data: Dataset, partition: Partition) -> str:
-    """What shards of one cut have in common, and no others: the parts, and all that the dataset holds."""
+    """A hash of the partition and of everything in the dataset. Shards with the same hash fit together."""
     digest = hashlib.blake2b(fingerprint(data).encode(), digest_size=16)
     digest.update(as_bytes(partition.part_of))
     return digest.hexdigest()
 
 
 def _commit(
-    out: FolderWriter, data: Dataset, sizes: tuple[int, int], columns: dict[str, int], about: dict[str, Any]
+    out: FolderWriter,
+    data: Dataset,
+    num_nodes: int,
+    num_edges: int,
+    columns: dict[str, int],
+    about: dict[str, Any],
 ) -> None:
+    """Write the manifest of a folder and put the folder in place.
+
+    columns: by table, the number of columns of a sparse one, and -1 of a dense one.
+    about: the manifest's record about shards (`shard.read_about`).
+    """
     out.commit(
         name=data.name,
-        num_nodes=sizes[0],
-        num_edges=sizes[1],
+        num_nodes=num_nodes,
+        num_edges=num_edges,
         task=data.task,
         num_classes=data.num_classes,
         num_splits=len(data.all_splits),
@@ -121,230 +157,293 @@ def _commit(
 
 @dataclass(frozen=True)
 class _Halo:
-    """The sources of one shard's edges."""
+    """The sources of one shard's edges that other shards own."""
 
     positions: Tensor
-    """[H] those that other shards own, by their places: sorted, so by owner."""
+    """[num_halo] int64, ascending and therefore by owner. A memory-mapped scratch file."""
     ptr: Tensor
-    """[P + 1] where each owner's begin."""
+    """[num_shards + 1] int64: positions[ptr[s]:ptr[s + 1]] belong to shard s."""
     edge_counts: Tensor
-    """[P] edges from each owner."""
+    """[num_shards] int64: the number of edges from each shard, the own one included."""
 
 
-class _Dealt:
-    """Rows of named arrays, one file per array and receiver, read again by memory map."""
+class _RowFiles:
+    """Scratch files of rows, one per array and receiver. Rows are appended, and read back by memory map."""
 
-    def __init__(self, folder: Path, count: int) -> None:
-        self.folder, self.count = folder, count
-        self._like: dict[str, Tensor] = {}
+    def __init__(self, folder: Path, num_receivers: int) -> None:
+        self.folder = folder
+        self.num_receivers = num_receivers
+        self._templates: dict[str, Tensor] = {}
+        """By array: a tensor without rows, in the dtype and row shape of the array."""
         self._sizes: dict[str, list[int]] = {}
+        """By array and receiver: the number of rows."""
         folder.mkdir(exist_ok=True)
 
-    def deal(self, name: str, rows: Tensor, ends: Tensor) -> None:
-        """Receiver i gets rows[ends[i]:ends[i + 1]], behind what it has."""
-        for to, (first, last) in enumerate(itertools.pairwise(ends.tolist())):
-            self.give(name, to, rows[first:last])
+    def deal(self, name: str, rows: Tensor, ptr: Tensor) -> None:
+        """Append rows[ptr[r]:ptr[r + 1]] to the file of each receiver r. ptr: [num_receivers + 1]."""
+        for receiver, (first, stop) in enumerate(itertools.pairwise(ptr.tolist())):
+            self.append(name, receiver, rows[first:stop])
 
-    def give(self, name: str, to: int, rows: Tensor) -> None:
-        if name not in self._like:
-            self._like[name], self._sizes[name] = rows.new_empty((0, *rows.shape[1:])), [0] * self.count
+    def append(self, name: str, receiver: int, rows: Tensor) -> None:
+        """Append rows to the file of one receiver."""
+        if name not in self._templates:
+            self._templates[name] = rows.new_empty((0, *rows.shape[1:]))
+            self._sizes[name] = [0] * self.num_receivers
         if rows.size(0):
-            with self._path(name, to).open("ab") as file:
+            with self._path(name, receiver).open("ab") as file:
                 file.write(as_bytes(rows.contiguous()))
-            self._sizes[name][to] += rows.size(0)
+            self._sizes[name][receiver] += rows.size(0)
 
-    def read(self, name: str, to: int) -> Tensor:
-        like = self._like[name]
-        shape = (self._sizes[name][to], *like.shape[1:])
-        if not torch.Size(shape).numel():
-            return like.new_empty(shape)
-        path = str(self._path(name, to))
-        return torch.from_file(path, shared=False, size=torch.Size(shape).numel(), dtype=like.dtype).view(shape)
+    def read(self, name: str, receiver: int) -> Tensor:
+        """All rows of one receiver, memory-mapped."""
+        template = self._templates[name]
+        shape = torch.Size((self._sizes[name][receiver], *template.shape[1:]))
+        if not shape.numel():  # an empty file cannot be mapped
+            return template.new_empty(shape)
+        path = str(self._path(name, receiver))
+        return torch.from_file(path, shared=False, size=shape.numel(), dtype=template.dtype).view(shape)
 
     def names(self) -> set[str]:
-        return set(self._like)
+        """The names of all arrays."""
+        return set(self._templates)
 
-    def forget(self, name: str, to: int) -> None:
-        self._path(name, to).unlink(missing_ok=True)
+    def delete(self, name: str, receiver: int) -> None:
+        """Delete the file of one receiver."""
+        self._path(name, receiver).unlink(missing_ok=True)
 
-    def _path(self, name: str, to: int) -> Path:
-        return self.folder / f"{name}-{to}"
+    def _path(self, name: str, receiver: int) -> Path:
+        return self.folder / f"{name}-{receiver}"
 
 
-class _Cut:
-    """The steps of a cut, and what they share.
+class _ShardWriter:
+    """The steps in which a dataset becomes shards, and the arrays that they share. Used once, by `cut`.
 
-    A node's place is its number when all shards stand one behind the other, the nodes of each in ascending order.
+    It owns the files in `scratch`. The dataset and the folders that it writes belong to the caller.
     """
 
     def __init__(self, data: Dataset, partition: Partition, scratch: Path, show: bool) -> None:
-        self.data, self.part_of, self.ptr, self.show = data, partition.part_of, partition.ptr, show
+        self.data = data
+        self.part_of = partition.part_of
+        self.ptr = partition.ptr
+        self.show = show
         self.num_shards = partition.num_parts
         self.position = _positions(partition)
-        self.slot = torch.zeros(data.num_nodes, dtype=torch.int32)
-        """By place: a source's number among those of one owner, as far as the current shard has edges from it."""
-        self.scratch, self.dealt = scratch, _Dealt(scratch / "dealt", self.num_shards)
+        self.halo_idx = torch.zeros(data.num_nodes, dtype=torch.int32)
+        """[num_nodes] int32, by position: `src_idx` of edges from that node, in the shard being written.
 
-    def shard_sizes(self, rank: int, halo: _Halo) -> tuple[int, int]:
-        return int(self.ptr[rank + 1] - self.ptr[rank]), int(halo.edge_counts.sum())
+        That is its index among the halo nodes of the same owner, or the local row of an own node. Positions
+        that the shard does not read hold leftovers of earlier shards."""
+        self.scratch = scratch
+        self.row_files = _RowFiles(scratch / "dealt", self.num_shards)
+        """One receiver per shard."""
 
     # ---- one scan over everything
 
     def deal(self) -> None:
-        """Every row to the file of its owner, in the order of the nodes."""
-        data, graph = self.data, self.data.graph
+        """Append the rows of every node to the files of its shard, in the order of node ids."""
+        data = self.data
+        graph = data.graph
         with progress("dealing edges", data.num_edges, "edges", enabled=self.show) as bar:
             for first, last in node_ranges(graph.indptr, CHUNK):
                 self._deal_edges(graph, first, last)
                 bar.advance(int(graph.indptr[last] - graph.indptr[first]))
-        rows: dict[str, Table | Tensor] = {f"table.{name}": table for name, table in data.tables.items()}
-        rows |= {} if data.y is None else {"y": data.y}
-        with progress("dealing rows", len(rows) * data.num_nodes, "rows", enabled=self.show) as bar:
-            for name, source in rows.items():
+        sources: dict[str, Table | Tensor] = {f"table.{name}": table for name, table in data.tables.items()}
+        if data.y is not None:
+            sources["y"] = data.y
+        with progress("dealing rows", len(sources) * data.num_nodes, "rows", enabled=self.show) as bar:
+            for name, source in sources.items():
                 self._deal_rows(name, source, bar)
         for k, split in enumerate(data.all_splits):
             for name, ids in split.items():
-                ends, order = ops.group_edges(self.part_of[ids], self.num_shards)
-                self.dealt.deal(f"split.{k}.{name}", ids[order], ends)
+                ptr, order = ops.group_edges(self.part_of[ids], self.num_shards)
+                self.row_files.deal(f"split.{k}.{name}", ids[order], ptr)
 
     def _deal_edges(self, graph: Graph, first: int, last: int) -> None:
-        ends, order = ops.group_edges(self.part_of[first:last], self.num_shards)
+        """Deal the nodes first .. last - 1 and their in-edges."""
+        node_ptr, order = ops.group_edges(self.part_of[first:last], self.num_shards)
         nodes = order + first
         starts, edge_ids = ops.row_positions(graph.indptr, nodes)
-        self.dealt.deal("nodes", nodes, ends)
-        self.dealt.deal("degrees", starts.diff(), ends)
-        self.dealt.deal("first_edges", graph.indptr[nodes], ends)
-        self.dealt.deal(
-            "places", ops.gather_rows(self.position, ops.gather_rows(graph.indices, edge_ids)), starts[ends]
-        )
+        edge_ptr = starts[node_ptr]
+        self.row_files.deal("nodes", nodes, node_ptr)
+        self.row_files.deal("degrees", starts.diff(), node_ptr)
+        self.row_files.deal("first_edges", graph.indptr[nodes], node_ptr)
+        sources = ops.gather_rows(self.position, ops.gather_rows(graph.indices, edge_ids))
+        self.row_files.deal("sources", sources, edge_ptr)
         for name, array in graph.edge.items():
-            self.dealt.deal(f"edge.{name}", ops.gather_rows(array, edge_ids), starts[ends])
+            self.row_files.deal(f"edge.{name}", ops.gather_rows(array, edge_ids), edge_ptr)
 
     def _deal_rows(self, name: str, source: Table | Tensor, bar: Progress) -> None:
-        row_bytes = 8 * (1 + source[:1].numel() if isinstance(source, Tensor) else 1 + sum(source.shape[1:]))
-        for ids in torch.arange(self.data.num_nodes).split(max(1, min(CHUNK, BYTES_AT_ONCE // row_bytes))):
-            ends, order = ops.group_edges(self.part_of[int(ids[0]) : int(ids[-1]) + 1], self.num_shards)
+        """Deal the rows of a table, or the labels, of all nodes."""
+        # An upper bound: 8 bytes per element, and 8 for the node's id.
+        num_elements = source[:1].numel() if isinstance(source, Tensor) else sum(source.shape[1:])
+        row_bytes = 8 * (1 + num_elements)
+        num_rows = max(1, min(CHUNK, BYTES_AT_ONCE // row_bytes))
+        for ids in torch.arange(self.data.num_nodes).split(num_rows):
+            ptr, order = ops.group_edges(self.part_of[int(ids[0]) : int(ids[-1]) + 1], self.num_shards)
             nodes = ids[order]
             if isinstance(source, SparseTable):
                 starts, columns, values = source.read_csr(nodes)
-                self.dealt.deal(f"{name}.counts", starts.diff(), ends)
-                self.dealt.deal(f"{name}.columns", columns, starts[ends])
-                self.dealt.deal(f"{name}.values", values, starts[ends])
+                self.row_files.deal(f"{name}.counts", starts.diff(), ptr)
+                self.row_files.deal(f"{name}.columns", columns, starts[ptr])
+                self.row_files.deal(f"{name}.values", values, starts[ptr])
             else:
                 rows = ops.gather_rows(source, nodes) if isinstance(source, Tensor) else source.read(nodes)
-                self.dealt.deal(name, rows, ends)
+                self.row_files.deal(name, rows, ptr)
             bar.advance(ids.numel())
 
     # ---- one shard after the other
 
     def find_halo(self, rank: int) -> _Halo:
-        """Which sources a shard needs from whom."""
-        seen = torch.zeros(self.data.num_nodes, dtype=torch.bool)
-        counts = torch.zeros(self.num_shards, dtype=torch.int64)
-        for positions in self.dealt.read("places", rank).split(CHUNK):
-            seen[positions.long()] = True
-            counts += torch.bincount(self._owners(positions), minlength=self.num_shards)
-        seen[int(self.ptr[rank]) : int(self.ptr[rank + 1])] = False
-        self.dealt.give("halo", rank, seen.nonzero().view(-1))
-        positions = self.dealt.read("halo", rank)
-        return _Halo(positions, torch.searchsorted(positions, self.ptr), counts)
+        """The sources of a shard's edges that other shards own."""
+        is_source = torch.zeros(self.data.num_nodes, dtype=torch.bool)
+        edge_counts = torch.zeros(self.num_shards, dtype=torch.int64)
+        for sources in self.row_files.read("sources", rank).split(CHUNK):
+            is_source[sources.long()] = True
+            edge_counts += torch.bincount(self._owners(sources), minlength=self.num_shards)
+        is_source[int(self.ptr[rank]) : int(self.ptr[rank + 1])] = False
+        # Memory-mapped and not in memory: the halos of all shards are held until the last shard is written.
+        self.row_files.append("halo", rank, is_source.nonzero().view(-1))
+        positions = self.row_files.read("halo", rank)
+        return _Halo(positions, torch.searchsorted(positions, self.ptr), edge_counts)
 
     def _owners(self, positions: Tensor) -> Tensor:
+        """[n] int64: the shards that own the nodes at some positions."""
         return torch.bucketize(positions, self.ptr[1:-1], right=True)
 
     def write_nodes(self, out: FolderWriter, rank: int) -> dict[str, int]:
-        """What is known of a shard's own nodes; returns what the manifest says about the tables."""
+        """Write ids, tables, labels and splits of a shard's own nodes.
+
+        Returns, by table, the number of columns of a sparse one, and -1 of a dense one.
+        """
         out.add("ptr", self.ptr)
-        out.add("nodes", self.dealt.read("nodes", rank))
+        out.add("nodes", self.row_files.read("nodes", rank))
         columns: dict[str, int] = {}
         for name, table in self.data.tables.items():
-            columns[name] = table.num_columns if isinstance(table, SparseTable) else -1
             if isinstance(table, SparseTable):
-                out.add(f"table.{name}.indptr", _starts(self.dealt.read(f"table.{name}.counts", rank)))
-                for part in ("columns", "values"):
-                    out.add(f"table.{name}.{part}", self.dealt.read(f"table.{name}.{part}", rank))
+                columns[name] = table.num_columns
+                out.add(f"table.{name}.indptr", _starts(self.row_files.read(f"table.{name}.counts", rank)))
+                for array in ("columns", "values"):
+                    out.add(f"table.{name}.{array}", self.row_files.read(f"table.{name}.{array}", rank))
             else:
-                out.add(f"table.{name}", self.dealt.read(f"table.{name}", rank))
+                columns[name] = -1
+                out.add(f"table.{name}", self.row_files.read(f"table.{name}", rank))
         if self.data.y is not None:
-            out.add("y", self.dealt.read("y", rank))
+            out.add("y", self.row_files.read("y", rank))
         for k, split in enumerate(self.data.all_splits):
             for name in split:
-                out.add(f"split.{k}.{name}", self.dealt.read(f"split.{k}.{name}", rank))
+                out.add(f"split.{k}.{name}", self.row_files.read(f"split.{k}.{name}", rank))
         return columns
 
     def write_halo(self, out: FolderWriter, rank: int, halos: list[_Halo]) -> None:
-        """Which rows of each peer this shard reads, and which of its own each peer does."""
+        """Write which rows of each peer this shard reads, and which of its own rows each peer reads."""
         halo = halos[rank]
         out.add("halo_ptr", halo.ptr)
         out.array("halo_rows", torch.int64)
         out.array("halo_nodes", torch.int64)
         out.array("send_rows", torch.int64)
-        for peer, other in enumerate(halos):
+        for peer, peer_halo in enumerate(halos):
             rows = halo.positions[int(halo.ptr[peer]) : int(halo.ptr[peer + 1])] - self.ptr[peer]
             out.append("halo_rows", rows)
-            out.append("halo_nodes", ops.gather_rows(self.dealt.read("nodes", peer), rows))
-            out.append("send_rows", other.positions[int(other.ptr[rank]) : int(other.ptr[rank + 1])] - self.ptr[rank])
-        out.add("send_ptr", _starts(torch.stack([other.ptr[rank + 1] - other.ptr[rank] for other in halos])))
+            out.append("halo_nodes", ops.gather_rows(self.row_files.read("nodes", peer), rows))
+            sent_positions = peer_halo.positions[int(peer_halo.ptr[rank]) : int(peer_halo.ptr[rank + 1])]
+            out.append("send_rows", sent_positions - self.ptr[rank])
+        send_counts = torch.stack([peer_halo.ptr[rank + 1] - peer_halo.ptr[rank] for peer_halo in halos])
+        out.add("send_ptr", _starts(send_counts))
 
     def write_edges(self, out: FolderWriter, rank: int, halo: _Halo, bar: Progress) -> None:
-        """The in-edges of a shard's nodes by owner of the source; and where each is, by destination."""
-        own = slice(int(self.ptr[rank]), int(self.ptr[rank + 1]))
-        self.slot[own] = torch.arange(own.stop - own.start, dtype=torch.int32)
-        for first, last in itertools.pairwise(halo.ptr.tolist()):
-            self.slot[halo.positions[first:last]] = torch.arange(last - first, dtype=torch.int32)
-        indptr = _starts(self.dealt.read("degrees", rank))
+        """Write the in-edges of a shard's nodes, grouped by the owner of their source.
+
+        `at` has the edges' numbers in the groups, by destination and in the dataset's order.
+        """
+        own_range = slice(int(self.ptr[rank]), int(self.ptr[rank + 1]))
+        self.halo_idx[own_range] = torch.arange(own_range.stop - own_range.start, dtype=torch.int32)
+        for first, stop in itertools.pairwise(halo.ptr.tolist()):
+            self.halo_idx[halo.positions[first:stop]] = torch.arange(stop - first, dtype=torch.int32)
+
+        indptr = _starts(self.row_files.read("degrees", rank))
         part_ptr = _starts(halo.edge_counts)
         out.add("indptr", indptr)
         out.add("part_ptr", part_ptr)
         out.array("at", index_dtype(int(indptr[-1]) + 1))
+        # Degrees within each group, shifted by one. Their cumulative sum is the indptr of each group.
         counts = torch.zeros(self.num_shards, indptr.numel(), dtype=torch.int64)
-        groups, filled = _Dealt(self.scratch / "groups", self.num_shards), part_ptr[:-1].clone()
+        group_files = _RowFiles(self.scratch / "groups", self.num_shards)
+        next_numbers = part_ptr[:-1].clone()
         for first, last in node_ranges(indptr, CHUNK):
-            ends, at = self._group(rank, indptr, first, last, groups, counts[:, first + 1 : last + 1], filled)
-            out.append("at", at)
-            filled += ends.diff()
-            bar.advance(at.numel())
+            chunk_counts = counts[:, first + 1 : last + 1]
+            group_ptr, numbers = self._group(rank, indptr, first, last, group_files, chunk_counts, next_numbers)
+            out.append("at", numbers)
+            next_numbers += group_ptr.diff()
+            bar.advance(numbers.numel())
         out.add("part_indptr", counts.cumsum_(1))
+
         for name in ("src_idx", "edge_ids", *(f"edge.{name}" for name in self.data.graph.edge)):
-            pieces = [groups.read(name, peer) for peer in range(self.num_shards)]
-            out.array(name, pieces[0].dtype, tuple(pieces[0].shape[1:]))
-            for piece in pieces:
-                out.append(name, piece)
-        shutil.rmtree(groups.folder)
+            groups = [group_files.read(name, peer) for peer in range(self.num_shards)]
+            out.array(name, groups[0].dtype, tuple(groups[0].shape[1:]))
+            for group in groups:
+                out.append(name, group)
+        shutil.rmtree(group_files.folder)
 
     def _group(
-        self, rank: int, indptr: Tensor, first: int, last: int, groups: _Dealt, counts: Tensor, filled: Tensor
+        self,
+        rank: int,
+        indptr: Tensor,
+        first: int,
+        last: int,
+        group_files: _RowFiles,
+        counts: Tensor,
+        next_numbers: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Deal the in-edges of some nodes to their groups; (ends of the groups, each edge's place among all)."""
-        low, high = int(indptr[first]), int(indptr[last])
-        positions = self.dealt.read("places", rank)[low:high]
-        owners = self._owners(positions)
-        ends, order = ops.group_edges(owners, self.num_shards)
+        """Append the in-edges of the own nodes first .. last - 1 to the files of their groups.
+
+        indptr: [num_own + 1] int64.
+        counts: [num_shards, last - first] int64, the edges of each node in each group. Added to in place.
+        next_numbers: [num_shards] int64, the number that the next edge of each group gets.
+
+        Returns ([num_shards + 1] int64, offsets of the groups among these edges; [n] int64, the number of
+        each edge).
+        """
+        start = int(indptr[first])
+        stop = int(indptr[last])
+        sources = self.row_files.read("sources", rank)[start:stop]
+        owners = self._owners(sources)
+        group_ptr, order = ops.group_edges(owners, self.num_shards)
         degrees = indptr[first : last + 1].diff()
         rows = torch.repeat_interleave(torch.arange(last - first), degrees)
         counts += torch.bincount(owners * (last - first) + rows, minlength=counts.numel()).view(counts.shape)
-        groups.deal("src_idx", ops.gather_rows(self.slot, positions[order]), ends)
-        first_edges = self.dealt.read("first_edges", rank)[first:last] - indptr[first:last]
-        groups.deal("edge_ids", (torch.arange(low, high) + first_edges[rows])[order], ends)
-        for name in self.data.graph.edge:
-            groups.deal(f"edge.{name}", ops.gather_rows(self.dealt.read(f"edge.{name}", rank), order + low), ends)
-        at = torch.empty_like(order)
-        at[order] = torch.arange(high - low) + torch.repeat_interleave(filled - ends[:-1], ends.diff())
-        return ends, at
 
-    def forget(self, rank: int) -> None:
-        """Free the disk of what a finished shard has of its own; the nodes and halos are still asked for."""
-        for name in self.dealt.names() - {"nodes", "halo"}:
-            self.dealt.forget(name, rank)
+        group_files.deal("src_idx", ops.gather_rows(self.halo_idx, sources[order]), group_ptr)
+        # A node's edges are consecutive both in the dataset and here: ids differ by a constant per node.
+        id_offsets = self.row_files.read("first_edges", rank)[first:last] - indptr[first:last]
+        group_files.deal("edge_ids", (torch.arange(start, stop) + id_offsets[rows])[order], group_ptr)
+        for name in self.data.graph.edge:
+            edge_rows = ops.gather_rows(self.row_files.read(f"edge.{name}", rank), order + start)
+            group_files.deal(f"edge.{name}", edge_rows, group_ptr)
+
+        # The i-th edge of group g here is the (i - group_ptr[g])-th that the group gets from these nodes.
+        numbers = torch.empty_like(order)
+        offsets = torch.repeat_interleave(next_numbers - group_ptr[:-1], group_ptr.diff())
+        numbers[order] = torch.arange(stop - start) + offsets
+        return group_ptr, numbers
+
+    def delete_scratch(self, rank: int) -> None:
+        """Delete the scratch files of a written shard. Later shards still read its nodes and its halo."""
+        for name in self.row_files.names() - {"nodes", "halo"}:
+            self.row_files.delete(name, rank)
 
 
 def _positions(partition: Partition) -> Tensor:
-    """[N] each node's place; not `partition.position`, which would stay in memory with the order it is made from."""
-    order = ops.group_edges(partition.part_of, partition.num_parts)[1]
+    """[num_nodes] int32 or int64: each node's position.
+
+    Not `partition.position`: that stays in memory as long as the partition, with the order that it is
+    computed from.
+    """
+    _, order = ops.group_edges(partition.part_of, partition.num_parts)
     position = torch.empty(order.numel(), dtype=index_dtype(order.numel()))
     position[order] = torch.arange(order.numel(), dtype=position.dtype)
     return position
 
 
 def _starts(counts: Tensor) -> Tensor:
+    """[n + 1] int64: the cumulative sum of counts [n], with a 0 before it."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])

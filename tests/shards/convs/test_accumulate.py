@@ -6,9 +6,9 @@ from torch import Tensor
 from torch_geometric.utils import scatter, softmax
 
 from hopline.core.partition import make_partition
-from hopline.shards.convs.accumulate import Accumulators, Kind, gradient_of_rows
+from hopline.shards.convs.accumulate import Accumulators, ReductionSpec, gradient_of_rows
 from hopline.shards.convs.edges import Edges
-from hopline.shards.convs.messages import ChunkReductions, Record
+from hopline.shards.convs.messages import ChunkReductions, Reduction
 from hopline.shards.layout import virtual_layout
 from tests.helpers import randint, randn, random_graph
 
@@ -18,10 +18,10 @@ DST, CPU = EDGES.destinations(), torch.device("cpu")
 
 
 def accumulated(how: str, rows: Tensor, max_edges: int = 9) -> Accumulators:
-    found = Accumulators([Kind(how, tuple(rows.shape[1:]), rows.dtype)], None, 30, CPU)
+    found = Accumulators([ReductionSpec(how, tuple(rows.shape[1:]), rows.dtype)], None, 30, CPU)
     for k in range(3):
         for chunk in EDGES.chunks(k, max_edges):
-            found.add(chunk, ChunkReductions([Record(rows[chunk.edges], how)], [0]))
+            found.add(chunk, ChunkReductions([Reduction(rows[chunk.edges], how)], [0]))
     found.close(EDGES.degrees)
     return found
 
@@ -44,7 +44,7 @@ def test_gradients_are_torchs_with_ties_at_zero_too(how: str, low: int) -> None:
     found = torch.empty_like(rows)
     for k in range(3):
         for chunk in EDGES.chunks(k, 9):
-            record = Record(rows.detach()[chunk.edges], how)
+            record = Reduction(rows.detach()[chunk.edges], how)
             most = None if ties is None else done.reduced[0]
             found[chunk.edges] = gradient_of_rows(chunk, record, gradient, most, ties)
     torch.testing.assert_close(found, rows.grad)
@@ -54,12 +54,12 @@ def test_gradients_are_torchs_with_ties_at_zero_too(how: str, low: int) -> None:
 def test_a_softmax_in_pieces_is_that_of_all_edges(scale: float) -> None:
     """With logits so large that e^logit is more than a number holds, which the running maximum takes care of."""
     logits, values = scale * randn(150, 2), randn(150, 2, 3, seed=1)
-    weights = Kind("sum", (2,), torch.float64)
-    done = Accumulators([Kind("sum", (2, 3), torch.float64)], weights, 30, CPU)
+    weights = ReductionSpec("sum", (2,), torch.float64)
+    done = Accumulators([ReductionSpec("sum", (2, 3), torch.float64)], weights, 30, CPU)
     for k in range(3):
         for chunk in EDGES.chunks(k, 9):
-            e = (logits[chunk.edges] - done.largest(chunk, logits[chunk.edges])[chunk.dst]).exp()
-            done.add(chunk, ChunkReductions([Record(e[:, :, None] * values[chunk.edges], "sum")], [0], e))
+            e = (logits[chunk.edges] - done.raise_max_logit(chunk, logits[chunk.edges])[chunk.dst]).exp()
+            done.add(chunk, ChunkReductions([Reduction(e[:, :, None] * values[chunk.edges], "sum")], [0], e))
     assert done.weight_sum is not None
     expected = scatter(softmax(logits, DST, num_nodes=30)[:, :, None] * values, DST, 0, 30, "sum")
     torch.testing.assert_close(done.reduced[0] / (done.weight_sum[:, :, None] + 1e-16), expected)

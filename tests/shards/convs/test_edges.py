@@ -9,7 +9,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm as plain_norm
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from hopline.core.partition import make_partition
-from hopline.shards.convs.edges import Edges, gather_sources, gather_sources_together, gcn_edges, loop_attributes
+from hopline.shards.convs.edges import Edges, gather_sources, gather_sources_together, gcn_norm, loop_attributes
 from hopline.shards.layout import shard_layouts, virtual_layout
 from hopline.shards.transports import LocalTransport
 from tests.helpers import randn, random_graph
@@ -67,7 +67,7 @@ def test_loops_and_their_rows_are_those_of_pyg(fill: object) -> None:
     edges_with_loops = edges.with_loops()
     attr = GRAPH.edge["attr"]
     given = attr[LAYOUT.edge_ids]
-    values = edges_with_loops.values(given, loop_attributes(edges, given, fill))
+    values = edges_with_loops.rows_with_loops(given, loop_attributes(edges, given, fill))
     plain = add_self_loops(*remove_self_loops(GRAPH.edge_index(), attr), fill_value=fill, num_nodes=30)  # type: ignore[arg-type]
     ours = ends(edges_with_loops)
     assert torch.equal(in_order(ours)[0], in_order(plain[0])[0])
@@ -88,7 +88,7 @@ def test_the_norm_and_its_gradient_are_those_of_pyg(weighted: bool, add_loops: b
     edges = Edges.of(LAYOUT)
     ours = None if weight is None else weight.detach()[LAYOUT.edge_ids].requires_grad_()
     edges_with_loops = edges.with_loops() if add_loops else None
-    found = gcn_edges(edges, edges_with_loops, LocalTransport(LAYOUT), ours, improved, torch.float64)
+    found = gcn_norm(edges, edges_with_loops, LocalTransport(LAYOUT), ours, improved, torch.float64)
     # Summed over edges between the same nodes, since some are double.
     pairs = torch.zeros(30, 30, dtype=torch.float64)
     by_pair = pairs.index_put(tuple(ends(edges_with_loops or edges)), found, accumulate=True)
@@ -109,7 +109,7 @@ def test_all_edges_at_once_are_in_the_order_of_the_graph() -> None:
         for node in (0, 2, 15):
             place = int(PARTITION.position[node])
             neighbours = GRAPH.indices[GRAPH.indptr[node] : GRAPH.indptr[node + 1]]
-            if edges.takes is not None:
+            if edges.origins is not None:
                 neighbours = torch.cat([neighbours[neighbours != node], torch.tensor([node])])
             assert rows[chunk.dst == place].tolist() == neighbours.tolist()
 

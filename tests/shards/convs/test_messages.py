@@ -54,13 +54,13 @@ def test_edge_updates_are_run_where_their_edges_are() -> None:
         "constant": [],
     }
     found = replay(conv, call, rows, CHUNK, DEGREES, largest)
-    assert found.weights is not None
-    sums = [pyg_utils.scatter(t, CHUNK.dst, 0, 3, "sum") for t in (found.records[0].rows, found.weights)]
+    assert found.softmax_weights is not None
+    sums = [pyg_utils.scatter(t, CHUNK.dst, 0, 3, "sum") for t in (found.reductions[0].rows, found.softmax_weights)]
     edge_index = torch.stack([CHUNK.src, CHUNK.dst])
     expected = conv.propagate(
         edge_index, x=(inputs.source[0], None), alpha=conv.edge_updater(edge_index, **alpha.kwargs), size=(3, 3)
     )
-    plain = finish(conv, found.calls, sums[:1], sums[1], DEGREES)
+    plain = finish(conv, found.reduce_order, sums[:1], sums[1], DEGREES)
     torch.testing.assert_close(plain, expected)
 
 
@@ -85,9 +85,11 @@ def test_an_aggregation_is_what_it_makes_of_its_reductions(aggr: Any) -> None:
     call = plan(conv, "message", {"x": x}, inputs, 5, 3)
     rows: dict[Any, list[Tensor]] = {"source": [x[CHUNK.src]], "destination": [], "edge": [], "constant": []}
     found = replay(conv, call, rows, CHUNK, DEGREES, largest)
-    reduced = [pyg_utils.scatter(r.rows, CHUNK.dst, 0, 3, r.how) for r in found.records]
-    weight_sum = None if found.weights is None else pyg_utils.scatter(found.weights, CHUNK.dst, 0, 3, "sum")
-    out = finish(conv, found.calls, reduced, weight_sum, DEGREES)
+    reduced = [pyg_utils.scatter(r.rows, CHUNK.dst, 0, 3, r.how) for r in found.reductions]
+    weight_sum = (
+        None if found.softmax_weights is None else pyg_utils.scatter(found.softmax_weights, CHUNK.dst, 0, 3, "sum")
+    )
+    out = finish(conv, found.reduce_order, reduced, weight_sum, DEGREES)
     torch.testing.assert_close(out, conv.aggr_module(x[CHUNK.src], CHUNK.dst, dim_size=3))
 
 
@@ -96,7 +98,7 @@ def test_rows_that_are_reduced_twice_alike_are_recorded_once() -> None:
     call = plan(conv, "message", {"x": randn(3, 4)}, inputs, 5, 3)
     rows: dict[Any, list[Tensor]] = {"source": [randn(5, 4)], "destination": [], "edge": [], "constant": []}
     found = replay(conv, call, rows, CHUNK, DEGREES, largest)
-    assert (len(found.records), found.calls) == (2, [0, 0, 0, 1])
+    assert (len(found.reductions), found.reduce_order) == (2, [0, 0, 0, 1])
 
 
 @pytest.mark.parametrize("aggr", ["mul", "median", "lstm", None])

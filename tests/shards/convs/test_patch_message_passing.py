@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hopline.shards.convs.edges import Edges
 from hopline.shards.convs.messages import CannotSplit
-from hopline.shards.convs.patch_message_passing import Mode, on_shard
+from hopline.shards.convs.patch_message_passing import Mode, patch_convs
 from hopline.shards.layout import contiguous_layout
 from hopline.shards.transports import LocalTransport
 from tests.helpers import randn, random_graph
@@ -19,7 +19,7 @@ LAYOUT = contiguous_layout(GRAPH, torch.tensor([0, 9, 20, 30]))
 
 
 def run(module: nn.Module, mode: Mode, *args: Any) -> Any:
-    with on_shard(module, Edges.of(LAYOUT), LocalTransport(LAYOUT), mode, 1, 2000):
+    with patch_convs(module, Edges.of(LAYOUT), LocalTransport(LAYOUT), mode, 1, 2000):
         return module(*args, None)
 
 

@@ -216,8 +216,8 @@ def test_a_look_tells_kinds_and_bytes() -> None:
     call = plan(conv, "message", {"x": (x, x)}, inputs, 150, 30)
     state = torch.get_rng_state()
     found = profile_messages(conv, call, inputs)
-    assert [kind.how for kind in found.kinds] == ["max", "sum", "sum"]
-    assert found.kinds[0].shape == (4,)
+    assert [kind.how for kind in found.specs] == ["max", "sum", "sum"]
+    assert found.specs[0].shape == (4,)
     assert found.needs_sources
     assert found.edge_bytes >= 3 * 4 * 8 / 2  # x, its square and their messages; the first may be one tensor
     assert torch.equal(torch.get_rng_state(), state)

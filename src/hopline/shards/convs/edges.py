@@ -1,7 +1,16 @@
-"""The edges that a conv sees on a shard: part after part, with its self-loops and degree norm, and cut into chunks.
+"""The edges that a conv sees on a shard: one part per shard, with self-loops and degree norm, in chunks.
 
-A PyG conv adds self-loops and norms in its `forward` only where it is given a plain `edge_index`. Here it is given
-none, so what it would have done is done before, from the degrees of the whole graph.
+A PyG conv adds self-loops, or GCN's norm, in its `forward`, but only to a plain `edge_index`. On a shard it
+is given none. So what it would have done is done here, with the degrees of the whole graph:
+
+    `Edges.of(layout)`      the in-edges of the shard's own nodes, part after part
+    `with_loops()`          one self-loop per node instead of those of the graph
+    `gcn_norm`              a weight per edge; the degrees of other shards' nodes are fetched once
+
+    `chunks(k, max_edges)`  part k, a few edges at a time: for aggregation part by part
+    `whole`                 all parts as one chunk: for aggregations that need all edges of a node at once
+
+The edges of all parts are numbered part after part. Tensors with a row per edge are in that order.
 """
 
 from __future__ import annotations
@@ -11,7 +20,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,16 +33,16 @@ from hopline.shards.transports import DEGREES, Transport
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A few edges of a part, one after the other, and the range of destinations to which they lead."""
+    """Some consecutive edges, sorted by destination, and the range of destinations that they lead to."""
 
     edges: slice
-    """Their places among the edges of all parts."""
+    """The edges' numbers among the edges of all parts."""
     dst_rows: slice
-    """The destinations, as rows of all destinations."""
+    """The destinations, as rows of the shard's own nodes."""
     src: Tensor
-    """[n] int64: each edge's source, as a row of the part's sources."""
+    """[n] int64: each edge's source, as a row of the part's source rows."""
     dst: Tensor
-    """[n] int64, ascending: each edge's destination, from the first of `dst_rows` on."""
+    """[n] int64, ascending: each edge's destination, counted from `dst_rows.start`."""
 
     @property
     def num_edges(self) -> int:
@@ -44,20 +53,46 @@ class Chunk:
         return self.dst_rows.stop - self.dst_rows.start
 
 
+class AllEdges(NamedTuple):
+    """The edges of all parts as one chunk."""
+
+    chunk: Chunk
+    """All edges, by destination, then in the graph's order. Sources are rows of all halos, concatenated."""
+    order: Tensor
+    """[num_edges] int64: the number of each edge of the chunk among the edges of all parts."""
+
+
+class _ChunkBounds(NamedTuple):
+    """The edges of a chunk, as numbers within its part, and its destinations."""
+
+    first_edge: int
+    stop_edge: int
+    first_dst: int
+    stop_dst: int
+
+
 @dataclass(frozen=True, eq=False)
 class Edges:
-    """All in-edges of a shard's nodes, in one part per shard."""
+    """All in-edges of a shard's own nodes, in one part per shard.
+
+    Immutable, but for the caches that it owns.
+    """
 
     layout: ShardLayout
+    """The shard. Its parts have the graph's own edges."""
     parts: tuple[Part, ...]
-    """As in the layout, or with loops."""
+    """The parts of the layout, or copies of them with self-loops."""
     degrees: Tensor
     """[num_own] int64: in-edges of each node, over all parts."""
-    takes: Tensor | None = None
-    """[num_edges] int64: each edge's row among the layout's edges, and behind them one loop per own node."""
+    origins: Tensor | None = None
+    """[num_edges] int64: where each edge is from; None if the parts are the layout's.
+
+    An entry e < layout.num_edges is edge e of the layout. Entry layout.num_edges + i is the new self-loop
+    of own node i."""
 
     @classmethod
     def of(cls, layout: ShardLayout) -> Edges:
+        """The graph's own edges."""
         return cls(layout, layout.parts, layout.degrees)
 
     @property
@@ -66,7 +101,7 @@ class Edges:
 
     @cached_property
     def starts(self) -> list[int]:
-        """Where each part begins among the edges of all parts, and where the last ends."""
+        """[num_shards + 1]: the number of each part's first edge, and the number of all edges."""
         starts = [0]
         for part in self.parts:
             starts.append(starts[-1] + part.num_edges)
@@ -77,124 +112,165 @@ class Edges:
         return self.starts[-1]
 
     def destinations(self) -> Tensor:
-        """[num_edges] int64: each edge's destination. Not kept: it is only for what has a number per edge anyway."""
+        """[num_edges] int64: each edge's destination.
+
+        Not cached: it is as large as the edges. Only callers that have a number per edge anyway ask for it.
+        """
         return torch.cat([_destinations(part) for part in self.parts])
 
     def is_loop(self) -> Tensor:
-        """[num_edges] bool: which edges come from their own destination."""
-        found = []
+        """[num_edges] bool: whether an edge's source is its destination."""
+        masks = []
         for k, part in enumerate(self.parts):
             first, stop = self.layout.own_range(k)
-            same = part.src_idx + first == _destinations(part)
-            found.append(same if stop > first else torch.zeros_like(same))
-        return torch.cat(found)
+            is_same = part.src_idx + first == _destinations(part)
+            # In a part whose sources belong to another shard, equal numbers are different nodes.
+            has_own_sources = stop > first
+            masks.append(is_same if has_own_sources else torch.zeros_like(is_same))
+        return torch.cat(masks)
 
     def with_loops(self) -> Edges:
-        """One loop at every node, behind its other edges, in place of those that were there."""
-        is_loop, parts, takes = self.is_loop(), [], []
+        """The edges with exactly one self-loop per node, after the node's other edges of the same part.
+
+        Self-loops of the graph are left out, as by PyG's `remove_self_loops` and `add_self_loops`.
+        """
+        is_loop = self.is_loop()
+        parts = []
+        origins = []
         for k, part in enumerate(self.parts):
-            kept = (~is_loop[self.starts[k] : self.starts[k + 1]]).nonzero().view(-1)
-            dst = _destinations(part)[kept]
+            non_loops = (~is_loop[self.starts[k] : self.starts[k + 1]]).nonzero().view(-1)
+            dst = _destinations(part)[non_loops]
+            # The own nodes that are sources of this part: none if its sources belong to another shard.
             nodes = torch.arange(*self.layout.own_range(k), device=dst.device)
-            src = torch.cat([part.src_idx[kept], (nodes - self.layout.own_range(k)[0]).int()])
-            take = torch.cat([kept + self.starts[k], nodes + self.num_edges])
+            src = torch.cat([part.src_idx[non_loops], (nodes - self.layout.own_range(k)[0]).int()])
+            origin = torch.cat([non_loops + self.starts[k], nodes + self.num_edges])
+
+            # Stable, so that a node's edges keep their order and the loop, appended last, comes after them.
             dst, order = torch.sort(torch.cat([dst, nodes]), stable=True)
             indptr = torch.zeros_like(part.indptr)
             torch.cumsum(torch.bincount(dst, minlength=self.num_dst), 0, out=indptr[1:])
             parts.append(Part(indptr, src[order]))
-            takes.append(take[order])
+            origins.append(origin[order])
         degrees = torch.stack([part.indptr.diff() for part in parts]).sum(0)
-        return replace(self, parts=tuple(parts), degrees=degrees, takes=torch.cat(takes))
+        return replace(self, parts=tuple(parts), degrees=degrees, origins=torch.cat(origins))
 
-    def values(self, given: Tensor, of_loops: Tensor) -> Tensor:
-        """[num_edges, ...]: rows of the layout's edges, and of the loops, in the order of these edges."""
-        assert self.takes is not None
-        return torch.cat([given, of_loops]).index_select(0, self.takes)
+    def rows_with_loops(self, edge_rows: Tensor, loop_rows: Tensor) -> Tensor:
+        """[num_edges, ...]: rows of the layout's edges and of new self-loops, in the order of these edges.
+
+        edge_rows: [layout.num_edges, ...]. loop_rows: [num_own, ...].
+        """
+        assert self.origins is not None
+        return torch.cat([edge_rows, loop_rows]).index_select(0, self.origins)
 
     @cached_property
-    def whole(self) -> tuple[Chunk, Tensor]:
-        """All edges at once, sorted by destination and then as in the graph; sources are rows of all halos together.
-
-        With it, each one's place among the edges part after part.
-        """
+    def whole(self) -> AllEdges:
+        """All edges as one chunk."""
         with outside_inference_mode():
-            return self._whole()
+            # Rows of all halos are concatenated: a part's sources come after those of the parts before.
+            first_row = 0
+            src = []
+            for part, halo in zip(self.parts, self.layout.halos, strict=True):
+                src.append(part.src_idx.long() + first_row)
+                first_row += halo.numel()
 
-    def _whole(self) -> tuple[Chunk, Tensor]:
-        first, src = 0, []
-        for part, halo in zip(self.parts, self.layout.halos, strict=True):
-            src.append(part.src_idx.long() + first)
-            first += halo.numel()
-        with_index = all(part.edge_ids is not None for part in self.layout.parts)
-        device = self.degrees.device
-        ids = self.layout.edge_ids if with_index else torch.arange(self.layout.num_edges, device=device)
-        if self.takes is not None:
-            behind = torch.arange(self.num_dst, device=device) + (int(ids.max()) + 1 if ids.numel() else 0)
-            ids = torch.cat([ids, behind])[self.takes]
-        order = torch.argsort(ids)
-        dst, by_dst = torch.sort(self.destinations()[order], stable=True)
-        order = order[by_dst]
-        return Chunk(slice(0, self.num_edges), slice(0, self.num_dst), torch.cat(src)[order], dst), order
+            # Edge ids give the graph's order. Without them, the order of the parts has to do.
+            device = self.degrees.device
+            has_edge_ids = all(part.edge_ids is not None for part in self.layout.parts)
+            ids = self.layout.edge_ids if has_edge_ids else torch.arange(self.layout.num_edges, device=device)
+            if self.origins is not None:
+                # New self-loops have ids above those of all edges: PyG appends them.
+                first_loop_id = int(ids.max()) + 1 if ids.numel() else 0
+                loop_ids = torch.arange(self.num_dst, device=device) + first_loop_id
+                ids = torch.cat([ids, loop_ids])[self.origins]
+
+            # Sorted by id first and then, stably, by destination.
+            order = torch.argsort(ids)
+            dst, by_dst = torch.sort(self.destinations()[order], stable=True)
+            order = order[by_dst]
+            chunk = Chunk(
+                edges=slice(0, self.num_edges),
+                dst_rows=slice(0, self.num_dst),
+                src=torch.cat(src)[order],
+                dst=dst,
+            )
+            return AllEdges(chunk, order)
 
     def chunks(self, k: int, max_edges: int) -> Iterator[Chunk]:
-        """Part k in pieces of at most so many edges."""
+        """Yield part k in chunks of at most `max_edges` edges. A node's edges may be in several chunks."""
         part = self.parts[k]
-        for start, stop, first, last in self._bounds(k, max_edges):
-            indptr = part.indptr[first : last + 1].clamp(start, stop)
-            dst = torch.arange(last - first, device=indptr.device)
+        for bounds in self._bounds(k, max_edges):
+            # Clamped, because the first and the last node may have edges in the neighbouring chunks too.
+            indptr = part.indptr[bounds.first_dst : bounds.stop_dst + 1].clamp(bounds.first_edge, bounds.stop_edge)
+            dst = torch.arange(bounds.stop_dst - bounds.first_dst, device=indptr.device)
+            num_edges = bounds.stop_edge - bounds.first_edge
             yield Chunk(
-                slice(self.starts[k] + start, self.starts[k] + stop),
-                slice(first, last),
-                part.src_idx[start:stop].long(),
-                dst.repeat_interleave(indptr.diff(), output_size=stop - start),
+                edges=slice(self.starts[k] + bounds.first_edge, self.starts[k] + bounds.stop_edge),
+                dst_rows=slice(bounds.first_dst, bounds.stop_dst),
+                src=part.src_idx[bounds.first_edge : bounds.stop_edge].long(),
+                dst=dst.repeat_interleave(indptr.diff(), output_size=num_edges),
             )
 
     def num_chunks(self, k: int, max_edges: int) -> int:
+        """The number of chunks that `chunks(k, max_edges)` yields."""
         return len(self._bounds(k, max_edges))
 
-    def _bounds(self, k: int, max_edges: int) -> list[tuple[int, int, int, int]]:
-        """(first edge, stop, first destination, stop) of each chunk."""
-        known = self._known_bounds.get((k, max_edges))
-        if known is None:
-            indptr, num = self.parts[k].indptr, self.parts[k].num_edges
-            starts = torch.arange(0, num, max_edges, device=indptr.device)
-            stops = (starts + max_edges).clamp(max=num)
-            first = torch.searchsorted(indptr, starts, right=True) - 1
-            last = torch.searchsorted(indptr, stops - 1, right=True)
-            known = list(zip(*(t.tolist() for t in (starts, stops, first, last)), strict=True))
-            self._known_bounds[k, max_edges] = known
-        return known
+    def _bounds(self, k: int, max_edges: int) -> list[_ChunkBounds]:
+        """The bounds of the chunks of part k.
+
+        Cached, since every layer and every step asks for them, and on a GPU `tolist` synchronises.
+        """
+        bounds = self._bounds_cache.get((k, max_edges))
+        if bounds is None:
+            indptr = self.parts[k].indptr
+            num_edges = self.parts[k].num_edges
+            first_edges = torch.arange(0, num_edges, max_edges, device=indptr.device)
+            stop_edges = (first_edges + max_edges).clamp(max=num_edges)
+            # The destination of an edge is the last node whose edges begin at it or before it.
+            first_dsts = torch.searchsorted(indptr, first_edges, right=True) - 1
+            stop_dsts = torch.searchsorted(indptr, stop_edges - 1, right=True)
+            columns = (t.tolist() for t in (first_edges, stop_edges, first_dsts, stop_dsts))
+            bounds = [_ChunkBounds(*numbers) for numbers in zip(*columns, strict=True)]
+            self._bounds_cache[k, max_edges] = bounds
+        return bounds
 
     @cached_property
-    def _known_bounds(self) -> dict[tuple[int, int], list[tuple[int, int, int, int]]]:
+    def _bounds_cache(self) -> dict[tuple[int, int], list[_ChunkBounds]]:
+        """By (part, max_edges)."""
         return {}
 
 
 @contextmanager
 def outside_inference_mode() -> Generator[None]:
-    """Within, tensors are made that training can use, even if it is inference that needs them first."""
+    """Leave inference mode while the context lasts, without recording gradients.
+
+    For tensors that are cached: one made in inference mode cannot be used in training later.
+    """
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def _destinations(part: Part) -> Tensor:
-    """[num_edges] int64; not kept, unlike `Part.edge_index`."""
+    """[num_edges] int64: each edge's destination. Not cached, unlike `Part.edge_index`."""
     counts = part.indptr.diff()
     rows = torch.arange(counts.numel(), device=counts.device)
     return rows.repeat_interleave(counts, output_size=part.num_edges)
 
 
-def loop_attributes(edges: Edges, given: Tensor, fill: Any) -> Tensor:
-    """[num_own, ...] rows for new loops as PyG makes them: a constant, or reduced from the other in-edges' rows."""
+def loop_attributes(edges: Edges, edge_rows: Tensor, fill: Any) -> Tensor:
+    """[num_own, ...]: edge attributes of new self-loops, as PyG's `add_self_loops` makes them.
+
+    edge_rows: [num_edges, ...] attributes of the edges.
+    fill: a number or a row for all loops, or a reduction over the node's other in-edges ("mean", ...).
+    """
     if isinstance(fill, str):
-        kept = (~edges.is_loop()).nonzero().view(-1)
-        return scatter(given.index_select(0, kept), edges.destinations()[kept], 0, edges.num_dst, fill)
-    rows = given.new_empty(edges.num_dst, *given.shape[1:])
-    rows[:] = fill.to(given) if isinstance(fill, Tensor) else fill
+        non_loops = (~edges.is_loop()).nonzero().view(-1)
+        return scatter(edge_rows.index_select(0, non_loops), edges.destinations()[non_loops], 0, edges.num_dst, fill)
+    rows = edge_rows.new_empty(edges.num_dst, *edge_rows.shape[1:])
+    rows[:] = fill.to(edge_rows) if isinstance(fill, Tensor) else fill
     return rows
 
 
-def gcn_edges(
+def gcn_norm(
     edges: Edges,
     edges_with_loops: Edges | None,
     transport: Transport,
@@ -202,38 +278,57 @@ def gcn_edges(
     improved: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """[num_edges] PyG's symmetric degree norm of the edges, or of those with loops. One exchange of the degrees."""
-    chosen = edges if edges_with_loops is None else edges_with_loops
+    """[num_edges]: PyG's symmetric degree norm. Collective: all ranks fetch each other's degrees.
+
+    For an edge e = (j, i) of weight w_e, with D_i the sum of the weights of i's in-edges:
+
+        norm_e = D_j^(-1/2)  w_e  D_i^(-1/2)
+
+    edges_with_loops: if not None, the norm is that of these edges.
+    weight: [num_edges] of `edges`; None means 1 for every edge.
+    improved: whether new self-loops have the weight 2 instead of 1. Without weights it has no effect.
+    """
+    normed_edges = edges if edges_with_loops is None else edges_with_loops
     if weight is None:
-        total = chosen.degrees.to(dtype)
-        values = torch.ones(chosen.num_edges, dtype=dtype, device=total.device)
+        total = normed_edges.degrees.to(dtype)
+        values = torch.ones(normed_edges.num_edges, dtype=dtype, device=total.device)
     else:
         values = weight.to(dtype)
         if edges_with_loops is not None:
-            # As PyG: a loop that is there keeps its weight, the last one where there are several; by torch's rule for
-            # writing to one place, all of them have its gradient. On a GPU it is left open which of several writes is
-            # the last, so all write the same number.
-            at = edges.is_loop().nonzero().view(-1)
-            of_loops, dst = values[at], edges.destinations()[at]
-            last = at.new_zeros(edges.num_dst).scatter_reduce(0, dst, at, "amax")
-            same = values.detach()[last[dst]] + (of_loops - of_loops.detach())
+            # As in PyG, a loop of the graph keeps its weight, and the last one counts if a node has
+            # several. By torch's rule for several writes to one element, all of them get the gradient of
+            # that weight. On a GPU it is undefined which write comes last. So all loops of a node write the
+            # same number: the value of the last loop, plus a 0 that carries the gradient of each loop.
+            loops = edges.is_loop().nonzero().view(-1)
+            loop_values = values[loops]
+            dst = edges.destinations()[loops]
+            last_loop = loops.new_zeros(edges.num_dst).scatter_reduce(0, dst, loops, "amax")
+            last_values = values.detach()[last_loop[dst]] + (loop_values - loop_values.detach())
             fill = values.new_full((edges.num_dst,), 2.0 if improved else 1.0)
-            values = edges_with_loops.values(values, fill.index_put((dst,), same))
-        total = values.new_zeros(chosen.num_dst).index_add(0, chosen.destinations(), values)
+            values = edges_with_loops.rows_with_loops(values, fill.index_put((dst,), last_values))
+        total = values.new_zeros(normed_edges.num_dst).index_add(0, normed_edges.destinations(), values)
+
     inverse = total.pow(-0.5)
-    inverse = inverse.masked_fill(inverse == float("inf"), 0)
-    of_sources = gather_sources(inverse, transport, 0, DEGREES)
-    first, found = 0, []
-    for part, halo in zip(chosen.parts, chosen.layout.halos, strict=True):
-        found.append(of_sources[first : first + halo.numel()].index_select(0, part.src_idx.long()))
-        first += halo.numel()
-    return torch.cat(found) * values * inverse.index_select(0, chosen.destinations())
+    inverse = inverse.masked_fill(inverse == float("inf"), 0)  # a node without in-edges
+
+    # Rows of all halos lie one after the other. Each part reads the range of its own halo.
+    halo_inverse = gather_sources(inverse, transport, 0, DEGREES)
+    first_row = 0
+    src_inverse = []
+    for part, halo in zip(normed_edges.parts, normed_edges.layout.halos, strict=True):
+        rows = halo_inverse[first_row : first_row + halo.numel()]
+        src_inverse.append(rows.index_select(0, part.src_idx.long()))
+        first_row += halo.numel()
+    return torch.cat(src_inverse) * values * inverse.index_select(0, normed_edges.destinations())
 
 
 def gather_sources_together(
     tensors: Sequence[Tensor], transport: Transport, depth: int | None, kind: str
 ) -> list[Tensor]:
-    """As `gather_sources`, for several tensors of own rows; those of one type travel side by side, in one exchange."""
+    """`gather_sources` for several tensors [num_own, ...].
+
+    Tensors of one dtype travel as columns of one matrix, so that they need one transfer and not one each.
+    """
     if len({t.dtype for t in tensors}) != 1:
         return [gather_sources(t, transport, depth, kind) for t in tensors]
     widths = [math.prod(t.shape[1:]) for t in tensors]
@@ -243,29 +338,40 @@ def gather_sources_together(
 
 
 def gather_sources(rows: Tensor, transport: Transport, depth: int | None, kind: str) -> Tensor:
-    """The source rows of all parts, differentiable: in rounds, or in one exchange where depth is None."""
-    out = _Gather.apply(rows, transport, depth, kind)
+    """[sum of halo sizes, ...]: the source rows of all parts, one part after the other. Differentiable.
+
+    rows: [num_own, ...].
+    depth: rounds that are prefetched. None: all parts come in one all-to-all.
+    kind: label under which the bytes are counted.
+    """
+    out = _GatherSources.apply(rows, transport, depth, kind)
     assert isinstance(out, Tensor)
     return out
 
 
-class _Gather(torch.autograd.Function):
+class _GatherSources(torch.autograd.Function):
+    """Forward sends rows to the shards that read them. Backward sends gradients back, and adds them up."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, transport: Transport, depth: int | None, kind: str) -> Tensor:
-        ctx.transport, ctx.depth, ctx.shape = transport, depth, rows.shape
+        ctx.transport = transport
+        ctx.depth = depth
+        ctx.shape = rows.shape
         rows = rows.detach()
         if depth is None:
+            # Virtual shards get the rows themselves. A Function must not return its input, hence the copy.
             return transport.fetch_all(rows, kind).clone()
         return torch.cat([part[0] for part in transport.fetch([rows], kind, depth)])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor):  # type: ignore[override]
-        transport, layout = ctx.transport, ctx.transport.layout
+        transport = ctx.transport
         if ctx.depth is None:
             return transport.return_all(gradient), None, None, None
-        returns = transport.returns([gradient.new_empty(ctx.shape)], ctx.depth)
-        for k, of_part in enumerate(gradient.split([halo.numel() for halo in layout.halos])):
-            returns.buffers(k)[0].add_(of_part)
-            returns.push(k)
-        return returns.finish()[0], None, None, None
+        gradient_return = transport.start_return([gradient.new_empty(ctx.shape)], ctx.depth)
+        halo_sizes = [halo.numel() for halo in transport.layout.halos]
+        for k, part_gradient in enumerate(gradient.split(halo_sizes)):
+            gradient_return.buffers(k)[0].add_(part_gradient)
+            gradient_return.push(k)
+        return gradient_return.finish()[0], None, None, None

@@ -1,9 +1,23 @@
-"""A conv's own `message`, `edge_update` and aggregation on a few edges, as often as they are needed.
+"""A conv's own `message`, `edge_update` and aggregation, run on one chunk of its edges at a time.
 
-Aggregations run as PyG wrote them, but what they reduce over the edges is recorded instead: sums, maxima and minima,
-which can be put together from pieces. Afterwards they run once more, on the reductions of all edges. A softmax over a
-node's edges becomes a weight e^(logit - m) with the largest logit so far, m, and a sum of these weights by which the
-sums are divided in the end.
+PyG calls message, aggregate and update once, for all edges. Here the three are taken apart:
+
+    plan      finds which tensor each argument of `message` comes from        once per `propagate`
+    replay    runs `message` on the edges of a chunk, and returns the rows    per chunk, in forward
+              that the aggregation reduces over them                          and in backward
+    finish    computes the aggregation's output, from the reductions over     once per `propagate`
+              all edges
+
+In `replay` and in `finish` the aggregation is PyG's code, with another `reduce`. In `replay`, `reduce`
+notes down its rows and returns zeros. In `finish`, it returns the accumulated result of the call with the
+same number. So var, for example, notes down x and x * x, and `finish` computes mean(x * x) - mean(x)^2 by
+PyG's own formula. This works for sums, means, maxima and minima, which can be accumulated chunk by chunk
+(`accumulate`). Others raise `CannotSplit`.
+
+A softmax over the edges of a node divides by a sum over all of them, which one chunk does not know. In
+`replay` it returns the weight exp(logit - m), not divided. `finish` divides the sums of weighted messages by
+the sum of the weights. That is the same if messages are linear in the weights. The probe in
+`runner.find_rule` refuses convs where they are not.
 """
 
 from __future__ import annotations
@@ -24,24 +38,25 @@ from torch_geometric.nn.aggr import Aggregation, MultiAggregation
 from hopline.shards.convs.edges import Chunk
 
 Role = str
-"""What an input is to an edge: "source", "destination", "edge" or "constant"."""
+"""The relation of an input to an edge: "source", "destination", "edge" or "constant"."""
 REDUCES = {"sum": "sum", "add": "sum", "mean": "sum", "max": "max", "min": "min"}
-"""How PyG reduces -> what is put together from pieces."""
+"""By PyG's name of a reduction: the one that is accumulated. `finish` divides a mean by the degree."""
 EPSILON = 1e-16
-"""PyG adds it to the sum of a softmax."""
+"""PyG's `softmax` adds this number to its denominator."""
 
 
 class CannotSplit(ValueError):
-    """What a conv does over its edges cannot be put together from pieces."""
+    """A conv does something over its edges that cannot be accumulated chunk by chunk."""
 
 
 @dataclass(frozen=True, eq=False)
 class ArgumentSource:
-    """A tensor that an argument is taken from."""
+    """The input tensor that an argument of a conv's function is read from."""
 
     role: Role
+    """The list of `Inputs` that holds the tensor."""
     index: int
-    """Its place among the inputs of that role."""
+    """The tensor's index in that list."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,173 +66,228 @@ class Call:
     function: str
     """"message", "edge_update", "aggregate" or "update"."""
     arguments: Mapping[str, Any]
-    """By name: a `ArgumentSource`, another `Call`, or a value as it is."""
-    about_edges: tuple[str, ...]
-    """Arguments that say which edges these are: "index", "ptr", "dim_size", ..."""
+    """By argument name: an `ArgumentSource`, another `Call` whose result it is, or the value itself."""
+    special_args: tuple[str, ...]
+    """Names of arguments that PyG derives from the edges: "index", "ptr", "dim_size", ..."""
 
 
 @dataclass(frozen=True, eq=False)
 class DeferredEdgeUpdate:
-    """What `edge_updater` was asked for, to be computed where its edges are."""
+    """The arguments of a call of `edge_updater`. `edge_update` runs later, on the edges of each chunk."""
 
     kwargs: Mapping[str, Any]
 
 
 @dataclass(eq=False)
 class Inputs:
-    """The tensors that messages are made of, each once."""
+    """The tensors from which messages are computed, by role. A tensor is listed once per role."""
 
     source: list[Tensor] = field(default_factory=list)
-    """[num_own, ...]: rows that other shards read too."""
+    """[num_own, ...] each: rows that are read at the sources of edges, by other shards too."""
     destination: list[Tensor] = field(default_factory=list)
-    """[num_own, ...]: the destinations' rows."""
+    """[num_own, ...] each: rows that are read at the destinations of edges."""
     edge: list[Tensor] = field(default_factory=list)
-    """[num_edges, ...]"""
+    """[num_edges, ...] each."""
     constant: list[Tensor] = field(default_factory=list)
-    """The same for every edge."""
+    """Any shape: tensors that every edge reads whole."""
 
-    def take(self, role: Role, tensor: Tensor) -> ArgumentSource:
-        known = getattr(self, role)
-        for index, other in enumerate(known):
+    def add(self, role: Role, tensor: Tensor) -> ArgumentSource:
+        """Enter a tensor in the list of its role, unless it is listed already."""
+        tensors = getattr(self, role)
+        for index, other in enumerate(tensors):
             if other is tensor:
                 return ArgumentSource(role, index)
-        known.append(tensor)
-        return ArgumentSource(role, len(known) - 1)
+        tensors.append(tensor)
+        return ArgumentSource(role, len(tensors) - 1)
 
 
 def plan(
     conv: MessagePassing, function: str, kwargs: Mapping[str, Any], inputs: Inputs, num_edges: int, num_own: int
 ) -> Call:
-    """How a function of the conv is called, given what `propagate` was; tensors are added to the inputs."""
+    """Find out how a function of the conv is called, and enter its tensors in `inputs`.
+
+    As in PyG, an argument `x_j` is `kwargs["x"]` at the sources, `x_i` at the destinations, and any other
+    name is taken as it is.
+
+    kwargs: the arguments of `propagate`.
+
+    Raises:
+        CannotSplit: `propagate` does not get an argument, or rows of nodes are not [num_own, ...].
+    """
     arguments: dict[str, Any] = {}
-    about_edges = []
+    special_args = []
     parameters = list(inspect.signature(getattr(conv, function)).parameters.items())
-    for name, parameter in parameters[1 if function in ("aggregate", "update") else 0 :]:
+    # The first argument of these two is the result of the step before.
+    takes_result = function in ("aggregate", "update")
+    for name, parameter in parameters[1 if takes_result else 0 :]:
         if name in conv.special_args:
-            about_edges.append(name)
+            special_args.append(name)
             continue
-        base, end = (name[:-2], name[-2:]) if name[-2:] in ("_i", "_j") else (name, "")
+        suffix = name[-2:] if name[-2:] in ("_i", "_j") else ""
+        base = name.removesuffix(suffix)
         if base not in kwargs:
             if parameter.default is inspect.Parameter.empty:
                 raise CannotSplit(f"{function} asks for {name}, which propagate is not given")
             continue
+
         value = kwargs[base]
-        if end and isinstance(value, tuple | list):
-            value = value[1 if end == "_i" else 0]
+        if suffix and isinstance(value, tuple | list):
+            value = value[1 if suffix == "_i" else 0]
         if isinstance(value, DeferredEdgeUpdate):
             value = plan(conv, "edge_update", value.kwargs, inputs, num_edges, num_own)
         elif isinstance(value, Tensor) and function != "update":
-            if end and (value.size(0) != num_own or conv.node_dim % value.dim() != 0):
+            if suffix and (value.size(0) != num_own or conv.node_dim % value.dim() != 0):
                 raise CannotSplit(f"{name} has shape {list(value.shape)}, not one row for each of {num_own} nodes")
-            value = inputs.take(_role(value, end, num_edges), value)
+            value = inputs.add(_role(value, suffix, num_edges), value)
         arguments[name] = value
-    return Call(function, arguments, tuple(about_edges))
+    return Call(function, arguments, tuple(special_args))
 
 
-def _role(value: Tensor, end: str, num_edges: int) -> Role:
-    if end:
-        return "destination" if end == "_i" else "source"
-    return "edge" if value.dim() and value.size(0) == num_edges else "constant"
+def _role(value: Tensor, suffix: str, num_edges: int) -> Role:
+    """The role of a tensor: by the suffix of its argument, or by its size if there is none."""
+    if suffix:
+        return "destination" if suffix == "_i" else "source"
+    has_row_per_edge = value.dim() > 0 and value.size(0) == num_edges
+    return "edge" if has_row_per_edge else "constant"
 
 
 @dataclass(frozen=True, eq=False)
-class Record:
-    """Rows, one per edge, that are reduced over each destination's edges."""
+class Reduction:
+    """Rows, one per edge of a chunk, that an aggregation reduces over each destination's edges."""
 
     rows: Tensor
+    """[n, ...] for the n edges of the chunk."""
     how: str
     """"sum", "max" or "min"."""
 
 
 @dataclass(eq=False)
 class ChunkReductions:
-    """What a conv reduces over a few edges."""
+    """The reductions of a conv on one chunk of edges."""
 
-    records: list[Record] = field(default_factory=list)
-    calls: list[int] = field(default_factory=list)
-    """Which of them the aggregation asks for, each time that it reduces."""
-    weights: Tensor | None = None
-    """[num_edges, ...] e^(logit - m) of its softmax, where it has one."""
+    reductions: list[Reduction] = field(default_factory=list)
+    """The reductions, each once, even if the aggregation asks for it several times."""
+    reduce_order: list[int] = field(default_factory=list)
+    """The index in `reductions` of the first, second, ... call of `reduce`."""
+    softmax_weights: Tensor | None = None
+    """[n, ...]: exp(logit - m) of the conv's softmax over edges; None if it has none."""
 
 
-Largest = Callable[[Tensor], Tensor]
-"""Logits of a chunk's edges -> the largest of each of its destinations, now or so far."""
+MaxLogit = Callable[[Tensor], Tensor]
+"""Function of a chunk's logits [n, ...] -> the m of its destinations, [chunk.num_dst, ...], to subtract
+from them."""
 
 
 def replay(
     conv: MessagePassing,
     call: Call,
-    given: Mapping[Role, Sequence[Tensor]],
+    edge_inputs: Mapping[Role, Sequence[Tensor]],
     chunk: Chunk,
     degrees: Tensor,
-    largest: Largest,
+    max_logit: MaxLogit,
 ) -> ChunkReductions:
-    """Run a conv on a chunk. given: rows by role, one per edge of the chunk; degrees: of its destinations."""
-    found = ChunkReductions()
+    """Run a conv's `message` on a chunk, and note down what its aggregation reduces.
+
+    edge_inputs: by role, rows [n, ...] of the chunk's n edges, and the constants.
+    degrees: [chunk.num_dst] int64, over all edges and not only this chunk's.
+
+    Raises:
+        CannotSplit: The reductions cannot be accumulated chunk by chunk.
+    """
+    chunk_reductions = ChunkReductions()
+    reductions = chunk_reductions.reductions
 
     def softmax(src: Tensor, index: Any = None, ptr: Any = None, num_nodes: Any = None, dim: int = 0) -> Tensor:
-        if found.weights is not None:
+        """PyG's `softmax`, without the division."""
+        if chunk_reductions.softmax_weights is not None:
             raise CannotSplit("it takes more than one softmax over the edges")
         if dim % src.dim() != 0:
             raise CannotSplit("it takes a softmax over something else than the edges of a node")
-        found.weights = (src - largest(src.detach()).index_select(0, chunk.dst)).exp()
-        return found.weights
+        # No gradient goes through m: the quotient in `finish` does not depend on it. PyG detaches it too.
+        weights = (src - max_logit(src.detach()).index_select(0, chunk.dst)).exp()
+        chunk_reductions.softmax_weights = weights
+        return weights
 
     def reduce(x: Tensor, index: Any, ptr: Any, dim_size: int, dim: int = -2, reduce: str = "sum") -> Tensor:
+        """`Aggregation.reduce`: notes down its rows, and returns zeros of the right shape."""
         how = REDUCES.get(reduce)
         if how is None:
             raise CannotSplit(f"it reduces by {reduce!r}")
-        same = [i for i, record in enumerate(found.records) if record.rows is x and record.how == how]
+        same = [i for i, reduction in enumerate(reductions) if reduction.rows is x and reduction.how == how]
         if not same:
-            found.records.append(Record(x, how))
-        found.calls.append(same[0] if same else len(found.records) - 1)
+            reductions.append(Reduction(x, how))
+        chunk_reductions.reduce_order.append(same[0] if same else len(reductions) - 1)
         return x.new_zeros(chunk.num_dst, *x.shape[1:])
 
-    messages = run(conv, call, given, chunk, softmax)
+    messages = run_call(conv, call, edge_inputs, chunk, softmax)
     _aggregate(conv, messages, chunk.dst, degrees, reduce, softmax)
-    if not found.records:
+    if not reductions:
         raise CannotSplit(f"{aggregation_name(conv)} needs all edges of a node at once")
-    if found.weights is not None and any(record.how != "sum" for record in found.records):
+    has_extremes = any(reduction.how != "sum" for reduction in reductions)
+    if chunk_reductions.softmax_weights is not None and has_extremes:
         raise CannotSplit("it takes maxima or minima of messages weighted by a softmax")
-    return found
+    return chunk_reductions
 
 
 def finish(
-    conv: MessagePassing, calls: Sequence[int], reduced: Sequence[Tensor], weight_sum: Tensor | None, degrees: Tensor
+    conv: MessagePassing,
+    reduce_order: Sequence[int],
+    reduced: Sequence[Tensor],
+    weight_sum: Tensor | None,
+    degrees: Tensor,
 ) -> Tensor:
-    """The aggregation's output, from the reductions over all edges. calls: as found by `replay`."""
-    wanted = iter(calls)
+    """[num_dst, ...]: the aggregation's output, from the reductions over all edges. Differentiable.
+
+    reduce_order: as in `ChunkReductions`.
+    reduced: by reduction, [num_dst, ...].
+    weight_sum: [num_dst, ...], the sum of the softmax weights; None without a softmax.
+    degrees: [num_dst] int64.
+    """
+    next_reduction = iter(reduce_order)
 
     def reduce(x: Tensor, index: Any, ptr: Any, dim_size: int, dim: int = -2, reduce: str = "sum") -> Tensor:
-        out = reduced[next(wanted)]
+        """`Aggregation.reduce`: returns the accumulated result of this call."""
+        out = reduced[next(next_reduction)]
         if weight_sum is not None:
-            # In half precision the small number is 0, and a node without edges has no weights.
+            # A node without edges has no weights, and must not divide by 0. `EPSILON` does not prevent that
+            # in half precision, where it is 0.
             total = torch.where(weight_sum == 0, 1, weight_sum + EPSILON)
             out = out / unsqueeze_like(total, out)
-        return out / unsqueeze_like(degrees.clamp(min=1).to(out.dtype), out) if reduce == "mean" else out
+        if reduce == "mean":
+            out = out / unsqueeze_like(degrees.clamp(min=1).to(out.dtype), out)
+        return out
 
-    no_messages = reduced[calls[0]].new_zeros(0, *reduced[calls[0]].shape[1:])
+    # The aggregation needs some messages as its input. They have no rows, since it gets its results from
+    # `reduce`.
+    first_reduced = reduced[reduce_order[0]]
+    no_messages = first_reduced.new_zeros(0, *first_reduced.shape[1:])
     no_index = torch.zeros(0, dtype=torch.int64, device=no_messages.device)
     return _aggregate(conv, no_messages, no_index, degrees, reduce, lambda src, *_, **__: src)
 
 
 def unsqueeze_like(per_node: Tensor, rows: Tensor) -> Tensor:
-    """With ones behind its own dimensions, as many as `rows` has."""
+    """A view with dimensions of size 1 at the end, so that it has as many dimensions as `rows`."""
     return per_node.reshape(per_node.shape + (1,) * (rows.dim() - per_node.dim()))
 
 
 def aggregation_name(conv: MessagePassing) -> str:
-    own = type(conv).aggregate is not MessagePassing.aggregate or conv.aggr_module is None
-    return f"the aggregate of {type(conv).__name__}" if own else type(conv.aggr_module).__name__
+    """The name of a conv's aggregation for an error message."""
+    has_own_aggregate = type(conv).aggregate is not MessagePassing.aggregate or conv.aggr_module is None
+    return f"the aggregate of {type(conv).__name__}" if has_own_aggregate else type(conv.aggr_module).__name__
 
 
 def arguments_of(
-    call: Call, given: Mapping[Role, Sequence[Tensor]], chunk: Chunk, inner: Callable[[Call], Any]
+    call: Call, edge_inputs: Mapping[Role, Sequence[Tensor]], chunk: Chunk, run_inner: Callable[[Call], Any]
 ) -> dict[str, Any]:
-    """A call's arguments on a chunk. inner: runs a call that an argument is the result of."""
-    src, dst = chunk.src, chunk.dst
-    about_edges = {
-        "edge_index": torch.stack([src, dst]) if "edge_index" in call.about_edges else None,
+    """A call's arguments on a chunk, by name.
+
+    edge_inputs: by role, rows [n, ...] of the chunk's n edges, and the constants.
+    run_inner: runs a call that an argument is the result of.
+    """
+    src = chunk.src
+    dst = chunk.dst
+    special_values = {
+        "edge_index": torch.stack([src, dst]) if "edge_index" in call.special_args else None,
         "edge_index_i": dst,
         "edge_index_j": src,
         "index": dst,
@@ -226,31 +296,36 @@ def arguments_of(
         "size_i": chunk.num_dst,
         "dim_size": chunk.num_dst,
     }
-    found: dict[str, Any] = {}
-    for name in call.about_edges:
-        if name not in about_edges:
+    arguments: dict[str, Any] = {}
+    for name in call.special_args:
+        if name not in special_values:
             raise CannotSplit(f"{call.function} asks for {name}, the number of all sources")
-        found[name] = about_edges[name]
+        arguments[name] = special_values[name]
     for name, value in call.arguments.items():
         if isinstance(value, ArgumentSource):
-            value = given[value.role][value.index]
-        found[name] = inner(value) if isinstance(value, Call) else value
-    return found
+            value = edge_inputs[value.role][value.index]
+        arguments[name] = run_inner(value) if isinstance(value, Call) else value
+    return arguments
 
 
-def run(
+def run_call(
     conv: MessagePassing,
     call: Call,
-    given: Mapping[Role, Sequence[Tensor]],
+    edge_inputs: Mapping[Role, Sequence[Tensor]],
     chunk: Chunk,
     softmax: Callable[..., Tensor] = pyg_utils.softmax,
 ) -> Any:
-    """A function of the conv on a chunk's edges."""
+    """The result of a function of the conv on a chunk's edges, for `message` [n, ...].
 
-    def inner(other: Call) -> Any:
-        return run(conv, other, given, chunk, softmax)
+    edge_inputs: by role, rows [n, ...] of the chunk's n edges, and the constants.
+    softmax: called wherever the function calls PyG's `softmax`.
+    """
 
-    return _with_globals(getattr(conv, call.function), softmax=softmax)(**arguments_of(call, given, chunk, inner))
+    def run_inner(inner: Call) -> Any:
+        return run_call(conv, inner, edge_inputs, chunk, softmax)
+
+    function = _with_globals(getattr(conv, call.function), softmax=softmax)
+    return function(**arguments_of(call, edge_inputs, chunk, run_inner))
 
 
 def _aggregate(
@@ -261,47 +336,68 @@ def _aggregate(
     reduce: Callable[..., Tensor],
     softmax: Callable[..., Tensor],
 ) -> Tensor:
-    """The conv's aggregation, with other functions in place of those that look at the edges."""
+    """The conv's aggregation, with other functions in place of those that look at the edges.
+
+    degrees: [dim_size] int64, returned in place of PyG's `degree`, which would count the edges of the chunk
+    only.
+
+    Raises:
+        CannotSplit: The conv has an `aggregate` method of its own, or no aggregation.
+    """
     if type(conv).aggregate is not MessagePassing.aggregate or conv.aggr_module is None:
         raise CannotSplit(f"{aggregation_name(conv)} needs all edges of a node at once")
 
     def degree(index: Tensor, num_nodes: Any = None, dtype: torch.dtype | None = None) -> Tensor:
         return degrees.to(dtype or torch.float32)
 
-    with _replaced(conv.aggr_module, reduce, softmax=softmax, degree=degree):
+    with _replace_functions(conv.aggr_module, reduce, softmax=softmax, degree=degree):
         return conv.aggr_module(messages, index, ptr=None, dim_size=degrees.numel(), dim=conv.node_dim)
 
 
 @contextmanager
-def _replaced(module: Aggregation, reduce: Callable[..., Tensor], **functions: Any) -> Generator[None]:
-    """Within, a module's aggregations call these functions; nothing is left behind on it."""
-    inside = [m for m in module.modules() if isinstance(m, Aggregation)]
-    for m in inside:
-        forward = MethodType(_each_alone, m) if isinstance(m, MultiAggregation) else m.forward
-        m.__dict__.update(reduce=reduce, forward=_with_globals(forward, **functions))
+def _replace_functions(module: Aggregation, reduce: Callable[..., Tensor], **functions: Any) -> Generator[None]:
+    """Make all aggregations in a module call other functions while the context lasts.
+
+    They are set as attributes of the instances, and deleted afterwards. PyG's classes do not change.
+    """
+    aggregations = [m for m in module.modules() if isinstance(m, Aggregation)]
+    for aggregation in aggregations:
+        is_multi = isinstance(aggregation, MultiAggregation)
+        forward = MethodType(_run_each_alone, aggregation) if is_multi else aggregation.forward
+        aggregation.__dict__.update(reduce=reduce, forward=_with_globals(forward, **functions))
     try:
         yield
     finally:
-        for m in inside:
-            del m.__dict__["reduce"], m.__dict__["forward"]
+        for aggregation in aggregations:
+            del aggregation.__dict__["reduce"], aggregation.__dict__["forward"]
 
 
-def _each_alone(
+def _run_each_alone(
     self: MultiAggregation, x: Tensor, index: Any = None, ptr: Any = None, dim_size: Any = None, dim: int = -2
 ) -> Tensor:
-    """Several aggregations without PyG's fused one, which does not call `reduce`."""
+    """`MultiAggregation.forward` without PyG's fused aggregation, which does not call `reduce`."""
     return self.combine([aggregation(x, index, ptr, dim_size, dim) for aggregation in self.aggrs])
 
 
 def _with_globals(method: Any, **functions: Any) -> Any:
-    """The method, calling these instead of PyG's functions of the same names. PyG itself is not touched."""
+    """A method that calls these functions in place of PyG's of the same names.
+
+    PyG imports `softmax` and `degree` into its modules by name. A change there would be seen by all convs
+    of the process, so the method is copied with a dictionary of globals of its own. The method itself is
+    returned if its code uses none of the functions.
+    """
     function = method.__func__
-    mine = {name: f for name, f in functions.items() if function.__globals__.get(name) is getattr(pyg_utils, name)}
-    if not mine.keys() & set(function.__code__.co_names):
+    # A module may have a global of the same name that is not PyG's function. That one stays.
+    replacements = {
+        name: replacement
+        for name, replacement in functions.items()
+        if function.__globals__.get(name) is getattr(pyg_utils, name)
+    }
+    if not replacements.keys() & set(function.__code__.co_names):
         return method
     copied = FunctionType(
         function.__code__,
-        {**function.__globals__, **mine},
+        {**function.__globals__, **replacements},
         function.__name__,
         function.__defaults__,
         function.__closure__,

@@ -1,8 +1,15 @@
-"""`ShardConvs`: a shard's in-edges, handed to a conv where it expects `edge_index`.
+"""`ShardConvs`: runs a PyG conv on the in-edges of a shard, in place of its `edge_index`.
 
-What a conv does to its edges before it sends messages (nothing, self-loops, the degree norm of GCN) is found by a
-probe on a tiny graph: the first way whose outputs and gradients equal the conv's own on plain PyG. A conv that equals
-itself in none of them is refused by name.
+PyG convs prepare their edges in `forward`: some add self-loops, some compute GCN's norm. On a shard they
+get no `edge_index`, so this has to be done for them, by one of three *rules*:
+
+    plain     the graph's edges
+    loops     one self-loop per node, with attributes as PyG fills them in
+    gcn       GCN's degree norm as edge weights, with self-loops if the conv adds them
+
+PyG does not declare which rule a conv needs. `find_rule` tries them on a tiny graph: the first rule whose
+outputs and gradients equal those of plain PyG is taken. A conv that equals plain PyG under no rule is
+refused by name. The answer is stored per conv, so that the probe runs once.
 """
 
 from __future__ import annotations
@@ -22,68 +29,86 @@ from hopline.core.row_handles import Handle, as_dtype
 from hopline.nn.conv_adapter import edge_arguments, initialise, takes_x0, whole_output
 from hopline.nn.fused import dtype_of
 from hopline.nn.probe import findings, options_of, probe_graph, random_rows, trial_of, without_caches
-from hopline.shards.convs.edges import Edges, gcn_edges, loop_attributes, outside_inference_mode
+from hopline.shards.convs.edges import Edges, gcn_norm, loop_attributes, outside_inference_mode
 from hopline.shards.convs.messages import CannotSplit
 from hopline.shards.convs.norm import norms_over_ranks
-from hopline.shards.convs.patch_message_passing import Mode, on_shard
+from hopline.shards.convs.patch_message_passing import Mode, patch_convs
 from hopline.shards.layout import ShardLayout, contiguous_layout
 from hopline.shards.transports import LocalTransport, Transport
 
 Rule = Literal["plain", "loops", "gcn"]
+"""The ways to prepare a conv's edges, in the order of trial."""
 DEPTH = 1
-"""Rounds of rows that are asked for ahead: one more would take memory for the rows of another shard."""
+"""Rounds of rows that are prefetched. Each further round takes memory for the rows of one more shard."""
 CHUNK_BYTES = 4 << 20
-"""Memory for the messages of one chunk of edges, in forward and backward."""
-RUN = (
+"""Bytes of the messages of one chunk of edges. Smaller chunks cost time (docs/full_batch.md)."""
+CONVS_THAT_RUN = (
     "Convs such as SAGEConv, GCNConv, GINConv, GINEConv, GraphConv, GATConv, GATv2Conv, PNAConv, NNConv, EdgeConv, "
     "ResGatedGraphConv, TAGConv, SGConv and TransformerConv can, with aggregations put together from sum, mean, max, "
     "min, var, std, softmax and powermean; aggregation=one_shot takes any other one"
 )
+"""The end of the error message of a conv that is refused."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ShardConvs(ConvRunner):
-    """Runs convs on all in-edges of a shard's nodes. Its blocks' sources and destinations are these nodes; rows of
-    other shards are fetched.
+    """Runs convs on all in-edges of a shard's own nodes.
+
+    The own nodes are both sources and destinations of its blocks. Rows of other shards are fetched while a
+    conv runs.
+    Collective: every rank must run the same convs in the same order, forward and backward.
     """
 
     layout: ShardLayout
     transport: Transport
+    """Moves rows between this shard and the others."""
     edge_rows: Mapping[str, Tensor]
-    """[num_edges, ...] rows of the graph's edge arrays, part after part."""
+    """[num_edges, ...] each, by name: the graph's edge arrays at the shard's edges, part after part."""
     mode: Mode = "sequential"
-    """"sequential": one part's rows at a time, fetched again in backward. "stored": rows and messages are kept for
-    backward. "one_shot": the same, and the rows come in one exchange per layer and direction."""
+    """The way source rows of other shards come.
+
+    "sequential": one part at a time, and again in backward. "stored": part by part, but rows and messages
+    are kept for backward. "one_shot": kept too, and all parts come in one all-to-all per layer and
+    direction."""
     depth: int = DEPTH
-    """Rounds of rows that are asked for ahead; no result depends on it."""
+    """Rounds of rows that are prefetched. No result depends on it."""
     chunk_bytes: int = CHUNK_BYTES
-    """About what the messages of a chunk of edges take."""
+    """About the most bytes of the messages of one chunk of edges, with mode "sequential"."""
 
     @classmethod
     def of(cls, layout: ShardLayout, transport: Transport | None = None, **options: Any) -> Self:
-        """transport: by default that of virtual shards in one process. options: mode, depth, chunk_bytes, ..."""
+        """A runner for a layout.
+
+        transport: by default that of virtual shards in one process.
+        options: other fields, such as mode, depth and chunk_bytes.
+        """
         if transport is None:
             transport = LocalTransport(layout)
         names = layout.parts[0].edge
-        options.setdefault("edge_rows", {n: torch.cat([part.edge[n] for part in layout.parts]) for n in names})
+        edge_rows = {name: torch.cat([part.edge[name] for part in layout.parts]) for name in names}
+        options.setdefault("edge_rows", edge_rows)
         return cls(layout=layout, transport=transport, **options)
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode={self.mode!r}: choose one of {', '.join(get_args(Mode))}")
         if self.depth < 0 or self.chunk_bytes < 1:
-            raise ValueError(f"depth={self.depth}, chunk_bytes={self.chunk_bytes}: give 0 or more, and at least 1")
+            raise ValueError(
+                f"depth={self.depth}, chunk_bytes={self.chunk_bytes}: give depth of 0 or more, and chunk_bytes of at "
+                "least 1"
+            )
 
     def block(self, key: int | None = None) -> Block:
-        """The shard's nodes and their in-edges, for a layer of a model."""
+        """The own nodes and their in-edges, for a layer of a model. key: of the step's random draws."""
         layout = self.layout
         src_ids = layout.own_ids.to(layout.degrees.device)
         return Block(src_ids, layout.num_own, layout.parts, key=key, convs=self)
 
     def to(self, device: torch.device) -> Self:
+        """A copy on a device, with empty caches. It counts its bytes in the same `transport.traffic`."""
         layout = self.layout.to(device)
         edge_rows = {name: rows.to(device) for name, rows in self.edge_rows.items()}
-        return replace(self, layout=layout, transport=self.transport.on(layout), edge_rows=edge_rows)
+        return replace(self, layout=layout, transport=self.transport.with_layout(layout), edge_rows=edge_rows)
 
     def block_to(self, block: Block, device: torch.device) -> Block:
         convs = self.to(device)
@@ -91,15 +116,18 @@ class ShardConvs(ConvRunner):
 
     @cached_property
     def edges(self) -> Edges:
+        """The graph's own edges."""
         return Edges.of(self.layout)
 
     @cached_property
     def edges_with_loops(self) -> Edges:
+        """The edges with one self-loop per node."""
         with outside_inference_mode():
             return self.edges.with_loops()
 
     @cached_property
-    def _norms(self) -> dict[Any, Tensor]:
+    def _norm_cache(self) -> dict[tuple[bool, bool, torch.dtype], Tensor]:
+        """By (add_loops, improved, dtype): the norm of GCN."""
         return {}
 
     @property
@@ -113,97 +141,136 @@ class ShardConvs(ConvRunner):
         return run_conv(conv, h, self, x0)
 
     def norm(self, add_loops: bool, improved: bool, dtype: torch.dtype) -> Tensor:
-        """[num_edges] the degree norm of GCN: exchanged once where it has no gradient."""
-        weight, edges_with_loops = self.edge_rows.get("weight"), self.edges_with_loops if add_loops else None
+        """[num_edges]: the degree norm of GCN, of the edges with or without self-loops. Collective.
+
+        Cached, because the degrees of the halo have to be fetched. Only a weight that is learnt changes the
+        norm from step to step, and then it is computed anew.
+        """
+        weight = self.edge_rows.get("weight")
+        edges_with_loops = self.edges_with_loops if add_loops else None
         if weight is not None and weight.requires_grad:
-            return gcn_edges(self.edges, edges_with_loops, self.transport, weight, improved, dtype)
+            return gcn_norm(self.edges, edges_with_loops, self.transport, weight, improved, dtype)
         key = (add_loops, improved, dtype)
-        if key not in self._norms:
+        if key not in self._norm_cache:
             with outside_inference_mode():
-                self._norms[key] = gcn_edges(self.edges, edges_with_loops, self.transport, weight, improved, dtype)
-        return self._norms[key]
+                norm = gcn_norm(self.edges, edges_with_loops, self.transport, weight, improved, dtype)
+            self._norm_cache[key] = norm
+        return self._norm_cache[key]
 
 
 def run_conv(conv: nn.Module, h: Handle | Tensor, convs: ShardConvs, x0: Tensor | None = None) -> Tensor:
-    """A PyG conv on a shard: the output of its own nodes, [num_own, ...], differentiable. h: their rows.
+    """[num_own, ...]: the output of a PyG conv for a shard's own nodes. Differentiable.
 
-    Every rank must call it, and backward, in the same order.
+    Collective: every rank must call it, and its backward, in the same order.
+
+    h: [num_own, width] rows of the own nodes.
+    x0: [num_own, width] initial rows, for convs that take them.
+
+    Raises:
+        CannotSplit: The conv cannot run over shards.
     """
-    request = ("rule", convs.mode, conv.training)
+    question = ("rule", convs.mode, conv.training)
     settings = (options_of(conv), frozenset(convs.edge_rows))
-    rule: Rule | None = findings.get(conv, request, settings)
+    rule: Rule | None = findings.get(conv, question, settings)
     if rule is None:
         initialise(conv, h.shape[1], convs.edge_rows, None if x0 is None else x0.size(1))
-        with torch.inference_mode(False):  # the probe takes gradients
+        with torch.inference_mode(False):  # the probe computes gradients
             rule = find_rule(conv, h.shape[1], convs, x0)
-        findings.put(conv, request, settings, rule)
+        findings.put(conv, question, settings, rule)
     return run_by_rule(conv, rule, h, convs, x0)
 
 
 def run_by_rule(conv: nn.Module, rule: Rule, h: Handle | Tensor, convs: ShardConvs, x0: Tensor | None = None) -> Tensor:
+    """[num_own, ...]: the output of a conv whose edges are prepared by a rule. See `run_conv`."""
     rows = as_dtype(h, dtype_of(conv, h))
     dtype = rows.dtype
-    edges, arguments = convs.edges, edge_arguments(conv, convs.edge_rows, dtype)
+    edges = convs.edges
+    arguments = edge_arguments(conv, convs.edge_rows, dtype)
     if rule == "loops":
         edges = convs.edges_with_loops
         fill = getattr(conv, "fill_value", 1.0)
         arguments = {
-            name: edges.values(values, loop_attributes(convs.edges, values, fill)) for name, values in arguments.items()
+            name: edges.rows_with_loops(values, loop_attributes(convs.edges, values, fill))
+            for name, values in arguments.items()
         }
     elif rule == "gcn":
         add_loops = bool(getattr(conv, "add_self_loops", False))
+        improved = bool(getattr(conv, "improved", False))
         edges = convs.edges_with_loops if add_loops else convs.edges
-        arguments = {"edge_weight": convs.norm(add_loops, bool(getattr(conv, "improved", False)), dtype)}
-    first = (x0,) if takes_x0(conv) else ()
+        arguments = {"edge_weight": convs.norm(add_loops, improved, dtype)}
+    x0_argument = (x0,) if takes_x0(conv) else ()
     with (
+        # A conv with cached=True must not reuse edges of a graph that it has run on before.
         without_caches(conv),
-        on_shard(conv, edges, convs.transport, convs.mode, convs.depth, convs.chunk_bytes),
+        patch_convs(conv, edges, convs.transport, convs.mode, convs.depth, convs.chunk_bytes),
     ):
-        return conv(rows, *first, convs, **arguments)
+        # `convs` stands where the conv expects `edge_index`. It is neither a Tensor nor a SparseTensor, so
+        # that the conv leaves its edges alone and hands it to `propagate`, which ignores it.
+        return conv(rows, *x0_argument, convs, **arguments)
 
 
 def find_rule(conv: nn.Module, width: int, convs: ShardConvs, x0: Tensor | None) -> Rule:
-    """How the conv's edges are made, by comparing it with plain PyG on a tiny graph, outputs and gradients."""
+    """The rule by which a conv's edges must be prepared, by comparison with plain PyG on a tiny graph.
+
+    A copy of the conv runs on three virtual shards of the tiny graph, in float64.
+
+    width: of the conv's input rows.
+
+    Raises:
+        CannotSplit: The conv equals plain PyG under no rule, or chunks or ranks would change what it does.
+    """
     trial = trial_of(conv)
     graph = probe_graph(convs.edge_rows)
     x = random_rows(graph.num_nodes, width)
-    start = () if x0 is None or not takes_x0(conv) else (random_rows(graph.num_nodes, x0.size(1)),)
-    whole_output(conv, x, graph, *(start or (None,)))  # refuses what plain PyG cannot run either
+    x0_argument = ()
+    if x0 is not None and takes_x0(conv):
+        x0_argument = (random_rows(graph.num_nodes, x0.size(1)),)
+    whole_output(conv, x, graph, *(x0_argument or (None,)))  # for its error alone, if plain PyG cannot run the conv
     arguments = edge_arguments(trial, graph.edge, torch.float64)
     with without_caches(trial):
-        expected = _tried(trial, x, lambda h: trial(h, *start, graph.edge_index(), **arguments))
-    small = _small_convs(graph, convs.mode)
+        expected = _output_and_gradients(trial, x, lambda h: trial(h, *x0_argument, graph.edge_index(), **arguments))
+
+    probe_convs = _probe_convs(graph, convs.mode)
     reason = "it does something to its edges that is neither self-loops nor the norm of GCNConv"
     for rule in get_args(Rule):
         try:
-            found = _tried(trial, x, lambda h, rule=rule: run_by_rule(trial, rule, h, small, *start))
-            if _is_same(found, expected):
-                if not isinstance(convs.transport, LocalTransport):
-                    _check_row_wise(trial, rule, graph, convs.mode, x, *start)
-                with torch.random.fork_rng([]):  # what it does in training may be more than in evaluation
-                    run_by_rule(trial.train(conv.training), rule, x, small, *start)
-                    plain = trial_of(conv).train(conv.training)
-                    if any(True for _ in plain.buffers()):
-                        plain(x, *start, graph.edge_index(), **arguments)
-                if not all(map(torch.allclose, trial.buffers(), plain.buffers())):
-                    raise CannotSplit("it changes its buffers in each call of message, which runs once per chunk")
-                return rule
+            results = _output_and_gradients(
+                trial, x, lambda h, rule=rule: run_by_rule(trial, rule, h, probe_convs, *x0_argument)
+            )
+            if not _are_equal(results, expected):
+                continue
+            # Virtual shards have all rows in one process, ranks do not.
+            if not isinstance(convs.transport, LocalTransport):
+                _check_row_wise(trial, rule, graph, convs.mode, x, *x0_argument)
+
+            # Until here in evaluation mode. In the conv's own mode it may do more, such as update running
+            # statistics, and must end with the buffers of plain PyG.
+            with torch.random.fork_rng([]):
+                run_by_rule(trial.train(conv.training), rule, x, probe_convs, *x0_argument)
+                plain = trial_of(conv).train(conv.training)
+                if any(True for _ in plain.buffers()):
+                    plain(x, *x0_argument, graph.edge_index(), **arguments)
+            if not all(map(torch.allclose, trial.buffers(), plain.buffers())):
+                raise CannotSplit("it changes its buffers in each call of message, which runs once per chunk")
+            return rule
         except CannotSplit as error:
             reason = str(error)
-            if isinstance(error, MixesRows):
+            if isinstance(error, MixesRows):  # true of the conv under any rule
                 break
-        except Exception as error:  # not a way in which this conv can run
+        except Exception as error:  # the conv cannot run by this rule; another may do
             if rule == "plain":
                 reason = f"it works on edge_index itself, which no shard has whole ({type(error).__name__}: {error})"
-    raise CannotSplit(f"{_name(conv)} cannot run over shards with aggregation={convs.mode}: {reason}. {RUN}")
+    raise CannotSplit(
+        f"{type(conv).__name__} cannot run over shards with aggregation={convs.mode}: {reason}. {CONVS_THAT_RUN}"
+    )
 
 
 class MixesRows(CannotSplit):
-    """A conv looks at rows of other nodes outside of its messages, and a rank has only its own."""
+    """A conv reads rows of other nodes outside of its messages. A rank has only its own rows."""
 
 
-def _small_convs(graph: Graph, mode: Mode) -> ShardConvs:
-    """Three virtual shards."""
+def _probe_convs(graph: Graph, mode: Mode) -> ShardConvs:
+    """A runner on three virtual shards of the tiny graph, with chunks of a few edges."""
     ptr = torch.tensor([0, 5, 8, graph.num_nodes])
     return ShardConvs.of(contiguous_layout(graph, ptr), mode=mode, chunk_bytes=1 << 10)
 
@@ -211,32 +278,42 @@ def _small_convs(graph: Graph, mode: Mode) -> ShardConvs:
 def _check_row_wise(
     trial: nn.Module, rule: Rule, graph: Graph, mode: Mode, x: Tensor, x0: Tensor | None = None
 ) -> None:
-    """Refuse a conv that is not the same when there are three more nodes, without edges."""
-    longer = Graph(nn.functional.pad(graph.indptr, (0, 3), value=graph.num_edges), graph.indices, graph.edge)
-    more_x, more_x0 = torch.cat([x, 1 + x[:3]]), None if x0 is None else torch.cat([x0, 1 + x0[:3]])
+    """Refuse a conv whose output at a node changes if there are three more nodes, without edges.
+
+    Raises:
+        MixesRows: It does.
+    """
+    longer_graph = Graph(nn.functional.pad(graph.indptr, (0, 3), value=graph.num_edges), graph.indices, graph.edge)
+    longer_x = torch.cat([x, 1 + x[:3]])
+    longer_x0 = None if x0 is None else torch.cat([x0, 1 + x0[:3]])
     with torch.no_grad():
-        expected = run_by_rule(trial, rule, x, _small_convs(graph, mode), x0)
-        found = run_by_rule(trial, rule, more_x, _small_convs(longer, mode), more_x0)[: x.size(0)]
-    if not torch.allclose(found, expected, 1e-7, 1e-9, equal_nan=True):
+        expected = run_by_rule(trial, rule, x, _probe_convs(graph, mode), x0)
+        longer_output = run_by_rule(trial, rule, longer_x, _probe_convs(longer_graph, mode), longer_x0)
+    if not torch.allclose(longer_output[: x.size(0)], expected, 1e-7, 1e-9, equal_nan=True):
         raise MixesRows("its output at a node depends on rows of nodes that send it nothing, and a rank has its own")
 
 
-def _tried(conv: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
-    """The output of a call, and the gradients of its input and of the conv's parameters."""
+def _output_and_gradients(conv: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+    """The output of a call with rows x, and the gradients of these rows and of the conv's parameters."""
     h = x.clone().requires_grad_()
     with torch.enable_grad():
         out = call(h)
-        wanted = [h, *(p for p in conv.parameters() if p.requires_grad)]
-        return [out.detach(), *torch.autograd.grad((out * random_rows(*out.shape)).sum(), wanted, allow_unused=True)]
+        leaves = [h, *(p for p in conv.parameters() if p.requires_grad)]
+        # Weighted by random numbers, so that no two outputs are interchangeable.
+        loss = (out * random_rows(*out.shape)).sum()
+        return [out.detach(), *torch.autograd.grad(loss, leaves, allow_unused=True)]
 
 
-def _is_same(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
-    """No gradient is one of 0."""
+def _are_equal(results: list[Tensor | None], expected: list[Tensor | None]) -> bool:
+    """Whether two results of `_output_and_gradients` are equal up to rounding. None is a gradient of 0."""
+    output = results[0]
+    expected_output = expected[0]
+    if output is None or expected_output is None or output.shape != expected_output.shape:
+        return False
     zero = torch.zeros((), dtype=torch.float64)
-    pairs = [(zero if a is None else a, zero if b is None else b) for a, b in zip(found, expected, strict=True)]
-    same_shapes = found[0] is not None and expected[0] is not None and found[0].shape == expected[0].shape
-    return same_shapes and all(torch.allclose(a, b, 1e-7, 1e-9, equal_nan=True) for a, b in pairs)
-
-
-def _name(conv: nn.Module) -> str:
-    return type(conv).__name__
+    for tensor, other in zip(results, expected, strict=True):
+        tensor = zero if tensor is None else tensor
+        other = zero if other is None else other
+        if not torch.allclose(tensor, other, 1e-7, 1e-9, equal_nan=True):
+            return False
+    return True

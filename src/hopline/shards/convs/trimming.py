@@ -1,7 +1,16 @@
-"""Message-flow graphs over shards: per layer only the edges, and of other shards only the rows, that the outputs need.
+"""Trimmed layers over shards: only the edges, and of other shards only the rows, that the outputs need.
 
-A node whose row nobody needs keeps its place, without edges: what comes out there is never looked at, and its gradient
-is 0. Nodes that are needed have all their edges, so outputs and gradients are those of the whole graph.
+With few training nodes and few layers, most of a full-batch step is not needed. Let N_L be the nodes whose
+outputs are needed. Layer L must compute N_L and therefore reads N_L and its in-neighbours:
+
+    N_(l-1) = N_l and the sources of all in-edges of N_l
+
+DGL calls such layers message-flow graphs. Layer l keeps all in-edges of N_l, so outputs and gradients of
+these nodes are those of the whole graph. Norms by degree use the degrees of the whole graph too.
+
+A node that is not needed keeps its row in all tensors, without edges. So rows need no new numbers from
+layer to layer. What a layer puts out at such a node is never read, and its gradient is 0. Only halos
+shrink, since their rows travel.
 """
 
 from __future__ import annotations
@@ -25,127 +34,171 @@ from hopline.shards.transports import Transport
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrimmedConvs(ShardConvs):
-    """Runs convs on the in-edges of some of a shard's nodes. Norms by degree are those of all edges."""
+    """Runs convs on the in-edges of some of a shard's own nodes: the runner of one trimmed layer."""
 
     whole: ShardConvs
+    """The runner on all edges, which the layers share. It has the norms by degree of the whole graph."""
     is_needed: Tensor
-    """[num_own] bool: the nodes that have their edges."""
+    """[num_own] bool: the nodes that the layer must compute. Only they have in-edges."""
 
     @cached_property
     def edges_with_loops(self) -> Edges:
         with outside_inference_mode():
-            return _leading_to(self.is_needed, self.edges.with_loops())
+            return _trim_edges(self.is_needed, self.edges.with_loops())
 
     def norm(self, add_loops: bool, improved: bool, dtype: torch.dtype) -> Tensor:
-        edges, key = self.whole.edges_with_loops if add_loops else self.whole.edges, (add_loops, improved, dtype)
-        if key not in self._norms:
-            norm = self.whole.norm(*key).index_select(0, _are_leading_to(self.is_needed, edges))
-            if norm.requires_grad:
+        """[num_edges]: GCN's degree norm in the whole graph, at the edges of this layer. Collective."""
+        key = (add_loops, improved, dtype)
+        if key not in self._norm_cache:
+            whole_edges = self.whole.edges_with_loops if add_loops else self.whole.edges
+            norm = self.whole.norm(*key).index_select(0, _edges_into(self.is_needed, whole_edges))
+            if norm.requires_grad:  # a weight is learnt: the norm differs in the next step
                 return norm
-            self._norms[key] = norm
-        return self._norms[key]
+            self._norm_cache[key] = norm
+        return self._norm_cache[key]
 
     def to(self, device: torch.device) -> Self:
-        whole = self.whole if self.whole.layout.degrees.device == device else self.whole.to(device)
+        # Not copied if it is on the device already, so that the runners of all layers keep one `whole`.
+        is_on_device = self.whole.layout.degrees.device == device
+        whole = self.whole if is_on_device else self.whole.to(device)
         return replace(super().to(device), whole=whole, is_needed=self.is_needed.to(device))
 
     def run(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:
-        if not findings.get(conv, "looks one hop far", options_of(conv)):
+        """As in `ConvRunner`. Raises ValueError if the conv looks further than a node's in-edges."""
+        question = "looks one hop far"
+        if not findings.get(conv, question, options_of(conv)):
             initialise(conv, h.shape[1], self.edge_rows, None if x0 is None else x0.size(1))
-            with torch.inference_mode(False):
+            with torch.inference_mode(False):  # the probe computes gradients
                 check_one_hop(conv, h.shape[1], self, x0)
-            findings.put(conv, "looks one hop far", options_of(conv), True)
+            findings.put(conv, question, options_of(conv), True)
         return super().run(conv, h, x0)
 
 
 def trimmed_convs(
     whole: ShardConvs, is_needed: Tensor, num_layers: int, device: torch.device | str = "cpu", **options: Any
 ) -> tuple[TrimmedConvs, ...]:
-    """A runner per layer, in the order of computation. All ranks must ask at once, with the same number of layers.
+    """A runner for each layer, in the order of computation. Collective.
 
-    whole: on the host. is_needed: [num_own] bool, the own nodes whose outputs are looked at. device: for the runners.
+    All ranks call it at the same time, with the same number of layers.
+
+    whole: the runner on all edges, on the host.
+    is_needed: [num_own] bool, the own nodes whose outputs are needed.
+    device: for the runners.
+    options: other fields of the runners, such as mode.
     """
-    found, target = list[TrimmedConvs](), torch.device(device)
-    placed = whole.to(target)
+    target = torch.device(device)
+    whole_on_device = whole.to(target)
+    runners: list[TrimmedConvs] = []
+    # From the last layer, whose outputs are needed, to the first.
     for _ in range(num_layers):
-        layout, is_read = _trimmed(whole.layout, is_needed, whole.transport)
-        transport = whole.transport.on(layout)
-        convs = TrimmedConvs.of(layout, transport, whole=placed, is_needed=is_needed, **options)
-        found.insert(0, convs.to(target))
+        layout, is_read = _trim_layout(whole.layout, is_needed, whole.transport)
+        transport = whole.transport.with_layout(layout)
+        runner = TrimmedConvs.of(layout, transport, whole=whole_on_device, is_needed=is_needed, **options)
+        runners.insert(0, runner.to(target))
         is_needed = is_needed | is_read
-    return tuple(found)
+    return tuple(runners)
 
 
-def _trimmed(layout: ShardLayout, is_needed: Tensor, transport: Transport) -> tuple[ShardLayout, Tensor]:
-    """(the layout of one layer, [num_own] bool: the own rows that it reads here or elsewhere)."""
-    parts, halos, are_used = [], [], []
+def _trim_layout(layout: ShardLayout, is_needed: Tensor, transport: Transport) -> tuple[ShardLayout, Tensor]:
+    """(layout of a trimmed layer, [num_own] bool: own rows that the layer reads on any shard). Collective.
+
+    is_needed: [num_own] bool, the own nodes that the layer must compute.
+    """
+    parts = []
+    halos = []
+    halo_masks = []
     for k, part in enumerate(layout.parts):
-        cut, kept = _part_leading_to(is_needed, part)
-        src = part.src_idx[kept].long()
-        used = torch.zeros(layout.halos[k].numel(), dtype=torch.bool)
-        used[src] = True
+        trimmed_part, edges = _trim_part(is_needed, part)
+        src = part.src_idx[edges].long()
         halo = layout.halos[k]
-        if layout.own_range(k) == (0, 0):  # another's rows, of which fewer will come
-            src, halo = used.cumsum(0)[src] - 1, halo[used]
-        edge = {name: rows[kept] for name, rows in part.edge.items()}
-        parts.append(replace(cut, src_idx=src.int(), edge=edge))
+        is_used = torch.zeros(halo.numel(), dtype=torch.bool)
+        is_used[src] = True
+        if layout.own_range(k) == (0, 0):
+            # Rows of another shard: only those that are used will come, so sources are numbered anew.
+            src = is_used.cumsum(0)[src] - 1
+            halo = halo[is_used]
+        edge = {name: rows[edges] for name, rows in part.edge.items()}
+        parts.append(replace(trimmed_part, src_idx=src.int(), edge=edge))
         halos.append(halo)
-        are_used.append(used)
-    wanted, is_read = transport.still_wanted(are_used), torch.zeros_like(is_needed)
+        halo_masks.append(is_used)
+
+    send_masks = transport.exchange_masks(halo_masks)
+    is_read = torch.zeros_like(is_needed)
     sends = list(layout.sends)
-    for k, mask in enumerate(wanted):
+    for k, is_sent in enumerate(send_masks):
         first, stop = layout.own_range(k)
-        is_read[first:stop] |= mask if stop > first else False
-        if stop == first:
-            sends[k] = sends[k][mask]
+        if stop > first:  # the sources of part k are own rows, first .. stop - 1
+            is_read[first:stop] |= is_sent
+        else:
+            sends[k] = sends[k][is_sent]
             is_read[sends[k]] = True
-    degrees = layout.degrees * is_needed
-    reads = tuple(int(used.sum()) for used in are_used)
-    trimmed = replace(
-        layout, parts=tuple(parts), halos=tuple(halos), sends=tuple(sends), degrees=degrees, reads=reads
-    )  # fmt: skip
-    return trimmed, is_read
+    trimmed_layout = replace(
+        layout,
+        parts=tuple(parts),
+        halos=tuple(halos),
+        sends=tuple(sends),
+        degrees=layout.degrees * is_needed,
+        reads=tuple(int(is_used.sum()) for is_used in halo_masks),
+    )
+    return trimmed_layout, is_read
 
 
-def _part_leading_to(is_needed: Tensor, part: Part) -> tuple[Part, Tensor]:
-    """(the edges that lead to some nodes, their places among all)."""
+def _trim_part(is_needed: Tensor, part: Part) -> tuple[Part, Tensor]:
+    """(the part with only the edges into some nodes, [n] int64: numbers of these edges in the old part).
+
+    Sources and destinations keep their numbers. Edge arrays are left out.
+    """
     counts = part.indptr.diff()
-    kept = is_needed.repeat_interleave(counts, output_size=part.num_edges).nonzero().view(-1)
+    edges = is_needed.repeat_interleave(counts, output_size=part.num_edges).nonzero().view(-1)
     indptr = torch.zeros_like(part.indptr)
     torch.cumsum(counts * is_needed, 0, out=indptr[1:])
-    edge_ids = None if part.edge_ids is None else part.edge_ids[kept]
-    return Part(indptr, part.src_idx[kept], edge_ids=edge_ids), kept
+    edge_ids = None if part.edge_ids is None else part.edge_ids[edges]
+    return Part(indptr, part.src_idx[edges], edge_ids=edge_ids), edges
 
 
-def _are_leading_to(is_needed: Tensor, edges: Edges) -> Tensor:
-    """[n] int64: the places of the edges that lead to some nodes."""
+def _edges_into(is_needed: Tensor, edges: Edges) -> Tensor:
+    """[n] int64: the numbers, among the edges of all parts, of the edges into some nodes."""
     return is_needed[edges.destinations()].nonzero().view(-1)
 
 
-def _leading_to(is_needed: Tensor, edges: Edges) -> Edges:
-    """Edges with loops, without those that lead to nodes that nobody needs."""
-    assert edges.takes is not None
-    parts = tuple(_part_leading_to(is_needed, part)[0] for part in edges.parts)
-    takes = edges.takes[_are_leading_to(is_needed, edges)]
-    return replace(edges, parts=parts, degrees=edges.degrees * is_needed, takes=takes)
+def _trim_edges(is_needed: Tensor, edges: Edges) -> Edges:
+    """Edges with self-loops, without those into nodes that are not needed."""
+    assert edges.origins is not None
+    parts = tuple(_trim_part(is_needed, part)[0] for part in edges.parts)
+    origins = edges.origins[_edges_into(is_needed, edges)]
+    return replace(edges, parts=parts, degrees=edges.degrees * is_needed, origins=origins)
 
 
 def check_one_hop(conv: nn.Module, width: int, convs: ShardConvs, x0: Tensor | None) -> None:
-    """Refuse a conv whose output at a node depends on edges of other nodes, or on rows that nobody needs."""
+    """Refuse a conv whose output at a node depends on more than its in-edges and the rows that they read.
+
+    The conv runs on all edges of a tiny graph, and on a trimmed layer of it. For the second run, rows that
+    nobody reads are changed. Both outputs must be equal.
+
+    width: of the conv's input rows.
+
+    Raises:
+        ValueError: The two differ.
+    """
     rule = find_rule(conv, width, convs, x0)
-    trial, graph = trial_of(conv), probe_graph(convs.edge_rows)
+    trial = trial_of(conv)
+    graph = probe_graph(convs.edge_rows)
     x = random_rows(graph.num_nodes, width)
-    start = () if x0 is None or not takes_x0(conv) else (random_rows(graph.num_nodes, x0.size(1)),)
+    x0_argument = ()
+    if x0 is not None and takes_x0(conv):
+        x0_argument = (random_rows(graph.num_nodes, x0.size(1)),)
     whole = ShardConvs.of(contiguous_layout(graph, torch.tensor([0, 5, 8, 12])), mode=convs.mode)
     is_needed = torch.arange(graph.num_nodes) % 3 == 0
     (trimmed,) = trimmed_convs(whole, is_needed, 1, mode=convs.mode)
+
+    # The layer before leaves any numbers at rows that this one does not read.
     is_read = is_needed.clone()
     is_read[graph.indices[is_needed.repeat_interleave(graph.in_degrees())]] = True
-    unread = torch.where(is_read[:, None], x, 1 + x)  # what the layer before leaves at nodes that nobody needs
+    changed_x = torch.where(is_read[:, None], x, 1 + x)
     with torch.no_grad():
-        expected = run_by_rule(trial, rule, x, whole, *start)[is_needed]
-        found = run_by_rule(trial, rule, unread, trimmed, *start)[is_needed]
-    if not torch.allclose(found, expected, 1e-7, 1e-9, equal_nan=True):
+        expected = run_by_rule(trial, rule, x, whole, *x0_argument)[is_needed]
+        output = run_by_rule(trial, rule, changed_x, trimmed, *x0_argument)[is_needed]
+    if not torch.allclose(output, expected, 1e-7, 1e-9, equal_nan=True):
         raise ValueError(
             f"{type(conv).__name__} looks further than a node's in-edges (several hops in one layer, or a mean over "
             "all nodes), and trim=true leaves out what is not needed: set trim=false"
