@@ -157,7 +157,7 @@ def test_messages_go_through_logging_and_progress_can_be_switched_off(
     caplog.set_level(logging.INFO, logger="hopline")
     fit(small(), epochs=1, out=tmp_path)
     fit(small(), epochs=2, out=tmp_path, resume=True)
-    assert [message for message in caplog.messages if message.startswith("going on from")]
+    assert [message for message in caplog.messages if message.startswith("resuming from")]
     assert capsys.readouterr().out == ""
 
 

@@ -26,17 +26,24 @@ class KeepWeights(Callback):
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self.best: dict[str, Tensor] | None = None
-        self.best_value, self.best_epoch = -math.inf, 0
+        self.best_value = -math.inf
+        self.best_epoch = 0
 
     def state(self) -> dict[str, Any]:
         return {"best": self.best, "best_value": self.best_value, "best_epoch": self.best_epoch}
 
     def restore_state(self, state: dict[str, Any]) -> None:
-        self.best, self.best_value, self.best_epoch = state["best"], state["best_value"], state["best_epoch"]
+        self.best = state["best"]
+        self.best_value = state["best_value"]
+        self.best_epoch = state["best_epoch"]
 
     def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        if evaluation.split == "valid" and trainer.score(evaluation.metrics) > self.best_value:
-            self.best_value, self.best_epoch = trainer.score(evaluation.metrics), evaluation.epoch
+        if evaluation.split != "valid":
+            return
+        score = trainer.score(evaluation.metrics)
+        if score > self.best_value:
+            self.best_value = score
+            self.best_epoch = evaluation.epoch
             self.best = copy_weights(trainer.evaluated_weights())
             self._save("best.pt", self.best)
 
@@ -63,4 +70,6 @@ class KeepWeights(Callback):
             with replacing(self.folder / name) as file:
                 torch.save(weights, file)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-            raise ValueError(f"cannot write {self.folder / name}: {error}; free space or choose out=") from error
+            raise ValueError(
+                f"cannot write {self.folder / name} ({error}): free some space, or choose another folder with out="
+            ) from error

@@ -101,13 +101,13 @@ class Run:
     """The largest memory of the process: "host" is resident memory, "device" what torch reserved of the GPU."""
 
     def __repr__(self) -> str:
-        where = "" if self.folder is None else f", folder={str(self.folder)!r}"
-        scores = [
-            f"{split} {self.metric} {value:.4f}"
-            for split, value in (("valid", self.valid), ("test", self.test))
-            if not math.isnan(value)
-        ]
-        return f"Run({', '.join([f'{self.epochs} epochs', f'best epoch {self.best_epoch}', *scores])}{where})"
+        parts = [f"{self.epochs} epochs", f"best epoch {self.best_epoch}"]
+        for split, value in (("valid", self.valid), ("test", self.test)):
+            if not math.isnan(value):
+                parts.append(f"{split} {self.metric} {value:.4f}")
+        if self.folder is not None:
+            parts.append(f"folder={str(self.folder)!r}")
+        return f"Run({', '.join(parts)})"
 
     def __str__(self) -> str:
         """The result as a table: metrics, time by part, memory, where the run lies."""
@@ -115,12 +115,16 @@ class Run:
         rows = [("epochs", str(self.epochs))]
         if not math.isnan(self.valid):
             rows = [("best epoch", f"{self.best_epoch} of {self.epochs}")]
-        for split, value, how in (("valid", self.valid, ""), ("test", self.test, " (exact: over every edge)")):
-            name = f"{split} {self.metric}".strip()
-            rows.append((name, f"none: the dataset has no {split} split" if math.isnan(value) else f"{value:.4f}{how}"))
-        rows.append(("time", ", ".join(f"{name} {_seconds(s)}" for name, s in self.time_by_part().items())))
-        sizes = {"host": "{} on the host (with Python and torch)", "device": "{} on the GPU"}
-        rows.append(("peak memory", ", ".join(sizes[p].format(format_size(n)) for p, n in self.peak_bytes.items())))
+        for split, value, remark in (("valid", self.valid, ""), ("test", self.test, " (exact: over every edge)")):
+            has_split = not math.isnan(value)
+            cell = f"{value:.4f}{remark}" if has_split else f"none: the dataset has no {split} split"
+            rows.append((f"{split} {self.metric}".strip(), cell))
+
+        times = [f"{name} {format_seconds(seconds)}" for name, seconds in self.time_by_part().items()]
+        rows.append(("time", ", ".join(times)))
+        phrases = {"host": "{} on the host (with Python and torch)", "device": "{} on the GPU"}
+        sizes = [phrases[place].format(format_size(num_bytes)) for place, num_bytes in self.peak_bytes.items()]
+        rows.append(("peak memory", ", ".join(sizes)))
         if self.folder is not None:
             rows.append(("run folder", f"{self.folder} (open report.html)"))
         width = max(len(name) for name, _ in rows)
@@ -137,9 +141,13 @@ class Run:
         return {"total": self.seconds, "training": trained_s, "evaluation": evaluated_s, "rest": rest_s}
 
 
-def _seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Seconds to three digits or so, always in this unit: epochs are compared downwards."""
-    return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s" if seconds < 100 else f"{seconds:,.0f} s"
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    return f"{seconds:,.0f} s"
 
 
 class Callback:
@@ -190,8 +198,8 @@ class Callback:
         hooks = [name for name in vars(Callback) if name.startswith("on_")]
         for name in vars(cls):
             if name.startswith("on_") and name not in hooks:
-                hint = nearest(name, hooks) or f" The hooks are {', '.join(hooks)}."
-                raise TypeError(f"{cls.__name__} has a method '{name}', and there is no such hook.{hint}")
+                advice = nearest(name, hooks) or f" The hooks are {', '.join(hooks)}."
+                raise TypeError(f"{cls.__name__} has a method '{name}', and there is no such hook.{advice}")
 
     def on_fit_start(self, trainer: Trainer) -> None: ...
     def on_step_end(self, trainer: Trainer, step: StepEnd) -> None: ...
@@ -230,25 +238,32 @@ class EarlyStop(Callback):
         self.patience = patience
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self.best, self.best_epoch, self.waited = -math.inf, 0, 0
+        self.best = -math.inf
+        self.best_epoch = 0
+        self.waited = 0
 
     def state(self) -> dict[str, Any]:
         return {"best": self.best, "best_epoch": self.best_epoch, "waited": self.waited}
 
     def restore_state(self, state: dict[str, Any]) -> None:
-        self.best, self.best_epoch, self.waited = state["best"], state["best_epoch"], state["waited"]
+        self.best = state["best"]
+        self.best_epoch = state["best_epoch"]
+        self.waited = state["waited"]
 
     def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
         if evaluation.split != "valid":
             return
         score = trainer.score(evaluation.metrics)
         if score > self.best:
-            self.best, self.best_epoch, self.waited = score, evaluation.epoch, 0
+            self.best = score
+            self.best_epoch = evaluation.epoch
+            self.waited = 0
             return
         self.waited += 1
         if self.waited >= self.patience:
-            rises = trainer.best_is == "max"
-            bound = f"risen above {self.best:.4f}" if rises else f"fallen below {-self.best:.4f}"
+            higher_is_better = trainer.best_is == "max"
+            change = f"risen above {self.best:.4f}" if higher_is_better else f"fallen below {-self.best:.4f}"
             trainer.stop(
-                f"validation {trainer.metric} has not {bound} (epoch {self.best_epoch}) for {self.patience} evaluations"
+                f"validation {trainer.metric} has not {change} (epoch {self.best_epoch}) "
+                f"for {self.patience} evaluations"
             )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from hopline import inference as infer
 from hopline.budget.guard import Guard
 from hopline.contract import Budget, Job, KeepRows, Method
+from hopline.core.batch import Batch
 from hopline.data.dataset import Dataset
 from hopline.inference import distributed as shard_infer
 from hopline.inference.captured_forward import CapturedInference, CapturedInferences
@@ -50,47 +50,71 @@ class Measure:
     """Where exact evaluations on a GPU are kept as CUDA graphs, for the next ones."""
 
     def __call__(self, job: Job, keep: KeepRows | None = None) -> dict[str, float]:
-        data, ids = job.data, job.data.splits[self.split]
+        data = job.data
+        ids = data.splits[self.split]
         if self.test_step is not None:
             # What it draws is its own: training goes on as if it had not been asked.
             gpus = [job.device] if job.device.type == "cuda" else []
             with infer.evaluating(job.model), torch.random.fork_rng(gpus):
                 return self.test_step(job.model, data, ids)
+
+        # None where inference is exact.
         batches = None if self.exact else self.method.inference_batches(job, ids)
-        options: dict[str, Any]
         with own_threads(job):
             if isinstance(data, ShardedData):
                 return shard_infer.evaluate(job.model, data, self.split, batches, job.device)
-            if batches is None and keep is None and (replayed := self.captured_inference(job)) is not None:
-                scores = replayed()
-            elif batches is None and isinstance(job.model, Whole):
-                # On the whole graph nothing comes in chunks: `check_whole` has seen that it fits.
-                limit_bytes = None if self.part_hops is None else self.chunk_bytes
-                options = {"device": job.device, "chunk_bytes": limit_bytes, "show": self.show}
-                with infer.evaluating(job.model):
-                    scores = infer.whole_rows(job.model, data, ids, self.part_hops, **options)(ids)
-            elif batches is None:
-                with TemporaryDirectory() if self.rows_on_disk and keep is None else nullcontext() as folder:
-                    options = {"chunk_bytes": self.chunk_bytes, "keep": keep, "folder": folder}
-                    scores = infer.exact(job.model, data, ids, device=job.device, show=self.show, **options)
-            else:
-                guard = None if self.chunk_bytes is None else Guard(job, Budget(), self.chunk_bytes)
-                if guard is not None and isinstance(batches, Loader):
-                    # No more of them than the guard has room for goes to a GPU.
-                    batches = batches.with_budget(None, batches_on_host=True)
-                scores = infer.sampled(job.model, batches, num_nodes=ids.numel(), show=self.show, guard=guard)
+            scores = self._exact_scores(job, ids, keep) if batches is None else self._sampled_scores(job, ids, batches)
         return infer.measure(data, scores, self.labels(job))
+
+    def _exact_scores(self, job: Job, ids: Tensor, keep: KeepRows | None) -> Tensor:
+        captured = self.captured_inference(job) if keep is None else None
+        if captured is not None:
+            return captured()
+        if isinstance(job.model, Whole):
+            # On the whole graph nothing comes in chunks: `check_whole` has seen that it fits.
+            chunk_bytes = None if self.part_hops is None else self.chunk_bytes
+            with infer.evaluating(job.model):
+                read_scores = infer.whole_rows(
+                    job.model,
+                    job.data,
+                    ids,
+                    self.part_hops,
+                    device=job.device,
+                    chunk_bytes=chunk_bytes,
+                    show=self.show,
+                )
+                return read_scores(ids)
+        writes_files = self.rows_on_disk and keep is None
+        with TemporaryDirectory() if writes_files else nullcontext() as folder:
+            return infer.exact(
+                job.model,
+                job.data,
+                ids,
+                device=job.device,
+                show=self.show,
+                chunk_bytes=self.chunk_bytes,
+                keep=keep,
+                folder=folder,
+            )
+
+    def _sampled_scores(self, job: Job, ids: Tensor, batches: Iterable[Batch]) -> Tensor:
+        guard = None if self.chunk_bytes is None else Guard(job, Budget(), self.chunk_bytes)
+        if guard is not None and isinstance(batches, Loader):
+            # No more of them than the guard has room for goes to a GPU.
+            batches = batches.with_budget(None, batches_on_host=True)
+        return infer.sampled(job.model, batches, num_nodes=ids.numel(), show=self.show, guard=guard)
 
     def labels(self, job: Job) -> Tensor:
         """Of the split's nodes, on the host."""
-        y, ids = job.data.y, job.data.splits[self.split]
+        y = job.data.y
+        ids = job.data.splits[self.split]
         assert y is not None
         return y[ids.to(y.device)].cpu()
 
     def captured_inference(self, job: Job) -> CapturedInference | None:
         """What becomes a CUDA graph of it, if something does."""
-        bound = self.chunk_bytes is not None or self.rows_on_disk
-        if bound or not self.exact or self.test_step is not None or isinstance(job.data, ShardedData):
+        has_budget = self.chunk_bytes is not None or self.rows_on_disk
+        if has_budget or not self.exact or self.test_step is not None or isinstance(job.data, ShardedData):
             return None
         return self.captured.of(job, job.data.splits[self.split])
 
@@ -100,16 +124,20 @@ class Measure:
 
 def hops_of(model: GNN | Whole, data: Dataset, method: Method) -> int | None:
     """How many hops exact inference needs around a node: the fan-outs', if a trial shows that these are enough."""
-    if not (isinstance(model, Whole) and isinstance(method, Sampled) and "x" in data.tables):  # as of no shard
+    has_features = "x" in data.tables  # as of no shard
+    if not (isinstance(model, Whole) and isinstance(method, Sampled) and has_features):
         return None
-    hops = len(method.for_model(model).fanout_per_layer)
-    return hops if find_reach(model, hops, data.x, data.graph.edge).part_hops is not None else None
+    num_hops = len(method.for_model(model).fanout_per_layer)
+    reach = find_reach(model, num_hops, data.x, data.graph.edge)
+    return None if reach.part_hops is None else num_hops
 
 
 def part_hops_of(job: Job, method: Method) -> int | None:
     """Hops around a node that exact evaluation runs a module on; None for the whole graph, and for models of layers."""
-    hops = hops_of(job.model, job.data, method)
-    return infer.part_hops_of(job.model, job.data, hops, []) if isinstance(job.model, Whole) else None
+    if not isinstance(job.model, Whole):
+        return None
+    num_hops = hops_of(job.model, job.data, method)
+    return infer.part_hops_of(job.model, job.data, num_hops, limits=[])
 
 
 def check_whole(job: Job, part_hops: int | None, chunk_bytes: int | None) -> None:
@@ -137,9 +165,9 @@ def whole_lines(job: Job, method: Method, part_hops: int | None, *, evaluates: b
     if not isinstance(job.model, Whole) or "x" not in job.data.tables:
         return []
     lines: list[str] = []
-    name = type(job.model.module).__name__
     reason = ""
     if isinstance(method, Sampled):
+        name = type(job.model.module).__name__
         num_hops = len(method.for_model(job.model).fanout_per_layer)
         reach = find_reach(job.model, num_hops, job.data.x, job.data.graph.edge)
         reason = reach.reason
@@ -153,5 +181,9 @@ def whole_lines(job: Job, method: Method, part_hops: int | None, *, evaluates: b
                 f"{reason or at_border}"
             )
     if evaluates and part_hops is None:
-        lines.append(infer.describe_whole(job.model, job.data) + (f": {reason}" if reason and not lines else ""))
+        line = infer.describe_whole(job.model, job.data)
+        has_said_reason = bool(lines)
+        if reason and not has_said_reason:
+            line += f": {reason}"
+        lines.append(line)
     return lines

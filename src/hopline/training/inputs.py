@@ -26,7 +26,7 @@ from hopline.training.callbacks import Callback
 from hopline.util.config import kind_of
 
 
-def own_world(world: World | None, device: str, *, device_is_given: bool) -> World:
+def check_world(world: World | None, device: str, *, device_is_given: bool) -> World:
     """The ranks that train together; without `world=`, those of torch.distributed, or this process."""
     if world is None:
         return World.current(device)
@@ -40,13 +40,13 @@ def own_world(world: World | None, device: str, *, device_is_given: bool) -> Wor
     return world
 
 
-def own_module(model: nn.Module, world: World) -> nn.Module:
+def unwrap_model(model: nn.Module, world: World) -> nn.Module:
     """The user's module out of its wrapper, whose work the Trainer does itself over the ranks that it knows of."""
-    ranks = num_wrapped_ranks(model)
-    if ranks > 1 and world.size != ranks:
+    num_ranks = num_wrapped_ranks(model)
+    if num_ranks > 1 and world.size != num_ranks:
         raise ValueError(
-            f"the model is wrapped for {ranks} ranks, and the Trainer knows of {world.size}: give it the plain model "
-            "and leave out world=, or wrap it for all ranks of torch.distributed (docs/engines.md)"
+            f"the model is wrapped for {num_ranks} ranks, and the Trainer knows of {world.size}: give it the plain "
+            "model and leave out world=, or wrap it for all ranks of torch.distributed (docs/engines.md)"
         )
     model = unwrap(model)
     if not any(p.requires_grad for p in model.parameters()):
@@ -66,11 +66,17 @@ def check_method(method: Method | None) -> Method:
     """The method, or the usual one; what is no method is refused with what to write."""
     if isinstance(method, Method | None):
         return method or Sampled()
-    known = {kind_of(kind): kind.__name__ for kind in (Sampled, Historical, FullBatch)}
-    meant = get_close_matches(kind_of(method) if isinstance(method, type) else str(method).lower(), known, n=1)
-    example = known[meant[0]] if meant else "Sampled"
-    kind = "the class" if isinstance(method, type) else "the string" if isinstance(method, str) else "the object"
-    raise ValueError(f"method must be a Method such as hl.{example}(), not {kind} {method!r}")
+    word = kind_of(method) if isinstance(method, type) else str(method).lower()
+    class_names = {kind_of(kind): kind.__name__ for kind in (Sampled, Historical, FullBatch)}
+    matches = get_close_matches(word, class_names, n=1)
+    suggestion = class_names[matches[0]] if matches else "Sampled"
+    if isinstance(method, type):
+        sort = "the class"
+    elif isinstance(method, str):
+        sort = "the string"
+    else:
+        sort = "the object"
+    raise ValueError(f"method must be a Method such as hl.{suggestion}(), not {sort} {method!r}")
 
 
 def bind_method(method: Method, job: Job) -> Work:
@@ -84,27 +90,28 @@ def bind_method(method: Method, job: Job) -> Work:
     return work
 
 
-def checked_gradients(given: Gradients | CombineGradients | None, method: Method, world: World) -> Gradients:
+def check_gradients(gradients: Gradients | CombineGradients | None, method: Method, world: World) -> Gradients:
     """How gradients are combined: by an object, by a function in its place, or the usual way, by their sum."""
-    if isinstance(given, type):
-        raise ValueError(f"gradients must be an object, not the class {given.__name__}: write {given.__name__}(...)")
-    if given is not None and not isinstance(given, Gradients):
-        if not callable(given) or not _takes_two(given):
+    if isinstance(gradients, type):
+        name = gradients.__name__
+        raise ValueError(f"gradients must be an object, not the class {name}: write {name}(...)")
+    if gradients is not None and not isinstance(gradients, Gradients):
+        if not callable(gradients) or not _takes_two_arguments(gradients):
             raise ValueError(
                 f"gradients must be a function of (parameters, world), or an object of a class derived from "
-                f"hl.extend.Gradients, not {given!r}"
+                f"hl.extend.Gradients, not {gradients!r}"
             )
-        return CombinedBy(given)
-    chosen = given or Gradients()
-    if chosen.local and isinstance(method, FullBatch) and world.size > 1:
+        return CombinedBy(gradients)
+    gradients = gradients or Gradients()
+    if gradients.local and isinstance(method, FullBatch) and world.size > 1:
         raise ValueError(
-            f"gradients={type(chosen).__name__}(...) gives every rank weights of its own, and the ranks of "
+            f"gradients={type(gradients).__name__}(...) gives every rank weights of its own, and the ranks of "
             "hl.FullBatch compute one step together: leave it out, or train by hl.Sampled"
         )
-    return chosen
+    return gradients
 
 
-def _takes_two(function: CombineGradients) -> bool:
+def _takes_two_arguments(function: CombineGradients) -> bool:
     """Whether a function can be called with two arguments; one that does not say what it takes is believed."""
     try:
         inspect.signature(function).bind(None, None)
@@ -142,8 +149,10 @@ class InPlaceChangeCheck:
 
     def check(self) -> None:
         data = self._data()
-        found = self._versions if data is None else _versions_of(data)
-        changed = [name for name, version in found.items() if version != self._versions.get(name)]
+        if data is None:
+            return
+        versions = _versions_of(data)
+        changed = [name for name, version in versions.items() if version != self._versions.get(name)]
         if changed:
             raise ValueError(
                 f"{changed[0]} of the dataset was changed in place after the Trainer was made, which has copies of it: "
@@ -155,4 +164,5 @@ def _versions_of(data: Dataset) -> dict[str, int | None]:
     """By the names of a dataset's arrays, how often each was changed in place."""
     if isinstance(data, ShardedData):
         return {}
-    return {**data.graph.versions, **{f"table {name!r}": table.version for name, table in data.tables.items()}}
+    table_versions = {f"table {name!r}": table.version for name, table in data.tables.items()}
+    return {**data.graph.versions, **table_versions}

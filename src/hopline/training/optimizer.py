@@ -30,15 +30,19 @@ def make_optimizer(kind: str, decays: Decays, lr: float) -> torch.optim.Optimize
 
     Those are float32, which float64 parameters would show: they are trained as on the CPU.
     """
-    groups: list[dict[str, Any]] = [{"params": list(ps), "weight_decay": decay} for ps, decay in decays if len(ps)]
-    device, dtype = groups[0]["params"][0].device, groups[0]["params"][0].dtype
-    made = ops.optimizer_class({"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}[kind], device)
-    if device.type != "cuda" or dtype == torch.float64:
-        return made(groups, lr=lr)  # type: ignore[call-arg]
+    groups: list[dict[str, Any]] = [
+        {"params": list(parameters), "weight_decay": decay} for parameters, decay in decays if len(parameters)
+    ]
+    first = groups[0]["params"][0]
+    device = first.device
+    optimizer_class = ops.optimizer_class({"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}[kind], device)
+    if device.type != "cuda" or first.dtype == torch.float64:
+        return optimizer_class(groups, lr=lr)  # type: ignore[call-arg]
+
     options: dict[str, Any] = {"fused": True} if kind == "sgd" else {"fused": True, "capturable": True}
     for group in groups:  # a rate of its own each, since schedules change them in place, one after the other
         group["lr"] = torch.tensor(lr, dtype=torch.float32, device=device)
-    return made(groups, lr=groups[0]["lr"], **options)  # type: ignore[call-arg]
+    return optimizer_class(groups, lr=groups[0]["lr"], **options)  # type: ignore[call-arg]
 
 
 def split_decay(module: nn.Module, rest: Iterable[nn.Parameter], decay: float, decay_rest: float | None) -> Decays:
@@ -46,10 +50,10 @@ def split_decay(module: nn.Module, rest: Iterable[nn.Parameter], decay: float, d
     parameters = list(module.parameters())
     if decay_rest is None:
         return [(parameters, decay)]
-    apart = {id(p) for p in rest}
+    rest_ids = {id(p) for p in rest}
     return [
-        ([p for p in parameters if id(p) not in apart], decay),
-        ([p for p in parameters if id(p) in apart], decay_rest),
+        ([p for p in parameters if id(p) not in rest_ids], decay),
+        ([p for p in parameters if id(p) in rest_ids], decay_rest),
     ]
 
 
@@ -60,20 +64,23 @@ class Update:
         self, module: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None, say: Callable[[str], None]
     ) -> None:
         self.parameters = list(module.parameters())
-        self.optimizer, self.clip_norm, self.say = optimizer, clip_norm, say
-        self._refuse_others()
+        self.optimizer = optimizer
+        self.clip_norm = clip_norm
+        self.say = say
+        self._check_parameters()
         self.device = self.parameters[0].device
         self.captured: dict[Hashable, CapturedCall[None]] = {}
         """By all that a graph takes down: where gradients and settings were before, captured or not."""
         self.steps = 0
-        rate = optimizer.param_groups[0]["lr"]
-        self.can_capture = self.device.type == "cuda" and isinstance(rate, Tensor) and rate.device.type == "cuda"
+        lr = optimizer.param_groups[0]["lr"]
+        has_lr_on_gpu = isinstance(lr, Tensor) and lr.device.type == "cuda"
+        self.can_capture = self.device.type == "cuda" and has_lr_on_gpu
 
-    def _refuse_others(self) -> None:
+    def _check_parameters(self) -> None:
         """Neither checkpoints nor the weights that are kept have a parameter that is not the model's."""
-        own = {id(p) for p in self.parameters}
+        model_ids = {id(p) for p in self.parameters}
         for parameter in self._trained_parameters():
-            if id(parameter) not in own:
+            if id(parameter) not in model_ids:
                 raise ValueError(
                     f"the optimizer has a parameter of shape {list(parameter.shape)} that is not the model's, so no "
                     "checkpoint would hold it: make it one of the model's (model.temperature = torch.nn.Parameter(...))"
@@ -94,8 +101,9 @@ class Update:
             if not self.can_capture:
                 self._run()
                 return
-            captured = self._captured_at(self._key())
-            if captured.is_due and self.steps > WARM_UP_STEPS and self.num_graphs < MAX_CAPTURES:
+            captured = self._captured_call(self._key())
+            is_warm = self.steps > WARM_UP_STEPS
+            if captured.is_due and is_warm and self.num_graphs < MAX_CAPTURES:
                 self._capture(captured)
             if captured.graph is not None:
                 captured.replay()
@@ -116,14 +124,14 @@ class Update:
         """What a graph takes down: where gradients are, and settings such as weight decay, which callbacks change."""
         groups = self.optimizer.param_groups
         gradients = [0 if p.grad is None else p.grad.data_ptr() for group in groups for p in group["params"]]
-        values = [value for group in groups for name, value in group.items() if name != "params"]
-        return *gradients, *(value.data_ptr() if isinstance(value, Tensor) else value for value in values)
+        settings = [value for group in groups for name, value in group.items() if name != "params"]
+        return *gradients, *(value.data_ptr() if isinstance(value, Tensor) else value for value in settings)
 
-    def _captured_at(self, key: Hashable) -> CapturedCall[None]:
+    def _captured_call(self, key: Hashable) -> CapturedCall[None]:
         """The step with gradients and settings at that place; a new one where they were never before."""
         if key not in self.captured:
             if len(self.captured) >= MAX_SEEN_KEYS:
-                self.captured = {other: known for other, known in self.captured.items() if known.graph is not None}
+                self.captured = {other: call for other, call in self.captured.items() if call.graph is not None}
             # Run once before it is captured: gradients that were never there before may move each time.
             self.captured[key] = CapturedCall(
                 self.device, purpose="updates", subject="the optimizer's step is", say=self.say, warm_up=1
@@ -137,4 +145,5 @@ class Update:
         # It can be captured at any later step: it waits for no evaluation that has the lock.
         is_captured = captured.capture(nullcontext(self._run), wait=False)
         if captured.is_settled and not is_captured:
-            self.can_capture, self.captured = False, {}
+            self.can_capture = False
+            self.captured = {}

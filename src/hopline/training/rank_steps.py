@@ -33,7 +33,8 @@ def total_size(units: Sequence[Unit], world: World) -> float:
     """Examples of a step over all ranks. Where units do not know it, every rank must ask at the same time."""
     if not any(_is_unknown(unit) for unit in units):
         return sum(unit.total_size or 0 for unit in units)
-    return int(world.sum([sum(unit.size for unit in units)])[0])
+    own_size = sum(unit.size for unit in units)
+    return int(world.sum([own_size])[0])
 
 
 def align_groups(groups: Generator[list[Unit], None, None], world: World) -> Generator[list[Unit], None, None]:
@@ -44,26 +45,29 @@ def align_groups(groups: Generator[list[Unit], None, None], world: World) -> Gen
     """
     with closing(groups):
         group = next(groups, [])
-        if world.size == 1 or not world.any(any(map(_is_unknown, group))):
+        is_aligned = world.size == 1 or not world.any(any(map(_is_unknown, group)))
+        if is_aligned:
             while group:
                 yield group
                 group = next(groups, [])
             return
-        while longest := _longest(group, world):
-            yield [*group, *(NoUnit(world.device) for _ in range(longest - len(group)))]
+
+        while num_units := _longest_group(group, world):
+            padding = [NoUnit(world.device) for _ in range(num_units - len(group))]
+            yield [*group, *padding]
             group = next(groups, [])
 
 
-def _longest(group: Sequence[Unit], world: World) -> int:
+def _longest_group(group: Sequence[Unit], world: World) -> int:
     """Units in the longest group of a rank."""
-    knows = any(not _is_unknown(unit) for unit in group)
-    longest, some_know = world.max([len(group), knows])
-    if some_know:
+    knows_total = any(not _is_unknown(unit) for unit in group)
+    num_units, any_knows_total = world.max([len(group), knows_total])
+    if any_knows_total:
         raise ValueError(
             "some units of a step say their total_size over all ranks and others do not: leave total_size (of a "
             "Batch, total_seeds) out of all units of the method, or give it in all of them on every rank"
         )
-    return int(longest)
+    return int(num_units)
 
 
 def _is_unknown(unit: Unit) -> bool:

@@ -28,7 +28,7 @@ FILE = "run.lock"
 HANDOVER_S = 5.0
 """How long a run that is to be resumed waits for the one before it: ranks that a launcher ends may take seconds."""
 
-_held: weakref.WeakSet[RunLock] = weakref.WeakSet()
+_held_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
 """Locks of this process, each from `__enter__` to `__exit__`. Owned by this module: a forked child closes them."""
 
 
@@ -39,41 +39,43 @@ class RunLock:
     """
 
     def __init__(self, folder: Path, wait_s: float = 0.0) -> None:
-        self.folder, self.wait_s = folder, wait_s
+        self.folder = folder
+        self.wait_s = wait_s
         self._file: int | None = None
-        self._made: list[Path] = []
+        self._new_folders: list[Path] = []
 
     def __enter__(self) -> Self:
-        self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
-        until = time.monotonic() + self.wait_s
+        self._new_folders = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+        deadline = time.monotonic() + self.wait_s
         try:
-            while not self._try():
-                if time.monotonic() >= until:
+            while not self._try_lock():
+                if time.monotonic() >= deadline:
                     raise ValueError(self._refusal())
                 time.sleep(0.1)
         except OSError as error:
             reason = error.strerror or type(error).__name__
-            message = f"Cannot write the run folder '{self.folder}' ({reason}): choose another with out=FOLDER."
-            raise ValueError(message) from error
+            raise ValueError(
+                f"Cannot write the run folder '{self.folder}' ({reason}): choose another with out=FOLDER."
+            ) from error
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._file is not None:
             # Removed while it is held: whoever has it open sees afterwards that it is not the file of that name.
             (self.folder / FILE).unlink(missing_ok=True)
-            self.let_go()
+            self.close()
         with contextlib.suppress(OSError):  # not empty
-            for path in self._made:
+            for path in self._new_folders:
                 path.rmdir()
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Close the file: the lock is gone if this is the process that took it."""
         if self._file is not None:
             os.close(self._file)
         self._file = None
-        _held.discard(self)
+        _held_locks.discard(self)
 
-    def _try(self) -> bool:
+    def _try_lock(self) -> bool:
         """Whether the lock is ours now."""
         self.folder.mkdir(parents=True, exist_ok=True)  # a run that failed at once has removed what it had made
         if fcntl is None:
@@ -82,36 +84,39 @@ class RunLock:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _is_at(file, path):  # its holder has removed it in the meantime
+            if not _is_file_at(path, file):  # its holder has removed it in the meantime
                 os.close(file)
                 return False
         except OSError as error:
             os.close(file)
-            if error.errno in (errno.EAGAIN, errno.EACCES):
+            is_held = error.errno in (errno.EAGAIN, errno.EACCES)
+            if is_held:
                 return False
             logger.warning(
                 f"{self.folder} cannot be locked ({error.strerror}): see to it that no other run has this folder"
             )
             path.unlink(missing_ok=True)
             return True
+
         os.ftruncate(file, 0)
         os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self._file = file
-        _held.add(self)
+        _held_locks.add(self)
         return True
 
     def _refusal(self) -> str:
-        path, who = self.folder / FILE, ""
+        path = self.folder / FILE
+        holder = ""
         with contextlib.suppress(OSError):  # its holder may have removed it by now
             holder = path.read_text(errors="replace")[:200].strip()
-            who = holder and f" ({holder})"
+        remark = f" ({holder})" if holder else ""
         return (
-            f"{self.folder} is being written by another run{who}: wait for its end, choose another folder with out=, "
-            f"or, if that host is gone, remove {path}"
+            f"{self.folder} is being written by another run{remark}: wait for its end, choose another folder with "
+            f"out=, or, if that host is gone, remove {path}"
         )
 
 
-def _is_at(file: int, path: Path) -> bool:
+def _is_file_at(path: Path, file: int) -> bool:
     """Whether an open file is the one that has this name now."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path))
@@ -119,11 +124,11 @@ def _is_at(file: int, path: Path) -> bool:
         return False
 
 
-def _let_go_in_child() -> None:
+def _close_in_child() -> None:
     """A forked process shares the open file, and with it the lock: closed here, it is the parent's alone."""
-    for lock in list(_held):
-        lock.let_go()
+    for lock in list(_held_locks):
+        lock.close()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go_in_child)
+    os.register_at_fork(after_in_child=_close_in_child)

@@ -46,9 +46,9 @@ class Schedule:
             raise ValueError(f"schedule.floor must be at least 0, not {self.floor}")
         if not 0 < self.factor < 1:
             raise ValueError(f"schedule.factor must be between 0 and 1, not {self.factor}")
-        least = 0 if self.name == "plateau" else 1
-        if self.every is not None and self.every < least:
-            raise ValueError(f"schedule.every of {self.name} must be at least {least}, not {self.every}")
+        min_every = 0 if self.name == "plateau" else 1
+        if self.every is not None and self.every < min_every:
+            raise ValueError(f"schedule.every of {self.name} must be at least {min_every}, not {self.every}")
         if self.warmup < 0:
             raise ValueError(f"schedule.warmup must be at least 0, not {self.warmup}")
 
@@ -59,8 +59,9 @@ def upgrade_schedule(stored: Mapping[str, Any]) -> dict[str, Any]:
         return dict(stored)
     name = stored.get("name")
     every = stored["patience"] if name == "plateau" else stored.get("every")
-    kept = {key: value for key, value in stored.items() if key != "patience"}
-    return kept | {"every": every if name in EVERY and every != EVERY[name] else None}
+    is_default = name not in EVERY or every == EVERY[name]
+    upgraded = {key: value for key, value in stored.items() if key != "patience"}
+    return upgraded | {"every": None if is_default else every}
 
 
 @settings
@@ -122,8 +123,9 @@ class TrainSettings:
     def __post_init__(self) -> None:
         check_fields(self)
         for name in ("epochs", "accumulate", "evaluate_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+            count = getattr(self, name)
+            if count < 1:
+                raise ValueError(f"{name} must be at least 1, not {count}")
         if not self.lr > 0:
             raise ValueError(f"lr must be above 0, not {self.lr}")
         for name in ("weight_decay", "weight_decay_rest"):

@@ -54,9 +54,9 @@ class Waiting(Callback):
 
     def state(self) -> dict[str, Any]:
         waiting = []
-        for one in self.snapshots:
-            weights = {name: tensor.to("cpu", copy=True) for name, tensor in one.buffer.weights.items()}
-            waiting.append({"epoch": one.epoch, "reason": one.reason, "weights": weights})
+        for snapshot in self.snapshots:
+            weights = {name: tensor.to("cpu", copy=True) for name, tensor in snapshot.buffer.weights.items()}
+            waiting.append({"epoch": snapshot.epoch, "reason": snapshot.reason, "weights": weights})
         return {"waiting": waiting}
 
     def restore_state(self, state: dict[str, Any]) -> None:
@@ -64,7 +64,8 @@ class Waiting(Callback):
 
     def pop_restored(self) -> list[dict[str, Any]]:
         """What a checkpoint has left to evaluate, once: {epoch, reason, weights} of each epoch."""
-        restored, self._restored = self._restored, []
+        restored = self._restored
+        self._restored = []
         return restored
 
 
@@ -115,16 +116,16 @@ class BlockingEvaluator(Evaluator):
     def begin(self) -> Iterator[Result]:
         """Of a run that was begun with evaluate=async, epochs may be left."""
         trainer = self.trainer
-        for left in self.waiting.pop_restored():
+        for state in self.waiting.pop_restored():
             with preserve_weights(trainer.model):
-                trainer.model.load_state_dict(left["weights"])
-                evaluation = trainer.evaluate_now(left["epoch"], "valid", exact=self._exact)
-            yield Result(evaluation, left["weights"], left["reason"])
+                trainer.model.load_state_dict(state["weights"])
+                evaluation = trainer.evaluate_now(state["epoch"], "valid", exact=self._is_exact)
+            yield Result(evaluation, weights=state["weights"], reason=state["reason"])
 
     def validate(self, epoch: int) -> Iterator[Result]:
-        evaluation = self.trainer.evaluate_now(epoch, "valid", exact=self._exact)
-        yield Result(evaluation, None, self.trainer.stop_reason)
+        evaluation = self.trainer.evaluate_now(epoch, "valid", exact=self._is_exact)
+        yield Result(evaluation, weights=None, reason=self.trainer.stop_reason)
 
     @property
-    def _exact(self) -> bool:
+    def _is_exact(self) -> bool:
         return self.trainer.settings.inference == "exact"

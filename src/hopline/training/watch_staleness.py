@@ -35,12 +35,18 @@ def state_of(drifts: list[float], age: float, refreshes: bool) -> HistoryState:
     """Judge a run. drifts: as measured, in order. refreshes: whether tables are filled exactly every epoch already."""
     # The weights that a run begins with move fast in every run.
     drift = statistics.fmean(drifts[len(drifts) // 2 :])
-    sentence = advice = ""
-    if drift > MAX_DRIFT:
-        sentence = f"histories are old: rows move by {drift:.0%} of their norm in the {age:.1f} steps that they wait"
-        advice = "set a smaller lr= or a larger method.parts_per_batch"
-        advice = advice if refreshes else f"set method.refresh_every=1, {advice.removeprefix('set ')}"
-    return HistoryState(drift=drift, age=age, sentence=sentence, advice=advice)
+    is_old = drift > MAX_DRIFT
+    if not is_old:
+        return HistoryState(drift=drift, age=age, sentence="", advice="")
+    remedies = "a smaller lr= or a larger method.parts_per_batch"
+    if not refreshes:
+        remedies = f"method.refresh_every=1, {remedies}"
+    return HistoryState(
+        drift=drift,
+        age=age,
+        sentence=f"histories are old: rows move by {drift:.0%} of their norm in the {age:.1f} steps that they wait",
+        advice=f"set {remedies}",
+    )
 
 
 class WatchHistory(Callback):
@@ -48,12 +54,16 @@ class WatchHistory(Callback):
 
     def __init__(self, report: Report | None = None) -> None:
         self.report = report
-        self.found: HistoryState | None = None
-        self.drifts, self.age_sum, self.num_rows = list[float](), 0.0, 0.0
+        self._reset()
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self.found = None
-        self.drifts, self.age_sum, self.num_rows = list[float](), 0.0, 0.0
+        self._reset()
+
+    def _reset(self) -> None:
+        self.history_state: HistoryState | None = None
+        self.drifts: list[float] = []
+        self.age_sum = 0.0
+        self.num_rows = 0.0
 
     def on_epoch_end(self, trainer: Trainer, epoch: EpochEnd) -> None:
         self.age_sum += epoch.counters.get("history.age_sum", 0.0)
@@ -64,9 +74,10 @@ class WatchHistory(Callback):
     def on_fit_end(self, trainer: Trainer, run: Run) -> None:
         if not self.drifts:
             return
+        mean_age = self.age_sum / max(1.0, self.num_rows)
         refreshes = trainer.work.describe().refreshes
-        self.found = state_of(self.drifts, self.age_sum / max(1.0, self.num_rows), refreshes)
+        self.history_state = state_of(self.drifts, mean_age, refreshes)
         if self.report is not None:
-            self.report.log({"event": "history", **asdict(self.found)})
-        if self.found.sentence:
-            trainer.say(f"{self.found.sentence}: {self.found.advice}")
+            self.report.log({"event": "history", **asdict(self.history_state)})
+        if self.history_state.sentence:
+            trainer.say(f"{self.history_state.sentence}: {self.history_state.advice}")
