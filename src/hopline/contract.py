@@ -147,11 +147,11 @@ class Work(ABC):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        given = list(inspect.signature(cls.units).parameters)
-        if given[1:] != ["epoch", "done", "examples"]:
+        parameters = list(inspect.signature(cls.units).parameters)
+        if parameters[1:] != ["epoch", "done", "examples"]:
             raise TypeError(
-                f"{cls.__name__}.units takes ({', '.join(given)}): write units(self, epoch, done=0, examples=0), and "
-                "leave out the first `done` units of the epoch"
+                f"{cls.__name__}.units takes ({', '.join(parameters)}): write units(self, epoch, done=0, examples=0), "
+                "and leave out the first `done` units of the epoch"
             )
 
     @abstractmethod
@@ -338,7 +338,7 @@ class Budget:
         for name in ("device", "host", "disk"):
             value = getattr(self, name)
             if value is not None and parse_size(value) <= 0:
-                raise ValueError(f"budget.{name} must be more than nothing: write it as budget.{name}=8GiB")
+                raise ValueError(f"budget.{name} must be above 0, not {value!r}: write it as budget.{name}=8GiB")
 
     @classmethod
     def of(cls, given: Budget | str | int | Mapping[str, str]) -> Budget:
@@ -348,12 +348,13 @@ class Budget:
                 raise ValueError("a budget needs a size: write budget=8GiB, budget.host=32GiB or budget.disk=100GiB")
             return given
         if isinstance(given, Mapping):
+            names = [field.name for field in fields(cls)]
             for name in given:
                 if name in cls.REMOVED:
                     raise ValueError(cls.REMOVED[name].refusal(f"budget.{name}"))
-                if name not in (known := [one.name for one in fields(cls)]):
+                if name not in names:
                     raise ValueError(
-                        f"a budget has no {name!r}: give some of {', '.join(known)}.{nearest(name, known)}"
+                        f"a budget has no {name!r}: give some of {', '.join(names)}.{nearest(name, names)}"
                     )
             return cls.of(cls(**given))  # type: ignore[arg-type]
         parse_size(given)
@@ -364,17 +365,17 @@ class Budget:
 
         On a CPU the limits of the device and of the host both hold, so the smaller one counts.
         """
-        given = [self.device] if device.type == "cuda" else [self.device, self.host]
-        sizes = [parse_size(size) for size in given if size is not None]
+        limits = [self.device] if device.type == "cuda" else [self.device, self.host]
+        sizes = [parse_size(limit) for limit in limits if limit is not None]
         return min(sizes) if sizes else None
 
 
 def upgrade_budget(stored: Mapping[str, Any]) -> dict[str, Any]:
     """A stored budget in the fields of this version: `cut_by` was a setting of its own, now part of `over_budget`."""
-    kept = {key: value for key, value in stored.items() if key != "cut_by"}
+    upgraded = {key: value for key, value in stored.items() if key != "cut_by"}
     if stored.get("over_budget") == "cut" and stored.get("cut_by", "random") != "random":
-        kept["over_budget"] = f"cut_by_{stored['cut_by']}"
-    return kept
+        upgraded["over_budget"] = f"cut_by_{stored['cut_by']}"
+    return upgraded
 
 
 @dataclass(frozen=True)
@@ -556,19 +557,23 @@ class Plan:
         """A phrase for people: what a step covers, and how much of it would fit without a split."""
         if self.step_bytes <= self.limit_bytes:
             return f"{self.covers.format(self.count)}, uncut"
-        most = max(0, int(self.count * self.limit_bytes / self.step_bytes))
-        return f"{self.covers.format(self.count)}, in pieces; about {most} would fit in one piece"
+        max_count = max(0, int(self.count * self.limit_bytes / self.step_bytes))
+        return f"{self.covers.format(self.count)}, in pieces; about {max_count} would fit in one piece"
 
     def peak_bytes(self, place: Place) -> int:
         """The most bytes that will be taken at a place, with steps split to fit."""
-        step = min(self.step_bytes, self.limit_bytes) if place == self.compute_place else 0
-        return self.resident_bytes(place) + math.ceil(with_evaluation(step, self.async_evaluation))
+        step_bytes = min(self.step_bytes, self.limit_bytes) if place == self.compute_place else 0
+        return self.resident_bytes(place) + math.ceil(with_evaluation(step_bytes, self.async_evaluation))
 
     def smallest_bytes(self, place: Place) -> int:
         """The smallest limit at a place that would do, with steps split as finely as possible."""
-        step = with_evaluation(self.min_step_bytes, self.async_evaluation)
-        besides = step if place == self.compute_place else self.hidden_bytes if place == self.hidden_place else 0
-        return self.resident_bytes(place) + math.ceil(besides)
+        if place == self.compute_place:
+            temporary_bytes = with_evaluation(self.min_step_bytes, self.async_evaluation)
+        elif place == self.hidden_place:
+            temporary_bytes = self.hidden_bytes
+        else:
+            temporary_bytes = 0
+        return self.resident_bytes(place) + math.ceil(temporary_bytes)
 
     @property
     def hidden_place(self) -> Place:
@@ -576,20 +581,19 @@ class Plan:
 
         The host must fit them twice, so that something is left for a chunk.
         """
-        room = (
-            self.evaluation_bytes
-            if self.compute_place == "host"
-            else _available(self.limits["host"], self.resident_bytes("host"))
-        )
-        return "host" if 2 * self.hidden_bytes <= room else "disk"
+        if self.compute_place == "host":
+            available_bytes = self.evaluation_bytes
+        else:
+            available_bytes = _available(self.limits["host"], self.resident_bytes("host"))
+        return "host" if 2 * self.hidden_bytes <= available_bytes else "disk"
 
     @property
     def chunk_bytes(self) -> int | None:
         """The bytes that a chunk of exact evaluation may take. None for no limit."""
         if self.limit_bytes == math.inf:
             return None
-        hidden = self.hidden_bytes if self.hidden_place == self.compute_place else 0
-        return max(1, int(self.evaluation_bytes - hidden))
+        hidden_bytes = self.hidden_bytes if self.hidden_place == self.compute_place else 0
+        return max(1, int(self.evaluation_bytes - hidden_bytes))
 
     @property
     def fits(self) -> bool:
@@ -617,43 +621,45 @@ class Plan:
         smallest: by place, these limits. budget_key: the setting that limits the place where steps are computed.
         """
         keys = {place: budget_key if place == self.compute_place else f"budget.{place}" for place in smallest}
-        needs = ", ".join(f"{keys[place]}={_format_limit(size)}" for place, size in smallest.items())
-        given = ", ".join(f"{format_size(self.limits[place] or 0)} on the {place}" for place in smallest)
+        needs = ", ".join(f"{keys[place]}={_format_limit(num_bytes)}" for place, num_bytes in smallest.items())
+        limits = ", ".join(f"{format_size(self.limits[place] or 0)} on the {place}" for place in smallest)
+        largest = self._describe_largest(smallest)
         return DoesNotFit(
-            f"{type(self.method).__name__} does not fit {given}: it needs at least {needs} ({self._largest(smallest)})",
-            smallest,
+            f"{type(self.method).__name__} does not fit {limits}: it needs at least {needs} ({largest})", smallest
         )
 
     def _fits(self, place: Place) -> bool:
         limit = self.limits[place]
         return limit is None or self.smallest_bytes(place) <= limit
 
-    def _largest(self, places: Mapping[Place, int]) -> str:
+    def _describe_largest(self, places: Mapping[Place, int]) -> str:
         """A phrase that names the largest item at the places that are too small."""
-        found = [(item.num_bytes, item.name) for item in self.items if item.place in places]
+        sizes = [(item.num_bytes, item.name) for item in self.items if item.place in places]
         if self.compute_place in places:
-            found.append((math.ceil(self.min_step_bytes), "the smallest step"))
-        size, name = max(found)
-        return f"{name} alone {'take' if name.endswith('s') else 'takes'} {format_size(size)}"
+            sizes.append((math.ceil(self.min_step_bytes), "the smallest step"))
+        num_bytes, name = max(sizes)
+        verb = "take" if name.endswith("s") else "takes"
+        return f"{name} alone {verb} {format_size(num_bytes)}"
 
     def lines(self) -> list[str]:
         """The plan as lines to print: one per place in use, and one about the steps."""
-        found = []
+        lines = []
         for place in PLACES:
             items = [item for item in self.items if item.place == place and item.num_bytes]
             if not items and place != self.compute_place:
                 continue
             parts = [f"{item.name} {format_size(item.num_bytes)}" for item in items]
             if place == self.compute_place:
-                cut = f", in up to {self.num_micro_batches} pieces" if self.num_micro_batches > 1 else ""
-                step = min(self.step_bytes, self.limit_bytes)
-                parts.append(f"a step {format_size(step)}{cut}")
+                split = f", in up to {self.num_micro_batches} pieces" if self.num_micro_batches > 1 else ""
+                step_bytes = min(self.step_bytes, self.limit_bytes)
+                parts.append(f"a step {format_size(step_bytes)}{split}")
                 if self.async_evaluation:
-                    parts.append(f"evaluation beside it {format_size(with_evaluation(step, True) - step)}")
+                    evaluation_bytes = with_evaluation(step_bytes, True) - step_bytes
+                    parts.append(f"asynchronous evaluation {format_size(evaluation_bytes)}")
             limit = self.limits[place]
-            of = "" if limit is None else f" of {format_size(limit)}"
-            found.append(f"plan: {place} {format_size(self.peak_bytes(place))}{of}: {', '.join(parts)}")
-        return [*found, f"plan: {self.whole}"]
+            of_limit = "" if limit is None else f" of {format_size(limit)}"
+            lines.append(f"plan: {place} {format_size(self.peak_bytes(place))}{of_limit}: {', '.join(parts)}")
+        return [*lines, f"plan: {self.whole}"]
 
 
 def with_evaluation(step_bytes: float, async_evaluation: bool) -> float:
@@ -661,8 +667,8 @@ def with_evaluation(step_bytes: float, async_evaluation: bool) -> float:
     return step_bytes / (1 - ASYNC_EVALUATION_SHARE) if async_evaluation else step_bytes
 
 
-def _available(limit: int | None, taken: int) -> float:
-    return math.inf if limit is None else limit - taken
+def _available(limit_bytes: int | None, resident_bytes: int) -> float:
+    return math.inf if limit_bytes is None else limit_bytes - resident_bytes
 
 
 def _format_limit(num_bytes: int) -> str:

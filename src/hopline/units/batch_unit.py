@@ -29,9 +29,10 @@ def supervised_loss(task: str, num_classes: int) -> TrainStep:
     """
 
     def train_step(model: nn.Module, batch: Batch) -> Tensor:
-        scores, y = model(batch), batch.labels
-        single = scores.size(-1) == 1 and num_classes <= 2  # a score of the second of two classes
-        if task == "multi" or single:
+        scores = model(batch)
+        y = batch.labels
+        is_single_score = scores.size(-1) == 1 and num_classes <= 2  # a score of the second of two classes
+        if task == "multi" or is_single_score:
             scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
             return nn.functional.binary_cross_entropy_with_logits(scores.view(y.shape), y.to(scores.dtype))
         if scores.size(-1) < num_classes:
@@ -56,8 +57,8 @@ def check_loss_of(train_step: TrainStep) -> TrainStep:
     def step(model: nn.Module, batch: Batch) -> Tensor:
         loss = train_step(model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise ValueError(f"train_step returned {found}: return the mean loss of the batch's seeds, as one number")
+            value = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise ValueError(f"train_step returned {value}: return the mean loss of the batch's seeds, as one number")
         if not loss.requires_grad and torch.is_grad_enabled():
             raise ValueError("the loss of train_step has no gradient: compute it from model(batch), without detach()")
         return loss.view(())
@@ -136,8 +137,8 @@ def own_threads_for(model: nn.Module) -> AbstractContextManager[None]:
     return _threads_for(walk, next(model.parameters()).device, num_cores())
 
 
-def _threads_for(model: nn.Module, device: torch.device, most: int) -> AbstractContextManager[None]:
-    """A context with at most `most` threads of hopline for fused convs on the CPU; else one that does nothing."""
+def _threads_for(model: nn.Module, device: torch.device, max_threads: int) -> AbstractContextManager[None]:
+    """A context with up to `max_threads` threads of hopline for fused convs on the CPU; else one that does nothing."""
     if device.type == "cpu" and isinstance(model, GNN) and model.is_fused:
-        return ops.own_threads(min(torch.get_num_threads(), most, MAX_TRAINING_THREADS))
+        return ops.own_threads(min(torch.get_num_threads(), max_threads, MAX_TRAINING_THREADS))
     return nullcontext()
