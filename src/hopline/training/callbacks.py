@@ -1,4 +1,9 @@
-"""What happens around training: five hooks, and the callbacks that the library itself uses."""
+"""Callbacks: the five hooks of a run, what they are called with, and early stopping.
+
+The trainer calls the hooks of all callbacks in order: the user's first, then those that the settings add.
+The library writes its reports, progress and best weights by the same hooks (`report_callbacks`,
+`best_weights`).
+"""
 
 from __future__ import annotations
 
@@ -21,12 +26,15 @@ class StepEnd:
     """An optimizer step, as `Callback.on_step_end` gets it."""
 
     epoch: int
+    """The epoch of the step, counted from 1."""
     step: int
-    """Counted from 1 over the whole run."""
+    """The number of the step, counted from 1 over the whole run."""
     loss: Tensor
-    """Mean loss over the step's seeds, a detached scalar (reading it on a GPU waits for the step)."""
+    """[]: mean loss over the step's seeds, detached. With several ranks, this rank's share of it: the sum
+    over the ranks is the mean. Reading it on a GPU synchronises."""
     size: float
-    """Seeds in the step; with `Historical(compensate=True)` the share of all seeds that its batches stand for."""
+    """Number of seeds in the step, over all ranks. With `Historical(compensate=True)`: the share of all
+    seeds that the step's batches stand for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,17 +42,25 @@ class EpochEnd:
     """A finished epoch, as `Callback.on_epoch_end` gets it and `Run.history` lists it."""
 
     epoch: int
+    """The epoch, counted from 1."""
     loss: float
+    """Mean training loss over the seeds of all ranks."""
     lr: float
+    """Learning rate of the optimizer's first parameter group."""
     seconds: float
+    """Seconds of training, without evaluation."""
     seeds_per_s: float
+    """Seeds trained per second, over all ranks."""
     slowest_stage: str
-    """The stage with the most work."""
+    """The stage with the most seconds in `work`."""
     stages: dict[str, float] = field(default_factory=dict)
-    """Seconds from the beginning to the end of each stage, summed over threads; `wait` is for batches."""
+    """Seconds from the beginning to the end of each stage, summed over threads. `wait`: training waited for
+    batches."""
     work: dict[str, float] = field(default_factory=dict)
-    """Seconds of each stage's own work: without waiting for batches, and without a thread's waiting for a core."""
+    """Seconds of each stage's own work, without waiting for batches and without a thread's waiting for a
+    core."""
     counters: dict[str, float] = field(default_factory=dict)
+    """Counters of the library over the epoch, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +68,13 @@ class Evaluation:
     """Metrics of one split, as `Callback.on_evaluate_end` gets them and `Run.evaluations` lists them."""
 
     epoch: int
+    """The epoch whose weights were evaluated."""
     split: str
+    """The split: "train", "valid" or "test"."""
     metrics: dict[str, float]
+    """Values by the names of the metrics. The first metric chooses the best weights."""
     seconds: float
+    """Seconds that the evaluation took."""
 
 
 @dataclass(kw_only=True)
@@ -75,30 +95,37 @@ class Run:
     """
 
     epochs: int = 0
-    """Epochs trained."""
+    """Number of epochs trained."""
     best_epoch: int = 0
     """The epoch whose weights the model holds now."""
     reason: str = ""
     """Why training ended."""
     finished: bool = False
-    """Whether it ended of itself, rather than by an error or an interruption."""
+    """Whether training ended by itself, rather than by an error or an interruption."""
     valid: float = math.nan
-    """The metric on the validation split, at the best epoch."""
+    """The metric on the validation split, at the best epoch. NaN without such a split."""
     test: float = math.nan
-    """The metric on the test split, at the best epoch, exact."""
+    """The metric on the test split, at the best epoch, exact. NaN without such a split."""
     metric: str = ""
+    """Name of the metric of `valid` and `test`."""
     history: list[EpochEnd] = field(default_factory=list)
+    """One entry per epoch."""
     evaluations: list[Evaluation] = field(default_factory=list)
+    """One entry per evaluation, the final test last."""
     stages: list[RegionStatistics] = field(default_factory=list)
+    """Times of each stage over all epochs."""
     folder: Path | None = None
+    """The run folder. None: nothing was written."""
     rank: int = 0
-    """Which of the processes that trained together this is from; all have the same numbers."""
+    """The rank of the process that returned this object. All ranks have the same numbers."""
     dropped: int = 0
-    """Epochs trained, the last perhaps in part, while the evaluation that ended the run went on; they left nothing."""
+    """Number of epochs trained during the evaluation that ended the run, the last perhaps in part. They
+    were dropped."""
     seconds: float = 0.0
-    """Of the whole run, with what it took before it was resumed."""
+    """Seconds of the whole run, with those before it was resumed."""
     peak_bytes: dict[str, int] = field(default_factory=dict)
-    """The largest memory of the process: "host" is resident memory, "device" what torch reserved of the GPU."""
+    """Peak memory of the process, in bytes. "host": resident memory. "device": memory of the GPU that torch
+    reserved."""
 
     def __repr__(self) -> str:
         parts = [f"{self.epochs} epochs", f"best epoch {self.best_epoch}"]
@@ -110,8 +137,8 @@ class Run:
         return f"Run({', '.join(parts)})"
 
     def __str__(self) -> str:
-        """The result as a table: metrics, time by part, memory, where the run lies."""
-        # Without validation no epoch is known to be the best.
+        """The result as a table: metrics, time by part, peak memory and the run folder."""
+        # Without validation no epoch is known to be the best, so only their number is shown.
         rows = [("epochs", str(self.epochs))]
         if not math.isnan(self.valid):
             rows = [("best epoch", f"{self.best_epoch} of {self.epochs}")]
@@ -131,9 +158,10 @@ class Run:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
     def time_by_part(self) -> dict[str, float]:
-        """Seconds of the whole run, of training and evaluation, and of the rest, such as starting and checkpoints.
+        """Seconds by part: "total", "training", "evaluation", and the "rest", such as starting and
+        checkpoints.
 
-        Asynchronous evaluation takes place during training: the parts are then more than the whole.
+        Asynchronous evaluation runs during training. Then the parts add up to more than the total.
         """
         trained_s = sum(epoch.seconds for epoch in self.history)
         evaluated_s = sum(evaluation.seconds for evaluation in self.evaluations)
@@ -142,7 +170,10 @@ class Run:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds to three digits or so, always in this unit: epochs are compared downwards."""
+    """Seconds with about three digits.
+
+    Always in seconds, because lines of epochs are compared with each other.
+    """
     if seconds < 10:
         return f"{seconds:.2f} s"
     if seconds < 100:
@@ -159,7 +190,8 @@ class Callback:
         on_evaluate_end  after every evaluation of a split, with an `Evaluation`
         on_fit_end       once, with the `Run`
 
-    `trainer.stop("why")` in any hook ends training after the current epoch. Every rank calls its own callbacks.
+    `trainer.stop("why")` in any hook ends training after the current epoch. Every rank calls its own
+    callbacks.
 
     Raises:
         TypeError: A subclass has a method `on_...` that is no hook, and would never be called.
@@ -193,7 +225,7 @@ class Callback:
     """
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Refuse a misspelt hook, which would never be called."""
+        """Refuse a method `on_...` that is no hook: it is misspelt, and would never be called."""
         super().__init_subclass__(**arguments)
         hooks = [name for name in vars(Callback) if name.startswith("on_")]
         for name in vars(cls):
@@ -209,11 +241,11 @@ class Callback:
         """Called once at the end, also when training failed or was interrupted (`run.reason` says so)."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it: tensors, numbers, strings, lists and dicts of these."""
+        """The state that checkpoints store: tensors, numbers, strings, lists and dicts of these."""
         return {}
 
     def restore_state(self, state: dict[str, Any]) -> None:
-        """Called with what `state` returned, after `on_fit_start` of a run that goes on."""
+        """Called with what `state` returned, after `on_fit_start` of a run that is resumed."""
 
 
 class EarlyStop(Callback):
@@ -238,8 +270,10 @@ class EarlyStop(Callback):
         self.patience = patience
 
     def on_fit_start(self, trainer: Trainer) -> None:
+        # Scores, which are negated metrics if lower is better (`Trainer.score`).
         self.best = -math.inf
         self.best_epoch = 0
+        # Evaluations since the best one.
         self.waited = 0
 
     def state(self) -> dict[str, Any]:

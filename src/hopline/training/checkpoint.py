@@ -1,4 +1,21 @@
-"""Checkpoints: all that a run needs to go on as if it had never stopped, in one file that is whole or not there."""
+"""Checkpoints: all that a run needs to resume as if it had never stopped, in one file.
+
+    snapshot(trainer, run) -> state -> write        checkpoint.pt      replaced in one step, so it is always whole
+    read_together -> state -> check_identity -> restore(trainer)       only a run with the same facts may resume
+
+A state is a dict of tensors and plain values. It holds the model, the optimizer, the schedule, random
+states, the position within the epoch, results so far, and the states of callbacks, of the method's work and
+of the ranks.
+
+The file is a header line, then what `torch.save` wrote:
+
+    hopline-checkpoint SHA256 NUM_BYTES\\n
+    payload
+
+The checksum is compared before anything is loaded, and loading executes nothing (`weights_only`).
+
+`Checkpoints` decides when to write: by time, at the end of training, and after a signal.
+"""
 
 from __future__ import annotations
 
@@ -33,30 +50,38 @@ if TYPE_CHECKING:
     from hopline.training.trainer import Trainer
 
 FILE = "checkpoint.pt"
+"""Name of the checkpoint in a run folder."""
 FORMAT = 1
+"""Version of the format. A checkpoint with another one is refused."""
 MAX_TIME_SHARE = 0.02
-"""Of the time of a run, what checkpoints may take."""
+"""Largest share of the time of a run that writing checkpoints may take. A rule of thumb."""
 _MAGIC = b"hopline-checkpoint"
+"""First word of the file."""
 
 
 @dataclass
 class Position:
-    """How far a run has come: which epoch it is in, and what of that is done."""
+    """How far a run has come: its current epoch, and how much of that is done."""
 
     epoch: int = 1
+    """The current epoch, counted from 1. One more than the last epoch: all are trained."""
     units: int = 0
-    """Units of work whose gradients are in the weights."""
+    """Units of this epoch that this rank has trained, empty ones included (`rank_steps.NoUnit`)."""
     seeds: float = 0
+    """Seeds of this epoch that all ranks have trained."""
     loss_sum: Tensor | float = 0.0
-    """Over these seeds."""
+    """Sum of this rank's loss over these seeds. A float64 scalar on the device once a step is done."""
     seconds: float = 0.0
+    """Seconds that this epoch has taken so far."""
 
 
 def snapshot(trainer: Trainer, run: Run) -> dict[str, Any]:
-    """All that decides how a run goes on."""
+    """The state of a run, for a checkpoint. All ranks must call this together."""
     world = trainer.world
     loss_sum = torch.as_tensor(trainer.position.loss_sum).detach().cpu()
-    if world.size > 1:  # each rank's own sum, so that it goes on with the very number
+    if world.size > 1:
+        # [num_ranks]: the sum of each rank, so that each resumes with the same bits. World.sum adds zeros
+        # to them.
         sum_by_rank = [0.0] * world.size
         sum_by_rank[world.rank] = float(loss_sum)
         loss_sum = torch.tensor(world.sum(sum_by_rank), dtype=torch.float64)
@@ -81,7 +106,7 @@ def snapshot(trainer: Trainer, run: Run) -> dict[str, Any]:
 
 
 def _rank_state(trainer: Trainer) -> dict[str, Any]:
-    """What a rank has of its own: what gradients remember, and where ranks step apart, its weights too."""
+    """The state of this rank alone: of its gradients, and its weights if ranks have different ones."""
     gradients_state = trainer.gradients.state_dict()
     if not isinstance(gradients_state, dict):
         name = type(trainer.gradients).__name__
@@ -96,13 +121,17 @@ def _rank_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def _gather_rank_states(state: dict[str, Any], trainer: Trainer) -> list[dict[str, Any]]:
-    """What every rank has of its own, in the first rank; an empty list where it is nothing, on any rank."""
+    """On the first rank: the states of all ranks, by rank.
+
+    An empty list on other ranks, and if all are empty.
+    """
     world = trainer.world
     if type(trainer.gradients) is Gradients or not world.any(bool(state)):
         return []
     buffer = io.BytesIO()
     torch.save(state, buffer)
     content = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    # Every rank sends all to the first rank, and nothing to the others.
     nothing = content[:0]
     contents = world.all_to_all([content, *[nothing] * (world.size - 1)])
     if world.rank > 0:
@@ -120,6 +149,7 @@ def _gather_rank_states(state: dict[str, Any], trainer: Trainer) -> list[dict[st
 
 
 def _restore_rank(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    """Restore what `_rank_state` returned on this rank."""
     if "model" in state:
         trainer.model.load_state_dict(state["model"])
         trainer.optimizer.load_state_dict(state["optimizer"])
@@ -128,14 +158,16 @@ def _restore_rank(trainer: Trainer, state: Mapping[str, Any]) -> None:
 
 
 def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    """The trainer and its run as they were at a snapshot."""
+    """Put a trainer and its run into the state of a snapshot."""
     trainer.model.load_state_dict(state["model"])
     trainer.optimizer.load_state_dict(state["optimizer"])
+    # Missing in checkpoints of earlier versions, and empty if ranks have no states of their own.
     ranks = state.get("ranks")
-    if ranks:  # of an earlier version there are none
+    if ranks:
         _restore_rank(trainer, ranks[trainer.world.rank])
     for group in trainer.optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # it is read on the device by a captured step
+        # A captured step reads its rate on the device, and checkpoints are loaded on the CPU.
+        if isinstance(group["lr"], Tensor):
             group["lr"] = group["lr"].to(trainer.device)
     trainer.schedule.load_state_dict(state["schedule"])
 
@@ -149,10 +181,12 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
         evaluations=[Evaluation(**evaluation) for evaluation in state["evaluations"]],
     )
 
+    # By the name of the class, and within a class in order. Not by position: callbacks that show progress
+    # or write reports may be present in only one of the two runs.
     callback_states: dict[str, deque[dict[str, Any]]] = {}
     for name, callback_state in state["callbacks"]:
         callback_states.setdefault(name, deque()).append(callback_state)
-    for callback in trainer.active:  # progress and reports may be on now and have been off then
+    for callback in trainer.active:
         states = callback_states.get(type(callback).__name__)
         if states:
             callback.restore_state(states.popleft())
@@ -161,7 +195,11 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
 
 
 def _rank_loss_sum(sums: Tensor | float, world: World) -> Tensor | float:
-    """This rank's part of the loss so far; of another number of ranks, the first takes all of it."""
+    """This rank's part of the loss sum of the epoch so far.
+
+    sums: [] or [num_ranks], one number per rank that wrote the checkpoint. If the number of ranks has
+    changed, the first rank gets all of it.
+    """
     if not isinstance(sums, Tensor) or (sums.dim() == 0 and world.size == 1):
         return sums
     if sums.numel() == world.size:
@@ -170,7 +208,7 @@ def _rank_loss_sum(sums: Tensor | float, world: World) -> Tensor | float:
 
 
 def write(path: Path, state: Mapping[str, Any]) -> None:
-    """Put a checkpoint in place of the one at `path` in one step: a kill or a full disk leaves the old one."""
+    """Replace the checkpoint at `path` in one step. A kill or a full disk leaves the old one as it was."""
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, "versions": versions(), **state}, buffer)
     payload = buffer.getvalue()
@@ -187,13 +225,17 @@ def write(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_together(path: Path, world: World) -> dict[str, Any] | None:
-    """The checkpoint that the first rank finds, on every rank; None where there is none."""
+    """The checkpoint that the first rank finds, on every rank. None if there is none.
+
+    Only the first rank reads the file. It sends the bytes to the others.
+    """
     content = b""
     problem = ""
     if world.rank == 0 and path.exists():
         try:
             content = path.read_bytes()
-            parse(content, path)  # what is damaged is not sent around
+            # Raises if the file is damaged, before it is sent to the other ranks.
+            parse(content, path)
         except (OSError, ValueError) as error:
             problem = str(error)
     num_bytes, problem = world.broadcast_object([len(content), problem])
@@ -208,7 +250,7 @@ def read_together(path: Path, world: World) -> dict[str, Any] | None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A checkpoint, after its checksum was compared; nothing in it is executed."""
+    """The state in a checkpoint file. Its checksum is compared first, and nothing in it is executed."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -217,7 +259,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def parse(content: bytes, path: Path) -> dict[str, Any]:
-    """The bytes of a checkpoint file."""
+    """The state in the bytes of a checkpoint file. path: for messages."""
     header, _, payload = content.partition(b"\n")
     words = header.split()
     if len(words) != 3 or words[0] != _MAGIC:
@@ -241,7 +283,10 @@ def _damage_error(path: Path, problem: str) -> ValueError:
 
 
 def was_recorded(record: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
-    """Whether a line of metrics.jsonl is of what a checkpoint holds; what came after it is trained and told again."""
+    """Whether a line of metrics.jsonl is from before the checkpoint `state`.
+
+    What came after the checkpoint is trained again, and its lines are written again.
+    """
     epoch = record.get("epoch")
     if record.get("event") == "evaluate":
         evaluated = {(evaluation["epoch"], evaluation["split"]) for evaluation in state["evaluations"]}
@@ -250,7 +295,7 @@ def was_recorded(record: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
 
 
 def is_over(state: Mapping[str, Any], epochs: int) -> bool:
-    """Whether a run of so many epochs has nothing left to train or to validate."""
+    """Whether a run of `epochs` epochs has nothing left to train or to validate."""
     must_validate = any(
         callback_state.get("waiting") for name, callback_state in state["callbacks"] if name == "Waiting"
     )
@@ -266,9 +311,13 @@ def identity(
     contents: Mapping[str, str],
     structure: str,
 ) -> dict[str, Any]:
-    """What must be the same for a run to go on from a checkpoint; plain values, compared one by one.
+    """Facts that must be the same for a run to resume from a checkpoint, in plain values, compared one by
+    one.
 
-    contents: of the dataset, by the names of its arrays. structure: of the model, apart from its weights.
+    The method's `workers` and `look_ahead` are not among them: they change the speed alone.
+
+    method, settings: settings of the method and of training. contents: fingerprints of the dataset's
+    arrays, by name. structure: a fingerprint of the model, apart from its weights.
     """
     compared_settings = (
         "seed",
@@ -297,12 +346,18 @@ def identity(
 def check_identity(
     stored: Mapping[str, Any], ours: Mapping[str, Any], path: Path, removed: Mapping[str, RemovedSetting]
 ) -> None:
-    """Refuse a checkpoint of another run, and name what differs. removed: settings that the method no longer has."""
+    """Refuse a checkpoint of another run, and name the first fact that differs.
+
+    stored, ours: what `identity` returned for the checkpoint and for this run. removed: settings that the
+    method no longer has.
+    """
     stored = {**stored, "method": _without_removed(stored.get("method"), removed, path)}
-    stored.setdefault("gradients", {"kind": "sum"})  # the only way there was
+    # Checkpoints of earlier versions do not say how gradients were combined: always by their sum.
+    stored.setdefault("gradients", {"kind": "sum"})
     for key, value in ours.items():
+        # Checkpoints of earlier versions lack these facts, and are resumed without comparing them.
         if key in ("training nodes", "contents", "settings of the model") and key not in stored:
-            continue  # written before they were compared
+            continue
         if key == "contents" and stored[key] != value:
             theirs = stored[key]
             name = _first_difference(theirs, value)
@@ -354,10 +409,11 @@ def _without_removed(method: Any, removed: Mapping[str, RemovedSetting], path: P
 
 
 def check_mode(state: Mapping[str, Any], metric_mode: Mode | None, path: Path) -> None:
-    """Refuse a checkpoint whose best epoch was chosen the other way; one that does not say took the highest value."""
+    """Refuse a checkpoint whose best epoch was chosen by the other mode, "max" or "min"."""
     if not state["evaluations"]:
         return
     name = state["metric"]
+    # Checkpoints of earlier versions do not say the mode: it was always "max".
     theirs = state.get("best_is", "max")
     ours = metric_mode or mode_of(name)
     if theirs is not None and ours is not None and theirs != ours:
@@ -368,7 +424,7 @@ def check_mode(state: Mapping[str, Any], metric_mode: Mode | None, path: Path) -
 
 
 def _checksum(ids: Tensor) -> str:
-    """Of sorted node ids, of which there may be millions."""
+    """A short text that identifies node ids, of which there may be millions."""
     return f"{ids.numel()} nodes, crc32:{zlib.crc32(ids.cpu().contiguous().numpy().data):08x}"
 
 
@@ -379,11 +435,14 @@ def _format_shape(shape: list[int] | None) -> str:
 
 
 class Checkpoints:
-    """When a run's checkpoints are written, and when a signal ends it; a context that holds the signals.
+    """Decides when a run writes a checkpoint, and when a signal ends the run. A context that handles the
+    signals.
 
-    They are written by time and at the end of training, and take at most `MAX_TIME_SHARE` of the time of a run unless
-    checkpoint_s=0 asks for one after every step. All ranks take part in each; the first one writes. Without a folder
-    nothing is written and signals do what they do.
+    Checkpoints are written by time and at the end of training. They take at most `MAX_TIME_SHARE` of the
+    time of a run, unless checkpoint_s=0 asks for one after every step. All ranks take part in each one, and
+    the first rank writes it. Without a folder nothing is written, and signals act as usual.
+
+    The trainer owns it, and enters it once per `fit`. All methods belong to the thread that trains.
     """
 
     def __init__(self, folder: Path | None, settings: TrainSettings, world: World) -> None:
@@ -392,9 +451,9 @@ class Checkpoints:
         self.world = world
         self.signals = Signals()
         self.last_write_s = time.monotonic()
-        """When the last one was written, or training began."""
+        """Reading of `time.monotonic` when the last checkpoint was written, or training began."""
         self.write_duration_s = 0.0
-        """How long writing the last one took."""
+        """Seconds that writing the last checkpoint took."""
 
     def __enter__(self) -> Self:
         self.signals = Signals()
@@ -409,7 +468,10 @@ class Checkpoints:
             self.signals.__exit__(kind, error, where)
 
     def find(self, trainer: Trainer) -> dict[str, Any] | None:
-        """The checkpoint to go on from, if there is one and it is asked for; that of another run is refused."""
+        """The checkpoint to resume from. None if there is none, or if resume=true is not set.
+
+        A checkpoint of another run raises a ValueError.
+        """
         if self.path is None or not self.settings.resume:
             return None
         state = read_together(self.path, self.world)
@@ -430,7 +492,7 @@ class Checkpoints:
         return state
 
     def resume(self, trainer: Trainer, run: Run, state: Mapping[str, Any]) -> None:
-        """Put the trainer where a checkpoint is, and say where that is."""
+        """Restore the state of a checkpoint, and say where the run resumes."""
         restore(trainer, state)
         position = trainer.position
         if trainer.stop_reason is not None:
@@ -449,9 +511,10 @@ class Checkpoints:
 
     @contextmanager
     def hold_signals(self) -> Generator[None, None, None]:
-        """A signal waits for the end of the step or evaluation it comes in, after which a checkpoint is written.
+        """A context in which a signal does not end the run before the current step or evaluation is done.
 
-        Outside, where nothing is trained yet or the last checkpoint has everything, it ends the run at once.
+        Then a checkpoint is written, and the run ends. Outside the context a signal ends the run at once:
+        nothing is trained yet, or the last checkpoint has everything.
         """
         self.signals.at_once = False
         self.last_write_s = time.monotonic()
@@ -462,30 +525,40 @@ class Checkpoints:
 
     @property
     def interval_s(self) -> float:
-        """Seconds from one to the next: more than were asked for, where writing one takes too large a share of them."""
+        """Seconds between checkpoints: as set, or more if writing one takes too large a share of them."""
         requested_s = self.settings.checkpoint_s
         return max(requested_s, self.write_duration_s / MAX_TIME_SHARE) if requested_s else 0.0
 
     def write_if_due(self, trainer: Trainer, run: Run, *, at_end: bool = False, in_epoch: bool = False) -> None:
-        """By the first rank's clock, or because some rank got a signal: all of them together.
+        """Write a checkpoint if its time has come, or if some rank has received a signal. All ranks call
+        this together.
 
-        at_end: whether training has ended, which is always written. in_epoch: whether the time is an epoch's.
+        at_end: whether training has ended, so that a checkpoint is due in any case. in_epoch: as in
+        `write`.
         """
+        # The clock of the first rank decides, so that all ranks write together.
         is_due = at_end or (self.world.rank == 0 and time.monotonic() - self.last_write_s >= self.interval_s)
         signal = self.signals.received or 0
         if self.world.size > 1:
             is_due, signal = (int(value) for value in self.world.max([float(is_due), float(signal)]))
-            if signal:  # else one that came during the exchange must not be forgotten
+            # Only if there was one: a signal that this rank received during `World.max` must not be
+            # overwritten.
+            if signal:
                 self.signals.received = signal
         if is_due or signal:
             self.write(trainer, run, in_epoch=in_epoch)
 
     def write(self, trainer: Trainer, run: Run, *, in_epoch: bool = False) -> None:
-        """Write where we are, and end here if a signal asked for it."""
+        """Write a checkpoint. Afterwards, raise `Interrupted` if a signal was received. All ranks call this
+        together.
+
+        in_epoch: whether this is between steps, so that its time counts as part of the epoch.
+        """
         if self.path is None:
             return
         started = time.monotonic()
-        # One that is not written among the steps is in no epoch's seconds, and so in none of its stages.
+        # Two names: a checkpoint between epochs is in no epoch's seconds, so it must not be among its
+        # stages.
         with trace.span("checkpoint" if in_epoch else "evaluate.checkpoint"):
             state = snapshot(trainer, run)
             if self.world.rank == 0:

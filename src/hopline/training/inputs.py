@@ -1,4 +1,7 @@
-"""What a user gives a Trainer, checked: each refusal says what to write."""
+"""Checks of the arguments of a `Trainer`. Each raises a ValueError that says what to write instead.
+
+A check returns its argument, with the default filled in where the user gave none.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ from hopline.util.config import kind_of
 
 
 def check_world(world: World | None, device: str, *, device_is_given: bool) -> World:
-    """The ranks that train together; without `world=`, those of torch.distributed, or this process."""
+    """The ranks that train together. Without `world=`: those of torch.distributed, or this process alone.
+
+    device_is_given: whether the user has set `device=`, which must then agree with the world.
+    """
     if world is None:
         return World.current(device)
     if not isinstance(world, World):
@@ -41,7 +47,10 @@ def check_world(world: World | None, device: str, *, device_is_given: bool) -> W
 
 
 def unwrap_model(model: nn.Module, world: World) -> nn.Module:
-    """The user's module out of its wrapper, whose work the Trainer does itself over the ranks that it knows of."""
+    """The user's module without the wrapper of DistributedDataParallel or the like.
+
+    The Trainer sums gradients over its own ranks. So it must know of all ranks that the wrapper knows of.
+    """
     num_ranks = num_wrapped_ranks(model)
     if num_ranks > 1 and world.size != num_ranks:
         raise ValueError(
@@ -55,7 +64,11 @@ def unwrap_model(model: nn.Module, world: World) -> nn.Module:
 
 
 def check_hooks(job: Job) -> None:
-    """Refuse hooks that were put on a model since it was found to be made of layers, which do not go through them."""
+    """Refuse hooks that were put on a model after the Trainer was made.
+
+    The Trainer has decided by the hooks whether to run the model layer by layer, and that way does not call
+    them.
+    """
     if is_layered(job.module) != isinstance(job.model, GNN):
         raise ValueError(
             f"hooks were put on {type(job.module).__name__} after the Trainer was made: put them on before"
@@ -63,7 +76,7 @@ def check_hooks(job: Job) -> None:
 
 
 def check_method(method: Method | None) -> Method:
-    """The method, or the usual one; what is no method is refused with what to write."""
+    """The method, or `Sampled()` if there is none."""
     if isinstance(method, Method | None):
         return method or Sampled()
     word = kind_of(method) if isinstance(method, type) else str(method).lower()
@@ -80,7 +93,7 @@ def check_method(method: Method | None) -> Method:
 
 
 def bind_method(method: Method, job: Job) -> Work:
-    """The method's work for a job."""
+    """Bind a method to a job, and check what it returns."""
     work = method.bind(job)
     if not isinstance(work, Work):
         raise ValueError(
@@ -91,7 +104,7 @@ def bind_method(method: Method, job: Job) -> Work:
 
 
 def check_gradients(gradients: Gradients | CombineGradients | None, method: Method, world: World) -> Gradients:
-    """How gradients are combined: by an object, by a function in its place, or the usual way, by their sum."""
+    """The object that combines gradients: the user's, one around the user's function, or the usual sum."""
     if isinstance(gradients, type):
         name = gradients.__name__
         raise ValueError(f"gradients must be an object, not the class {name}: write {name}(...)")
@@ -112,7 +125,10 @@ def check_gradients(gradients: Gradients | CombineGradients | None, method: Meth
 
 
 def _takes_two_arguments(function: CombineGradients) -> bool:
-    """Whether a function can be called with two arguments; one that does not say what it takes is believed."""
+    """Whether a function can be called with two arguments.
+
+    True if its signature is unknown, as of some built-ins.
+    """
     try:
         inspect.signature(function).bind(None, None)
     except TypeError:
@@ -123,6 +139,7 @@ def _takes_two_arguments(function: CombineGradients) -> bool:
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
+    """The callbacks as a new list."""
     if isinstance(callbacks, Callback):
         raise ValueError(f"callbacks must be a list: write callbacks=[{type(callbacks).__name__}(...)]")
     for callback in callbacks:
@@ -132,7 +149,7 @@ def check_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
 
 
 def check_metric_mode(mode: Mode | None, *, own_metric: bool) -> Mode | None:
-    """own_metric: whether the user's own code computes the metrics."""
+    """The mode of the metric. own_metric: whether the user's own code computes the metrics."""
     if mode is not None and mode not in get_args(Mode):
         raise ValueError(f"metric_mode must be 'max' or 'min', not {mode!r}")
     if mode == "min" and not own_metric:
@@ -141,13 +158,18 @@ def check_metric_mode(mode: Mode | None, *, own_metric: bool) -> Mode | None:
 
 
 class InPlaceChangeCheck:
-    """Refuses a dataset that was changed in place: methods and GPUs have copies of it, which would not see that."""
+    """Notices if a dataset is changed in place.
+
+    Methods and GPUs have copies of it, which would be out of date.
+    """
 
     def __init__(self, data: Dataset) -> None:
-        self._data = weakref.ref(data)  # weak: on a GPU the dataset as it was given is needed no more
+        # Weak: once the dataset is placed on a GPU, the original may be freed.
+        self._data = weakref.ref(data)
         self._versions = _versions_of(data)
 
     def check(self) -> None:
+        """Raise a ValueError if an array of the dataset was changed since this object was made."""
         data = self._data()
         if data is None:
             return
@@ -161,7 +183,7 @@ class InPlaceChangeCheck:
 
 
 def _versions_of(data: Dataset) -> dict[str, int | None]:
-    """By the names of a dataset's arrays, how often each was changed in place."""
+    """By the name of an array of the dataset: how often it was changed in place. Shards are not watched."""
     if isinstance(data, ShardedData):
         return {}
     table_versions = {f"table {name!r}": table.version for name, table in data.tables.items()}

@@ -1,4 +1,13 @@
-"""Callbacks that compare a run with what was promised: its bytes with a budget, its pipeline with its bound."""
+"""Callbacks that report on a run: in the terminal, and in the files of its run folder.
+
+    WatchBudget     predicted and measured memory of the steps of each epoch
+    WatchPipeline   the bottleneck of each epoch, and advice at the end
+    ShowProgress    a progress bar, and a line per epoch
+    WriteReport     the records of epochs and evaluations
+
+`WatchBudget` and `WatchPipeline` run on all ranks, the other two on the first rank. Only the first rank of
+a run with a folder has a report. A callback with `report=None` writes no records.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +34,21 @@ if TYPE_CHECKING:
     from hopline.training.trainer import Trainer
 
 MAX_POINTS = 300
-"""Steps of an epoch that the report keeps bytes of; of more, the largest of each stretch."""
+"""Most numbers per epoch that the report keeps for the memory of steps. With more steps, each number is the
+largest of several steps."""
 LONG_S = 10.0
-"""Seconds of training from which on a bottleneck is worth a line: of a shorter run there is nothing to gain."""
+"""Seconds of training from which on a bottleneck is worth a line. A shorter run has little to gain. A rule
+of thumb."""
 SUMMED = ("split", "pieces", "resampled", "cut", "edges_cut", "over", "oom")
+"""Fields of a guard's record that are counts, and so are summed over ranks and epochs."""
 
 
 class WatchBudget(Callback):
-    """What a budget's steps were promised and took, epoch by epoch; on all ranks, and the first one writes."""
+    """Compares the memory of steps with the plan of a budget, epoch by epoch.
+
+    It runs on all ranks, which put their records together. The first rank writes the result. Without a
+    budget it does nothing.
+    """
 
     def __init__(self, report: Report | None = None) -> None:
         self.report = report
@@ -61,7 +77,8 @@ class WatchBudget(Callback):
         if self.report is not None:
             self.report.log({"event": "budget", "epoch": epoch.epoch, **record})
         self.records.append(record)
-        problems = _describe_batches(record, ("oom", "over"))  # the rest is as planned, and can wait for the end
+        # Only what was not planned is said at once. The rest is said at the end of the run.
+        problems = _describe_batches(record, ("oom", "over"))
         if problems:
             trainer.say(f"epoch {epoch.epoch}: {problems}")
 
@@ -80,10 +97,14 @@ class WatchBudget(Callback):
 
 
 def _over_ranks(record: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
-    """The largest bytes and the sums of all ranks; the steps are this one's."""
+    """A record of one rank, with the least limit, the largest bytes and the counts of all ranks.
+
+    The numbers per step stay those of this rank. All ranks must call this together.
+    """
     world = trainer.world
     if world.size == 1:
         return record
+    # The least limit is the negative of the largest negative limit, so that one message does for all three.
     values = [-record["limit_bytes"], record["promised_bytes"], record["peak_bytes"]]
     negative_limit, promised, peak = world.max([float(value) for value in values])
     totals = world.sum([float(record[name]) for name in SUMMED])
@@ -92,7 +113,10 @@ def _over_ranks(record: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
 
 
 def _describe_batches(record: dict[str, Any], names: tuple[str, ...]) -> str:
-    """What was done to the batches of an epoch or a run, in words: those of the counts that are not 0."""
+    """A phrase for what was done to the batches of an epoch or a run.
+
+    names: counts to mention if they are not 0.
+    """
     phrases = {
         "split": f"{_count_batches(record['split'])} split into {record['pieces']} pieces",
         "resampled": f"{record['resampled']} samples drawn anew",
@@ -108,10 +132,11 @@ def _count_batches(number: int) -> str:
 
 
 class WatchPipeline(Callback):
-    """Why epochs take as long as they do: in the report for each one, and at the end in a sentence for all.
+    """Explains the time of epochs: in the report for each epoch, and at the end in a sentence for all of
+    them.
 
-    The first epoch, which compiles and fills caches, counts only where it is the only one; one that was begun in an
-    earlier process is left out, since its first steps were not timed here.
+    The first epoch compiles kernels and fills caches, so at the end it counts only if it is the only one.
+    An epoch that was resumed half-way is left out: its first steps were timed in another process.
     """
 
     def __init__(self, report: Report | None = None) -> None:
@@ -128,6 +153,7 @@ class WatchPipeline(Callback):
         num_batches = trainer.position.units
         max_timed_batches = self.num_steps * trainer.settings.accumulate
         self.num_steps = 0
+        # More batches than this process has trained: the epoch was resumed half-way.
         if num_batches > max_timed_batches:
             return
         times = _EpochTimes(stages=epoch.stages, seconds=epoch.seconds, num_batches=num_batches, work=epoch.work)
@@ -157,19 +183,21 @@ class WatchPipeline(Callback):
 
 @dataclass(frozen=True, kw_only=True)
 class _EpochTimes:
-    """What was timed of an epoch."""
+    """The times of an epoch, or the mean times of several."""
 
     stages: dict[str, float]
+    """As `EpochEnd.stages`."""
     seconds: float
     num_batches: int
     work: dict[str, float]
+    """As `EpochEnd.work`."""
 
     def explain(self, setup: Setup) -> Explanation | None:
         return explain(self.stages, self.seconds, self.num_batches, setup, self.work)
 
 
 def _mean_times(epochs: list[_EpochTimes]) -> _EpochTimes:
-    """The mean of some epochs."""
+    """The mean times of several epochs."""
 
     def mean(tables: list[dict[str, float]]) -> dict[str, float]:
         names = dict.fromkeys(name for table in tables for name in table)
@@ -184,7 +212,7 @@ def _mean_times(epochs: list[_EpochTimes]) -> _EpochTimes:
 
 
 def setup_of(trainer: Trainer) -> Setup:
-    """What of a run can be changed, after an epoch."""
+    """The settings of a run that matter for its speed, as they are after an epoch."""
     work = trainer.work.describe()
     on_gpu = trainer.device.type == "cuda"
     plan = trainer.plan
@@ -203,7 +231,7 @@ def setup_of(trainer: Trainer) -> Setup:
 
 
 def _evaluation_advice(trainer: Trainer, run: Run) -> str:
-    """What to do where evaluation takes longer than training."""
+    """A sentence of advice if blocking evaluation takes longer than training. Else an empty string."""
     evaluation_s = sum(evaluation.seconds for evaluation in run.evaluations if evaluation.split == "valid")
     training_s = sum(epoch.seconds for epoch in run.history)
     every = trainer.settings.evaluate_every
@@ -215,22 +243,26 @@ def _evaluation_advice(trainer: Trainer, run: Run) -> str:
 
 @dataclass(frozen=True)
 class _EpochLine:
-    """An epoch whose line is to be printed."""
+    """An epoch whose line is not printed yet."""
 
     epoch: EpochEnd
     is_evaluated: bool
-    """Whether an evaluation of it is to come: asynchronously, it comes during a later epoch."""
+    """Whether the line waits for an evaluation. An asynchronous one ends during a later epoch."""
 
 
 class ShowProgress(Callback):
-    """A bar over the epoch's seeds, and a line per epoch with its evaluation."""
+    """Shows a progress bar over the seeds of an epoch, and prints a line per epoch with its evaluation.
+
+    A line is printed once its evaluation is done, and after the lines of all earlier epochs.
+    """
 
     def __init__(self) -> None:
         self.bar: Progress | None = None
         self.context: Any = None
         self.waiting: deque[_EpochLine] = deque()
-        """Epochs whose line is not printed yet."""
+        """Epochs whose line is not printed yet, oldest first."""
         self.results: dict[int, Evaluation] = {}
+        """By epoch: its evaluation on the validation split."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self.waiting.clear()
@@ -269,11 +301,12 @@ class ShowProgress(Callback):
             was_dropped = line.epoch.epoch > run.epochs
             if not was_dropped:
                 self._print(trainer, self._format_line(trainer, line.epoch))
-        if run.finished:  # an error speaks for itself
+        # An error is printed by whoever catches it.
+        if run.finished:
             self._print(trainer, f"done: {run.reason}")
 
     def _print_complete(self, trainer: Trainer) -> None:
-        """Print the epochs of which nothing is awaited any more, in their order."""
+        """Print the lines that wait for nothing, in the order of the epochs."""
         while self.waiting:
             line = self.waiting[0]
             if line.is_evaluated and line.epoch.epoch not in self.results:
@@ -282,7 +315,7 @@ class ShowProgress(Callback):
             self.waiting.popleft()
 
     def _format_line(self, trainer: Trainer, epoch: EpochEnd) -> str:
-        """The columns of one epoch, each of the same width on every line."""
+        """The line of one epoch. Lines have the same columns, so that the eye compares downwards."""
         num_epochs = trainer.settings.epochs
         width = len(str(num_epochs))
         columns = [f"epoch {epoch.epoch:>{width}}/{num_epochs}", f"loss {epoch.loss:.4f}"]
@@ -305,7 +338,7 @@ class ShowProgress(Callback):
 
 
 def format_changed(settings: Any) -> str:
-    """Settings as one would write them in Python, without those that are as they always are."""
+    """Settings as one would write them in Python, without those that have their defaults."""
     if not is_dataclass(settings):
         return type(settings).__name__
     changed = []
@@ -317,7 +350,7 @@ def format_changed(settings: Any) -> str:
 
 
 class WriteReport(Callback):
-    """Everything that happens, into the run folder's report."""
+    """Writes the records of a run into metrics.jsonl."""
 
     def __init__(self, report: Report) -> None:
         self.report = report
@@ -335,7 +368,7 @@ class WriteReport(Callback):
         self.report.log(record)
 
     def drop_after(self, epoch: int) -> None:
-        """Take the epochs behind this one, which has ended the run, out of the record."""
+        """Remove the records of epochs after `epoch`, which ended the run."""
         path = self.report.folder / "metrics.jsonl"
         lines = []
         for record in read_records(path):
@@ -363,20 +396,25 @@ class WriteReport(Callback):
 
 
 def peak_bytes(device: torch.device) -> dict[str, int]:
-    """The largest memory of this process so far, by place."""
+    """Peak memory of this process so far, in bytes: "host", and "device" if that is a GPU."""
     peaks = {"host": peak_memory_bytes()}
     if device.type == "cuda":
-        # Reserved, not allocated: it is what others cannot use. Measuring steps for a budget resets the peak to what is
-        # reserved then, and torch seldom gives that back.
+        # Reserved, not allocated: other processes cannot use it. Measuring steps for a budget resets the
+        # peak to the bytes reserved at that time. That changes little, because torch seldom gives them
+        # back.
         peaks["device"] = torch.cuda.max_memory_reserved(device)
     return peaks
 
 
 def peak_memory_bytes() -> int:
-    """The largest resident size of this process so far."""
+    """Peak resident memory of this process so far.
+
+    On systems without `resource`: the current resident memory.
+    """
     try:
         import resource
-    except ImportError:  # not on every system
+    except ImportError:
         return psutil.Process().memory_info().rss
+    # `ru_maxrss` is in bytes on macOS, and in KiB on Linux.
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes

@@ -1,4 +1,12 @@
-"""What a run trains, on what and where: as its report shows it, config.json keeps it and a checkpoint compares it."""
+"""Facts about a run in plain values, for three readers.
+
+    run_facts         sizes, model, method, device: the record "start" of the report
+    stored_settings   all settings, and which were changed: config.json
+    settings_of       data, method, settings, model: compared when a run is resumed (`checkpoint.identity`)
+
+The report shows the method as a plan has changed it. The other two have the method as the user asked for
+it, since a plan changes nothing of what is learnt.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def run_facts(trainer: Trainer) -> dict[str, Any]:
-    """The sizes of dataset and model, the method as a plan has it, device and ranks, in plain values."""
+    """The sizes of dataset and model, the method as a plan has it, the device and the number of ranks."""
     data = trainer.data
     model = trainer.model
     method: dict[str, Any] = {"kind": kind_of(type(trainer.method))} | _settings_or_repr(trainer.method)
@@ -49,32 +57,36 @@ def run_facts(trainer: Trainer) -> dict[str, Any]:
 
 
 def name_of(gradients: Gradients) -> str:
-    """What a user calls the way in which gradients are combined."""
+    """A name for the way in which gradients are combined: of the user's function or class, or "sum"."""
     if isinstance(gradients, CombinedBy):
         return getattr(gradients.function, "__qualname__", type(gradients.function).__name__)
     return "sum" if type(gradients) is Gradients else type(gradients).__name__
 
 
 def gradients_of(trainer: Trainer) -> dict[str, Any]:
-    """How gradients are combined, by name, with its settings."""
+    """How gradients are combined: a name, and the settings of an object of the user's own."""
     gradients = trainer.gradients
     has_settings = type(gradients) not in (Gradients, CombinedBy)
     return {"kind": name_of(gradients)} | (_settings_or_repr(gradients) if has_settings else {})
 
 
 def _settings_or_repr(obj: Any) -> dict[str, Any]:
-    """The settings of a method, or of gradients; a user's own need not be dataclasses, and then say it themselves."""
+    """The settings of a method or of gradients.
+
+    For a class of the user's own that is no dataclass: its `repr`.
+    """
     try:
         return to_dict(obj)
     except (TypeError, ValueError):
-        # Python's own text has the place in memory, by which a resumed run would seem to be another one.
+        # Python's default `repr` contains an address, which differs in every process. A resumed run would
+        # seem to be another run.
         has_default_repr = type(obj).__repr__ is object.__repr__
         return {"repr": f"{type(obj).__qualname__}()" if has_default_repr else repr(obj)}
 
 
 def settings_of(trainer: Trainer) -> dict[str, Any]:
-    """Data, method, settings and model of a run in plain values."""
-    method = trainer.requested_method  # not as a plan has it: what is learnt does not depend on that
+    """The data, method, settings, gradients and model of a run, as the user asked for them."""
+    method = trainer.requested_method
     return {
         "data": trainer.data.name,
         "method": {"kind": type(method).__name__} | _settings_or_repr(method),
@@ -85,7 +97,7 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def stored_settings(trainer: Trainer) -> dict[str, Any]:
-    """What config.json keeps: all settings, and which of them were changed from their defaults."""
+    """The content of config.json: "config", all settings, and "changed", the keys without their defaults."""
     settings = settings_of(trainer)
     own_gradients = {} if type(trainer.gradients) is Gradients else {"gradients": settings["gradients"]}
     changed = [f"gradients.{key}" for key in own_gradients.get("gradients", {})]
@@ -104,6 +116,9 @@ def stored_settings(trainer: Trainer) -> dict[str, Any]:
 
 
 def fingerprints(model: nn.Module, data: Dataset) -> tuple[dict[str, str], str]:
-    """(of the dataset, of the model), before training, in which a module may count something."""
+    """(fingerprints of the dataset's arrays by name, fingerprint of the model apart from its weights).
+
+    Taken before training, because a module may count something while it trains.
+    """
     contents = {"cut": data.shard.cut} if isinstance(data, ShardedData) else contents_of(data)
     return contents, structure_of(model)

@@ -1,9 +1,12 @@
-"""A run folder has one writer at a time: a lock of the operating system, which ends with the process that holds it.
+"""The lock of a run folder, so that only one run writes into it at a time.
 
-Two runs in one folder would mix their records and replace each other's checkpoints. The lock is on a file in the
-folder, `run.lock`, that says who holds it. A killed process leaves the file but not the lock, so a run that was killed
-is resumed without a word about it. Processes that the holder starts do not have the lock, whether forked or spawned:
-one that outlives a killed trainer does not keep its run from being resumed.
+Two runs in one folder would mix their records and replace each other's checkpoints. The lock is an `flock`
+of the operating system on the file `run.lock` in the folder, whose text says who holds it. The system
+releases the lock when the process ends. So a killed run leaves the file but not the lock, and can be
+resumed at once.
+
+Processes that the holder starts do not have the lock, whether forked or spawned. One that outlives a killed
+trainer does not keep the run from being resumed.
 """
 
 from __future__ import annotations
@@ -25,17 +28,22 @@ except ImportError:  # not on every system
     fcntl = None
 
 FILE = "run.lock"
+"""Name of the lock in a run folder."""
 HANDOVER_S = 5.0
-"""How long a run that is to be resumed waits for the one before it: ranks that a launcher ends may take seconds."""
+"""Seconds that a resumed run waits for the run before it to end. Ranks that a launcher stops may take
+seconds. A rule of thumb."""
 
 _held_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
-"""Locks of this process, each from `__enter__` to `__exit__`. Owned by this module: a forked child closes them."""
+"""Locks that this process holds, each from `__enter__` to `__exit__`. A forked child closes its copies of
+them."""
 
 
 class RunLock:
-    """A context that holds a run folder, which it makes if need be, and removes again where it stayed empty.
+    """A context that holds the lock of a run folder.
 
-    wait_s: for how long another run may go on holding it before this one is refused.
+    It creates the folder if it does not exist, and removes it at the end if it is empty.
+
+    wait_s: seconds to wait for another run that holds the lock, before a ValueError is raised.
     """
 
     def __init__(self, folder: Path, wait_s: float = 0.0) -> None:
@@ -61,30 +69,37 @@ class RunLock:
 
     def __exit__(self, *error: object) -> None:
         if self._file is not None:
-            # Removed while it is held: whoever has it open sees afterwards that it is not the file of that name.
+            # The file is removed before the lock is released. A process that has opened it meanwhile then
+            # gets the lock of a file without a name, which `_try_lock` notices.
             (self.folder / FILE).unlink(missing_ok=True)
             self.close()
-        with contextlib.suppress(OSError):  # not empty
+        # A folder that is not empty stays, and so do its parents.
+        with contextlib.suppress(OSError):
             for path in self._new_folders:
                 path.rmdir()
 
     def close(self) -> None:
-        """Close the file: the lock is gone if this is the process that took it."""
+        """Close the file. In the process that took the lock, this releases it."""
         if self._file is not None:
             os.close(self._file)
         self._file = None
         _held_locks.discard(self)
 
     def _try_lock(self) -> bool:
-        """Whether the lock is ours now."""
-        self.folder.mkdir(parents=True, exist_ok=True)  # a run that failed at once has removed what it had made
+        """Try to take the lock, without waiting. Returns whether this process has it now.
+
+        Where the system or the file system has no locks, it returns True without one.
+        """
+        # In every attempt: the other run may have removed the folder at its end.
+        self.folder.mkdir(parents=True, exist_ok=True)
         if fcntl is None:
             return True
         path = self.folder / FILE
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _is_file_at(path, file):  # its holder has removed it in the meantime
+            # The holder may have removed the file after it was opened here. Then the lock protects nothing.
+            if not _is_file_at(path, file):
                 os.close(file)
                 return False
         except OSError as error:
@@ -105,9 +120,11 @@ class RunLock:
         return True
 
     def _refusal(self) -> str:
+        """The message for a folder that another run holds."""
         path = self.folder / FILE
         holder = ""
-        with contextlib.suppress(OSError):  # its holder may have removed it by now
+        # The holder may have removed the file by now.
+        with contextlib.suppress(OSError):
             holder = path.read_text(errors="replace")[:200].strip()
         remark = f" ({holder})" if holder else ""
         return (
@@ -117,7 +134,7 @@ class RunLock:
 
 
 def _is_file_at(path: Path, file: int) -> bool:
-    """Whether an open file is the one that has this name now."""
+    """Whether the open file is still the one at `path`."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path))
     except FileNotFoundError:
@@ -125,7 +142,10 @@ def _is_file_at(path: Path, file: int) -> bool:
 
 
 def _close_in_child() -> None:
-    """A forked process shares the open file, and with it the lock: closed here, it is the parent's alone."""
+    """Close the locks in a forked child, which shares the open files.
+
+    Then the parent alone holds the locks.
+    """
     for lock in list(_held_locks):
         lock.close()
 

@@ -1,10 +1,28 @@
-"""`Trainer`: one loop over units of work, whatever the method.
+"""`Trainer`: one training loop for all methods.
 
-    fit -> _train_epochs -> _train_epoch -> step, for the units of the method's work
-                 `-> evaluations.validate -> act_on, for each result that has come
+    fit
+        open the run folder, the report and the callbacks           _open_run
+        make the optimizer, resume if there is a checkpoint         _begin_training
+        for each epoch:                                             _train_epochs
+            for each step:                                          _train_epoch
+                unit.forward_backward, for the units of the step    step
+                combine the gradients of the ranks
+                the optimizer's step
+                unit.commit, for the units of the step
+                callbacks, results of evaluations, checkpoint
+            callbacks, validation, learning rate, checkpoint
+        wait for evaluations that are not done                      _await_evaluations
+        load the best weights, and test them                        _test
 
-What the method is, is asked nowhere: a step calls `Unit.forward_backward`, the optimizer, and `Unit.commit`. Checks of
-what a user gives are in `inputs`, what config.json and checkpoints keep of it in `run_facts`.
+The loop does not know which method trains. Methods differ in the units that their work yields
+(`contract.Work`).
+
+With evaluate="async" a thread validates, and a result comes when training is some steps or epochs further.
+`act_on` gives such a run the outcome of one that had waited. Callbacks see the weights that were evaluated.
+If the result ends the run, all that was trained since is dropped.
+
+`inputs` checks the arguments of a user. `run_facts` collects what config.json and checkpoints store about a
+run.
 """
 
 from __future__ import annotations
@@ -78,29 +96,34 @@ from hopline.util.host import keep_freed_memory_within
 from hopline.util.log import logger
 
 BudgetLike = Budget | str | Mapping[str, str] | None
+"""What `Trainer(budget=)` accepts: a budget, the size of the device such as "8GiB", or fields of a
+budget."""
 
 
 class Trainer:
     """Trains a model on a dataset by a method.
 
-    Extend it by callbacks, by a `Method` of your own, by `train_step` and `test_step`, or by overriding `step`,
-    `evaluate` and `make_optimizer`.
+    Extend it by callbacks, by a `Method` of your own, by `train_step` and `test_step`, or by overriding
+    `step`, `evaluate` and `make_optimizer`.
+
+    A trainer trains its model in place, so a second `fit` starts from the weights that the first one left.
+    It belongs to the thread that calls `fit`, which also calls all callbacks.
 
     Args:
         model: A `GNN`, a PyG model, or any module with forward(x, edge_index). It is trained in place.
         data: With a "train" split, and with "valid" and "test" for what they are used for.
         method: `hl.Sampled` (default), `hl.Historical`, `hl.FullBatch`, or one of your own.
         callbacks: Called around steps, epochs and evaluations.
-        train_step: (model, batch) -> mean loss over the batch's seeds, a scalar. Default: cross entropy, or binary
-            cross entropy for several labels or a single score.
-        test_step: (model, data, ids) -> metrics by name, the first of which chooses the best weights. It needs
-            evaluate="blocking". Default: the metric of the task.
-        metric_mode: Whether the first metric of `test_step` is best at its "max" or its "min". Only needed where its
-            name does not tell, as "accuracy" and "loss" do.
+        train_step: (model, batch) -> mean loss over the batch's seeds, a scalar. Default: cross entropy, or
+            binary cross entropy for several labels or a single score.
+        test_step: (model, data, ids) -> metrics by name, the first of which chooses the best weights. It
+            needs evaluate="blocking". Default: the metric of the task.
+        metric_mode: Whether the first metric of `test_step` is best at its "max" or its "min". Only needed
+            where its name does not tell, as "accuracy" and "loss" do.
         out: A folder for the report, checkpoints and the best weights. Default: nothing is written.
         config: Settings that made this run, for the report.
-        world: The ranks that train together. Default: `hl.World.current(device)`, the ranks of `torch.distributed` if
-            it is initialised, else this process alone.
+        world: The ranks that train together. Default: `hl.World.current(device)`, the ranks of
+            `torch.distributed` if it is initialised, else this process alone.
         placement: Where a GPU finds graph and features.
         budget: Memory that the run may take: "8GiB", or `hl.Budget(...)`.
         gradients: How ranks combine their gradients: a function (parameters, world) -> None, or an
@@ -108,7 +131,8 @@ class Trainer:
         settings: Fields of `hl.extend.TrainSettings`: epochs, lr, patience, seed, device, show, ...
 
     Raises:
-        ValueError: A setting, a split or a label is not allowed, or the method cannot train this model or dataset.
+        ValueError: A setting, a split or a label is not allowed, or the method cannot train this model or
+            dataset.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
@@ -207,40 +231,43 @@ class Trainer:
             check_async(self, overrides_evaluate=overrides_evaluate)
         self.checkpoints = Checkpoints(self.out, self.settings, self.world)
 
-        # What changes while it fits; `_open_run` begins all of it anew.
+        # The state of a run. `fit` and `_open_run` start all of it anew.
         self.stop_reason: str | None = None
+        """Why training stops after the current epoch. None: it does not."""
         self.num_steps = 0
+        """Optimizer steps since the run began, those before it was resumed included."""
         self.position = Position()
+        """The epoch that is trained, and how much of it is done."""
         self.active: list[Callback] = []
-        """All callbacks: the user's, and those of the settings."""
+        """All callbacks of the run: the user's, and those that the settings add."""
         self.run = Run(metric=self.metric)
-        """What `fit` returns, as far as it is."""
+        """What `fit` returns, filled in as the run proceeds."""
         self._earlier_s = 0.0
-        """What the run took before it was resumed."""
+        """Seconds that the run took before it was resumed."""
         self._timers = trace.Timers()
         self._counters = trace.Counters()
         self._keep_weights = KeepWeights(None)
         self._write_report: WriteReport | None = None
         self._ending_result: Result | None = None
-        """The result that has ended the run although training has gone on."""
+        """The result that ended the run, if training was already further than the epoch that it is of."""
         self._evaluated_weights: Mapping[str, Tensor] | None = None
-        """Those of the result that is acted on, where training has gone on."""
+        """While callbacks see a result of earlier weights than the model's: these earlier weights."""
 
     # ---- the loop: epochs, steps of each epoch, units of each step
 
     def fit(self) -> Run:
-        """Train, keep the best weights in the model, and test them.
+        """Train, load the best weights into the model, and test them.
 
-        Whether it ends well, by an error or by Ctrl-C, it leaves the process as it was: signal handlers, torch's
-        threads, the state of torch's random generators, each module's mode (`train()` or `eval()`), and how glibc
-        treats freed memory. The settings and weights of the model are what training has made of them.
+        `fit` leaves the process as it was, also after an error or Ctrl-C: signal handlers, torch's number
+        of threads, the states of torch's random generators, each module's mode (`train()` or `eval()`), and
+        how glibc treats freed memory. The model keeps the weights that training has given it.
 
         Returns:
-            Scores at the best epoch, and what happened in each epoch. All ranks get the same numbers.
+            The scores at the best epoch, and what happened in each epoch. All ranks get the same numbers.
 
         Raises:
-            ValueError: The loss is not finite, the method gives no batches, or arrays of the dataset were changed
-                meanwhile.
+            ValueError: The loss is not finite, the method gives no batches, or arrays of the dataset were
+                changed in place since the Trainer was made.
         """
         run = self.run = Run(metric=self.metric, folder=self.out, rank=self.world.rank)
         started = time.perf_counter()
@@ -262,7 +289,8 @@ class Trainer:
                 self._test()
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
-                    with suppress(Exception):  # the interruption is what ends the run
+                    # Evaluations that are done still count. Their errors must not hide the interruption.
+                    with suppress(Exception):
                         self.act_on(self.evaluations.take_ready())
                 run.reason = ": ".join(filter(None, (type(error).__name__, str(error))))
                 raise
@@ -271,18 +299,23 @@ class Trainer:
                 run.stages = self._timers.statistics()
                 run.seconds = self._earlier_s + time.perf_counter() - started
                 run.peak_bytes = peak_bytes(self.device)
-                with ExitStack() as ends:  # all of them, also after one has failed: one closes the progress bar
+                # A stack calls all of them even if one raises: one of them closes the progress bar. A stack
+                # calls in reverse, so the loop is reversed too, and callbacks end in their order.
+                with ExitStack() as ends:
                     for callback in reversed(self.active):
                         ends.callback(callback.on_fit_end, self, run)
         return run
 
     def _train_epochs(self) -> None:
-        """Train and validate epoch by epoch, until the last one, a stop, or a result that ended the run before."""
+        """Train and validate epoch by epoch: up to the last one, or until something stops the run."""
         for epoch in range(self.position.epoch, self.settings.epochs + 1):
             try:
                 epoch_end = self._train_epoch(epoch)
             except Exception:
-                if self.world.size == 1:  # else others may not have met the error
+                # With asynchronous evaluation the run may have ended before this epoch. Then a run that
+                # waits would never have met the error. Several ranks wait for results together, which one
+                # that failed cannot do by itself: the others may not have met the error.
+                if self.world.size == 1:
                     self.act_on(self.evaluations.wait_all())
                 if self._ending_result is None:
                     raise
@@ -293,11 +326,15 @@ class Trainer:
             self.run.history.append(epoch_end)
             self.call("on_epoch_end", epoch_end)
 
+            # Asked before the evaluation, whose callbacks may stop the run and so change the answer.
             is_due = self._is_due(epoch)
             evaluations = self.act_on(self.evaluations.validate(epoch)) if self.is_evaluated(epoch) else []
+            # Empty if no evaluation was due, or if its result comes later. The plateau schedule is the only
+            # one that reads a score, and it needs evaluate="blocking".
             scores = [self.score(evaluation.metrics) for evaluation in evaluations if evaluation.epoch == epoch]
             self.schedule.step(scores[0] if scores else -epoch_end.loss, evaluated=is_due)
-            self._timers.next_epoch()  # evaluation belongs to the epoch it follows; the final test to none
+            # Here, so that the time of an evaluation counts for the epoch that it follows.
+            self._timers.next_epoch()
 
             self.position = Position(epoch=epoch + 1)
             self.act_on(self.evaluations.poll())
@@ -309,12 +346,17 @@ class Trainer:
                 return
 
     def _train_epoch(self, epoch: int) -> EpochEnd | None:
-        """Train an epoch, or the rest of it; None if an evaluation that came in has ended the run before."""
+        """Train an epoch, or what is left of it after a resume.
+
+        Returns None if the result of an asynchronous evaluation ended the run meanwhile.
+        """
         self._change_check.check()
+        # Two modules with the same parameters: the one that the library runs, and the user's.
         self.job.model.train()
         self.model.train()
 
         position = self.position
+        # As if the epoch had begun in this process, so that its seconds include those before a resume.
         started = time.perf_counter() - position.seconds
         units = units_from(self.work, epoch, position.units, round(position.seeds))
         groups = in_groups(units, self.settings.accumulate)
@@ -322,6 +364,7 @@ class Trainer:
             for step_units in steps:
                 loss, size = self.step(step_units)
 
+                # The sum is float64 and stays on the device of the loss, so that no step synchronises.
                 loss_sum = torch.as_tensor(position.loss_sum, dtype=torch.float64)
                 position.loss_sum = torch.add(loss_sum, loss, alpha=size)
                 position.seeds += size
@@ -341,10 +384,16 @@ class Trainer:
         return self._end_epoch(epoch, started)
 
     def step(self, units: Sequence[Unit]) -> tuple[Tensor, float]:
-        """One optimizer step over some units: (mean loss, seeds)."""
+        """Make one optimizer step over some units.
+
+        Returns (loss, number of seeds). The seeds are those of all ranks. The loss is this rank's share of
+        the mean over them: summed over the ranks, it is the mean loss of the step.
+        """
         total = total_size(units, self.world) or 1
         self.update.clear()
-        if self.world.size > 1:  # what convs draw by themselves, such as attention dropout, differs between ranks
+        if self.world.size > 1:
+            # For convs that draw from torch's generator, as attention dropout does: ranks must draw
+            # different numbers.
             torch.manual_seed(ops.derive_key(self.settings.seed, self.num_steps, self.world.rank))
 
         with own_threads(self.job) if self.job.usual_loss else nullcontext():
@@ -363,7 +412,7 @@ class Trainer:
 
     @property
     def _must_combine(self) -> bool:
-        """Whether there is anything to combine: the sum over one rank is what it has."""
+        """Whether `gradients` has anything to do. It has not for the usual sum over a single rank."""
         return self.world.size > 1 or type(self.gradients) is not Gradients
 
     def _exchange(self, hook: CombineGradients) -> None:
@@ -372,7 +421,11 @@ class Trainer:
             hook([p for p in self.model.parameters() if p.requires_grad], self.world)
 
     def _check_same_weights(self, epoch: int) -> None:
-        """Refuse gradients of a user's own that let ranks drift apart: only the first one's weights are evaluated."""
+        """Refuse gradients of the user's own that give ranks different weights.
+
+        Only the first rank's weights are evaluated, so all ranks must have the same. The usual sum does
+        give the same.
+        """
         is_usual_sum = type(self.gradients) is Gradients
         if is_usual_sum or have_same_bits(self.model.parameters(), self.world):
             return
@@ -383,7 +436,10 @@ class Trainer:
         )
 
     def _end_epoch(self, epoch: int, started: float) -> EpochEnd:
-        """The epoch's loss over all ranks and what was timed, after all that it gave the device is done."""
+        """Synchronise with the device, check the epoch, and sum up its loss over all ranks and its times.
+
+        started: the reading of `time.perf_counter` when the epoch began.
+        """
         num_seeds = self.position.seeds
         if not num_seeds:
             raise ValueError(
@@ -403,7 +459,9 @@ class Trainer:
 
         seconds = time.perf_counter() - started
         stages = self._timers.this_epoch()
-        work = {name: s for name, s in stages.items() if name in (*PREPARED, *TRAINED)}  # waiting is none
+        # Stages that work, without those that wait. For stages in threads, `prepare_s` leaves out the time
+        # in which a thread had no core.
+        work = {name: s for name, s in stages.items() if name in (*PREPARED, *TRAINED)}
         work |= self.work.describe().prepare_s
         self._counters.next_epoch()
         return EpochEnd(
@@ -425,10 +483,11 @@ class Trainer:
 
         Args:
             split: "train", "valid" or "test".
-            exact: Over every edge, or over edges that the method samples.
+            exact: Whether to compute over every edge, rather than over edges that the method samples.
 
         Raises:
-            ValueError: There is no such split, or arrays of the dataset were changed since the Trainer was made.
+            ValueError: There is no such split, or arrays of the dataset were changed since the Trainer was
+                made.
         """
         self._change_check.check()
         if split not in self.data.splits:
@@ -445,7 +504,11 @@ class Trainer:
         return measure(self.job, self.work.keep_rows)
 
     def evaluate_now(self, epoch: int, split: str, *, exact: bool) -> Evaluation:
-        """Evaluate the model as it is, in the first rank, or in all ranks together where each has a shard."""
+        """Evaluate the model with the weights that it has now. All ranks call this and get the same
+        metrics.
+
+        The first rank computes them. If the dataset is sharded, all ranks compute them together.
+        """
         started = time.perf_counter()
         with trace.span("evaluate"):
             is_sharded = isinstance(self.data, ShardedData)
@@ -454,7 +517,10 @@ class Trainer:
         return Evaluation(epoch=epoch, split=split, metrics=metrics, seconds=time.perf_counter() - started)
 
     def act_on(self, results: Iterator[Result]) -> list[Evaluation]:
-        """Act on results one by one, as if training had waited for each; on none after the one that ends the run."""
+        """Act on results one by one, as if training had waited for each. Return their evaluations.
+
+        Results after the one that ends the run are not asked for.
+        """
         evaluations: list[Evaluation] = []
         if self._ending_result is not None:
             return evaluations
@@ -468,6 +534,12 @@ class Trainer:
         return evaluations
 
     def _act_on_one(self, result: Result) -> None:
+        """Let callbacks see a result, and add it to the run.
+
+        While they do, `stop_reason` and `evaluated_weights` are those of the epoch that was evaluated.
+        Training may be further by now, and may have found a later reason to stop. That reason stands unless
+        the result ends the run.
+        """
         evaluation = result.evaluation
         reason_now = self.stop_reason
         has_trained_since = result.weights is not None
@@ -475,7 +547,8 @@ class Trainer:
             raise ValueError("evaluation gave no metric: let test_step return at least one, as {name: value}")
         self.metric = next(iter(evaluation.metrics))
         if evaluation.split == "valid":
-            self.score(evaluation.metrics)  # refuses a metric that may be better either way, before it is used
+            # Raises if the metric may be better either way, before any callback compares it.
+            self.score(evaluation.metrics)
 
         self.stop_reason = result.reason
         self._evaluated_weights = result.weights
@@ -488,7 +561,10 @@ class Trainer:
             self.stop_reason = reason_now
 
     def _await_evaluations(self) -> None:
-        """Wait for all results; afterwards run and model are as the last epoch that counts has left them."""
+        """Wait for all results. Afterwards, run and model are as the last epoch that counts left them.
+
+        The last checkpoint was written before these results, so another one is written.
+        """
         waiting = self.evaluations.waiting.snapshots
         had_to_wait = bool(waiting)
         self.act_on(self.evaluations.wait_all())
@@ -499,7 +575,7 @@ class Trainer:
             self.checkpoints.write(self, self.run)
 
     def _drop_after(self, result: Result) -> None:
-        """Leave model, run and folder as they were after the epoch that has ended the run."""
+        """Drop what was trained after the epoch that ended the run: from model, run and folder."""
         run = self.run
         epoch = result.evaluation.epoch
         assert result.weights is not None
@@ -520,7 +596,7 @@ class Trainer:
             self._write_report.drop_after(epoch)
 
     def _test(self) -> None:
-        """The best weights, tested."""
+        """Load the best weights, and evaluate them on the test split if there is one."""
         run = self.run
         run.best_epoch = self._keep_weights.restore(self, run.epochs)
         at_best = [evaluation for evaluation in run.evaluations if evaluation.epoch == run.best_epoch]
@@ -537,28 +613,31 @@ class Trainer:
         self.stop_reason = reason
 
     def say(self, text: str) -> None:
-        """Tell something through `logging`, and in the run's log."""
+        """Say something through `logging`, on the first rank, and write it into the run's log."""
         if self.world.rank == 0:
             logger.info(text)
         self.note(text)
 
     def note(self, text: str) -> None:
-        """Write a line into the run's log."""
+        """Write a line into the run's log, if this rank has one open."""
         if self._report is not None:
             self._report.note(text)
 
     def call(self, hook: str, *args: Any) -> None:
+        """Call a hook of all callbacks of the run, in order."""
         for callback in self.active:
             getattr(callback, hook)(self, *args)
 
     def has(self, split: str) -> bool:
+        """Whether the dataset has a split with nodes in it."""
         return split in self.data.splits and self.data.splits[split].numel() > 0
 
     def is_evaluated(self, epoch: int) -> bool:
-        """Whether the epoch that has just ended is one whose validation metrics will come."""
+        """Whether the epoch that has just ended is validated, now or asynchronously."""
         return self._is_due(epoch) and self.has("valid")
 
     def _is_due(self, epoch: int) -> bool:
+        """Whether the epoch that has just ended is the last one, or one of every `evaluate_every`."""
         is_last = epoch == self.settings.epochs or self.stop_reason is not None
         return is_last or epoch % self.settings.evaluate_every == 0
 
@@ -574,18 +653,25 @@ class Trainer:
         return mode
 
     def score(self, metrics: Mapping[str, float]) -> float:
-        """The metric that weights, early stopping and schedules go by, with its sign turned where lower is better."""
+        """The first metric, negated if lower is better.
+
+        Best weights, early stopping and the plateau schedule compare scores.
+        """
         value = metrics[self.metric]
         return value if self.best_is == "max" else -value
 
     def evaluated_weights(self) -> Mapping[str, Tensor]:
-        """The weights that the evaluation at hand is of: those of its epoch, however far training has gone on."""
+        """In `on_evaluate_end`: the weights that were evaluated. The model's own may be of a later step."""
         return self._evaluated_weights or self.model.state_dict()
 
     # ---- before the loop: data, plan and work
 
     def _bind_method(self, placement: Placement) -> Work:
-        """The method's work, with the data where it is read fastest; with a budget, as a plan has it."""
+        """Place the data where it is read fastest, and bind the method to the job.
+
+        With a budget, a plan decides on the placement and on settings of the method, and the work keeps to
+        it.
+        """
         if self.budget is None:
             self._place(placement)
             return bind_method(self.method, self.job)
@@ -603,7 +689,11 @@ class Trainer:
         return work if self.guard is None else work.guarded(self.guard, self.plan)
 
     def _place(self, placement: Placement) -> None:
-        """The data where the device reads it fastest; data that is on a GPU already stays as it is."""
+        """Place the data where a GPU reads it fastest.
+
+        A shard stays where it is, and so does data that the user has put on a GPU without asking for a
+        placement.
+        """
         if self.device.type != "cuda" or isinstance(self.data, ShardedData):
             return
         is_placed = self.data.graph.device.type == "cuda"
@@ -613,6 +703,10 @@ class Trainer:
         self.job = replace(self.job, data=self.data)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that the settings ask for.
+
+        A subclass may return another, over the model's parameters.
+        """
         settings = self.settings
         rest = []
         if settings.weight_decay_rest is not None:
@@ -627,7 +721,7 @@ class Trainer:
 
     @property
     def chunks(self) -> dict[str, Any]:
-        """How exact evaluation keeps to a plan."""
+        """Arguments of `Measure`: in which parts evaluation runs, and where its embeddings are kept."""
         if self.plan is None:
             return {"part_hops": self.part_hops}
         return {
@@ -642,10 +736,14 @@ class Trainer:
         validates_exactly = self.settings.inference == "exact" and self.has("valid")
         return self.test_step is None and (self.has("test") or validates_exactly)
 
-    # ---- before the loop: report, callbacks and the checkpoint that a run goes on from
+    # ---- before the loop: report, callbacks, and the checkpoint from which a run resumes
 
     def _open_run(self, stack: ExitStack) -> dict[str, Any] | None:
-        """Open the report and set up the run's own callbacks; the checkpoint to go on from, if there is one."""
+        """Open the run folder and the report, and set up the callbacks. Return the checkpoint to resume
+        from, if any.
+
+        stack: closes all of it at the end of `fit`.
+        """
         check_hooks(self.job)
         self.stop_reason = None
         self.num_steps = 0
@@ -661,6 +759,7 @@ class Trainer:
         stack.enter_context(self.checkpoints)
         stack.enter_context(limit_cuda_memory(self.budget, self.device))
 
+        # Only the first rank writes into the run folder.
         folder = self.out if self.world.rank == 0 else None
         if folder is not None:
             resumes = self.settings.resume
@@ -675,7 +774,8 @@ class Trainer:
         if folder is not None:
             remove_unfinished(folder)
             is_over = state is not None and checkpoint.is_over(state, self.settings.epochs)
-            if not (is_over and is_complete(folder)):  # else it is only tested again, and its folder has everything
+            # A run that is over is only tested again. Its folder has all records, so no report is opened.
+            if not (is_over and is_complete(folder)):
                 self._open_report(stack, folder, state)
 
         self.active += [WatchBudget(self._report), WatchPipeline(self._report), WatchHistory(self._report)]
@@ -691,7 +791,10 @@ class Trainer:
         return state
 
     def _open_report(self, stack: ExitStack, folder: Path, state: dict[str, Any] | None) -> None:
-        """Begin the records of the run, or go on with those of what the checkpoint holds."""
+        """Start the records of the run, or continue those that are in the checkpoint.
+
+        state: the checkpoint. None for a new run.
+        """
         if state is None:
             report = Report(folder, **stored_settings(self))
         else:
@@ -700,7 +803,9 @@ class Trainer:
         self._report = report
         stack.callback(setattr, self, "_report", None)
 
+        # Pushed before the report, so that it runs after the report is closed.
         def discard_if_failed(kind: type[BaseException] | None, *_: object) -> None:
+            """Remove the records of a new run that failed before its first step."""
             has_trained = state is not None or self.num_steps > 0
             if kind is not None and not has_trained:
                 report.discard()
@@ -712,7 +817,10 @@ class Trainer:
         self.active.append(self._write_report)
 
     def _initialise(self) -> None:
-        """A forward pass gives lazily built layers their parameters; ranks begin with the first one's weights."""
+        """Create the parameters of lazy layers by a forward pass.
+
+        Give all ranks the first rank's weights.
+        """
         has_lazy_layers = any(isinstance(p, nn.UninitializedParameter) for p in self.model.parameters())
         if has_lazy_layers:
             if isinstance(self.job.model, Whole):
@@ -723,7 +831,10 @@ class Trainer:
         self.world.broadcast_tensors(self.model.state_dict().values())
 
     def _begin_training(self, state: dict[str, Any] | None) -> None:
-        """Make the optimizer, say what is trained, and go on from the checkpoint if one was found."""
+        """Make the optimizer, say what is trained, and resume from the checkpoint.
+
+        state: the checkpoint. None for a new run.
+        """
         self.optimizer = self.make_optimizer()
         self.update = Update(self.model, self.optimizer, self.settings.clip_norm, self.say)
         self.schedule = Scheduler(self.settings.schedule, self.optimizer, self.settings.epochs)
@@ -746,7 +857,7 @@ class Trainer:
         self.act_on(self.evaluations.begin())
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint of this run must agree with."""
+        """Facts that a checkpoint stores. A run resumes only from a checkpoint with the same facts."""
         settings = settings_of(self)
         identity = checkpoint.identity(
             self.model,
@@ -768,7 +879,10 @@ class Trainer:
         history: list[EpochEnd],
         evaluations: list[Evaluation],
     ) -> None:
-        """Go on from where a checkpoint is. Model, optimizer, callbacks and work have their own states."""
+        """Continue at the position of a checkpoint.
+
+        The caller restores the model, the optimizer, the callbacks and the work.
+        """
         self.position = position
         self.num_steps = num_steps
         self.stop_reason = stop_reason
@@ -779,4 +893,5 @@ class Trainer:
 
 
 def _describe_last_epoch(num_epochs: int) -> str:
+    """The reason for the end of a run that trained all its epochs."""
     return f"all {num_epochs} epochs are trained" if num_epochs > 1 else "1 epoch is trained"
