@@ -114,7 +114,7 @@ def test_a_full_disk_is_named_and_leaves_the_old_weights(
         raise error
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(ValueError, match=r"cannot write .*last.pt: .*; free space or choose out="):
+    with pytest.raises(ValueError, match=r"cannot write .*last.pt \(.*\): free some space, or choose another folder"):
         keep.on_epoch_end(trainer, None)  # type: ignore[arg-type]
     assert (tmp_path / "last.pt").read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
