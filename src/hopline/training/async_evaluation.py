@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 
 
 BACKLOG = 8
-"""Most epochs that may wait for their results. Before it adds another, training waits for the oldest."""
+"""Most epochs that may wait for their results. Before it adds another, training waits for the oldest. A rule of
+thumb."""
 
 
 class _Cancelled(Exception):

@@ -64,7 +64,7 @@ class Scheduler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state.
 
-        If the number of epochs has changed, with the rates of a run of the new number.
+        If the run now has another number of epochs, its rates are those of a run of that number.
         """
         self.epoch = state["epoch"]
         # Loading a state overwrites `T_max`, the length of the cosine, so the new one is read before.
@@ -78,8 +78,9 @@ class Scheduler:
         cosine.T_max = num_epochs
         # At epoch 0 of the cosine, the rate is that of the warm-up.
         if cosine.last_epoch > 0:
-            # Torch computes each rate from the one before. That would continue the old cosine, and after
-            # its last epoch stay at the floor. So the rate is set by the formula
+            # Torch computes each rate from the one before, so it would continue from the old cosine, and
+            # after the end of that stay at the floor. Set the rate that the new cosine has at this epoch:
+            #     floor + (base_lr - floor) * (1 + cos(pi * epoch / num_epochs)) / 2
             share = (1 + math.cos(math.pi * min(cosine.last_epoch / num_epochs, 1))) / 2
             for group, base_lr in zip(self.optimizer.param_groups, cosine.base_lrs, strict=True):
                 lr = float(self.floor + (base_lr - self.floor) * share)

@@ -1,15 +1,16 @@
-"""A user's own loss over all seeds at once, at outputs that were computed before, in micro-batches or part by part.
+"""A user's own loss over all seeds at once, at outputs that were computed before.
 
-A loss of the user's own may not be a sum over seeds, so it must see all outputs together. The user's training step
-calls model(batch) itself. Here this call returns the outputs that were computed before:
+The outputs were computed in micro-batches or part by part. A loss of the user's own may not be a sum over
+seeds, so it must see all outputs together. The user's training step calls model(batch) itself. Here this
+call returns the outputs that were computed before:
 
     outputs (no gradient)  ->  leaf  ->  train_step, with model(batch) = leaf  ->  loss L
                                                                                    gradients of L at leaf, and at
                                                                                    parameters that L reads directly
 
-The caller then starts the backward pass of the model, micro-batch by micro-batch or part by part, with the gradient
-at the leaf. Outputs that had no gradient are computed a second time for that. Memory holds the outputs of all seeds,
-some of them several times (`LOSS_COPIES`).
+The caller then starts the backward pass of the model, micro-batch by micro-batch or part by part, with the
+gradient at the leaf. Outputs that had no gradient are computed a second time for that. Memory holds the
+outputs of all seeds, some of them several times (`LOSS_COPIES`).
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 LOSS_COPIES = 8
 """Memory assumed for a loss over all seeds at once, in copies of the outputs. A rule of thumb.
 
-It covers the outputs as they come, joined and in order, their gradient, and tensors that a loss keeps. Cross entropy
-with label smoothing takes 5.5 copies.
+It covers the outputs as they come, joined and in order, their gradient, and tensors that a loss keeps.
+Cross entropy with label smoothing takes 5.5 copies.
 """
 
 
@@ -80,8 +81,8 @@ def loss_at_outputs(job: Job, batch: Batch, outputs: Tensor, scale: float) -> Ou
 def patch_outputs(model: nn.Module, batch: Batch, outputs: Tensor) -> Iterator[None]:
     """Make model(batch) return `outputs`, and restore the model at the end.
 
-    The model is otherwise itself, so a training step may read its parameters. A call with anything else than `batch`
-    raises a ValueError.
+    The model is otherwise itself, so a training step may read its parameters. A call with anything else
+    than `batch` raises a ValueError.
     """
 
     def forward(argument: Any = None, *others: Any, **named: Any) -> Tensor:
@@ -104,7 +105,7 @@ def patch_outputs(model: nn.Module, batch: Batch, outputs: Tensor) -> Iterator[N
 
 
 def batch_of_seeds(job: Job, seeds: Tensor, y: Tensor | None, key: int | Tensor | None) -> Batch:
-    """The batch that a training step gets for all seeds at once: ids, labels and rows of all tables, no edges."""
+    """The batch of all seeds at once for a training step: ids, labels and rows of all tables, no edges."""
     rows = {name: SeedRows(table, seeds) for name, table in job.data.tables.items()}
     x = rows.pop("x", None)
     block = Block(seeds, seeds.numel(), parts=(), key=key)
@@ -122,7 +123,7 @@ def batch_of_seeds(job: Job, seeds: Tensor, y: Tensor | None, key: int | Tensor 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SeedRows(Rows):
-    """The rows of seeds, read only if a training step asks for them, and then moved to the seeds' device."""
+    """The rows of seeds. They are read, and moved to the seeds' device, if a training step asks for them."""
 
     def read(self) -> Tensor:
         is_read_on_device = self.table.tiers(self.ids.device) is not None
