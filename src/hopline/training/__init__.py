@@ -20,8 +20,8 @@ Read `trainer` first. Its module docstring shows the loop, and `fit`, `_train_ep
     run_facts           facts about a run, for the report, config.json and checkpoints
     run_lock            the lock of a run folder
 
-The files of a run folder are a contract: later versions read them. The package stands on `methods` and
-below.
+The files of a run folder are a contract: later versions read them, or refuse them by name. The package
+stands on `methods` and below.
 
 State of the process: `run_lock` owns the locks of run folders that this process holds.
 """

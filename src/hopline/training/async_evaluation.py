@@ -13,8 +13,7 @@ The run is the same as one with evaluate="blocking". That needs three things: re
 order of the epochs, at the same points on all ranks, and with the weights that were evaluated. The trainer
 drops what it has trained after the epoch that ends the run (`Trainer.act_on`).
 
-The price is memory: a copy of the model, and a copy of the weights for each epoch that waits, at most
-`BACKLOG`.
+The price is memory: a copy of the model, and of the weights of up to `BACKLOG` epochs that wait.
 """
 
 from __future__ import annotations
@@ -75,8 +74,7 @@ class WeightsBuffer:
         self.weights = {name: torch.empty_like(tensor) for name, tensor in state.items()}
         """The weights, by their names in the `state_dict`."""
         self.filled: torch.cuda.Event | None = None
-        """On a GPU: an event after the copy, for streams that read the buffer. The host does not wait for
-        it."""
+        """On a GPU: an event after the copy, for streams that read the buffer. The host does not wait."""
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
         """Copy the weights of a `state_dict`, which may lie on another device."""
@@ -256,8 +254,7 @@ class EvaluationThread:
     def _wait_for(self, pending: PendingInference) -> tuple[dict[str, float], float]:
         """Wait for the outputs of a launched evaluation, and measure them.
 
-        Returns (metrics, seconds). The seconds are those of the GPU and of measuring, without the wait in
-        between.
+        Returns (metrics, seconds). The seconds are those of the GPU and of measuring.
         """
         assert self._labels is not None
         scores, on_gpu_s = pending.wait()
@@ -369,10 +366,9 @@ class AsyncEvaluator(Evaluator):
         self._serve_thread()
 
     def _serve_thread(self, *, wait: bool = False) -> None:
-        """Take the results of the thread, and submit the next snapshots. wait: whether to wait for a
-        result.
+        """Take the results of the thread, and submit the next snapshots. Nothing happens without a thread.
 
-        Does nothing on ranks without the thread.
+        wait: whether to wait for a result.
         """
         if self.thread is None:
             return
@@ -404,8 +400,7 @@ class AsyncEvaluator(Evaluator):
         return evaluations
 
     def _collect(self, *, wait: bool = False) -> Iterator[Result]:
-        """The results that are ready, on all ranks, in the order of the epochs. All ranks must call this
-        together.
+        """The results that are ready, on all ranks, in the order of the epochs. All ranks call together.
 
         wait: whether to wait for at least one, or evaluate one here if nobody has begun it.
         """
@@ -436,8 +431,7 @@ class AsyncEvaluator(Evaluator):
     def _release(self, evaluations: Sequence[Evaluation]) -> Iterator[Result]:
         """The results of the oldest snapshots, one by one.
 
-        The weights of a result are valid until the next one is asked for. Then their buffer may be filled
-        again.
+        The weights of a result are valid until the next one is asked for, which frees their buffer.
         """
         for evaluation in evaluations:
             snapshot = self.waiting.snapshots.popleft()

@@ -54,11 +54,9 @@ class EpochEnd:
     slowest_stage: str
     """The stage with the most seconds in `work`."""
     stages: dict[str, float] = field(default_factory=dict)
-    """Seconds from the beginning to the end of each stage, summed over threads. `wait`: training waited for
-    batches."""
+    """Seconds from start to end of each stage, summed over threads. `wait`: training waited for batches."""
     work: dict[str, float] = field(default_factory=dict)
-    """Seconds of each stage's own work, without waiting for batches and without a thread's waiting for a
-    core."""
+    """Seconds of each stage's own work, without the time in which it waited for batches or for a core."""
     counters: dict[str, float] = field(default_factory=dict)
     """Counters of the library over the epoch, by name."""
 
@@ -158,8 +156,7 @@ class Run:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
     def time_by_part(self) -> dict[str, float]:
-        """Seconds by part: "total", "training", "evaluation", and the "rest", such as starting and
-        checkpoints.
+        """Seconds by part: "total", "training", "evaluation", and "rest", such as checkpoints.
 
         Asynchronous evaluation runs during training. Then the parts add up to more than the total.
         """

@@ -1,7 +1,7 @@
 """Checkpoints: all that a run needs to resume as if it had never stopped, in one file.
 
-    snapshot(trainer, run) -> state -> write        checkpoint.pt      replaced in one step, so it is always whole
-    read_together -> state -> check_identity -> restore(trainer)       only a run with the same facts may resume
+    to save      snapshot(trainer, run) -> state -> write: replaces the file in one step, so it is always whole
+    to resume    read_together -> state -> check_identity: refuses another run -> restore(trainer, state)
 
 A state is a dict of tensors and plain values. It holds the model, the optimizer, the schedule, random
 states, the position within the epoch, results so far, and the states of callbacks, of the method's work and
@@ -80,8 +80,7 @@ def snapshot(trainer: Trainer, run: Run) -> dict[str, Any]:
     world = trainer.world
     loss_sum = torch.as_tensor(trainer.position.loss_sum).detach().cpu()
     if world.size > 1:
-        # [num_ranks]: the sum of each rank, so that each resumes with the same bits. World.sum adds zeros
-        # to them.
+        # [num_ranks]: the sum of each rank, so that each resumes with the same bits.
         sum_by_rank = [0.0] * world.size
         sum_by_rank[world.rank] = float(loss_sum)
         loss_sum = torch.tensor(world.sum(sum_by_rank), dtype=torch.float64)
@@ -311,8 +310,7 @@ def identity(
     contents: Mapping[str, str],
     structure: str,
 ) -> dict[str, Any]:
-    """Facts that must be the same for a run to resume from a checkpoint, in plain values, compared one by
-    one.
+    """Facts, in plain values, that must be the same for a run to resume from a checkpoint.
 
     The method's `workers` and `look_ahead` are not among them: they change the speed alone.
 
@@ -435,8 +433,7 @@ def _format_shape(shape: list[int] | None) -> str:
 
 
 class Checkpoints:
-    """Decides when a run writes a checkpoint, and when a signal ends the run. A context that handles the
-    signals.
+    """Decides when a run writes a checkpoint, and when a signal ends it. A context that handles signals.
 
     Checkpoints are written by time and at the end of training. They take at most `MAX_TIME_SHARE` of the
     time of a run, unless checkpoint_s=0 asks for one after every step. All ranks take part in each one, and
@@ -533,32 +530,28 @@ class Checkpoints:
         """Write a checkpoint if its time has come, or if some rank has received a signal. All ranks call
         this together.
 
-        at_end: whether training has ended, so that a checkpoint is due in any case. in_epoch: as in
-        `write`.
+        at_end: whether training has ended, which makes a checkpoint due. in_epoch: as in `write`.
         """
         # The clock of the first rank decides, so that all ranks write together.
         is_due = at_end or (self.world.rank == 0 and time.monotonic() - self.last_write_s >= self.interval_s)
         signal = self.signals.received or 0
         if self.world.size > 1:
             is_due, signal = (int(value) for value in self.world.max([float(is_due), float(signal)]))
-            # Only if there was one: a signal that this rank received during `World.max` must not be
-            # overwritten.
+            # Only if there was one, so that a signal that came during `World.max` is not overwritten.
             if signal:
                 self.signals.received = signal
         if is_due or signal:
             self.write(trainer, run, in_epoch=in_epoch)
 
     def write(self, trainer: Trainer, run: Run, *, in_epoch: bool = False) -> None:
-        """Write a checkpoint. Afterwards, raise `Interrupted` if a signal was received. All ranks call this
-        together.
+        """Write a checkpoint. Then raise `Interrupted` if a signal was received. All ranks call together.
 
         in_epoch: whether this is between steps, so that its time counts as part of the epoch.
         """
         if self.path is None:
             return
         started = time.monotonic()
-        # Two names: a checkpoint between epochs is in no epoch's seconds, so it must not be among its
-        # stages.
+        # Two names: a checkpoint between epochs is not in the seconds of one, nor may it be in its stages.
         with trace.span("checkpoint" if in_epoch else "evaluate.checkpoint"):
             state = snapshot(trainer, run)
             if self.world.rank == 0:

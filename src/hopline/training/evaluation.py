@@ -36,8 +36,7 @@ from hopline.units.batch_unit import own_threads
 from hopline.util.config import format_size
 
 TestStep = Callable[[nn.Module, Dataset, Tensor], dict[str, float]]
-"""(model, data, node ids) -> metrics by name. The first metric decides about early stopping and the best
-weights."""
+"""(model, data, node ids) -> metrics by name. Early stopping and the best weights go by the first."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +134,7 @@ class Measure:
     def captured_inference(self, job: Job) -> CapturedInference | None:
         """The evaluation as one that is captured as a CUDA graph. None if it cannot be.
 
-        With a budget nothing is captured, and neither are sampled inference, the user's function and
-        shards.
+        Nothing is captured with a budget, on shards, for sampled inference, or for the user's function.
         """
         has_budget = self.chunk_bytes is not None or self.rows_on_disk
         if has_budget or not self.exact or self.test_step is not None or isinstance(job.data, ShardedData):
@@ -174,8 +172,7 @@ def part_hops_of(job: Job, method: Method) -> int | None:
 
 
 def check_whole(job: Job, part_hops: int | None, chunk_bytes: int | None) -> None:
-    """Refuse exact evaluation on the whole graph at once if the graph is too large, or the budget too
-    small.
+    """Refuse exact evaluation on the whole graph if the graph is too large, or the budget too small.
 
     Called before training, so that a run does not fail at its first evaluation.
     """

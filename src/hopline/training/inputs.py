@@ -66,8 +66,7 @@ def unwrap_model(model: nn.Module, world: World) -> nn.Module:
 def check_hooks(job: Job) -> None:
     """Refuse hooks that were put on a model after the Trainer was made.
 
-    The Trainer has decided by the hooks whether to run the model layer by layer, and that way does not call
-    them.
+    The Trainer has decided before whether to run the model layer by layer, which does not call hooks.
     """
     if is_layered(job.module) != isinstance(job.model, GNN):
         raise ValueError(

@@ -114,8 +114,7 @@ class Update:
     def clear(self) -> None:
         """Drop the gradients of all parameters of the model.
 
-        The optimizer may not step all of them, but backward fills all. So `optimizer.zero_grad` is not
-        enough.
+        Backward fills all of them, the optimizer may step only some: `optimizer.zero_grad` is not enough.
         """
         for parameter in self.parameters:
             parameter.grad = None
@@ -149,8 +148,7 @@ class Update:
         self.optimizer.step()
 
     def _key(self) -> Hashable:
-        """All that becomes part of a graph: the addresses of gradients, and settings, which callbacks may
-        change.
+        """All that becomes part of a graph: addresses of gradients, and settings, which callbacks may change.
 
         A setting that is a tensor counts by its address, since a graph reads its current value.
         """
@@ -180,8 +178,7 @@ class Update:
         prepare = getattr(self.optimizer, "prepare", None)
         if prepare is not None:
             prepare()
-        # wait=False: an evaluation that has the lock is not waited for, because any later step does as
-        # well.
+        # wait=False: if an evaluation has the lock, a later step can be captured just as well.
         is_captured = captured.capture(nullcontext(self._run), wait=False)
         if captured.is_settled and not is_captured:
             self.can_capture = False

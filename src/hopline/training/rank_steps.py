@@ -1,5 +1,4 @@
-"""Steps of several ranks: the examples of a step over all ranks, and the same number of steps on every
-rank.
+"""Steps of several ranks: how many examples they have together, and the same number on every rank.
 
 Gradients are summed over the ranks. So each rank divides its summed loss by the number of examples of all
 ranks:

@@ -132,8 +132,7 @@ def _count_batches(number: int) -> str:
 
 
 class WatchPipeline(Callback):
-    """Explains the time of epochs: in the report for each epoch, and at the end in a sentence for all of
-    them.
+    """Explains the time of epochs: in the report for each one, and at the end of the run for all of them.
 
     The first epoch compiles kernels and fills caches, so at the end it counts only if it is the only one.
     An epoch that was resumed half-way is left out: its first steps were timed in another process.
@@ -400,8 +399,7 @@ def peak_bytes(device: torch.device) -> dict[str, int]:
     peaks = {"host": peak_memory_bytes()}
     if device.type == "cuda":
         # Reserved, not allocated: other processes cannot use it. Measuring steps for a budget resets the
-        # peak to the bytes reserved at that time. That changes little, because torch seldom gives them
-        # back.
+        # peak to the bytes reserved at that time, which changes little: torch seldom gives them back.
         peaks["device"] = torch.cuda.max_memory_reserved(device)
     return peaks
 

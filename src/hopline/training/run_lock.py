@@ -34,8 +34,7 @@ HANDOVER_S = 5.0
 seconds. A rule of thumb."""
 
 _held_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
-"""Locks that this process holds, each from `__enter__` to `__exit__`. A forked child closes its copies of
-them."""
+"""Locks that this process holds, each from `__enter__` to `__exit__`. A forked child closes its copies."""
 
 
 class RunLock:

@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Literal
 from hopline.util.config import RemovedSetting, check_fields, settings
 
 EVERY = {"step": 10, "plateau": 5}
-"""Default of `Schedule.every`, by the name of the schedule: epochs for `step`, evaluations for
-`plateau`."""
+"""Default of `Schedule.every`, by the name of the schedule: epochs of `step`, evaluations of `plateau`."""
 SAME_DEVICE = "set evaluate=async or evaluate=blocking, which evaluate on the device that trains"
 """Advice for settings that were removed with evaluation by a process on the CPU."""
 
@@ -103,8 +102,7 @@ class TrainSettings:
     clip_norm: float | None = None
     """Largest norm of the gradient. A larger gradient is scaled down to it. Default: no limit."""
     accumulate: int = 1
-    """Number of units, such as batches, whose gradients make one optimizer step, weighted by their
-    seeds."""
+    """Number of units, such as batches, per optimizer step. Gradients are weighted by their seeds."""
     precision: Literal["float32", "bf16"] = "float32"
     """Precision of the forward pass: `bf16` runs it under bfloat16 autocast, and parameters stay
     float32."""
@@ -120,7 +118,7 @@ class TrainSettings:
     """Edges of validation: `exact` uses every edge, `sampled` the method's fan-outs. The final test is
     always exact."""
     seed: int = 0
-    """Seed of all random draws of the run. A Trainer gets its model with weights that are drawn already."""
+    """Seed of all random draws of the run. In Python, the caller has drawn the model's weights before."""
     device: str = "cpu"
     """Device that trains, such as cuda or cuda:1."""
     resume: bool = False

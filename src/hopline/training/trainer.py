@@ -21,8 +21,7 @@ With evaluate="async" a thread validates, and a result comes when training is so
 `act_on` gives such a run the outcome of one that had waited. Callbacks see the weights that were evaluated.
 If the result ends the run, all that was trained since is dropped.
 
-`inputs` checks the arguments of a user. `run_facts` collects what config.json and checkpoints store about a
-run.
+`inputs` checks the arguments of a user. `run_facts` collects what config.json and checkpoints store.
 """
 
 from __future__ import annotations
@@ -96,8 +95,7 @@ from hopline.util.host import keep_freed_memory_within
 from hopline.util.log import logger
 
 BudgetLike = Budget | str | Mapping[str, str] | None
-"""What `Trainer(budget=)` accepts: a budget, the size of the device such as "8GiB", or fields of a
-budget."""
+"""What `Trainer(budget=)` accepts: a budget, a limit of the device such as "8GiB", or a budget's fields."""
 
 
 class Trainer:
@@ -504,10 +502,10 @@ class Trainer:
         return measure(self.job, self.work.keep_rows)
 
     def evaluate_now(self, epoch: int, split: str, *, exact: bool) -> Evaluation:
-        """Evaluate the model with the weights that it has now. All ranks call this and get the same
-        metrics.
+        """Evaluate the model with the weights that it has now.
 
-        The first rank computes them. If the dataset is sharded, all ranks compute them together.
+        All ranks call this and get the same metrics. The first rank computes them. If the dataset is
+        sharded, all ranks compute them together.
         """
         started = time.perf_counter()
         with trace.span("evaluate"):
@@ -563,7 +561,7 @@ class Trainer:
     def _await_evaluations(self) -> None:
         """Wait for all results. Afterwards, run and model are as the last epoch that counts left them.
 
-        The last checkpoint was written before these results, so another one is written.
+        Results that come here are not in the last checkpoint. So if any come, another one is written.
         """
         waiting = self.evaluations.waiting.snapshots
         had_to_wait = bool(waiting)
@@ -669,8 +667,7 @@ class Trainer:
     def _bind_method(self, placement: Placement) -> Work:
         """Place the data where it is read fastest, and bind the method to the job.
 
-        With a budget, a plan decides on the placement and on settings of the method, and the work keeps to
-        it.
+        With a budget, a plan decides on the placement and on settings of the method. The work keeps to it.
         """
         if self.budget is None:
             self._place(placement)
@@ -691,7 +688,7 @@ class Trainer:
     def _place(self, placement: Placement) -> None:
         """Place the data where a GPU reads it fastest.
 
-        A shard stays where it is, and so does data that the user has put on a GPU without asking for a
+        Shards stay where they are. So does data that is on a GPU already, unless the user asks for a
         placement.
         """
         if self.device.type != "cuda" or isinstance(self.data, ShardedData):
@@ -739,8 +736,9 @@ class Trainer:
     # ---- before the loop: report, callbacks, and the checkpoint from which a run resumes
 
     def _open_run(self, stack: ExitStack) -> dict[str, Any] | None:
-        """Open the run folder and the report, and set up the callbacks. Return the checkpoint to resume
-        from, if any.
+        """Open the run folder and the report, and set up the callbacks.
+
+        Returns the state of the checkpoint to resume from. None for a new run.
 
         stack: closes all of it at the end of `fit`.
         """
@@ -768,7 +766,8 @@ class Trainer:
                 raise ValueError(
                     f"{folder} already holds a run. Resume it with resume=true, or choose another folder with out="
                 )
-        torch.manual_seed(self.settings.seed)  # for draws inside convs, such as attention dropout
+        # For convs that draw from torch's generator, as attention dropout does.
+        torch.manual_seed(self.settings.seed)
         self._initialise()
         state = self.checkpoints.find(self)
         if folder is not None:
@@ -817,10 +816,7 @@ class Trainer:
         self.active.append(self._write_report)
 
     def _initialise(self) -> None:
-        """Create the parameters of lazy layers by a forward pass.
-
-        Give all ranks the first rank's weights.
-        """
+        """Create the parameters of lazy layers by a forward pass. All ranks get the first rank's weights."""
         has_lazy_layers = any(isinstance(p, nn.UninitializedParameter) for p in self.model.parameters())
         if has_lazy_layers:
             if isinstance(self.job.model, Whole):

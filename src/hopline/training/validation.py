@@ -31,8 +31,7 @@ class Result:
 
     evaluation: Evaluation
     weights: Mapping[str, Tensor] | None = None
-    """The weights that were evaluated, if training has changed the model since. None: the model still has
-    them."""
+    """The weights that were evaluated, if the model has changed since. None: the model still has them."""
     reason: str | None = None
     """`Trainer.stop_reason` at the end of the epoch that was evaluated. None: training was not to stop."""
 
@@ -50,8 +49,7 @@ class Snapshot:
 class Waiting(Callback):
     """Puts the epochs that wait for their evaluation into checkpoints, with their weights.
 
-    So a run that is resumed evaluates them. It is a callback because checkpoints store the states of
-    callbacks.
+    So a run that is resumed evaluates them. It is a callback because checkpoints store callbacks' states.
     """
 
     def __init__(self) -> None:
@@ -114,8 +112,7 @@ class Evaluator(ABC):
     def poll(self, *, between_steps: bool = False) -> Iterator[Result]:
         """Results that have come since the last call.
 
-        between_steps: whether this rank calls it by itself. Then results that all ranks must get together
-        wait.
+        between_steps: whether other ranks may be at another step. Several ranks then get no results yet.
         """
         yield from ()
 
