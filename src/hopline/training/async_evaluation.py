@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
 
 BACKLOG = 8
-"""Most epochs that may wait for their results. Before it adds another, training waits for the oldest. A rule of
-thumb."""
+"""Most epochs that may wait for their results. With that many, training waits for the oldest before it adds
+another. A rule of thumb."""
 
 
 class _Cancelled(Exception):

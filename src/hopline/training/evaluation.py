@@ -84,7 +84,10 @@ class Measure:
         return infer.measure(data, scores, self.labels(job))
 
     def _exact_scores(self, job: Job, ids: Tensor, keep: KeepRows | None) -> Tensor:
-        """The outputs at `ids` over every edge: by a CUDA graph, by a module without layers, or layer by layer."""
+        """The outputs at `ids` over every edge, in one of three ways.
+
+        They are a captured CUDA graph, a module without layers, and inference layer by layer.
+        """
         captured = self.captured_inference(job) if keep is None else None
         if captured is not None:
             return captured()
@@ -192,8 +195,7 @@ def check_whole(job: Job, part_hops: int | None, chunk_bytes: int | None) -> Non
 
 
 def whole_lines(job: Job, method: Method, part_hops: int | None, *, evaluates: bool) -> list[str]:
-    """Lines to print at the start of a run about a module that is not made of layers: what is approximate,
-    and why.
+    """Lines for the start of a run that say what is approximate about a module without layers, and why.
 
     evaluates: whether the run evaluates exactly.
     """

@@ -95,7 +95,7 @@ class Update:
         self.can_capture = self.device.type == "cuda" and has_lr_on_gpu
 
     def _check_parameters(self) -> None:
-        """Refuse parameters that are not the model's: no checkpoint and no file of weights would hold them."""
+        """Refuse parameters that are not the model's: no checkpoint would hold them."""
         model_ids = {id(p) for p in self.parameters}
         for parameter in self._trained_parameters():
             if id(parameter) not in model_ids:
@@ -172,7 +172,7 @@ class Update:
     def _capture(self, captured: CapturedCall[None]) -> None:
         """Capture a step as a CUDA graph, unless the lock of captures is taken.
 
-        If it cannot be, never try again.
+        If a capture fails, no other is tried: all later steps run kernel by kernel.
         """
         # hopline's own optimizers make tables of addresses, which they cannot do during a capture.
         prepare = getattr(self.optimizer, "prepare", None)
