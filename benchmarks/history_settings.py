@@ -62,7 +62,7 @@ def fit(row: Row, folder: Path, seed: int) -> tuple[float, float, HistoryState |
     train: dict[str, Any] = {"epochs": 60, "lr": 0.03, "evaluate_every": 3, "seed": seed, "show": False} | row.train
     watch = WatchHistory()
     run = hl.Trainer(model, data, method, callbacks=[watch], **train).fit()
-    return 100 * run.test, run.history[-1].loss, watch.found
+    return 100 * run.test, run.history[-1].loss, watch.history_state
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ class Keep(WatchPipeline):
 
     def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.extend.EpochEnd) -> None:
         super().on_epoch_end(trainer, epoch)
-        self.found = self.timed[-1].explain(setup_of(trainer))
+        self.found = self.epochs[-1].explain(setup_of(trainer))
 
 
 def measure(conv: type, hidden: int, seeds: int, rounds: int) -> dict[str, object]:

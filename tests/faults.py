@@ -100,9 +100,9 @@ def inject(name: str, ranks: int, fault: Fault, out: Path, whole: dict[str, Any]
     left = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     if left or run.returncode == 0:
         raise SystemExit(f"{name}: {left} still run, status {run.returncode}")
-    before = count(out / "run.log", "going on from")
+    before = count(out / "run.log", "resuming from")
     again = start(out, ranks)
-    back_s = wait_until(lambda: count(out / "run.log", "going on from") > before, again, "going on")
+    back_s = wait_until(lambda: count(out / "run.log", "resuming from") > before, again, "going on")
     if again.wait(timeout=180):
         raise SystemExit(f"{name}: the second start failed: {again.communicate()[1]}")
     if results(out) != whole:

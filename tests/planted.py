@@ -472,7 +472,7 @@ FAULTS: tuple[Fault, ...] = (
         name="snapshot of the weights is not a copy",
         area="evaluation beside training",
         file="src/hopline/training/async_evaluation.py",
-        old="torch._foreach_copy_(places, [state[name] for name in self.weights])",
+        old="torch._foreach_copy_(buffers, [state[name] for name in self.weights])",
         new="self.weights = {name: state[name] for name in self.weights}",
         tests=("tests/training/test_evaluation.py",),
     ),

@@ -461,7 +461,7 @@ def test_a_dataset_folder_that_cannot_be_written(graph: Path, tmp_path: Path):
 
 def test_a_folder_that_holds_a_run(graph: Path, tmp_path: Path):
     assert command("train", graph, *overrides(out=tmp_path / "run")).status == 0
-    assert_refused(command("train", graph, *overrides(out=tmp_path / "run")), "holds a run already")
+    assert_refused(command("train", graph, *overrides(out=tmp_path / "run")), "already holds a run")
 
 
 def test_a_full_disk_while_predicting(graph: Path, tmp_path: Path):

@@ -61,7 +61,7 @@ CASES = [
     train("devices must be at least 1", "devices=0"),
     train("Did you mean 'method.workers'?", "workers=2"),
     train("is already converted: leave out symmetrize", "symmetrize=false"),
-    train("holds a run already: go on with it by resume=true", "out=held"),
+    train("already holds a run. Resume it with resume=true", "out=held"),
     train("choose another with out=", "out=file.txt"),
     train("file.txt is damaged", "weights=file.txt"),
     train("there are no weights at none.pt", "weights=none.pt"),

@@ -6,11 +6,12 @@
                                   optimizer.step()
                                   unit.commit()                    the one place where a unit writes state
 
-A `Budget` adds two calls. Before the run, `Method.plan(outline, budget)` returns a `Plan`: the place of all data, and
-the bytes that a step may take. During the run, `Work.guarded(guard, plan)` keeps the steps within these bytes.
+A `Budget` adds two calls. Before the run, `Method.plan(outline, budget)` returns a `Plan`: the place of all
+data, and the bytes that a step may take. During the run, `Work.guarded(guard, plan)` keeps the steps within
+these bytes.
 
-Settings of methods derive from `Method`, and settings can be read without torch. So torch is imported only where it
-is used.
+Settings of methods derive from `Method`, and settings can be read without torch. So torch is imported only
+where it is used.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if TYPE_CHECKING:  # settings of methods derive from `Method`, and reading setti
 TrainStep: TypeAlias = "Callable[[nn.Module, Batch], Tensor]"
 """(model, batch) -> mean loss over the batch's seeds, as a scalar to differentiate."""
 KeepRows: TypeAlias = "Callable[[int, Tensor, Tensor], None]"
-"""(layer, node ids, their rows after that layer) -> None. Called for some nodes at a time, once for each node."""
+"""(layer, node ids, their rows after that layer) -> None. Called in chunks of nodes, once for each node."""
 
 
 def _cpu() -> torch.device:
@@ -71,7 +72,7 @@ class Job:
     train_step: TrainStep
     """Computes the loss of a batch."""
     usual_loss: bool = False
-    """Whether `train_step` is the usual loss of the task: a mean over the seeds, which may be computed in parts."""
+    """Whether `train_step` is the usual loss of the task: a mean over the seeds, which may be split."""
     seed: int = 0
     """Seed of all random draws."""
     device: torch.device = field(default_factory=_cpu)
@@ -94,19 +95,20 @@ class Unit(ABC):
 
     @property
     def total_size(self) -> float | None:
-        """The number of examples that this unit and those of the other ranks at the same turn cover together.
+        """The number of examples in this unit and in the other ranks' units of the same step, together.
 
-        None: the Trainer sums the sizes over the ranks. A method that returns a number saves that message in every
-        step, and must then give every rank the same number of units.
+        None: the Trainer sums the sizes over the ranks. A method that returns a number saves that message
+        in every step, and must then give every rank the same number of units.
         """
         return None
 
     @abstractmethod
     def forward_backward(self, total: float) -> Tensor:
-        """Add this unit's share of the gradient of the mean loss over `total` examples. Return its summed loss.
+        """Add this unit's share of the gradient of the mean loss over `total` examples.
 
-        total: the examples of the whole step, over all its units and all ranks. The Trainer then sums the gradients
-        over the ranks, or combines them as `Trainer(gradients=)` says.
+        Returns the loss summed over the unit's examples. total: the examples of the whole step, over all
+        its units and all ranks. The Trainer then sums the gradients over the ranks, or combines them as
+        `Trainer(gradients=)` says.
         """
 
     def commit(self) -> None:  # noqa: B027 - most units have nothing to write
@@ -139,7 +141,9 @@ class WorkDescription:
 
 
 class Work(ABC):
-    """A method bound to a job. A subclass must define `units`; all else has defaults. `Method` has an example.
+    """A method bound to a job. `Method` has an example.
+
+    A subclass must define `units`. All else has defaults.
 
     Raises:
         TypeError: A subclass defines `units` with other arguments.
@@ -147,11 +151,11 @@ class Work(ABC):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        given = list(inspect.signature(cls.units).parameters)
-        if given[1:] != ["epoch", "done", "examples"]:
+        parameters = list(inspect.signature(cls.units).parameters)
+        if parameters[1:] != ["epoch", "done", "examples"]:
             raise TypeError(
-                f"{cls.__name__}.units takes ({', '.join(given)}): write units(self, epoch, done=0, examples=0), and "
-                "leave out the first `done` units of the epoch"
+                f"{cls.__name__}.units takes ({', '.join(parameters)}): write units(self, epoch, done=0, examples=0), "
+                "and leave out the first `done` units of the epoch"
             )
 
     @abstractmethod
@@ -160,7 +164,7 @@ class Work(ABC):
 
         Each rank yields its own units. The gradient is that of the mean over the examples of all ranks.
 
-        done: the number of units to leave out at the beginning, because an interrupted run has trained them.
+        done: the number of units to leave out at the beginning: an interrupted run has trained them.
         examples: the number of examples that these units had, over all ranks.
         """
 
@@ -170,7 +174,7 @@ class Work(ABC):
 
     @property
     def keep_rows(self) -> KeepRows | None:
-        """A callback for the embeddings that exact evaluation computes. None: the method has no use for them."""
+        """A callback for the embeddings that exact evaluation computes. None: the method needs none."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -181,7 +185,7 @@ class Work(ABC):
         """Resume from what `state_dict` returned."""
 
     def guarded(self, guard: Guard, plan: Plan) -> Work:
-        """The work whose steps keep to a plan: this object or another. Called once, before the first unit."""
+        """The work whose steps keep to a plan: this object or another. Called once, before any unit."""
         raise ValueError(
             f"{type(self).__name__} has no guarded(guard, plan), so it cannot keep to a budget: leave out budget=, or "
             "define it"
@@ -202,16 +206,17 @@ def units_from(work: Work, epoch: int, done: int = 0, examples: int = 0) -> Gene
 
 
 def in_groups(units: Generator[Unit, None, None], size: int) -> Generator[list[Unit], None, None]:
-    """Units in lists of `size`. Closing it closes `units`, so that no thread keeps preparing more of them."""
+    """Units in lists of `size`. Closing it closes `units`, so that no thread prepares more of them."""
     with closing(units):
         while group := list(itertools.islice(units, size)):
             yield group
 
 
 class Method(ABC):
-    """A training method. Subclasses hold settings; `bind` returns the work that yields the units of each epoch.
+    """A training method. Subclasses hold settings. `bind` returns the work that yields units in each epoch.
 
-    For every step the Trainer calls `Unit.forward_backward` of some units, then the optimizer, then `Unit.commit`.
+    For every step the Trainer calls `Unit.forward_backward` of one or more units, then the optimizer, then
+    `Unit.commit`.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
@@ -240,7 +245,7 @@ class Method(ABC):
     """
 
     OWN: ClassVar[str] = "hl.extend.Method"
-    """The public name of this class, for messages. Settings may name a subclass, as `method=package.module:Class`."""
+    """The public name of this class, for messages: `method=package.module:Class` may name a subclass."""
 
     @abstractmethod
     def bind(self, job: Job) -> Work:
@@ -268,8 +273,8 @@ class Method(ABC):
     def plan(self, outline: Outline, budget: Budget) -> Plan:
         """The memory that the method takes, in a form that keeps to a budget if there is one.
 
-        `Plan.fits` says whether it does. Forms, such as numbers of shards, may differ in memory and time, but not in
-        what is learnt.
+        `Plan.fits` says whether it does. Forms, such as numbers of shards, may differ in memory and time,
+        but not in what is learnt.
         """
         raise ValueError(
             f"{type(self).__name__} has no plan, so it cannot keep to a budget: leave out budget=, or define "
@@ -277,7 +282,7 @@ class Method(ABC):
         )
 
     def inference_batches(self, job: Job, ids: Tensor) -> Iterable[Batch] | None:
-        """Batches for approximate inference at `ids`, in their order. None: the method has exact inference only."""
+        """Batches for approximate inference at `ids`, in their order. None: only exact inference."""
         return None
 
 
@@ -301,7 +306,8 @@ class Budget:
     `Trainer(budget="8GiB")` is short for `hl.Budget(device="8GiB")`.
 
     Raises:
-        ValueError: A field has a value that is not allowed. From the Trainer: no size is given, or the run cannot fit.
+        ValueError: A field has a value that is not allowed. From the Trainer: no size is given, or the run
+            cannot fit.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
@@ -324,21 +330,22 @@ class Budget:
         ),
     }
     device: str | None = None
-    """Where the model is: "8GiB"; on a CPU that is the host."""
+    """Memory limit of the device that trains, such as 8GiB (on a CPU: host memory). Default: no limit."""
     host: str | None = None
-    """Host memory."""
+    """Limit of host memory. Default: no limit."""
     disk: str | None = None
-    """Files that a run may write for itself."""
+    """Limit of the files that a run writes for itself. Default: no limit."""
     over_budget: OverBudget = "split"
-    """`split`: pieces with the same gradients; `resample`: drawn anew; `cut`: fewer edges, left out at random,
-    `cut_by_degree` and `cut_by_pagerank`: those between hubs first; `refuse`: the run ends."""
+    """Treatment of a batch that is too large: `split` (micro-batches with the same gradients), `resample`
+    (draw anew), `cut` (leave out edges at random), `cut_by_degree` and `cut_by_pagerank` (edges between
+    hubs first), or `refuse` (end the run)."""
 
     def __post_init__(self) -> None:
         check_fields(self)
         for name in ("device", "host", "disk"):
             value = getattr(self, name)
             if value is not None and parse_size(value) <= 0:
-                raise ValueError(f"budget.{name} must be more than nothing: write it as budget.{name}=8GiB")
+                raise ValueError(f"budget.{name} must be above 0, not {value!r}: write it as budget.{name}=8GiB")
 
     @classmethod
     def of(cls, given: Budget | str | int | Mapping[str, str]) -> Budget:
@@ -348,12 +355,13 @@ class Budget:
                 raise ValueError("a budget needs a size: write budget=8GiB, budget.host=32GiB or budget.disk=100GiB")
             return given
         if isinstance(given, Mapping):
+            names = [field.name for field in fields(cls)]
             for name in given:
                 if name in cls.REMOVED:
                     raise ValueError(cls.REMOVED[name].refusal(f"budget.{name}"))
-                if name not in (known := [one.name for one in fields(cls)]):
+                if name not in names:
                     raise ValueError(
-                        f"a budget has no {name!r}: give some of {', '.join(known)}.{nearest(name, known)}"
+                        f"a budget has no {name!r}: give some of {', '.join(names)}.{nearest(name, names)}"
                     )
             return cls.of(cls(**given))  # type: ignore[arg-type]
         parse_size(given)
@@ -364,17 +372,17 @@ class Budget:
 
         On a CPU the limits of the device and of the host both hold, so the smaller one counts.
         """
-        given = [self.device] if device.type == "cuda" else [self.device, self.host]
-        sizes = [parse_size(size) for size in given if size is not None]
+        limits = [self.device] if device.type == "cuda" else [self.device, self.host]
+        sizes = [parse_size(limit) for limit in limits if limit is not None]
         return min(sizes) if sizes else None
 
 
 def upgrade_budget(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored budget in the fields of this version: `cut_by` was a setting of its own, now part of `over_budget`."""
-    kept = {key: value for key, value in stored.items() if key != "cut_by"}
+    """A stored budget in the fields of this version: `cut_by` was a setting, now part of `over_budget`."""
+    upgraded = {key: value for key, value in stored.items() if key != "cut_by"}
     if stored.get("over_budget") == "cut" and stored.get("cut_by", "random") != "random":
-        kept["over_budget"] = f"cut_by_{stored['cut_by']}"
-    return kept
+        upgraded["over_budget"] = f"cut_by_{stored['cut_by']}"
+    return upgraded
 
 
 @dataclass(frozen=True)
@@ -391,7 +399,7 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outline(ABC):
-    """All that a method may ask about a run before it begins. `hopline.budget.memory_plan` implements it."""
+    """All that a method may ask about a run before it begins. `hopline.budget.memory_plan` has the code."""
 
     job: Job
     """The job, with its data where it lies before any of it is placed on a GPU."""
@@ -434,7 +442,7 @@ class Outline(ABC):
 
     @abstractmethod
     def resident_items(self) -> list[Item]:
-        """The weights and the optimizer's state. Gradients of the weights belong to a step, so they are not in it."""
+        """The weights and the optimizer's state. Gradients are not among them: they belong to a step."""
 
     @abstractmethod
     def data_on_host(self) -> list[Item]:
@@ -442,7 +450,7 @@ class Outline(ABC):
 
     @abstractmethod
     def hidden_bytes(self) -> int:
-        """The bytes of all nodes' embeddings before and after a layer. 0 if the model is not made of layers."""
+        """The bytes of all nodes' embeddings before and after a layer. 0 for a model without layers."""
 
     @abstractmethod
     def predictor(self, num_blocks: int) -> Any:
@@ -495,7 +503,7 @@ class Plan:
     """
 
     method: Method
-    """The method, with as much look-ahead or as few shards as fit. What is learnt does not depend on these."""
+    """The method, with as much look-ahead or as few shards as fit. They do not change what is learnt."""
     items: tuple[Item, ...]
     """Everything that is in memory all the time."""
     limits: Mapping[Place, int | None]
@@ -517,9 +525,9 @@ class Plan:
     placement: Placement | None = None
     """The placement of the data for a GPU. None: the one that was requested."""
     batches_on_host: bool = False
-    """Whether batches wait on the host, and move to the GPU, whole or in micro-batches, when their turn comes."""
+    """Whether batches wait on the host, and move to the GPU for their step, whole or in micro-batches."""
     num_blocks: int | None = None
-    """The number of blocks of the steps that were predicted. None: measured steps would not make the plan better."""
+    """The number of blocks of the predicted steps. None: measuring steps cannot improve the plan."""
     async_evaluation: bool = False
     """Whether asynchronous evaluation shares the memory with the steps."""
 
@@ -533,7 +541,7 @@ class Plan:
 
     @property
     def available_bytes(self) -> float:
-        """The bytes that resident items leave at the place where steps are computed. Infinite without a limit."""
+        """The bytes that resident items leave at the place of the steps. Infinite without a limit."""
         return _available(self.limits[self.compute_place], self.resident_bytes(self.compute_place))
 
     @property
@@ -556,40 +564,44 @@ class Plan:
         """A phrase for people: what a step covers, and how much of it would fit without a split."""
         if self.step_bytes <= self.limit_bytes:
             return f"{self.covers.format(self.count)}, uncut"
-        most = max(0, int(self.count * self.limit_bytes / self.step_bytes))
-        return f"{self.covers.format(self.count)}, in pieces; about {most} would fit in one piece"
+        max_count = max(0, int(self.count * self.limit_bytes / self.step_bytes))
+        return f"{self.covers.format(self.count)}, in pieces; about {max_count} would fit in one piece"
 
     def peak_bytes(self, place: Place) -> int:
         """The most bytes that will be taken at a place, with steps split to fit."""
-        step = min(self.step_bytes, self.limit_bytes) if place == self.compute_place else 0
-        return self.resident_bytes(place) + math.ceil(with_evaluation(step, self.async_evaluation))
+        step_bytes = min(self.step_bytes, self.limit_bytes) if place == self.compute_place else 0
+        return self.resident_bytes(place) + math.ceil(with_evaluation(step_bytes, self.async_evaluation))
 
     def smallest_bytes(self, place: Place) -> int:
         """The smallest limit at a place that would do, with steps split as finely as possible."""
-        step = with_evaluation(self.min_step_bytes, self.async_evaluation)
-        besides = step if place == self.compute_place else self.hidden_bytes if place == self.hidden_place else 0
-        return self.resident_bytes(place) + math.ceil(besides)
+        # The place of the steps must fit a step. Another place that keeps embeddings must fit these.
+        if place == self.compute_place:
+            temporary_bytes = with_evaluation(self.min_step_bytes, self.async_evaluation)
+        elif place == self.hidden_place:
+            temporary_bytes = self.hidden_bytes
+        else:
+            temporary_bytes = 0
+        return self.resident_bytes(place) + math.ceil(temporary_bytes)
 
     @property
     def hidden_place(self) -> Place:
-        """The place where exact evaluation keeps embeddings: the host, or files if the host has too little memory.
+        """The place where exact evaluation keeps embeddings: the host, or files if the host is too small.
 
         The host must fit them twice, so that something is left for a chunk.
         """
-        room = (
-            self.evaluation_bytes
-            if self.compute_place == "host"
-            else _available(self.limits["host"], self.resident_bytes("host"))
-        )
-        return "host" if 2 * self.hidden_bytes <= room else "disk"
+        if self.compute_place == "host":
+            available_bytes = self.evaluation_bytes
+        else:
+            available_bytes = _available(self.limits["host"], self.resident_bytes("host"))
+        return "host" if 2 * self.hidden_bytes <= available_bytes else "disk"
 
     @property
     def chunk_bytes(self) -> int | None:
         """The bytes that a chunk of exact evaluation may take. None for no limit."""
         if self.limit_bytes == math.inf:
             return None
-        hidden = self.hidden_bytes if self.hidden_place == self.compute_place else 0
-        return max(1, int(self.evaluation_bytes - hidden))
+        hidden_bytes = self.hidden_bytes if self.hidden_place == self.compute_place else 0
+        return max(1, int(self.evaluation_bytes - hidden_bytes))
 
     @property
     def fits(self) -> bool:
@@ -614,46 +626,48 @@ class Plan:
     def refusal(self, smallest: Mapping[Place, int], budget_key: str = "budget") -> DoesNotFit:
         """An error that names limits that would do.
 
-        smallest: by place, these limits. budget_key: the setting that limits the place where steps are computed.
+        smallest: by place, these limits. budget_key: the setting that limits the place of the steps.
         """
         keys = {place: budget_key if place == self.compute_place else f"budget.{place}" for place in smallest}
-        needs = ", ".join(f"{keys[place]}={_format_limit(size)}" for place, size in smallest.items())
-        given = ", ".join(f"{format_size(self.limits[place] or 0)} on the {place}" for place in smallest)
+        needs = ", ".join(f"{keys[place]}={_format_limit(num_bytes)}" for place, num_bytes in smallest.items())
+        limits = ", ".join(f"{format_size(self.limits[place] or 0)} on the {place}" for place in smallest)
+        largest = self._describe_largest(smallest)
         return DoesNotFit(
-            f"{type(self.method).__name__} does not fit {given}: it needs at least {needs} ({self._largest(smallest)})",
-            smallest,
+            f"{type(self.method).__name__} does not fit {limits}: it needs at least {needs} ({largest})", smallest
         )
 
     def _fits(self, place: Place) -> bool:
         limit = self.limits[place]
         return limit is None or self.smallest_bytes(place) <= limit
 
-    def _largest(self, places: Mapping[Place, int]) -> str:
+    def _describe_largest(self, places: Mapping[Place, int]) -> str:
         """A phrase that names the largest item at the places that are too small."""
-        found = [(item.num_bytes, item.name) for item in self.items if item.place in places]
+        sizes = [(item.num_bytes, item.name) for item in self.items if item.place in places]
         if self.compute_place in places:
-            found.append((math.ceil(self.min_step_bytes), "the smallest step"))
-        size, name = max(found)
-        return f"{name} alone {'take' if name.endswith('s') else 'takes'} {format_size(size)}"
+            sizes.append((math.ceil(self.min_step_bytes), "the smallest step"))
+        num_bytes, name = max(sizes)
+        verb = "take" if name.endswith("s") else "takes"
+        return f"{name} alone {verb} {format_size(num_bytes)}"
 
     def lines(self) -> list[str]:
         """The plan as lines to print: one per place in use, and one about the steps."""
-        found = []
+        lines = []
         for place in PLACES:
             items = [item for item in self.items if item.place == place and item.num_bytes]
             if not items and place != self.compute_place:
                 continue
             parts = [f"{item.name} {format_size(item.num_bytes)}" for item in items]
             if place == self.compute_place:
-                cut = f", in up to {self.num_micro_batches} pieces" if self.num_micro_batches > 1 else ""
-                step = min(self.step_bytes, self.limit_bytes)
-                parts.append(f"a step {format_size(step)}{cut}")
+                split = f", in up to {self.num_micro_batches} pieces" if self.num_micro_batches > 1 else ""
+                step_bytes = min(self.step_bytes, self.limit_bytes)
+                parts.append(f"a step {format_size(step_bytes)}{split}")
                 if self.async_evaluation:
-                    parts.append(f"evaluation beside it {format_size(with_evaluation(step, True) - step)}")
+                    evaluation_bytes = with_evaluation(step_bytes, True) - step_bytes
+                    parts.append(f"asynchronous evaluation {format_size(evaluation_bytes)}")
             limit = self.limits[place]
-            of = "" if limit is None else f" of {format_size(limit)}"
-            found.append(f"plan: {place} {format_size(self.peak_bytes(place))}{of}: {', '.join(parts)}")
-        return [*found, f"plan: {self.whole}"]
+            of_limit = "" if limit is None else f" of {format_size(limit)}"
+            lines.append(f"plan: {place} {format_size(self.peak_bytes(place))}{of_limit}: {', '.join(parts)}")
+        return [*lines, f"plan: {self.whole}"]
 
 
 def with_evaluation(step_bytes: float, async_evaluation: bool) -> float:
@@ -661,8 +675,9 @@ def with_evaluation(step_bytes: float, async_evaluation: bool) -> float:
     return step_bytes / (1 - ASYNC_EVALUATION_SHARE) if async_evaluation else step_bytes
 
 
-def _available(limit: int | None, taken: int) -> float:
-    return math.inf if limit is None else limit - taken
+def _available(limit_bytes: int | None, resident_bytes: int) -> float:
+    """The bytes that resident items leave of a limit. Infinite without a limit."""
+    return math.inf if limit_bytes is None else limit_bytes - resident_bytes
 
 
 def _format_limit(num_bytes: int) -> str:
@@ -701,9 +716,10 @@ class SplittableStep(Protocol):
         ...
 
     def run_in_micro_batches(self, meter: Meter, set_predicted_bytes: Callable[[float], None]) -> Tensor:
-        """Split the step into micro-batches within `Guard.target_bytes`, and run them. Returns the summed loss.
+        """Split the step into micro-batches within `Guard.target_bytes`, and run them.
 
-        meter: measures the step. set_predicted_bytes: to be called with the predicted peak before anything runs.
+        Returns the summed loss. meter: measures the step. set_predicted_bytes: must be called with the
+        predicted peak before anything runs.
         """
         ...
 
@@ -734,7 +750,10 @@ class Guard(Protocol):
         ...
 
     def step(self, step: SplittableStep) -> Tensor:
-        """Run a step whole or in micro-batches, smaller ones after an out-of-memory error. Returns its loss sum."""
+        """Run a step whole or in micro-batches. Returns its summed loss.
+
+        After an out-of-memory error the micro-batches get smaller.
+        """
         ...
 
     def must_split(self, step: SplittableStep) -> bool:
@@ -746,5 +765,8 @@ class Guard(Protocol):
         ...
 
     def measure(self, run: Callable[[], Tensor], predicted_bytes: float) -> Tensor:
-        """Run a step that cannot be split, and record its peak next to the predicted one. Returns its summed loss."""
+        """Run a step that cannot be split. Returns its summed loss.
+
+        Records the measured peak next to the predicted one.
+        """
         ...

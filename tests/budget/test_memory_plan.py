@@ -86,7 +86,7 @@ def test_evaluation_beside_the_steps_has_a_part_of_what_is_left():
     assert plan.peak_bytes("device") > alone.peak_bytes("device")
     assert plan.peak_bytes("device") <= (plan.limits["device"] or 0)
     assert plan.smallest_bytes("device") > alone.smallest_bytes("device")
-    assert "evaluation beside it" in plan.lines()[0]
+    assert "asynchronous evaluation" in plan.lines()[0]
 
 
 def test_a_cpu_is_the_host():

@@ -76,4 +76,4 @@ def test_torchrun_starts_a_run_again_and_it_goes_on(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())["kinds"]["sage"]
     assert found["losses"] == pytest.approx(train(World.alone(), "sage")["losses"], abs=1e-9)
-    assert "going on from" in (tmp_path / "run" / "run.log").read_text()
+    assert "resuming from" in (tmp_path / "run" / "run.log").read_text()

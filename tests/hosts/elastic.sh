@@ -61,9 +61,9 @@ for rank in $ranks; do
 done
 wait_for "error that names the lost rank" "grep -q 'error: rank 1 stopped answering' '$work/log-first'"
 ended=$(since "$killed")
-wait_for "restart from the checkpoint" "grep -q 'going on from .*; now 1 rank, before 2' '$work/log-first'"
+wait_for "restart from the checkpoint" "grep -q 'resuming from .*; now 1 rank, before 2' '$work/log-first'"
 back=$(since "$killed")
-grep -h -o "going on from .*" "$work/log-first" | sed "s|$work/||"
+grep -h -o "resuming from .*" "$work/log-first" | sed "s|$work/||"
 wait "$first" || fail "the agent that was left ended with status $?"
 first="" second=""
 ps -eo args | grep -F "out=$work" | grep -v grep && fail "processes are left"

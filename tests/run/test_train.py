@@ -89,7 +89,7 @@ def test_without_out_the_run_folder_is_named_after_the_data(config: RunConfig, t
 
 def test_a_folder_that_holds_a_run_is_refused(config: RunConfig, done: Path):
     before = (done / "metrics.jsonl").read_text()
-    with pytest.raises(ValueError, match="holds a run already: go on with it by resume=true"):
+    with pytest.raises(ValueError, match=r"already holds a run\. Resume it with resume=true"):
         run.train(config)
     assert (done / "metrics.jsonl").read_text() == before
 

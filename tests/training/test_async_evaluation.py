@@ -62,12 +62,12 @@ def test_it_answers_in_order_with_what_training_would_find_and_leaves_the_model_
     while len(found) < 3:
         found += thread.results(wait=True)
     thread.close()
-    assert [one["epoch"] for one in found] == [1, 2, 3]
+    assert [one.epoch for one in found] == [1, 2, 3]
     assert all(torch.equal(t, trainer.model.state_dict()[n]) for n, t in before.items())
     assert torch.get_num_threads() == threads
     for one, room in zip(found, rooms, strict=True):
         trainer.model.load_state_dict(room.weights)
-        assert one["metrics"] == measure(trainer.job)
+        assert one.metrics == measure(trainer.job)
 
 
 def test_who_keeps_its_model_for_later_does_not_keep_its_job():
@@ -96,8 +96,8 @@ def test_a_failure_comes_after_the_answers_before_it_with_its_cause():
     thread = EvaluationThread(Fails(trainer.method), trainer.job)
     for epoch, room in enumerate(rooms, start=1):
         thread.submit(epoch, room)
-    thread._served.result(60)
-    assert [one["epoch"] for one in thread.results()] == [1]
+    thread._future.result(60)
+    assert [one.epoch for one in thread.results()] == [1]
     with pytest.raises(EvaluationError, match="evaluation after epoch 2 failed: ZeroDivisionError: no more") as caught:
         thread.results(wait=True)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -117,7 +117,7 @@ def test_closing_ends_an_evaluation_at_its_next_layer():
     thread = EvaluationThread(Waits(trainer.method), trainer.job)
     thread.submit(1, room)
     begun.wait()
-    thread._ends.set()
+    thread._is_cancelled.set()
     go_on.set()
     thread.close()
     assert thread.results() == []
@@ -175,6 +175,6 @@ def test_what_is_recorded_is_launched_by_who_asks_and_waited_for_by_the_thread()
     assert spans.this_epoch()["infer.layer"] >= 0.75
     for epoch, (one, room) in enumerate(zip(found, rooms, strict=True), start=1):
         trainer.model.load_state_dict(room.weights)
-        assert one["epoch"] == epoch
-        assert one["metrics"] == measure(trainer.job)
-        assert one["seconds"] >= 0.25
+        assert one.epoch == epoch
+        assert one.metrics == measure(trainer.job)
+        assert one.seconds >= 0.25

@@ -114,7 +114,7 @@ def test_a_full_disk_is_named_and_leaves_the_old_weights(
         raise error
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(ValueError, match=r"cannot write .*last.pt: .*; free space or choose out="):
+    with pytest.raises(ValueError, match=r"cannot write .*last.pt \(.*\): free some space, or choose another folder"):
         keep.on_epoch_end(trainer, None)  # type: ignore[arg-type]
     assert (tmp_path / "last.pt").read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
@@ -157,7 +157,7 @@ def test_messages_go_through_logging_and_progress_can_be_switched_off(
     caplog.set_level(logging.INFO, logger="hopline")
     fit(small(), epochs=1, out=tmp_path)
     fit(small(), epochs=2, out=tmp_path, resume=True)
-    assert [message for message in caplog.messages if message.startswith("going on from")]
+    assert [message for message in caplog.messages if message.startswith("resuming from")]
     assert capsys.readouterr().out == ""
 
 

@@ -394,6 +394,6 @@ def test_a_signal_that_comes_while_ranks_agree_is_not_forgotten(tmp_path: Path) 
     world = Two.alone()
     world.size = 2
     checkpoints = checkpoint.Checkpoints(tmp_path, TrainSettings(checkpoint_s=60), world)
-    with checkpoints, checkpoints.holding_signals():
+    with checkpoints, checkpoints.hold_signals():
         checkpoints.write_if_due(None, None)  # type: ignore[arg-type]
         assert checkpoints.signals.received == signal.SIGTERM

@@ -44,7 +44,7 @@ def permits(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     def evaluate_with_permit(
         self: EvaluationThread, room: async_evaluation.WeightsBuffer
     ) -> tuple[dict[str, float], float]:
-        while not (permits.acquire(timeout=0.01) or self._ends.is_set()):
+        while not (permits.acquire(timeout=0.01) or self._is_cancelled.is_set()):
             pass
         return evaluate(self, room)
 
@@ -221,19 +221,20 @@ def test_training_evaluates_itself_what_it_would_have_to_wait_for(
     monkeypatch: pytest.MonkeyPatch, permits: threading.Semaphore
 ):
     monkeypatch.setattr(async_evaluation, "BACKLOG", 3)  # two that the thread has been asked for, and one more
-    here, plain = [], AsyncEvaluator._evaluate_here
+    in_trainer: list[int] = []
+    plain = AsyncEvaluator._evaluate_in_trainer
 
-    def noted(self: AsyncEvaluator, snapshot: validation.Snapshot) -> dict[str, Any]:
-        here.append(snapshot.epoch)
+    def noted(self: AsyncEvaluator, snapshot: validation.Snapshot) -> None:
+        in_trainer.append(snapshot.epoch)
         permits.release(100)
-        return plain(self, snapshot)
+        plain(self, snapshot)
 
-    monkeypatch.setattr(AsyncEvaluator, "_evaluate_here", noted)
+    monkeypatch.setattr(AsyncEvaluator, "_evaluate_in_trainer", noted)
     data, found = small(), []
     for how in ("blocking", "async"):
         model = model_of("sage", data)
         found.append(outcome(fit(data, model, epochs=5, evaluate=how), model))
-    assert here[0] == 3
+    assert in_trainer[0] == 3
     assert found[0] == found[1]
 
 

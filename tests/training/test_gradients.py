@@ -14,7 +14,7 @@ from hopline.distributed.gradients import Gradients
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import RankSpec, World
-from hopline.training.inputs import checked_gradients
+from hopline.training.inputs import check_gradients
 from hopline.util.errors import RankError
 from tests.runs import fit, losses, method, sage, small
 from tests.training.gradient_ranks import (
@@ -171,10 +171,10 @@ def test_what_combines_nothing_is_refused(given: Any, sentence: str) -> None:
 def test_ranks_of_full_batch_cannot_step_apart() -> None:
     pair = World(RankSpec(rank=0, size=2))
     with pytest.raises(ValueError, match=r"gradients=LocalSGD\(...\) gives every rank weights of its own.*hl.Sampled"):
-        checked_gradients(LocalSGD(), hl.FullBatch(), pair)
-    assert checked_gradients(TopK(), hl.FullBatch(), pair).share == 0.05  # type: ignore[attr-defined]
+        check_gradients(LocalSGD(), hl.FullBatch(), pair)
+    assert check_gradients(TopK(), hl.FullBatch(), pair).share == 0.05  # type: ignore[attr-defined]
 
 
 def test_functions_that_do_not_say_what_they_take_are_believed() -> None:
-    assert checked_gradients(WAYS["function"](), hl.Sampled(), ALONE).local is False
-    checked_gradients(print, hl.Sampled(), ALONE)  # type: ignore[arg-type]
+    assert check_gradients(WAYS["function"](), hl.Sampled(), ALONE).local is False
+    check_gradients(print, hl.Sampled(), ALONE)  # type: ignore[arg-type]

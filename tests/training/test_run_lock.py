@@ -68,7 +68,7 @@ def test_of_two_runs_that_start_at_once_one_is_refused(more: tuple[str, ...], tm
                 one.kill()
         refused = [errors for _, errors in ended if "is being written by another run" in errors]
         # Without resume one may also come so late that the other has ended.
-        late = [errors for _, errors in ended if "run holds a run already" in errors]
+        late = [errors for _, errors in ended if "run already holds a run" in errors]
         assert len(refused) + len(late) == 1, ended
         epochs = [record["epoch"] for record in records(folder / "run", "epoch")]
         assert epochs == list(range(1, len(epochs) + 1))

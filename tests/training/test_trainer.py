@@ -607,7 +607,9 @@ def test_a_loss_that_is_not_a_number_ends_training_with_advice():
 
 
 def test_a_method_without_batches_is_an_error():
-    with pytest.raises(ValueError, match="gave no batches: make batch_size smaller or set drop_last=false"):
+    with pytest.raises(
+        ValueError, match=r"no batches for .* training nodes: make batch_size smaller, or set drop_last=false"
+    ):
         fit(small(), how=method(batch_size=1000, drop_last=True))
 
 
@@ -699,7 +701,10 @@ def test_evaluation_is_counted_to_the_epoch_it_follows_and_the_test_to_none():
     [
         ({"data": Data(x=torch.ones(2, 2))}, "data must be a hopline Dataset.*hl.from_pyg"),
         ({"model": nn.Identity()}, "nothing to train"),
-        ({"settings": {"patience": 2}, "splits": "valid"}, "patience= stops by the validation metric"),
+        (
+            {"settings": {"patience": 2}, "splits": "valid"},
+            "patience=2 needs a validation metric, and the dataset has no .valid. split",
+        ),
         ({"outputs": 2}, "puts out 2 columns for 4 classes"),
         ({"test_step": lambda *_: {}}, "evaluation gave no metric"),
     ],

@@ -186,7 +186,7 @@ def test_each_signal_leaves_a_checkpoint_and_the_same_command_goes_on(tmp_path: 
         reached = position["epoch"]
         assert not list((tmp_path / "run").glob("*.unfinished"))
         epochs = (tmp_path / "run" / "metrics.jsonl").read_text().count('"event": "epoch"')
-    assert (tmp_path / "run" / "run.log").read_text().count("going on from") == 2
+    assert (tmp_path / "run" / "run.log").read_text().count("resuming from") == 2
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,27 @@
-"""The trainer: the loop, and what stands around it.
+"""The trainer: the training loop, and all that surrounds it.
 
-Read `trainer` first: `fit` and `step`, one loop without a question about the method. `inputs` checks what a user gives
-it. `settings` and `lr_schedule` are
-plain data, `optimizer` the update, `callbacks` the five hooks, `best_weights` and `report_callbacks` our own uses of
-them, `checkpoint` and `run_lock` what a run needs to go on. `evaluation` measures a split, `validation` and
-`async_evaluation` say when a run is validated; they hand results to the trainer as values. The files of a run folder
-are a contract. It stands on `methods` and below.
+Read `trainer` first. Its module docstring shows the loop, and `fit`, `_train_epochs`, `_train_epoch` and
+`step` are it.
+
+    trainer             the loop, for all methods
+    inputs              checks of the arguments that a user gives to a Trainer
+    settings            TrainSettings and Schedule: plain data
+    optimizer           the optimizer, and its step as a CUDA graph
+    lr_schedule         the learning rate over the epochs
+    rank_steps          the same number of steps on every rank
+    callbacks           the five hooks, and early stopping
+    best_weights        the callback that keeps the best weights
+    report_callbacks    callbacks for progress, reports and the memory of a budget
+    watch_staleness     the callback that warns of stale historical embeddings
+    evaluation          the metrics of a split
+    validation          evaluators: when an epoch is evaluated, and results as values
+    async_evaluation    the evaluator that works while training continues
+    checkpoint          the state of a run in a file, and resuming from it
+    run_facts           facts about a run, for the report, config.json and checkpoints
+    run_lock            the lock of a run folder
+
+The files of a run folder are a contract: later versions read them, or refuse them by name. The package
+stands on `methods` and below.
 
 State of the process: `run_lock` owns the locks of run folders that this process holds.
 """

@@ -1,17 +1,32 @@
-"""Evaluation concurrent with training: a thread on the device that trains, and results taken in order."""
+"""Asynchronous evaluation: a thread evaluates snapshots of the weights while training continues.
+
+    training thread (first rank)                                 evaluation thread
+
+    validate: copy the weights into a `WeightsBuffer`
+              append a `Snapshot` to `waiting.snapshots`
+    _serve_thread: submit(epoch, buffer)  -- _requests -->       load the weights into its copy of the model
+                   results()              <-- _answers --        measure the validation split
+    _collect: broadcast what is ready to all ranks
+              yield `Result`s in the order of the epochs
+
+The run is the same as one with evaluate="blocking". That needs three things: results are acted on in the
+order of the epochs, at the same points on all ranks, and with the weights that were evaluated. The trainer
+drops what it has trained after the epoch that ends the run (`Trainer.act_on`).
+
+The price is memory: a copy of the model, and of the weights of up to `BACKLOG` epochs that wait.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,40 +51,58 @@ if TYPE_CHECKING:
 
 
 BACKLOG = 8
-"""Evaluations that may wait for their turn beside training; with so many, training waits for the oldest."""
+"""Most epochs that may wait for their results. With that many, training waits for the oldest before it adds
+another. A rule of thumb."""
 
 
 class _Cancelled(Exception):
-    """Nobody waits for the evaluation any more."""
+    """Raised inside an evaluation whose thread is being closed, to end it."""
 
 
 class EvaluationError(RuntimeError):
-    """Evaluation concurrent with training failed. Its cause is the error of the evaluation."""
+    """Raised in the training thread if an asynchronous evaluation failed.
+
+    Its cause is the original error.
+    """
 
 
 class WeightsBuffer:
-    """Memory for the weights of one epoch, on the device of the model. It is filled again for later epochs."""
+    """Memory for the weights of one epoch, on the device of the model. Later epochs fill it again."""
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
-        """state: A `state_dict` of the model, for the shapes and the device."""
+        """state: a `state_dict` of the model, for the shapes and the device."""
         self.weights = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+        """The weights, by their names in the `state_dict`."""
         self.filled: torch.cuda.Event | None = None
-        """On a GPU, the event of the copy: it runs in the order of the stream, and the host does not wait for it."""
+        """On a GPU: an event after the copy, for streams that read the buffer. The host does not wait."""
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
         """Copy the weights of a `state_dict`, which may lie on another device."""
-        places = list(self.weights.values())
-        torch._foreach_copy_(places, [state[name] for name in self.weights])  # few kernels on a GPU
-        if places[0].is_cuda:
-            self.filled = torch.cuda.current_stream(places[0].device).record_event()
+        buffers = list(self.weights.values())
+        # One call for all tensors, which on a GPU is a few kernels instead of one per tensor.
+        torch._foreach_copy_(buffers, [state[name] for name in self.weights])
+        if buffers[0].is_cuda:
+            self.filled = torch.cuda.current_stream(buffers[0].device).record_event()
+
+
+class _Request(NamedTuple):
+    """One evaluation that the thread is to do."""
+
+    epoch: int
+    source: WeightsBuffer | PendingInference
+    """Weights to evaluate, or outputs that a replayed CUDA graph is computing from them already."""
 
 
 class EvaluationThread:
-    """One thread that evaluates weights in the order in which it is asked to, with a copy of the model.
+    """A thread that evaluates weights in the order in which they are submitted.
 
-    On a CPU, its kernels and, where all convs are fused, torch's products run in it alone and give way to training. No
-    result depends on the number of threads there; elsewhere torch computes in as many as in the thread that trains. On
-    a GPU it has a stream of its own, and reads what lies on the host in as many threads as training would.
+    It owns a copy of the model, and on a GPU a stream. One other thread, the one that trains, calls all
+    public methods. A buffer that was submitted belongs to the evaluation thread until its result has come.
+
+    On a CPU the thread gives way to training, and hopline's kernels run in this thread alone. If all convs
+    are fused, torch's operations do too: no result depends on the number of threads. Otherwise torch uses
+    as many threads as for training, so that results are the same. On a GPU, host threads only read data, as
+    many as for training.
     """
 
     def __init__(self, measure: Measure, job: Job) -> None:
@@ -78,181 +111,218 @@ class EvaluationThread:
         data = replace(job.data, tables={name: table.concurrent_view() for name, table in job.data.tables.items()})
         self._job = for_copy(job, module, data)
         self._measure = measure
-        self._ends = threading.Event()
-        self._asked: queue.SimpleQueue[tuple[int, WeightsBuffer | PendingInference] | None] = queue.SimpleQueue()
-        self._told: queue.SimpleQueue[dict[str, Any] | Exception] = queue.SimpleQueue()
+        self._is_cancelled = threading.Event()
+        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Evaluation | Exception] = queue.SimpleQueue()
         self._failure: Exception | None = None
         model = self._job.model
         if isinstance(model, GNN):
             model.layer = self._stop_if_cancelled(model.layer)  # type: ignore[method-assign]
-        self._threads = torch.get_num_threads()
+        self._num_torch_threads = torch.get_num_threads()
+
         self._captured_inference = measure.captured_inference(self._job)
         self._labels: Tensor | None = None
         if self._captured_inference is not None:
-            self._captured_inference.left_to_others = True  # of whom one draws while it would record
+            # `prepare` captures in the training thread: no other thread may draw random numbers during a
+            # capture, and training does.
+            self._captured_inference.left_to_others = True
         self._stream: Any = streams.stream_for("evaluate", job.device) if job.device.type == "cuda" else None
-        self._pool = ops.start_threads(1, "hopline-evaluation", self._begin)
-        self._served = self._pool.submit(self._serve)
+        self._pool = ops.start_threads(1, "hopline-evaluation", self._set_up_thread)
+        self._future = self._pool.submit(self._serve)
 
     @property
     def is_ready(self) -> bool:
-        """Whether it may be asked for another; else, when it has answered all, somebody is to `prepare` it."""
+        """Whether `submit` may be called.
+
+        If not, `prepare` must be called first, when no evaluation is pending.
+        """
         return self._captured_inference is None or not self._captured_inference.is_due
 
     @property
     def max_pending(self) -> int:
-        """Evaluations that it may be asked for before it has answered.
+        """Most evaluations that may be pending, so that the next one starts without waiting for training.
 
-        One, until it is settled whether they are replayed: otherwise it would depend on how long the first one took
-        which of them is the first replay.
+        Only one until it is settled whether evaluations are replayed as a CUDA graph. With two, timing
+        would decide which evaluation is the first one to be replayed.
         """
         return 2 if self._captured_inference is None or self._captured_inference.is_settled else 1
 
     def prepare(self) -> None:
-        """While it does nothing: what the thread that trains has to do for it."""
+        """Capture the evaluation as a CUDA graph, if that is due. No evaluation may be pending."""
         if self._captured_inference is not None and self._captured_inference.is_due:
             self._captured_inference.capture(self._stream)
             self._labels = self._measure.labels(self._job)
 
     def submit(self, epoch: int, buffer: WeightsBuffer) -> None:
-        """Have the weights in a room evaluated; it must stay as it is until the answer has come.
+        """Evaluate the weights in a buffer, which must not change until the result has come.
 
-        What is recorded is given to the GPU here: two threads that do so would take turns in the interpreter.
+        A captured evaluation is launched here, in the training thread. Two threads that launch kernels
+        would take turns in Python's interpreter.
         """
-        launched = None
+        pending = None
         if self._captured_inference is not None:
-            launched = self._captured_inference.launch(buffer.weights, buffer.filled, self._stream)
-        self._asked.put((epoch, buffer if launched is None else launched))
+            pending = self._captured_inference.launch(buffer.weights, buffer.filled, self._stream)
+        self._requests.put(_Request(epoch, source=buffer if pending is None else pending))
 
-    def results(self, *, wait: bool = False) -> list[dict[str, Any]]:
-        """What has come since the last time, as {epoch, metrics, seconds}; wait: until it says anything at all."""
-        found: list[dict[str, Any]] = []
+    def results(self, *, wait: bool = False) -> list[Evaluation]:
+        """The evaluations that have ended since the last call. wait: whether to wait for at least one.
+
+        Raises the error of an evaluation that failed, after the results before it were returned.
+        """
+        evaluations: list[Evaluation] = []
+        must_wait = wait
         while self._failure is None:
             try:
-                said = self._told.get(block=wait)
+                answer = self._answers.get(block=must_wait)
             except queue.Empty:
                 break
-            wait = False
-            if isinstance(said, Exception):
-                self._failure = said
+            must_wait = False
+            if isinstance(answer, Exception):
+                self._failure = answer
             else:
-                found.append(said)
-        if self._failure is not None and not found:  # what came before it counts
+                evaluations.append(answer)
+        # Results that came before the failure count. The next call raises.
+        if self._failure is not None and not evaluations:
             raise self._failure
-        return found
+        return evaluations
 
     def close(self) -> None:
-        """End it, within a chunk of what it is evaluating."""
-        self._ends.set()
-        self._asked.put(None)
+        """End the thread. An evaluation of a `GNN` that is running ends before its next chunk."""
+        self._is_cancelled.set()
+        self._requests.put(None)
         self._pool.shutdown()
-        self._served.result()
+        self._future.result()
         if self._stream is not None:
-            self._stream.synchronize()  # a graph must not go before its kernels
+            # A CUDA graph must not be freed before its kernels have run.
+            self._stream.synchronize()
 
     def _stop_if_cancelled(self, layer: Callable[..., Any]) -> Callable[..., Any]:
-        ends = self._ends  # and not all of this: who keeps the model for later would keep the job for ever
+        """The layer function of the model, which raises `_Cancelled` once the thread is being closed."""
+        # The inner function holds the event, and not `self`. Otherwise whoever keeps the model would keep
+        # the job.
+        is_cancelled = self._is_cancelled
 
-        def checked(*args: Any) -> Any:
-            if ends.is_set():
+        def layer_unless_cancelled(*args: Any) -> Any:
+            if is_cancelled.is_set():
                 raise _Cancelled
             return layer(*args)
 
-        return checked
+        return layer_unless_cancelled
 
-    def _begin(self) -> None:
-        on_gpu = self._stream is not None  # where threads of the host only bring it what it computes with
+    def _set_up_thread(self) -> None:
+        """Set the number of threads and the priority of the evaluation thread, in that thread."""
+        on_gpu = self._stream is not None
         if not on_gpu:
             ops.serial_here()
-        if on_gpu or not (isinstance(self._job.model, GNN) and self._job.model.is_fused):
-            torch.set_num_threads(self._threads)  # of this thread only
+        is_fused = isinstance(self._job.model, GNN) and self._job.model.is_fused
+        if on_gpu or not is_fused:
+            # Torch keeps this number per thread.
+            torch.set_num_threads(self._num_torch_threads)
         give_way()
 
     def _serve(self) -> None:
-        while (asked := self._asked.get()) is not None and not self._ends.is_set():
-            epoch, given = asked
+        """Answer requests until one fails or the thread is closed. Runs in the evaluation thread."""
+        while (request := self._requests.get()) is not None and not self._is_cancelled.is_set():
+            epoch, source = request
             try:
-                found, seconds = self._wait_for(given) if isinstance(given, PendingInference) else self._evaluate(given)
-                self._told.put({"epoch": epoch, "metrics": found, "seconds": seconds})
+                if isinstance(source, PendingInference):
+                    metrics, seconds = self._wait_for(source)
+                else:
+                    metrics, seconds = self._evaluate(source)
+                self._answers.put(Evaluation(epoch=epoch, split="valid", metrics=metrics, seconds=seconds))
             except _Cancelled:
                 return
-            except ValueError as error:  # the user's to put right
-                self._told.put(error)
+            except ValueError as error:
+                # The message already says what the user can change.
+                self._answers.put(error)
                 return
             except Exception as error:
                 sentence = " ".join(str(error).split())
                 failure = EvaluationError(f"evaluation after epoch {epoch} failed: {type(error).__name__}: {sentence}")
                 failure.__cause__ = error
-                self._told.put(failure)
+                self._answers.put(failure)
                 return
 
     def _evaluate(self, buffer: WeightsBuffer) -> tuple[dict[str, float], float]:
+        """Load the weights of a buffer, and evaluate them. Returns (metrics, seconds)."""
         started = time.perf_counter()
         with self._stream_after(buffer):
             self._job.module.load_state_dict(buffer.weights)
-            found = self._measure(self._job)
-        return found, time.perf_counter() - started
+            metrics = self._measure(self._job)
+        return metrics, time.perf_counter() - started
 
-    def _wait_for(self, launched: PendingInference) -> tuple[dict[str, float], float]:
+    def _wait_for(self, pending: PendingInference) -> tuple[dict[str, float], float]:
+        """Wait for the outputs of a launched evaluation, and measure them.
+
+        Returns (metrics, seconds). The seconds are those of the GPU and of measuring.
+        """
         assert self._labels is not None
-        (scores, on_gpu_s), waited = launched.wait(), time.perf_counter()
-        trace.tell("infer.layer", waited - on_gpu_s, on_gpu_s)
-        found = infer.measure(self._job.data, scores, self._labels)
-        return found, on_gpu_s + time.perf_counter() - waited
+        scores, on_gpu_s = pending.wait()
+        scores_came = time.perf_counter()
+        trace.tell("infer.layer", scores_came - on_gpu_s, on_gpu_s)
+        metrics = infer.measure(self._job.data, scores, self._labels)
+        return metrics, on_gpu_s + time.perf_counter() - scores_came
 
     @contextmanager
     def _stream_after(self, buffer: WeightsBuffer) -> Iterator[None]:
-        """On a GPU, the stream that evaluates, once the weights are in the room."""
+        """On a GPU: a context of the evaluation stream, which waits for the weights in the buffer."""
         if buffer.filled is None:
             yield
             return
+        # The lock: a capture in another thread fails if this thread synchronises with the device meanwhile.
         with streams.capture_lock, torch.cuda.device(self._job.device), torch.cuda.stream(self._stream):
             self._stream.wait_event(buffer.filled)
             yield
 
 
 class AsyncEvaluator(Evaluator):
-    """A thread evaluates, and training goes on.
+    """Evaluates in a thread while training continues.
 
-    What is trained before a result says that the run has ended is dropped, so that the run is the one that would have
-    waited. The first rank has the thread; results come to all ranks together, at the end of an epoch. On a CPU, where
-    training would have to wait for the thread, it takes over some of the evaluations instead.
+    The first rank owns the thread. All ranks keep snapshots, and get results together at the end of an
+    epoch. A single rank gets them between steps too. On a CPU, where training would have to wait for the
+    thread, training evaluates some of the snapshots itself.
+
+    The training thread calls all methods.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         exact = trainer.settings.inference == "exact"
         self.measure = Measure(trainer.method, exact=exact, **trainer.chunks)
-        self.free: list[WeightsBuffer] = []
-        """Rooms whose weights nobody needs any more."""
+        self.free_buffers: list[WeightsBuffer] = []
+        """Buffers to fill again: the results of their weights were acted on."""
         self.thread: EvaluationThread | None = None
-        self.asked: set[int] = set()
-        """Epochs that the thread has been asked to evaluate."""
-        self.results: dict[int, dict[str, Any]] = {}
-        """By epoch, what has come and is to be acted on after those before it."""
-        self.first = contextlib.ExitStack()
+        """On the first rank, from `begin` to `close`, if there is anything to evaluate."""
+        self.submitted: set[int] = set()
+        """Epochs that the thread has been asked to evaluate, and has not answered."""
+        self.results: dict[int, Evaluation] = {}
+        """By epoch: evaluations that are done, and wait for those of earlier epochs."""
+        self._training_stream = contextlib.ExitStack()
+        """On a GPU: the stream in which training runs, from `__enter__` to `__exit__`."""
 
     def __enter__(self) -> AsyncEvaluator:
-        if self.trainer.device.type == "cuda":  # which training and the thread share
-            self.first.enter_context(streams.high_priority_stream(self.trainer.device))
+        if self.trainer.device.type == "cuda":
+            # Training and the thread share the GPU. Kernels of training go first.
+            self._training_stream.enter_context(streams.high_priority_stream(self.trainer.device))
         return self
 
     def __exit__(self, *error: object) -> None:
-        with self.first:
+        with self._training_stream:
             self.close()
 
     @property
     def can_help(self) -> bool:
-        """Whether training may evaluate too, rather than wait: a GPU may have no memory for two at once."""
+        """Whether training may evaluate instead of waiting. A GPU may lack memory for two evaluations."""
         return self.trainer.device.type == "cpu"
 
     def begin(self) -> Iterator[Result]:
-        trainer, left = self.trainer, self.waiting.pop_restored()
-        goes_on = trainer.stop_reason is None and trainer.position.epoch <= trainer.settings.epochs
-        if trainer.world.rank == 0 and trainer.has("valid") and (goes_on or left):
+        trainer = self.trainer
+        restored = self.waiting.pop_restored()
+        will_train = trainer.stop_reason is None and trainer.position.epoch <= trainer.settings.epochs
+        if trainer.world.rank == 0 and trainer.has("valid") and (will_train or restored):
             self.thread = EvaluationThread(self.measure, trainer.job)
-        for state in left:
-            self._take(state["epoch"], state["weights"], state["reason"])
+        for state in restored:
+            self._take_snapshot(state["epoch"], state["weights"], state["reason"])
         yield from ()
 
     def validate(self, epoch: int) -> Iterator[Result]:
@@ -261,11 +331,11 @@ class AsyncEvaluator(Evaluator):
             with trace.span("evaluate.wait"):
                 yield from self._collect(wait=True)
         with trace.span("evaluate.snapshot"):
-            self._take(epoch, self.trainer.model.state_dict(), self.trainer.stop_reason)
+            self._take_snapshot(epoch, self.trainer.model.state_dict(), self.trainer.stop_reason)
 
     def poll(self, *, between_steps: bool = False) -> Iterator[Result]:
         if between_steps and self.trainer.world.size > 1:
-            self._listen()
+            self._serve_thread()
         else:
             yield from self._collect()
 
@@ -276,98 +346,123 @@ class AsyncEvaluator(Evaluator):
 
     def take_ready(self) -> Iterator[Result]:
         if self.thread is not None:
-            self._listen()
-            yield from self._results(self._in_order())
+            self._serve_thread()
+            yield from self._release(self._ready_evaluations())
 
     def close(self) -> None:
         if self.thread is not None:
             self.thread.close()
         self.thread = None
-        self.free.clear()
+        self.free_buffers.clear()
 
-    def _take(self, epoch: int, weights: Mapping[str, Tensor], reason: str | None) -> None:
-        """A snapshot, to be evaluated in its turn."""
-        buffer = self.free.pop() if self.free else WeightsBuffer(self.trainer.model.state_dict())
+    def _take_snapshot(self, epoch: int, weights: Mapping[str, Tensor], reason: str | None) -> None:
+        """Copy weights into a buffer, and append the snapshot to those that wait.
+
+        reason: why training was to stop after that epoch, if it was.
+        """
+        buffer = self.free_buffers.pop() if self.free_buffers else WeightsBuffer(self.trainer.model.state_dict())
         buffer.fill(weights)
         self.waiting.snapshots.append(Snapshot(epoch, buffer, reason))
-        self._listen()
+        self._serve_thread()
 
-    def _listen(self, *, wait: bool = False) -> None:
-        """Take the thread's answers, and keep it busy."""
+    def _serve_thread(self, *, wait: bool = False) -> None:
+        """Take the results of the thread, and submit the next snapshots. Nothing happens without a thread.
+
+        wait: whether to wait for a result.
+        """
         if self.thread is None:
             return
-        for answer in self.thread.results(wait=wait):
-            self.asked.discard(answer["epoch"])
-            self.results[answer["epoch"]] = answer
-        if not self.asked:
+        for evaluation in self.thread.results(wait=wait):
+            self.submitted.discard(evaluation.epoch)
+            self.results[evaluation.epoch] = evaluation
+        if not self.submitted:
             self.thread.prepare()
-        buffer = self.thread.max_pending - len(self.asked) if self.thread.is_ready else 0
-        for snapshot in self._unstarted()[: max(0, buffer)]:
+        num_free = self.thread.max_pending - len(self.submitted) if self.thread.is_ready else 0
+        for snapshot in self._unstarted()[: max(0, num_free)]:
             self.thread.submit(snapshot.epoch, snapshot.buffer)
-            self.asked.add(snapshot.epoch)
+            self.submitted.add(snapshot.epoch)
 
     def _unstarted(self) -> list[Snapshot]:
-        """What nobody has begun to evaluate, the oldest first."""
-        return [one for one in self.waiting.snapshots if one.epoch not in self.asked and one.epoch not in self.results]
+        """Snapshots that are neither submitted nor evaluated, oldest first."""
+        return [
+            snapshot
+            for snapshot in self.waiting.snapshots
+            if snapshot.epoch not in self.submitted and snapshot.epoch not in self.results
+        ]
 
-    def _in_order(self) -> list[dict[str, Any]]:
-        """Results that can be acted on: those of the oldest epochs, as far as they have come."""
-        come = itertools.takewhile(lambda one: one.epoch in self.results, self.waiting.snapshots)
-        return [self.results[one.epoch] for one in come]
+    def _ready_evaluations(self) -> list[Evaluation]:
+        """Evaluations of the oldest snapshots, up to the first that is not done: they can be acted on."""
+        evaluations = []
+        for snapshot in self.waiting.snapshots:
+            if snapshot.epoch not in self.results:
+                break
+            evaluations.append(self.results[snapshot.epoch])
+        return evaluations
 
     def _collect(self, *, wait: bool = False) -> Iterator[Result]:
-        """Results in their order. wait: at least one, if need be by evaluating here what nobody has begun."""
+        """The results that are ready, on all ranks, in the order of the epochs. All ranks call together.
+
+        wait: whether to wait for at least one, or evaluate one here if nobody has begun it.
+        """
+        # The same on all ranks: each keeps snapshots of the same epochs.
         if not self.waiting.snapshots:
             return
-        self._listen()
-        while wait and self.thread is not None and not self._in_order():
-            left = self._unstarted()
-            if left and self.can_help:
-                self.results[left[0].epoch] = self._evaluate_here(left[0])
-                self._listen()
+        self._serve_thread()
+        while wait and self.thread is not None and not self._ready_evaluations():
+            unstarted = self._unstarted()
+            if unstarted and self.can_help:
+                self._evaluate_in_trainer(unstarted[0])
+                self._serve_thread()
             else:
-                self._listen(wait=True)
-        yield from self._results(self.trainer.world.broadcast_object(self._in_order()))
+                self._serve_thread(wait=True)
+        records = self.trainer.world.broadcast_object([vars(evaluation) for evaluation in self._ready_evaluations()])
+        yield from self._release([Evaluation(**record) for record in records])
 
-    def _evaluate_here(self, snapshot: Snapshot) -> dict[str, Any]:
-        trainer, started = self.trainer, time.perf_counter()
+    def _evaluate_in_trainer(self, snapshot: Snapshot) -> None:
+        """Evaluate a snapshot in the training thread, with the trainer's own model."""
+        trainer = self.trainer
+        started = time.perf_counter()
         with preserve_weights(trainer.model):
             trainer.model.load_state_dict(snapshot.buffer.weights)
-            found = self.measure(trainer.job)
-        return {"epoch": snapshot.epoch, "metrics": found, "seconds": time.perf_counter() - started}
+            metrics = self.measure(trainer.job)
+        seconds = time.perf_counter() - started
+        self.results[snapshot.epoch] = Evaluation(epoch=snapshot.epoch, split="valid", metrics=metrics, seconds=seconds)
 
-    def _results(self, answers: Sequence[Mapping[str, Any]]) -> Iterator[Result]:
-        """The results of the oldest snapshots, one by one. The weights of one are there until the next is asked for."""
-        for answer in answers:
+    def _release(self, evaluations: Sequence[Evaluation]) -> Iterator[Result]:
+        """The results of the oldest snapshots, one by one.
+
+        The weights of a result are valid until the next one is asked for, which frees their buffer.
+        """
+        for evaluation in evaluations:
             snapshot = self.waiting.snapshots.popleft()
-            assert answer["epoch"] == snapshot.epoch
+            assert evaluation.epoch == snapshot.epoch
             self.results.pop(snapshot.epoch, None)
-            found = {"metrics": answer["metrics"], "seconds": answer["seconds"]}
-            evaluation = Evaluation(epoch=snapshot.epoch, split="valid", **found)
-            yield Result(evaluation, snapshot.buffer.weights, snapshot.reason)
-            self.free.append(snapshot.buffer)
+            yield Result(evaluation, weights=snapshot.buffer.weights, reason=snapshot.reason)
+            self.free_buffers.append(snapshot.buffer)
 
 
-def check_async(trainer: Trainer, *, own_way: bool) -> None:
-    """Refuse what could not be evaluated beside training, or not with the same result.
+def check_async(trainer: Trainer, *, overrides_evaluate: bool) -> None:
+    """Refuse a run that cannot be evaluated asynchronously, or not with the result of blocking evaluation.
 
-    own_way: whether the trainer is of a class that overrides `evaluate`.
+    overrides_evaluate: whether the trainer is of a class that overrides `evaluate`.
     """
     if isinstance(trainer.data, ShardedData):
         raise ValueError(
-            "evaluate=async needs the whole graph in one process: open the dataset uncut, or set evaluate=blocking"
+            "evaluate=async needs the whole graph in one process, and this dataset is one shard of it: open the "
+            "dataset that was partitioned, or set evaluate=blocking"
         )
     if trainer.test_step is not None:
         raise ValueError(
             "evaluate=async cannot run test_step=, since its random draws would change those of training: set "
             "evaluate=blocking"
         )
-    if own_way:
+    if overrides_evaluate:
         raise ValueError(
             f"evaluate=async evaluates a copy of the model, without {type(trainer).__name__}.evaluate: set "
             "evaluate=blocking"
         )
     if trainer.work.keep_rows is not None:
         raise ValueError(
-            "evaluate=async leaves no rows for training: set method.refresh_every=1, or set evaluate=blocking"
+            f"{type(trainer.method).__name__} takes embeddings from exact evaluation here, and evaluate=async leaves "
+            "none: set method.refresh_every=1, or set evaluate=blocking"
         )

@@ -1,4 +1,4 @@
-"""The best weights of a run, kept by a callback."""
+"""The callback that keeps the best weights of a run, in memory and in the run folder."""
 
 from __future__ import annotations
 
@@ -18,25 +18,36 @@ if TYPE_CHECKING:
 
 
 class KeepWeights(Callback):
-    """The best and the last weights as `state_dict`s of the user's model, in memory and in the run folder.
+    """Keeps the best weights, and writes best.pt and last.pt as `state_dict`s of the user's model.
 
-    Best is by the validation metric; without one, the last weights are the best.
+    The validation metric decides which weights are the best. Without one, the last weights are the best.
+
+    folder: the run folder. None: nothing is written.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self.best: dict[str, Tensor] | None = None
-        self.best_value, self.best_epoch = -math.inf, 0
+        """A copy of the best weights, on the device of the model. None before the first validation."""
+        self.best_value = -math.inf
+        """The score of the best weights (`Trainer.score`): higher is better."""
+        self.best_epoch = 0
 
     def state(self) -> dict[str, Any]:
         return {"best": self.best, "best_value": self.best_value, "best_epoch": self.best_epoch}
 
     def restore_state(self, state: dict[str, Any]) -> None:
-        self.best, self.best_value, self.best_epoch = state["best"], state["best_value"], state["best_epoch"]
+        self.best = state["best"]
+        self.best_value = state["best_value"]
+        self.best_epoch = state["best_epoch"]
 
     def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        if evaluation.split == "valid" and trainer.score(evaluation.metrics) > self.best_value:
-            self.best_value, self.best_epoch = trainer.score(evaluation.metrics), evaluation.epoch
+        if evaluation.split != "valid":
+            return
+        score = trainer.score(evaluation.metrics)
+        if score > self.best_value:
+            self.best_value = score
+            self.best_epoch = evaluation.epoch
             self.best = copy_weights(trainer.evaluated_weights())
             self._save("best.pt", self.best)
 
@@ -44,12 +55,15 @@ class KeepWeights(Callback):
         self.save_last(trainer)
 
     def save_last(self, trainer: Trainer) -> None:
-        """The weights as they are, as the last ones."""
+        """Write the weights that the model has now as last.pt."""
         if self.folder is not None:
             self._save("last.pt", trainer.model.state_dict())
 
     def restore(self, trainer: Trainer, last_epoch: int) -> int:
-        """Load the best weights into the model; returns their epoch."""
+        """Load the best weights into the model. Returns their epoch.
+
+        last_epoch: the epoch of the weights that the model has, which are the best without validation.
+        """
         if self.best is None:
             self._save("best.pt", trainer.model.state_dict())
             return last_epoch
@@ -57,10 +71,13 @@ class KeepWeights(Callback):
         return self.best_epoch
 
     def _save(self, name: str, weights: dict[str, Any]) -> None:
+        """Replace a file of weights in the run folder, if there is a folder."""
         if self.folder is None:
             return
         try:
             with replacing(self.folder / name) as file:
                 torch.save(weights, file)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-            raise ValueError(f"cannot write {self.folder / name}: {error}; free space or choose out=") from error
+            raise ValueError(
+                f"cannot write {self.folder / name} ({error}): free some space, or choose another folder with out="
+            ) from error

@@ -1,4 +1,9 @@
-"""What happens around training: five hooks, and the callbacks that the library itself uses."""
+"""Callbacks: the five hooks of a run, what they are called with, and early stopping.
+
+The trainer calls the hooks of all callbacks in order: the user's first, then those that the settings add.
+The library writes its reports, progress and best weights by the same hooks (`report_callbacks`,
+`best_weights`).
+"""
 
 from __future__ import annotations
 
@@ -21,12 +26,15 @@ class StepEnd:
     """An optimizer step, as `Callback.on_step_end` gets it."""
 
     epoch: int
+    """The epoch of the step, counted from 1."""
     step: int
-    """Counted from 1 over the whole run."""
+    """The number of the step, counted from 1 over the whole run."""
     loss: Tensor
-    """Mean loss over the step's seeds, a detached scalar (reading it on a GPU waits for the step)."""
+    """[]: mean loss over the step's seeds, detached. With several ranks, this rank's share of it: the sum
+    over the ranks is the mean. Reading it on a GPU synchronises."""
     size: float
-    """Seeds in the step; with `Historical(compensate=True)` the share of all seeds that its batches stand for."""
+    """Number of seeds in the step, over all ranks. With `Historical(compensate=True)`: the share of all
+    seeds that the step's batches stand for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,17 +42,23 @@ class EpochEnd:
     """A finished epoch, as `Callback.on_epoch_end` gets it and `Run.history` lists it."""
 
     epoch: int
+    """The epoch, counted from 1."""
     loss: float
+    """Mean training loss over the seeds of all ranks."""
     lr: float
+    """Learning rate of the optimizer's first parameter group."""
     seconds: float
+    """Seconds of training, without evaluation."""
     seeds_per_s: float
+    """Seeds trained per second, over all ranks."""
     slowest_stage: str
-    """The stage with the most work."""
+    """The stage with the most seconds in `work`."""
     stages: dict[str, float] = field(default_factory=dict)
-    """Seconds from the beginning to the end of each stage, summed over threads; `wait` is for batches."""
+    """Seconds from start to end of each stage, summed over threads. `wait`: training waited for batches."""
     work: dict[str, float] = field(default_factory=dict)
-    """Seconds of each stage's own work: without waiting for batches, and without a thread's waiting for a core."""
+    """Seconds of each stage's own work, without the time in which it waited for batches or for a core."""
     counters: dict[str, float] = field(default_factory=dict)
+    """Counters of the library over the epoch, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +66,13 @@ class Evaluation:
     """Metrics of one split, as `Callback.on_evaluate_end` gets them and `Run.evaluations` lists them."""
 
     epoch: int
+    """The epoch whose weights were evaluated."""
     split: str
+    """The split: "train", "valid" or "test"."""
     metrics: dict[str, float]
+    """Values by the names of the metrics. The first metric chooses the best weights."""
     seconds: float
+    """Seconds that the evaluation took."""
 
 
 @dataclass(kw_only=True)
@@ -75,61 +93,72 @@ class Run:
     """
 
     epochs: int = 0
-    """Epochs trained."""
+    """Number of epochs trained."""
     best_epoch: int = 0
     """The epoch whose weights the model holds now."""
     reason: str = ""
     """Why training ended."""
     finished: bool = False
-    """Whether it ended of itself, rather than by an error or an interruption."""
+    """Whether training ended by itself, rather than by an error or an interruption."""
     valid: float = math.nan
-    """The metric on the validation split, at the best epoch."""
+    """The metric on the validation split, at the best epoch. NaN without such a split."""
     test: float = math.nan
-    """The metric on the test split, at the best epoch, exact."""
+    """The metric on the test split, at the best epoch, exact. NaN without such a split."""
     metric: str = ""
+    """Name of the metric of `valid` and `test`."""
     history: list[EpochEnd] = field(default_factory=list)
+    """One entry per epoch."""
     evaluations: list[Evaluation] = field(default_factory=list)
+    """One entry per evaluation, the final test last."""
     stages: list[RegionStatistics] = field(default_factory=list)
+    """Times of each stage over all epochs."""
     folder: Path | None = None
+    """The run folder. None: nothing was written."""
     rank: int = 0
-    """Which of the processes that trained together this is from; all have the same numbers."""
+    """The rank of the process that returned this object. All ranks have the same numbers."""
     dropped: int = 0
-    """Epochs trained, the last perhaps in part, while the evaluation that ended the run went on; they left nothing."""
+    """Number of epochs trained during the evaluation that ended the run, the last perhaps in part. They
+    were dropped."""
     seconds: float = 0.0
-    """Of the whole run, with what it took before it was resumed."""
+    """Seconds of the whole run, with those before it was resumed."""
     peak_bytes: dict[str, int] = field(default_factory=dict)
-    """The largest memory of the process: "host" is resident memory, "device" what torch reserved of the GPU."""
+    """Peak memory of the process, in bytes. "host": resident memory. "device": memory of the GPU that torch
+    reserved."""
 
     def __repr__(self) -> str:
-        where = "" if self.folder is None else f", folder={str(self.folder)!r}"
-        scores = [
-            f"{split} {self.metric} {value:.4f}"
-            for split, value in (("valid", self.valid), ("test", self.test))
-            if not math.isnan(value)
-        ]
-        return f"Run({', '.join([f'{self.epochs} epochs', f'best epoch {self.best_epoch}', *scores])}{where})"
+        parts = [f"{self.epochs} epochs", f"best epoch {self.best_epoch}"]
+        for split, value in (("valid", self.valid), ("test", self.test)):
+            if not math.isnan(value):
+                parts.append(f"{split} {self.metric} {value:.4f}")
+        if self.folder is not None:
+            parts.append(f"folder={str(self.folder)!r}")
+        return f"Run({', '.join(parts)})"
 
     def __str__(self) -> str:
-        """The result as a table: metrics, time by part, memory, where the run lies."""
-        # Without validation no epoch is known to be the best.
+        """The result as a table: metrics, time by part, peak memory and the run folder."""
+        # Without validation no epoch is known to be the best, so only their number is shown.
         rows = [("epochs", str(self.epochs))]
         if not math.isnan(self.valid):
             rows = [("best epoch", f"{self.best_epoch} of {self.epochs}")]
-        for split, value, how in (("valid", self.valid, ""), ("test", self.test, " (exact: over every edge)")):
-            name = f"{split} {self.metric}".strip()
-            rows.append((name, f"none: the dataset has no {split} split" if math.isnan(value) else f"{value:.4f}{how}"))
-        rows.append(("time", ", ".join(f"{name} {_seconds(s)}" for name, s in self.time_by_part().items())))
-        sizes = {"host": "{} on the host (with Python and torch)", "device": "{} on the GPU"}
-        rows.append(("peak memory", ", ".join(sizes[p].format(format_size(n)) for p, n in self.peak_bytes.items())))
+        for split, value, remark in (("valid", self.valid, ""), ("test", self.test, " (exact: over every edge)")):
+            has_split = not math.isnan(value)
+            cell = f"{value:.4f}{remark}" if has_split else f"none: the dataset has no {split} split"
+            rows.append((f"{split} {self.metric}".strip(), cell))
+
+        times = [f"{name} {format_seconds(seconds)}" for name, seconds in self.time_by_part().items()]
+        rows.append(("time", ", ".join(times)))
+        phrases = {"host": "{} on the host (with Python and torch)", "device": "{} on the GPU"}
+        sizes = [phrases[place].format(format_size(num_bytes)) for place, num_bytes in self.peak_bytes.items()]
+        rows.append(("peak memory", ", ".join(sizes)))
         if self.folder is not None:
             rows.append(("run folder", f"{self.folder} (open report.html)"))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
     def time_by_part(self) -> dict[str, float]:
-        """Seconds of the whole run, of training and evaluation, and of the rest, such as starting and checkpoints.
+        """Seconds by part: "total", "training", "evaluation", and "rest", such as checkpoints.
 
-        Asynchronous evaluation takes place during training: the parts are then more than the whole.
+        Asynchronous evaluation runs during training. Then the parts add up to more than the total.
         """
         trained_s = sum(epoch.seconds for epoch in self.history)
         evaluated_s = sum(evaluation.seconds for evaluation in self.evaluations)
@@ -137,9 +166,16 @@ class Run:
         return {"total": self.seconds, "training": trained_s, "evaluation": evaluated_s, "rest": rest_s}
 
 
-def _seconds(seconds: float) -> str:
-    """Seconds to three digits or so, always in this unit: epochs are compared downwards."""
-    return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s" if seconds < 100 else f"{seconds:,.0f} s"
+def format_seconds(seconds: float) -> str:
+    """Seconds with about three digits.
+
+    Always in seconds, because lines of epochs are compared with each other.
+    """
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    return f"{seconds:,.0f} s"
 
 
 class Callback:
@@ -151,7 +187,8 @@ class Callback:
         on_evaluate_end  after every evaluation of a split, with an `Evaluation`
         on_fit_end       once, with the `Run`
 
-    `trainer.stop("why")` in any hook ends training after the current epoch. Every rank calls its own callbacks.
+    `trainer.stop("why")` in any hook ends training after the current epoch. Every rank calls its own
+    callbacks.
 
     Raises:
         TypeError: A subclass has a method `on_...` that is no hook, and would never be called.
@@ -185,13 +222,13 @@ class Callback:
     """
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Refuse a misspelt hook, which would never be called."""
+        """Refuse a method `on_...` that is no hook: it is misspelt, and would never be called."""
         super().__init_subclass__(**arguments)
         hooks = [name for name in vars(Callback) if name.startswith("on_")]
         for name in vars(cls):
             if name.startswith("on_") and name not in hooks:
-                hint = nearest(name, hooks) or f" The hooks are {', '.join(hooks)}."
-                raise TypeError(f"{cls.__name__} has a method '{name}', and there is no such hook.{hint}")
+                advice = nearest(name, hooks) or f" The hooks are {', '.join(hooks)}."
+                raise TypeError(f"{cls.__name__} has a method '{name}', and there is no such hook.{advice}")
 
     def on_fit_start(self, trainer: Trainer) -> None: ...
     def on_step_end(self, trainer: Trainer, step: StepEnd) -> None: ...
@@ -201,11 +238,11 @@ class Callback:
         """Called once at the end, also when training failed or was interrupted (`run.reason` says so)."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it: tensors, numbers, strings, lists and dicts of these."""
+        """The state that checkpoints store: tensors, numbers, strings, lists and dicts of these."""
         return {}
 
     def restore_state(self, state: dict[str, Any]) -> None:
-        """Called with what `state` returned, after `on_fit_start` of a run that goes on."""
+        """Called with what `state` returned, after `on_fit_start` of a run that is resumed."""
 
 
 class EarlyStop(Callback):
@@ -230,25 +267,34 @@ class EarlyStop(Callback):
         self.patience = patience
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self.best, self.best_epoch, self.waited = -math.inf, 0, 0
+        # Scores, which are negated metrics if lower is better (`Trainer.score`).
+        self.best = -math.inf
+        self.best_epoch = 0
+        # Evaluations since the best one.
+        self.waited = 0
 
     def state(self) -> dict[str, Any]:
         return {"best": self.best, "best_epoch": self.best_epoch, "waited": self.waited}
 
     def restore_state(self, state: dict[str, Any]) -> None:
-        self.best, self.best_epoch, self.waited = state["best"], state["best_epoch"], state["waited"]
+        self.best = state["best"]
+        self.best_epoch = state["best_epoch"]
+        self.waited = state["waited"]
 
     def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
         if evaluation.split != "valid":
             return
         score = trainer.score(evaluation.metrics)
         if score > self.best:
-            self.best, self.best_epoch, self.waited = score, evaluation.epoch, 0
+            self.best = score
+            self.best_epoch = evaluation.epoch
+            self.waited = 0
             return
         self.waited += 1
         if self.waited >= self.patience:
-            rises = trainer.best_is == "max"
-            bound = f"risen above {self.best:.4f}" if rises else f"fallen below {-self.best:.4f}"
+            higher_is_better = trainer.best_is == "max"
+            change = f"risen above {self.best:.4f}" if higher_is_better else f"fallen below {-self.best:.4f}"
             trainer.stop(
-                f"validation {trainer.metric} has not {bound} (epoch {self.best_epoch}) for {self.patience} evaluations"
+                f"validation {trainer.metric} has not {change} (epoch {self.best_epoch}) "
+                f"for {self.patience} evaluations"
             )

@@ -1,4 +1,21 @@
-"""Checkpoints: all that a run needs to go on as if it had never stopped, in one file that is whole or not there."""
+"""Checkpoints: all that a run needs to resume as if it had never stopped, in one file.
+
+    to save      snapshot(trainer, run) -> state -> write: replaces the file in one step, so it is always whole
+    to resume    read_together -> state -> check_identity: refuses another run -> restore(trainer, state)
+
+A state is a dict of tensors and plain values. It holds the model, the optimizer, the schedule, random
+states, the position within the epoch, results so far, and the states of callbacks, of the method's work and
+of the ranks.
+
+The file is a header line, then what `torch.save` wrote:
+
+    hopline-checkpoint SHA256 NUM_BYTES\\n
+    payload
+
+The checksum is compared before anything is loaded, and loading executes nothing (`weights_only`).
+
+`Checkpoints` decides when to write: by time, at the end of training, and after a signal.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +23,7 @@ import hashlib
 import io
 import time
 import zlib
+from collections import deque
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -32,77 +50,96 @@ if TYPE_CHECKING:
     from hopline.training.trainer import Trainer
 
 FILE = "checkpoint.pt"
+"""Name of the checkpoint in a run folder."""
 FORMAT = 1
+"""Version of the format. A checkpoint with another one is refused."""
 MAX_TIME_SHARE = 0.02
-"""Of the time of a run, what checkpoints may take."""
+"""Largest share of the time of a run that writing checkpoints may take. A rule of thumb."""
 _MAGIC = b"hopline-checkpoint"
+"""First word of the file."""
 
 
 @dataclass
 class Position:
-    """How far a run has come: which epoch it is in, and what of that is done."""
+    """How far a run has come: its current epoch, and how much of that is done."""
 
     epoch: int = 1
+    """The current epoch, counted from 1. One more than the last epoch: all are trained."""
     units: int = 0
-    """Units of work whose gradients are in the weights."""
+    """Units of this epoch that this rank has trained, empty ones included (`rank_steps.NoUnit`)."""
     seeds: float = 0
+    """Seeds of this epoch that all ranks have trained."""
     loss_sum: Tensor | float = 0.0
-    """Over these seeds."""
+    """Sum of this rank's loss over these seeds. A float64 scalar on the device once a step is done."""
     seconds: float = 0.0
+    """Seconds that this epoch has taken so far."""
 
 
 def snapshot(trainer: Trainer, run: Run) -> dict[str, Any]:
-    """All that decides how a run goes on."""
+    """The state of a run, for a checkpoint. All ranks must call this together."""
     world = trainer.world
-    position = vars(trainer.position) | {"loss_sum": torch.as_tensor(trainer.position.loss_sum).detach().cpu()}
-    if world.size > 1:  # each rank's own sum, so that it goes on with the very number
-        own = [float(position["loss_sum"]) if rank == world.rank else 0.0 for rank in range(world.size)]
-        position["loss_sum"] = torch.tensor(world.sum(own), dtype=torch.float64)
+    loss_sum = torch.as_tensor(trainer.position.loss_sum).detach().cpu()
+    if world.size > 1:
+        # [num_ranks]: the sum of each rank, so that each resumes with the same bits.
+        sum_by_rank = [0.0] * world.size
+        sum_by_rank[world.rank] = float(loss_sum)
+        loss_sum = torch.tensor(world.sum(sum_by_rank), dtype=torch.float64)
+    has_validated = any(evaluation.split == "valid" for evaluation in run.evaluations)
     return {
         "identity": trainer.identity(),
         "model": trainer.model.state_dict(),
         "optimizer": trainer.optimizer.state_dict(),
         "schedule": trainer.schedule.state_dict(),
         "rng": random_states(),
-        "position": position,
+        "position": vars(trainer.position) | {"loss_sum": loss_sum},
         "num_steps": trainer.num_steps,
         "stop_reason": trainer.stop_reason,
         "metric": trainer.metric,
-        "best_is": trainer.best_is if any(one.split == "valid" for one in run.evaluations) else None,
+        "best_is": trainer.best_is if has_validated else None,
         "history": [asdict(epoch) for epoch in run.history],
         "evaluations": [asdict(evaluation) for evaluation in run.evaluations],
         "callbacks": [[type(callback).__name__, callback.state()] for callback in trainer.active],
         "work": trainer.work.state_dict(),
-        "ranks": _gathered(_of_rank(trainer), trainer),
+        "ranks": _gather_rank_states(_rank_state(trainer), trainer),
     }
 
 
-def _of_rank(trainer: Trainer) -> dict[str, Any]:
-    """What a rank has of its own: what gradients remember, and where ranks step apart, its weights too."""
-    remembered = trainer.gradients.state_dict()
-    if not isinstance(remembered, dict):
-        raise ValueError(
-            f"{type(trainer.gradients).__name__}.state_dict returned a {type(remembered).__name__}: return a dict"
-        )
-    own: dict[str, Any] = {"gradients": remembered} if remembered else {}
+def _rank_state(trainer: Trainer) -> dict[str, Any]:
+    """The state of this rank alone: of its gradients, and its weights if ranks have different ones."""
+    gradients_state = trainer.gradients.state_dict()
+    if not isinstance(gradients_state, dict):
+        name = type(trainer.gradients).__name__
+        raise ValueError(f"{name}.state_dict returned a {type(gradients_state).__name__}: return a dict")
+    state: dict[str, Any] = {}
+    if gradients_state:
+        state["gradients"] = gradients_state
     if trainer.gradients.local:
-        own |= {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
-    return own
+        state["model"] = trainer.model.state_dict()
+        state["optimizer"] = trainer.optimizer.state_dict()
+    return state
 
 
-def _gathered(own: dict[str, Any], trainer: Trainer) -> list[dict[str, Any]]:
-    """What every rank has of its own, in the first rank; an empty list where it is nothing, on any rank."""
+def _gather_rank_states(state: dict[str, Any], trainer: Trainer) -> list[dict[str, Any]]:
+    """On the first rank: the states of all ranks, by rank.
+
+    An empty list on other ranks, and if all are empty.
+    """
     world = trainer.world
-    if type(trainer.gradients) is Gradients or not world.any(bool(own)):
+    if type(trainer.gradients) is Gradients or not world.any(bool(state)):
         return []
     buffer = io.BytesIO()
-    torch.save(own, buffer)
+    torch.save(state, buffer)
     content = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-    sent = world.all_to_all([content, *[content[:0]] * (world.size - 1)])
+    # Every rank sends all to the first rank, and nothing to the others.
+    nothing = content[:0]
+    contents = world.all_to_all([content, *[nothing] * (world.size - 1)])
     if world.rank > 0:
         return []
     try:
-        return [torch.load(io.BytesIO(part.numpy().tobytes()), weights_only=True, map_location="cpu") for part in sent]
+        return [
+            torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True, map_location="cpu")
+            for content in contents
+        ]
     except Exception as error:  # torch and pickle fail in many ways
         raise ValueError(
             f"{type(trainer.gradients).__name__}.state_dict holds more than tensors and plain values, which no "
@@ -110,45 +147,58 @@ def _gathered(own: dict[str, Any], trainer: Trainer) -> list[dict[str, Any]]:
         ) from error
 
 
-def _restore_rank(trainer: Trainer, own: Mapping[str, Any]) -> None:
-    if "model" in own:
-        trainer.model.load_state_dict(own["model"])
-        trainer.optimizer.load_state_dict(own["optimizer"])
-    if "gradients" in own:
-        trainer.gradients.load_state_dict(own["gradients"])
+def _restore_rank(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    """Restore what `_rank_state` returned on this rank."""
+    if "model" in state:
+        trainer.model.load_state_dict(state["model"])
+        trainer.optimizer.load_state_dict(state["optimizer"])
+    if "gradients" in state:
+        trainer.gradients.load_state_dict(state["gradients"])
 
 
 def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    """The trainer and its run as they were at a snapshot."""
-    position = state["position"]
+    """Put a trainer and its run into the state of a snapshot."""
     trainer.model.load_state_dict(state["model"])
     trainer.optimizer.load_state_dict(state["optimizer"])
-    if ranks := state.get("ranks"):  # of an earlier version there are none
+    # Missing in checkpoints of earlier versions, and empty if ranks have no states of their own.
+    ranks = state.get("ranks")
+    if ranks:
         _restore_rank(trainer, ranks[trainer.world.rank])
     for group in trainer.optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # it is read on the device by a captured step
+        # A captured step reads its rate on the device, and checkpoints are loaded on the CPU.
+        if isinstance(group["lr"], Tensor):
             group["lr"] = group["lr"].to(trainer.device)
     trainer.schedule.load_state_dict(state["schedule"])
+
+    loss_sum = _rank_loss_sum(state["position"]["loss_sum"], trainer.world)
     trainer.take_over(
-        position=Position(**{**position, "loss_sum": _own_sum(position["loss_sum"], trainer.world)}),
+        position=Position(**{**state["position"], "loss_sum": loss_sum}),
         num_steps=state["num_steps"],
         stop_reason=state["stop_reason"],
         metric=state["metric"],
         history=[EpochEnd(**epoch) for epoch in state["history"]],
         evaluations=[Evaluation(**evaluation) for evaluation in state["evaluations"]],
     )
-    waiting = list(state["callbacks"])
-    for callback in trainer.active:  # progress and reports may be on now and have been off then
-        kept = next((one for one in waiting if one[0] == type(callback).__name__), None)
-        if kept is not None:
-            waiting.remove(kept)
-            callback.restore_state(kept[1])
+
+    # By the name of the class, and within a class in order. Not by position: callbacks that show progress
+    # or write reports may be present in only one of the two runs.
+    callback_states: dict[str, deque[dict[str, Any]]] = {}
+    for name, callback_state in state["callbacks"]:
+        callback_states.setdefault(name, deque()).append(callback_state)
+    for callback in trainer.active:
+        states = callback_states.get(type(callback).__name__)
+        if states:
+            callback.restore_state(states.popleft())
     trainer.work.load_state_dict(state["work"])
     restore_random_states(state["rng"])
 
 
-def _own_sum(sums: Tensor | float, world: World) -> Tensor | float:
-    """This rank's part of the loss so far; of another number of ranks, the first takes all of it."""
+def _rank_loss_sum(sums: Tensor | float, world: World) -> Tensor | float:
+    """This rank's part of the loss sum of the epoch so far.
+
+    sums: [] or [num_ranks], one number per rank that wrote the checkpoint. If the number of ranks has
+    changed, the first rank gets all of it.
+    """
     if not isinstance(sums, Tensor) or (sums.dim() == 0 and world.size == 1):
         return sums
     if sums.numel() == world.size:
@@ -157,7 +207,7 @@ def _own_sum(sums: Tensor | float, world: World) -> Tensor | float:
 
 
 def write(path: Path, state: Mapping[str, Any]) -> None:
-    """Put a checkpoint in place of the one at `path` in one step: a kill or a full disk leaves the old one."""
+    """Replace the checkpoint at `path` in one step. A kill or a full disk leaves the old one as it was."""
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, "versions": versions(), **state}, buffer)
     payload = buffer.getvalue()
@@ -174,26 +224,32 @@ def write(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_together(path: Path, world: World) -> dict[str, Any] | None:
-    """The checkpoint that the first rank finds, on every rank; None where there is none."""
-    content, problem = b"", ""
+    """The checkpoint that the first rank finds, on every rank. None if there is none.
+
+    Only the first rank reads the file. It sends the bytes to the others.
+    """
+    content = b""
+    problem = ""
     if world.rank == 0 and path.exists():
         try:
             content = path.read_bytes()
-            parse(content, path)  # what is damaged is not sent around
+            # Raises if the file is damaged, before it is sent to the other ranks.
+            parse(content, path)
         except (OSError, ValueError) as error:
             problem = str(error)
-    size, problem = world.broadcast_object([len(content), problem])
+    num_bytes, problem = world.broadcast_object([len(content), problem])
     if problem:
         raise ValueError(problem)
-    if not size:
+    if not num_bytes:
         return None
-    received = torch.frombuffer(bytearray(content or size), dtype=torch.uint8)
+    buffer = bytearray(content) if world.rank == 0 else bytearray(num_bytes)
+    received = torch.frombuffer(buffer, dtype=torch.uint8)
     world.broadcast_tensors([received])
     return parse(received.numpy().tobytes(), path)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A checkpoint, after its checksum was compared; nothing in it is executed."""
+    """The state in a checkpoint file. Its checksum is compared first, and nothing in it is executed."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -202,40 +258,48 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def parse(content: bytes, path: Path) -> dict[str, Any]:
-    """The bytes of a checkpoint file."""
+    """The state in the bytes of a checkpoint file. path: for messages."""
     header, _, payload = content.partition(b"\n")
     words = header.split()
     if len(words) != 3 or words[0] != _MAGIC:
         raise ValueError(f"{path} is not a hopline checkpoint: remove it, or choose another folder with out=")
-    if words[2] != b"%d" % len(payload) or hashlib.sha256(payload).hexdigest().encode() != words[1]:
-        raise _damaged(path, "its checksum does not match")
+    _, checksum, num_bytes = words
+    if num_bytes != b"%d" % len(payload) or hashlib.sha256(payload).hexdigest().encode() != checksum:
+        raise _damage_error(path, "its checksum does not match")
     try:
         state = torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")
     except Exception as error:  # torch, zip and pickle fail in many ways
-        raise _damaged(path, f"it does not hold plain tensors and values: {type(error).__name__}") from error
+        raise _damage_error(path, f"it does not hold plain tensors and values: {type(error).__name__}") from error
     if not isinstance(state, dict) or "format" not in state:
-        raise _damaged(path, "it does not say its format")
+        raise _damage_error(path, "it does not say its format")
     if state["format"] != FORMAT:
         raise ValueError(f"{path} has format {state['format']}, this version of hopline reads {FORMAT}: train it anew")
     return state
 
 
-def _damaged(path: Path, how: str) -> ValueError:
-    return ValueError(f"{path} is damaged ({how}): restore it, or remove it to begin anew")
+def _damage_error(path: Path, problem: str) -> ValueError:
+    return ValueError(f"{path} is damaged ({problem}): restore it, or remove it to begin anew")
 
 
 def was_recorded(record: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
-    """Whether a line of metrics.jsonl is of what a checkpoint holds; what came after it is trained and told again."""
+    """Whether a line of metrics.jsonl is from before the checkpoint `state`.
+
+    What came after the checkpoint is trained again, and its lines are written again.
+    """
     epoch = record.get("epoch")
     if record.get("event") == "evaluate":
-        return (epoch, record.get("split")) in {(one["epoch"], one["split"]) for one in state["evaluations"]}
+        evaluated = {(evaluation["epoch"], evaluation["split"]) for evaluation in state["evaluations"]}
+        return (epoch, record.get("split")) in evaluated
     return not isinstance(epoch, int) or epoch <= len(state["history"])
 
 
 def is_over(state: Mapping[str, Any], epochs: int) -> bool:
-    """Whether a run of so many epochs has nothing left to train or to validate."""
-    left = any(kept.get("waiting") for name, kept in state["callbacks"] if name == "Waiting")
-    return not left and (state["stop_reason"] is not None or state["position"]["epoch"] > epochs)
+    """Whether a run of `epochs` epochs has nothing left to train or to validate."""
+    must_validate = any(
+        callback_state.get("waiting") for name, callback_state in state["callbacks"] if name == "Waiting"
+    )
+    is_trained = state["stop_reason"] is not None or state["position"]["epoch"] > epochs
+    return is_trained and not must_validate
 
 
 def identity(
@@ -246,10 +310,25 @@ def identity(
     contents: Mapping[str, str],
     structure: str,
 ) -> dict[str, Any]:
-    """What must be the same for a run to go on from a checkpoint; plain values, compared one by one.
+    """Facts, in plain values, that must be the same for a run to resume from a checkpoint.
 
-    contents: of the dataset, by the names of its arrays. structure: of the model, apart from its weights.
+    The method's `workers` and `look_ahead` are not among them: they change the speed alone.
+
+    method, settings: settings of the method and of training. contents: fingerprints of the dataset's
+    arrays, by name. structure: a fingerprint of the model, apart from its weights.
     """
+    compared_settings = (
+        "seed",
+        "optimizer",
+        "lr",
+        "weight_decay",
+        "accumulate",
+        "precision",
+        "weight_decay_rest",
+        "schedule",
+        "clip_norm",
+        "evaluate_every",
+    )
     return {
         "dataset": f"{data.name} ({data.num_nodes} nodes, {data.num_edges} edges, {data.num_features} features)",
         "training nodes": _checksum(data.splits["train"]),
@@ -258,24 +337,34 @@ def identity(
         "contents": dict(contents),
         "settings of the model": structure,
         "method": {key: value for key, value in method.items() if key not in ("workers", "look_ahead")},
-        **{key: settings[key] for key in ("seed", "optimizer", "lr", "weight_decay", "accumulate", "precision")},
-        **{key: settings[key] for key in ("weight_decay_rest", "schedule", "clip_norm", "evaluate_every")},
+        **{key: settings[key] for key in compared_settings},
     }
 
 
 def check_identity(
     stored: Mapping[str, Any], ours: Mapping[str, Any], path: Path, removed: Mapping[str, RemovedSetting]
 ) -> None:
-    """Refuse a checkpoint of another run, and name what differs. removed: settings that the method no longer has."""
+    """Refuse a checkpoint of another run, and name the first fact that differs.
+
+    stored, ours: what `identity` returned for the checkpoint and for this run. removed: settings that the
+    method no longer has.
+    """
     stored = {**stored, "method": _without_removed(stored.get("method"), removed, path)}
-    stored.setdefault("gradients", {"kind": "sum"})  # the only way there was
+    # Checkpoints of earlier versions do not say how gradients were combined: always by their sum.
+    stored.setdefault("gradients", {"kind": "sum"})
     for key, value in ours.items():
+        # Checkpoints of earlier versions lack these facts, and are resumed without comparing them.
         if key in ("training nodes", "contents", "settings of the model") and key not in stored:
-            continue  # written before they were compared
+            continue
         if key == "contents" and stored[key] != value:
             theirs = stored[key]
-            name = next(n for n in {**theirs, **value} if theirs.get(n) != value.get(n))
-            change = "is new" if name not in theirs else "is missing" if name not in value else "has changed"
+            name = _first_difference(theirs, value)
+            if name not in theirs:
+                change = "is new"
+            elif name not in value:
+                change = "is missing"
+            else:
+                change = "has changed"
             raise ValueError(
                 f"{path} is of other data: {name} of the dataset {change}; take the dataset it was made with, or "
                 "another folder with out="
@@ -287,17 +376,24 @@ def check_identity(
             )
         if key == "parameters" and stored.get(key) != value:
             theirs = stored.get(key, {})
-            names = [n for n in {**theirs, **value} if theirs.get(n) != value.get(n)]
+            name = _first_difference(theirs, value)
             raise ValueError(
-                f"{path} is of another model: {names[0]} is {_shape(theirs.get(names[0]))} there and "
-                f"{_shape(value.get(names[0]))} here; take the model it was made with, or another folder with out="
+                f"{path} is of another model: {name} is {_format_shape(theirs.get(name))} there and "
+                f"{_format_shape(value.get(name))} here; take the model it was made with, or another folder with out="
             )
-        theirs = upgrade_schedule(stored[key]) if key == "schedule" and key in stored else stored.get(key)
+        theirs = stored.get(key)
+        if key == "schedule" and theirs is not None:
+            theirs = upgrade_schedule(theirs)
         if theirs != value:
             raise ValueError(
                 f"{path} is of another run: {key} is {theirs!r} there and {value!r} here; set it as it was, "
                 "or choose another folder with out="
             )
+
+
+def _first_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """The first name whose values differ, or that only one of the two has."""
+    return next(name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name))
 
 
 def _without_removed(method: Any, removed: Mapping[str, RemovedSetting], path: Path) -> Any:
@@ -311,43 +407,50 @@ def _without_removed(method: Any, removed: Mapping[str, RemovedSetting], path: P
 
 
 def check_mode(state: Mapping[str, Any], metric_mode: Mode | None, path: Path) -> None:
-    """Refuse a checkpoint whose best epoch was chosen the other way; one that does not say took the highest value."""
+    """Refuse a checkpoint whose best epoch was chosen by the other mode, "max" or "min"."""
     if not state["evaluations"]:
         return
-    name, there = state["metric"], state.get("best_is", "max")
-    here = metric_mode or mode_of(name)
-    if there is not None and here is not None and there != here:
+    name = state["metric"]
+    # Checkpoints of earlier versions do not say the mode: it was always "max".
+    theirs = state.get("best_is", "max")
+    ours = metric_mode or mode_of(name)
+    if theirs is not None and ours is not None and theirs != ours:
         raise ValueError(
-            f"{path} has kept the epoch with the {there} of {name}, and here the {here} is the best: give the Trainer "
-            f"metric_mode={there!r}, or choose another folder with out="
+            f"{path} has kept the epoch with the {theirs} of {name}, and here the {ours} is the best: give the Trainer "
+            f"metric_mode={theirs!r}, or choose another folder with out="
         )
 
 
 def _checksum(ids: Tensor) -> str:
-    """Of sorted node ids, of which there may be millions."""
+    """A short text that identifies node ids, of which there may be millions."""
     return f"{ids.numel()} nodes, crc32:{zlib.crc32(ids.cpu().contiguous().numpy().data):08x}"
 
 
-def _shape(shape: list[int] | None) -> str:
-    return "missing" if shape is None else f"{'x'.join(map(str, shape)) or 'a scalar'}"
+def _format_shape(shape: list[int] | None) -> str:
+    if shape is None:
+        return "missing"
+    return "x".join(map(str, shape)) or "a scalar"
 
 
 class Checkpoints:
-    """When a run's checkpoints are written, and when a signal ends it; a context that holds the signals.
+    """Decides when a run writes a checkpoint, and when a signal ends it. A context that handles signals.
 
-    They are written by time and at the end of training, and take at most `MAX_TIME_SHARE` of the time of a run unless
-    checkpoint_s=0 asks for one after every step. All ranks take part in each; the first one writes. Without a folder
-    nothing is written and signals do what they do.
+    Checkpoints are written by time and at the end of training. They take at most `MAX_TIME_SHARE` of the
+    time of a run, unless checkpoint_s=0 asks for one after every step. All ranks take part in each one, and
+    the first rank writes it. Without a folder nothing is written, and signals act as usual.
+
+    The trainer owns it, and enters it once per `fit`. All methods belong to the thread that trains.
     """
 
     def __init__(self, folder: Path | None, settings: TrainSettings, world: World) -> None:
         self.path = None if folder is None else folder / FILE
-        self.settings, self.world = settings, world
+        self.settings = settings
+        self.world = world
         self.signals = Signals()
-        self.last = time.monotonic()
-        """When the last one was written, or training began."""
-        self.took_s = 0.0
-        """How long writing the last one took."""
+        self.last_write_s = time.monotonic()
+        """Reading of `time.monotonic` when the last checkpoint was written, or training began."""
+        self.write_duration_s = 0.0
+        """Seconds that writing the last checkpoint took."""
 
     def __enter__(self) -> Self:
         self.signals = Signals()
@@ -362,7 +465,10 @@ class Checkpoints:
             self.signals.__exit__(kind, error, where)
 
     def find(self, trainer: Trainer) -> dict[str, Any] | None:
-        """The checkpoint to go on from, if there is one and it is asked for; that of another run is refused."""
+        """The checkpoint to resume from. None if there is none, or if resume=true is not set.
+
+        A checkpoint of another run raises a ValueError.
+        """
         if self.path is None or not self.settings.resume:
             return None
         state = read_together(self.path, self.world)
@@ -370,38 +476,45 @@ class Checkpoints:
             return None
         missing = [key for key in ("identity", "position", "callbacks", "history", "evaluations") if key not in state]
         if missing:
-            raise _damaged(self.path, f"it has no {missing[0]}")
-        check_identity(state["identity"], trainer.identity(), self.path, removed_settings(type(trainer.asked)))
+            raise _damage_error(self.path, f"it has no {missing[0]}")
+        removed = removed_settings(type(trainer.requested_method))
+        check_identity(state["identity"], trainer.identity(), self.path, removed)
         check_mode(state, trainer.metric_mode, self.path)
-        ranks = len(state.get("ranks", []))
-        if ranks not in (0, self.world.size):
+        num_ranks = len(state.get("ranks", []))
+        if num_ranks not in (0, self.world.size):
             raise ValueError(
-                f"{self.path} has a state for each of {ranks} ranks that {type(trainer.gradients).__name__} remembers, "
-                f"and this run has {self.world.size}: start {ranks}, or choose another folder with out="
+                f"{self.path} has a state for each of {num_ranks} ranks that {type(trainer.gradients).__name__} "
+                f"remembers, and this run has {self.world.size}: start {num_ranks}, or choose another folder with out="
             )
         return state
 
     def resume(self, trainer: Trainer, run: Run, state: Mapping[str, Any]) -> None:
-        """Put the trainer where a checkpoint is, and say where that is."""
+        """Restore the state of a checkpoint, and say where the run resumes."""
         restore(trainer, state)
-        at = trainer.position
-        ranks, now = state["position"]["loss_sum"].numel(), self.world.size
-        change = "" if now == ranks else f"; now {now} rank{'s' * (now > 1)}, before {ranks}"
-        done = f"epoch {at.epoch}, {round(at.seeds):,} of {trainer.num_seeds:,} seeds done"
+        position = trainer.position
         if trainer.stop_reason is not None:
-            done = f"training has ended after epoch {run.epochs}: {trainer.stop_reason}"
-        elif at.epoch > self.settings.epochs:
-            done = f"all {run.epochs} epochs were trained"
-        trainer.say(f"going on from {self.path}: {done}{change}")
+            progress = f"training has ended after epoch {run.epochs}: {trainer.stop_reason}"
+        elif position.epoch > self.settings.epochs:
+            progress = f"all {run.epochs} epochs were trained"
+        else:
+            progress = f"epoch {position.epoch}, {round(position.seeds):,} of {trainer.num_seeds:,} seeds done"
+
+        num_ranks = self.world.size
+        num_ranks_before = state["position"]["loss_sum"].numel()
+        change = ""
+        if num_ranks != num_ranks_before:
+            change = f"; now {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}, before {num_ranks_before}"
+        trainer.say(f"resuming from {self.path}: {progress}{change}")
 
     @contextmanager
-    def holding_signals(self) -> Generator[None, None, None]:
-        """A signal waits for the end of the step or evaluation it comes in, after which a checkpoint is written.
+    def hold_signals(self) -> Generator[None, None, None]:
+        """A context in which a signal does not end the run before the current step or evaluation is done.
 
-        Outside, where nothing is trained yet or the last checkpoint has everything, it ends the run at once.
+        Then a checkpoint is written, and the run ends. Outside the context a signal ends the run at once:
+        nothing is trained yet, or the last checkpoint has everything.
         """
         self.signals.at_once = False
-        self.last = time.monotonic()
+        self.last_write_s = time.monotonic()
         try:
             yield
         finally:
@@ -409,35 +522,41 @@ class Checkpoints:
 
     @property
     def interval_s(self) -> float:
-        """Seconds from one to the next: more than were asked for, where writing one takes too large a share of them."""
-        asked_s = self.settings.checkpoint_s
-        return max(asked_s, self.took_s / MAX_TIME_SHARE) if asked_s else 0.0
+        """Seconds between checkpoints: as set, or more if writing one takes too large a share of them."""
+        requested_s = self.settings.checkpoint_s
+        return max(requested_s, self.write_duration_s / MAX_TIME_SHARE) if requested_s else 0.0
 
     def write_if_due(self, trainer: Trainer, run: Run, *, at_end: bool = False, in_epoch: bool = False) -> None:
-        """By the first rank's clock, or because some rank got a signal: all of them together.
+        """Write a checkpoint if its time has come, or if some rank has received a signal. All ranks call
+        this together.
 
-        at_end: whether training has ended, which is always written. in_epoch: whether the time is an epoch's.
+        at_end: whether training has ended, which makes a checkpoint due. in_epoch: as in `write`.
         """
-        due = at_end or (self.world.rank == 0 and time.monotonic() - self.last >= self.interval_s)
-        received = self.signals.received or 0
+        # The clock of the first rank decides, so that all ranks write together.
+        is_due = at_end or (self.world.rank == 0 and time.monotonic() - self.last_write_s >= self.interval_s)
+        signal = self.signals.received or 0
         if self.world.size > 1:
-            due, received = (int(value) for value in self.world.max([float(due), float(received)]))
-            if received:  # else one that came during the exchange must not be forgotten
-                self.signals.received = received
-        if due or received:
+            is_due, signal = (int(value) for value in self.world.max([float(is_due), float(signal)]))
+            # Only if there was one, so that a signal that came during `World.max` is not overwritten.
+            if signal:
+                self.signals.received = signal
+        if is_due or signal:
             self.write(trainer, run, in_epoch=in_epoch)
 
     def write(self, trainer: Trainer, run: Run, *, in_epoch: bool = False) -> None:
-        """Write where we are, and end here if a signal asked for it."""
+        """Write a checkpoint. Then raise `Interrupted` if a signal was received. All ranks call together.
+
+        in_epoch: whether this is between steps, so that its time counts as part of the epoch.
+        """
         if self.path is None:
             return
         started = time.monotonic()
-        # One that is not written among the steps is in no epoch's seconds, and so in none of its stages.
+        # Two names: a checkpoint between epochs is not in the seconds of one, nor may it be in its stages.
         with trace.span("checkpoint" if in_epoch else "evaluate.checkpoint"):
             state = snapshot(trainer, run)
             if self.world.rank == 0:
                 write(self.path, state)
-        self.last = time.monotonic()
-        self.took_s = self.last - started
+        self.last_write_s = time.monotonic()
+        self.write_duration_s = self.last_write_s - started
         if self.signals.received is not None:
             raise Interrupted(self.signals.received)

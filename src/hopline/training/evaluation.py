@@ -1,12 +1,19 @@
-"""Metrics of a split: exact, sampled or by the user's function."""
+"""Metrics of a split: by exact inference, by sampled inference, or by the user's function.
+
+`Measure` is a value that says how to measure. It is called with a job, so that the same one serves the
+trainer's model and the copy of it that asynchronous evaluation uses.
+
+The functions below it are about modules that are not made of layers (`Whole`). Exact evaluation runs such a
+module on the hops around the nodes, if a trial shows that this gives the outputs of the whole graph.
+Otherwise it runs on the whole graph at once, which must fit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +21,7 @@ from torch import Tensor, nn
 from hopline import inference as infer
 from hopline.budget.guard import Guard
 from hopline.contract import Budget, Job, KeepRows, Method
+from hopline.core.batch import Batch
 from hopline.data.dataset import Dataset
 from hopline.inference import distributed as shard_infer
 from hopline.inference.captured_forward import CapturedInference, CapturedInferences
@@ -28,69 +36,111 @@ from hopline.units.batch_unit import own_threads
 from hopline.util.config import format_size
 
 TestStep = Callable[[nn.Module, Dataset, Tensor], dict[str, float]]
-"""(model, data, node ids) -> metrics; the first one is the one that early stopping and keep-best go by."""
+"""(model, data, node ids) -> metrics by name. Early stopping and the best weights go by the first."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """How a split is measured: over every edge, over sampled ones, or by the user's own function."""
+    """How to measure a split: over every edge, over sampled edges, or by the user's own function."""
 
     method: Method
+    """The method, for the batches of sampled inference."""
     test_step: TestStep | None = None
+    """The user's own function. None: the metric of the task."""
     split: str = "valid"
     exact: bool = True
+    """Whether inference uses every edge. Otherwise the method samples them, if it can."""
     show: bool = False
+    """Whether to show progress."""
     chunk_bytes: int | None = None
-    """What a chunk of exact evaluation or a sampled batch may take, where there is a budget,"""
+    """Most bytes that a chunk of exact inference, or a sampled batch, may take. None: no budget."""
     rows_on_disk: bool = False
-    """and whether hidden rows are kept in files, which are removed afterwards."""
+    """Whether exact inference keeps embeddings in files, which are removed afterwards."""
     part_hops: int | None = None
-    """Of a module that is not made of layers: hops around a node that exact evaluation runs it on; None for all."""
+    """For a module that is not made of layers: the hops around a node that exact inference runs it on.
+    None: the whole graph."""
     captured: CapturedInferences = field(default_factory=CapturedInferences)
-    """Where exact evaluations on a GPU are kept as CUDA graphs, for the next ones."""
+    """The cache of exact evaluations that were captured as CUDA graphs, for later calls."""
 
     def __call__(self, job: Job, keep: KeepRows | None = None) -> dict[str, float]:
-        data, ids = job.data, job.data.splits[self.split]
+        """Evaluate the model of a job. Returns metrics by name.
+
+        keep: called with the embeddings that exact inference computes.
+        """
+        data = job.data
+        ids = data.splits[self.split]
         if self.test_step is not None:
-            # What it draws is its own: training goes on as if it had not been asked.
+            # Random numbers that the user's function draws must not change those of training.
             gpus = [job.device] if job.device.type == "cuda" else []
             with infer.evaluating(job.model), torch.random.fork_rng(gpus):
                 return self.test_step(job.model, data, ids)
+
+        # None if inference is exact, by request or because the method has no other.
         batches = None if self.exact else self.method.inference_batches(job, ids)
-        options: dict[str, Any]
         with own_threads(job):
             if isinstance(data, ShardedData):
                 return shard_infer.evaluate(job.model, data, self.split, batches, job.device)
-            if batches is None and keep is None and (replayed := self.captured_inference(job)) is not None:
-                scores = replayed()
-            elif batches is None and isinstance(job.model, Whole):
-                # On the whole graph nothing comes in chunks: `check_whole` has seen that it fits.
-                limit_bytes = None if self.part_hops is None else self.chunk_bytes
-                options = {"device": job.device, "chunk_bytes": limit_bytes, "show": self.show}
-                with infer.evaluating(job.model):
-                    scores = infer.whole_rows(job.model, data, ids, self.part_hops, **options)(ids)
-            elif batches is None:
-                with TemporaryDirectory() if self.rows_on_disk and keep is None else nullcontext() as folder:
-                    options = {"chunk_bytes": self.chunk_bytes, "keep": keep, "folder": folder}
-                    scores = infer.exact(job.model, data, ids, device=job.device, show=self.show, **options)
-            else:
-                guard = None if self.chunk_bytes is None else Guard(job, Budget(), self.chunk_bytes)
-                if guard is not None and isinstance(batches, Loader):
-                    # No more of them than the guard has room for goes to a GPU.
-                    batches = batches.with_budget(None, batches_on_host=True)
-                scores = infer.sampled(job.model, batches, num_nodes=ids.numel(), show=self.show, guard=guard)
+            scores = self._exact_scores(job, ids, keep) if batches is None else self._sampled_scores(job, ids, batches)
         return infer.measure(data, scores, self.labels(job))
 
+    def _exact_scores(self, job: Job, ids: Tensor, keep: KeepRows | None) -> Tensor:
+        """The outputs at `ids` over every edge, in one of three ways.
+
+        They are a captured CUDA graph, a module without layers, and inference layer by layer.
+        """
+        captured = self.captured_inference(job) if keep is None else None
+        if captured is not None:
+            return captured()
+        if isinstance(job.model, Whole):
+            # A run on the whole graph has no chunks to limit. `check_whole` has checked that it fits.
+            chunk_bytes = None if self.part_hops is None else self.chunk_bytes
+            with infer.evaluating(job.model):
+                read_scores = infer.whole_rows(
+                    job.model,
+                    job.data,
+                    ids,
+                    self.part_hops,
+                    device=job.device,
+                    chunk_bytes=chunk_bytes,
+                    show=self.show,
+                )
+                return read_scores(ids)
+        # `infer.exact` takes a folder or `keep`, not both.
+        writes_files = self.rows_on_disk and keep is None
+        with TemporaryDirectory() if writes_files else nullcontext() as folder:
+            return infer.exact(
+                job.model,
+                job.data,
+                ids,
+                device=job.device,
+                show=self.show,
+                chunk_bytes=self.chunk_bytes,
+                keep=keep,
+                folder=folder,
+            )
+
+    def _sampled_scores(self, job: Job, ids: Tensor, batches: Iterable[Batch]) -> Tensor:
+        """The outputs at `ids` over the edges of sampled batches, within `chunk_bytes` if that is set."""
+        guard = None if self.chunk_bytes is None else Guard(job, Budget(), self.chunk_bytes)
+        if guard is not None and isinstance(batches, Loader):
+            # Batches wait on the host, so that a GPU never holds more of one than the guard allows.
+            batches = batches.with_budget(None, batches_on_host=True)
+        return infer.sampled(job.model, batches, num_nodes=ids.numel(), show=self.show, guard=guard)
+
     def labels(self, job: Job) -> Tensor:
-        """Of the split's nodes, on the host."""
-        y, ids = job.data.y, job.data.splits[self.split]
+        """[num_nodes of the split] on the host: the labels of the split's nodes."""
+        y = job.data.y
+        ids = job.data.splits[self.split]
         assert y is not None
         return y[ids.to(y.device)].cpu()
 
     def captured_inference(self, job: Job) -> CapturedInference | None:
-        """What becomes a CUDA graph of it, if something does."""
-        bound = self.chunk_bytes is not None or self.rows_on_disk
-        if bound or not self.exact or self.test_step is not None or isinstance(job.data, ShardedData):
+        """The evaluation as one that is captured as a CUDA graph. None if it cannot be.
+
+        Nothing is captured with a budget, on shards, for sampled inference, or for the user's function.
+        """
+        has_budget = self.chunk_bytes is not None or self.rows_on_disk
+        if has_budget or not self.exact or self.test_step is not None or isinstance(job.data, ShardedData):
             return None
         return self.captured.of(job, job.data.splits[self.split])
 
@@ -99,21 +149,36 @@ class Measure:
 
 
 def hops_of(model: GNN | Whole, data: Dataset, method: Method) -> int | None:
-    """How many hops exact inference needs around a node: the fan-outs', if a trial shows that these are enough."""
-    if not (isinstance(model, Whole) and isinstance(method, Sampled) and "x" in data.tables):  # as of no shard
+    """The number of hops that exact inference needs around a node of a module without layers.
+
+    That is the number of fan-outs, if a trial on a tiny graph shows that they are enough. None: unknown, or
+    the model is made of layers.
+    """
+    # The tables of a shard have no "x".
+    has_features = "x" in data.tables
+    if not (isinstance(model, Whole) and isinstance(method, Sampled) and has_features):
         return None
-    hops = len(method.for_model(model).fanout_per_layer)
-    return hops if find_reach(model, hops, data.x, data.graph.edge).part_hops is not None else None
+    num_hops = len(method.for_model(model).fanout_per_layer)
+    reach = find_reach(model, num_hops, data.x, data.graph.edge)
+    return None if reach.part_hops is None else num_hops
 
 
 def part_hops_of(job: Job, method: Method) -> int | None:
-    """Hops around a node that exact evaluation runs a module on; None for the whole graph, and for models of layers."""
-    hops = hops_of(job.model, job.data, method)
-    return infer.part_hops_of(job.model, job.data, hops, []) if isinstance(job.model, Whole) else None
+    """The hops around a node that exact evaluation runs a module without layers on.
+
+    None for the whole graph, and for models that are made of layers.
+    """
+    if not isinstance(job.model, Whole):
+        return None
+    num_hops = hops_of(job.model, job.data, method)
+    return infer.part_hops_of(job.model, job.data, num_hops, limits=[])
 
 
 def check_whole(job: Job, part_hops: int | None, chunk_bytes: int | None) -> None:
-    """Refuse, before training, exact evaluation over the whole graph at once that is too large, or over the budget."""
+    """Refuse exact evaluation on the whole graph if the graph is too large, or the budget too small.
+
+    Called before training, so that a run does not fail at its first evaluation.
+    """
     if not isinstance(job.model, Whole) or "x" not in job.data.tables or part_hops is not None:
         return
     name = type(job.model.module).__name__
@@ -130,16 +195,16 @@ def check_whole(job: Job, part_hops: int | None, chunk_bytes: int | None) -> Non
 
 
 def whole_lines(job: Job, method: Method, part_hops: int | None, *, evaluates: bool) -> list[str]:
-    """What there is to know, at the start of a run, about a module that is not made of layers.
+    """Lines for the start of a run that say what is approximate about a module without layers, and why.
 
     evaluates: whether the run evaluates exactly.
     """
     if not isinstance(job.model, Whole) or "x" not in job.data.tables:
         return []
     lines: list[str] = []
-    name = type(job.model.module).__name__
     reason = ""
     if isinstance(method, Sampled):
+        name = type(job.model.module).__name__
         num_hops = len(method.for_model(job.model).fanout_per_layer)
         reach = find_reach(job.model, num_hops, job.data.x, job.data.graph.edge)
         reason = reach.reason
@@ -153,5 +218,9 @@ def whole_lines(job: Job, method: Method, part_hops: int | None, *, evaluates: b
                 f"{reason or at_border}"
             )
     if evaluates and part_hops is None:
-        lines.append(infer.describe_whole(job.model, job.data) + (f": {reason}" if reason and not lines else ""))
+        line = infer.describe_whole(job.model, job.data)
+        has_said_reason = bool(lines)
+        if reason and not has_said_reason:
+            line += f": {reason}"
+        lines.append(line)
     return lines

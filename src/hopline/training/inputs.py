@@ -1,4 +1,7 @@
-"""What a user gives a Trainer, checked: each refusal says what to write."""
+"""Checks of the arguments of a `Trainer`. Each raises a ValueError that says what to write instead.
+
+A check returns its argument, with the default filled in where the user gave none.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,11 @@ from hopline.training.callbacks import Callback
 from hopline.util.config import kind_of
 
 
-def own_world(world: World | None, device: str, *, device_is_given: bool) -> World:
-    """The ranks that train together; without `world=`, those of torch.distributed, or this process."""
+def check_world(world: World | None, device: str, *, device_is_given: bool) -> World:
+    """The ranks that train together. Without `world=`: those of torch.distributed, or this process alone.
+
+    device_is_given: whether the user has set `device=`, which must then agree with the world.
+    """
     if world is None:
         return World.current(device)
     if not isinstance(world, World):
@@ -40,13 +46,16 @@ def own_world(world: World | None, device: str, *, device_is_given: bool) -> Wor
     return world
 
 
-def own_module(model: nn.Module, world: World) -> nn.Module:
-    """The user's module out of its wrapper, whose work the Trainer does itself over the ranks that it knows of."""
-    ranks = num_wrapped_ranks(model)
-    if ranks > 1 and world.size != ranks:
+def unwrap_model(model: nn.Module, world: World) -> nn.Module:
+    """The user's module without the wrapper of DistributedDataParallel or the like.
+
+    The Trainer sums gradients over its own ranks. So it must know of all ranks that the wrapper knows of.
+    """
+    num_ranks = num_wrapped_ranks(model)
+    if num_ranks > 1 and world.size != num_ranks:
         raise ValueError(
-            f"the model is wrapped for {ranks} ranks, and the Trainer knows of {world.size}: give it the plain model "
-            "and leave out world=, or wrap it for all ranks of torch.distributed (docs/engines.md)"
+            f"the model is wrapped for {num_ranks} ranks, and the Trainer knows of {world.size}: give it the plain "
+            "model and leave out world=, or wrap it for all ranks of torch.distributed (docs/engines.md)"
         )
     model = unwrap(model)
     if not any(p.requires_grad for p in model.parameters()):
@@ -55,7 +64,10 @@ def own_module(model: nn.Module, world: World) -> nn.Module:
 
 
 def check_hooks(job: Job) -> None:
-    """Refuse hooks that were put on a model since it was found to be made of layers, which do not go through them."""
+    """Refuse hooks that were put on a model after the Trainer was made.
+
+    The Trainer has decided before whether to run the model layer by layer, which does not call hooks.
+    """
     if is_layered(job.module) != isinstance(job.model, GNN):
         raise ValueError(
             f"hooks were put on {type(job.module).__name__} after the Trainer was made: put them on before"
@@ -63,18 +75,24 @@ def check_hooks(job: Job) -> None:
 
 
 def check_method(method: Method | None) -> Method:
-    """The method, or the usual one; what is no method is refused with what to write."""
+    """The method, or `Sampled()` if there is none."""
     if isinstance(method, Method | None):
         return method or Sampled()
-    known = {kind_of(kind): kind.__name__ for kind in (Sampled, Historical, FullBatch)}
-    meant = get_close_matches(kind_of(method) if isinstance(method, type) else str(method).lower(), known, n=1)
-    example = known[meant[0]] if meant else "Sampled"
-    kind = "the class" if isinstance(method, type) else "the string" if isinstance(method, str) else "the object"
-    raise ValueError(f"method must be a Method such as hl.{example}(), not {kind} {method!r}")
+    word = kind_of(method) if isinstance(method, type) else str(method).lower()
+    class_names = {kind_of(kind): kind.__name__ for kind in (Sampled, Historical, FullBatch)}
+    matches = get_close_matches(word, class_names, n=1)
+    suggestion = class_names[matches[0]] if matches else "Sampled"
+    if isinstance(method, type):
+        sort = "the class"
+    elif isinstance(method, str):
+        sort = "the string"
+    else:
+        sort = "the object"
+    raise ValueError(f"method must be a Method such as hl.{suggestion}(), not {sort} {method!r}")
 
 
 def bind_method(method: Method, job: Job) -> Work:
-    """The method's work for a job."""
+    """Bind a method to a job, and check what it returns."""
     work = method.bind(job)
     if not isinstance(work, Work):
         raise ValueError(
@@ -84,28 +102,32 @@ def bind_method(method: Method, job: Job) -> Work:
     return work
 
 
-def checked_gradients(given: Gradients | CombineGradients | None, method: Method, world: World) -> Gradients:
-    """How gradients are combined: by an object, by a function in its place, or the usual way, by their sum."""
-    if isinstance(given, type):
-        raise ValueError(f"gradients must be an object, not the class {given.__name__}: write {given.__name__}(...)")
-    if given is not None and not isinstance(given, Gradients):
-        if not callable(given) or not _takes_two(given):
+def check_gradients(gradients: Gradients | CombineGradients | None, method: Method, world: World) -> Gradients:
+    """The object that combines gradients: the user's, one around the user's function, or the usual sum."""
+    if isinstance(gradients, type):
+        name = gradients.__name__
+        raise ValueError(f"gradients must be an object, not the class {name}: write {name}(...)")
+    if gradients is not None and not isinstance(gradients, Gradients):
+        if not callable(gradients) or not _takes_two_arguments(gradients):
             raise ValueError(
                 f"gradients must be a function of (parameters, world), or an object of a class derived from "
-                f"hl.extend.Gradients, not {given!r}"
+                f"hl.extend.Gradients, not {gradients!r}"
             )
-        return CombinedBy(given)
-    chosen = given or Gradients()
-    if chosen.local and isinstance(method, FullBatch) and world.size > 1:
+        return CombinedBy(gradients)
+    gradients = gradients or Gradients()
+    if gradients.local and isinstance(method, FullBatch) and world.size > 1:
         raise ValueError(
-            f"gradients={type(chosen).__name__}(...) gives every rank weights of its own, and the ranks of "
+            f"gradients={type(gradients).__name__}(...) gives every rank weights of its own, and the ranks of "
             "hl.FullBatch compute one step together: leave it out, or train by hl.Sampled"
         )
-    return chosen
+    return gradients
 
 
-def _takes_two(function: CombineGradients) -> bool:
-    """Whether a function can be called with two arguments; one that does not say what it takes is believed."""
+def _takes_two_arguments(function: CombineGradients) -> bool:
+    """Whether a function can be called with two arguments.
+
+    True if its signature is unknown, as of some built-ins.
+    """
     try:
         inspect.signature(function).bind(None, None)
     except TypeError:
@@ -116,6 +138,7 @@ def _takes_two(function: CombineGradients) -> bool:
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
+    """The callbacks as a new list."""
     if isinstance(callbacks, Callback):
         raise ValueError(f"callbacks must be a list: write callbacks=[{type(callbacks).__name__}(...)]")
     for callback in callbacks:
@@ -125,7 +148,7 @@ def check_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
 
 
 def check_metric_mode(mode: Mode | None, *, own_metric: bool) -> Mode | None:
-    """own_metric: whether the user's own code computes the metrics."""
+    """The mode of the metric. own_metric: whether the user's own code computes the metrics."""
     if mode is not None and mode not in get_args(Mode):
         raise ValueError(f"metric_mode must be 'max' or 'min', not {mode!r}")
     if mode == "min" and not own_metric:
@@ -134,16 +157,23 @@ def check_metric_mode(mode: Mode | None, *, own_metric: bool) -> Mode | None:
 
 
 class InPlaceChangeCheck:
-    """Refuses a dataset that was changed in place: methods and GPUs have copies of it, which would not see that."""
+    """Notices if a dataset is changed in place.
+
+    Methods and GPUs have copies of it, which would be out of date.
+    """
 
     def __init__(self, data: Dataset) -> None:
-        self._data = weakref.ref(data)  # weak: on a GPU the dataset as it was given is needed no more
+        # Weak: once the dataset is placed on a GPU, the original may be freed.
+        self._data = weakref.ref(data)
         self._versions = _versions_of(data)
 
     def check(self) -> None:
+        """Raise a ValueError if an array of the dataset was changed since this object was made."""
         data = self._data()
-        found = self._versions if data is None else _versions_of(data)
-        changed = [name for name, version in found.items() if version != self._versions.get(name)]
+        if data is None:
+            return
+        versions = _versions_of(data)
+        changed = [name for name, version in versions.items() if version != self._versions.get(name)]
         if changed:
             raise ValueError(
                 f"{changed[0]} of the dataset was changed in place after the Trainer was made, which has copies of it: "
@@ -152,7 +182,8 @@ class InPlaceChangeCheck:
 
 
 def _versions_of(data: Dataset) -> dict[str, int | None]:
-    """By the names of a dataset's arrays, how often each was changed in place."""
+    """By the name of an array of the dataset: how often it was changed in place. Shards are not watched."""
     if isinstance(data, ShardedData):
         return {}
-    return {**data.graph.versions, **{f"table {name!r}": table.version for name, table in data.tables.items()}}
+    table_versions = {f"table {name!r}": table.version for name, table in data.tables.items()}
+    return {**data.graph.versions, **table_versions}

@@ -1,4 +1,8 @@
-"""Learning-rate schedules, stepped once per epoch."""
+"""The learning rate over the epochs: a warm-up, then a schedule of torch, both stepped once per epoch.
+
+On a GPU the rate of a parameter group may be a tensor that a captured optimizer step reads. Such a tensor
+is changed in place, and never read on the host.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,16 @@ from hopline.training.settings import EVERY, Schedule
 
 
 class Scheduler:
-    """The rate after each epoch: first the warm-up, then the schedule."""
+    """Sets the learning rate of an optimizer after each epoch: first by the warm-up, then by the schedule.
+
+    epochs: the number of epochs of the run, after which a cosine reaches its floor.
+    """
 
     def __init__(self, spec: Schedule, optimizer: Optimizer, epochs: int) -> None:
-        self.epoch, self.warmup = 0, spec.warmup
-        self.optimizer, self.floor = optimizer, spec.floor
+        self.epoch = 0
+        self.warmup = spec.warmup
+        self.floor = spec.floor
+        self.optimizer = optimizer
         self._plateau: ReduceLROnPlateau | None = None
         self._by_epoch: CosineAnnealingLR | StepLR | None = None
         every = EVERY.get(spec.name) if spec.every is None else spec.every
@@ -36,34 +45,56 @@ class Scheduler:
         elif spec.name == "step":
             assert every is not None
             self._by_epoch = StepLR(optimizer, every, gamma=spec.factor)
-        # The warm-up's first factor is set by its constructor, so it comes last.
-        start = 1 / (spec.warmup + 1)
-        self._warmup = LinearLR(optimizer, start, total_iters=spec.warmup) if spec.warmup else None
 
-    def _parts(self) -> dict[str, LRScheduler]:
-        parts = {"plateau": self._plateau, "by_epoch": self._by_epoch, "warmup": self._warmup}
-        return {name: part for name, part in parts.items() if part is not None}
+        # Made last: its constructor already multiplies the rate by the first factor of the warm-up. The
+        # schedules above must see the full rate.
+        self._warmup: LinearLR | None = None
+        if spec.warmup:
+            self._warmup = LinearLR(optimizer, start_factor=1 / (spec.warmup + 1), total_iters=spec.warmup)
+
+    def _schedulers(self) -> dict[str, LRScheduler]:
+        """Torch's schedulers that are in use, by their names in a checkpoint."""
+        schedulers = {"plateau": self._plateau, "by_epoch": self._by_epoch, "warmup": self._warmup}
+        return {name: scheduler for name, scheduler in schedulers.items() if scheduler is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, **{name: part.state_dict() for name, part in self._parts().items()}}
+        states = {name: scheduler.state_dict() for name, scheduler in self._schedulers().items()}
+        return {"epoch": self.epoch, **states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state; where the run now has another number of epochs, with the rates of such a run."""
-        self.epoch, cosine = state["epoch"], self._by_epoch if isinstance(self._by_epoch, CosineAnnealingLR) else None
-        length = 0 if cosine is None else cosine.T_max
-        for name, part in self._parts().items():
-            part.load_state_dict(state[name])
-        if cosine is None or cosine.T_max == length:
+        """Resume from a state.
+
+        If the run now has another number of epochs, its rates are those of a run of that number.
+        """
+        self.epoch = state["epoch"]
+        # Loading a state overwrites `T_max`, the length of the cosine, so the new one is read before.
+        cosine = self._by_epoch if isinstance(self._by_epoch, CosineAnnealingLR) else None
+        num_epochs = 0 if cosine is None else cosine.T_max
+        for name, scheduler in self._schedulers().items():
+            scheduler.load_state_dict(state[name])
+        if cosine is None or cosine.T_max == num_epochs:
             return
-        cosine.T_max = length
-        if cosine.last_epoch > 0:  # before, the rate is the warm-up's
-            # Torch makes each rate from the one before, and after the last epoch that is the floor for good.
-            share = (1 + math.cos(math.pi * min(cosine.last_epoch / length, 1))) / 2
-            for group, lr in zip(self.optimizer.param_groups, cosine.base_lrs, strict=True):
-                _set_rate(group, float(self.floor + (lr - self.floor) * share))
+
+        cosine.T_max = num_epochs
+        # At epoch 0 of the cosine, the rate is that of the warm-up.
+        if cosine.last_epoch > 0:
+            # Torch computes each rate from the one before, so it would continue from the old cosine, and
+            # after the end of that stay at the floor. Set the rate that the new cosine has at this epoch:
+            #     floor + (base_lr - floor) * (1 + cos(pi * epoch / num_epochs)) / 2
+            share = (1 + math.cos(math.pi * min(cosine.last_epoch / num_epochs, 1))) / 2
+            for group, base_lr in zip(self.optimizer.param_groups, cosine.base_lrs, strict=True):
+                lr = float(self.floor + (base_lr - self.floor) * share)
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(lr)
+                else:
+                    group["lr"] = lr
 
     def step(self, value: float, *, evaluated: bool) -> None:
-        """After an epoch; `value` (higher is better) counts for the plateau where it was just evaluated."""
+        """Set the rate after an epoch.
+
+        value: the validation score, higher is better. Only the plateau schedule reads it, if `evaluated`.
+        evaluated: whether an evaluation was due after this epoch.
+        """
         self.epoch += 1
         if self._warmup is not None and self.epoch <= self.warmup:
             self._warmup.step()
@@ -72,15 +103,9 @@ class Scheduler:
                 self._plateau.step(value)
         elif self._by_epoch is not None:
             self._by_epoch.step()
-            for group in self.optimizer.param_groups:  # StepLR knows no floor
-                if isinstance(group["lr"], Tensor):  # on a GPU, which is not waited for
+            # StepLR has no floor of its own.
+            for group in self.optimizer.param_groups:
+                if isinstance(group["lr"], Tensor):
                     group["lr"].clamp_(min=self.floor)
                 else:
                     group["lr"] = max(group["lr"], self.floor)
-
-
-def _set_rate(group: dict[str, Any], lr: float) -> None:
-    if isinstance(group["lr"], Tensor):  # a captured step reads it where it is
-        group["lr"].fill_(lr)
-    else:
-        group["lr"] = lr

@@ -1,4 +1,10 @@
-"""The optimizer's step: clipping and the update, on a GPU as a CUDA graph."""
+"""The optimizer's step: clipping and the update, on a GPU as a CUDA graph.
+
+On a GPU, `Update` captures clipping and update once as a CUDA graph. In later steps the host launches that
+graph instead of each kernel. A graph reads gradients at fixed addresses, and settings such as the weight
+decay are part of it. `Update` keeps one graph for each combination that it meets, up to `MAX_CAPTURES`. The
+learning rate is a tensor on the GPU, so that schedules change it without a new capture.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +20,12 @@ from hopline.device.cuda_graph import CapturedCall
 from hopline.util import trace
 
 WARM_UP_STEPS = 2
-"""Steps before any is captured: they set the optimizer up."""
+"""Steps of a run before any is captured: in these the optimizer creates its state."""
 MAX_CAPTURES = 3
-"""Graphs of one optimizer: gradients that keep moving about in memory are not worth another."""
+"""Most graphs of one optimizer. If gradients keep changing their addresses, another graph gains nothing. A
+rule of thumb."""
 MAX_SEEN_KEYS = 64
-"""Places of gradients that are remembered."""
+"""Most keys that are remembered. Beyond that, keys without a graph are forgotten. A rule of thumb."""
 
 
 Decays = Sequence[tuple[Sequence[nn.Parameter], float]]
@@ -26,76 +33,102 @@ Decays = Sequence[tuple[Sequence[nn.Parameter], float]]
 
 
 def make_optimizer(kind: str, decays: Decays, lr: float) -> torch.optim.Optimizer:
-    """The optimizer of that name; on a GPU its learning rate and counters are there too, so that it can be captured.
+    """The optimizer of that name: "adam", "adamw" or "sgd".
 
-    Those are float32, which float64 parameters would show: they are trained as on the CPU.
+    On a GPU its learning rate and step counters are tensors on the GPU, so that a step can be captured.
+    They are float32, which is too coarse for float64 parameters. So these are trained as on a CPU, without
+    a capture.
     """
-    groups: list[dict[str, Any]] = [{"params": list(ps), "weight_decay": decay} for ps, decay in decays if len(ps)]
-    device, dtype = groups[0]["params"][0].device, groups[0]["params"][0].dtype
-    made = ops.optimizer_class({"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}[kind], device)
-    if device.type != "cuda" or dtype == torch.float64:
-        return made(groups, lr=lr)  # type: ignore[call-arg]
+    groups: list[dict[str, Any]] = [
+        {"params": list(parameters), "weight_decay": decay} for parameters, decay in decays if len(parameters)
+    ]
+    first = groups[0]["params"][0]
+    device = first.device
+    optimizer_class = ops.optimizer_class({"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}[kind], device)
+    if device.type != "cuda" or first.dtype == torch.float64:
+        return optimizer_class(groups, lr=lr)  # type: ignore[call-arg]
+
     options: dict[str, Any] = {"fused": True} if kind == "sgd" else {"fused": True, "capturable": True}
-    for group in groups:  # a rate of its own each, since schedules change them in place, one after the other
+    # A tensor for each group: schedules change the rates in place, group by group.
+    for group in groups:
         group["lr"] = torch.tensor(lr, dtype=torch.float32, device=device)
-    return made(groups, lr=groups[0]["lr"], **options)  # type: ignore[call-arg]
+    return optimizer_class(groups, lr=groups[0]["lr"], **options)  # type: ignore[call-arg]
 
 
 def split_decay(module: nn.Module, rest: Iterable[nn.Parameter], decay: float, decay_rest: float | None) -> Decays:
-    """The parameters of a module with one weight decay, or with another for the rest."""
+    """The parameters of a module, with their weight decay.
+
+    rest: parameters that get `decay_rest` instead of `decay`. decay_rest: None if all have the same decay.
+    """
     parameters = list(module.parameters())
     if decay_rest is None:
         return [(parameters, decay)]
-    apart = {id(p) for p in rest}
+    rest_ids = {id(p) for p in rest}
     return [
-        ([p for p in parameters if id(p) not in apart], decay),
-        ([p for p in parameters if id(p) in apart], decay_rest),
+        ([p for p in parameters if id(p) not in rest_ids], decay),
+        ([p for p in parameters if id(p) in rest_ids], decay_rest),
     ]
 
 
 class Update:
-    """One optimizer step on the gradients that are there."""
+    """Clips the gradients and steps the optimizer; on a GPU by a CUDA graph where possible.
+
+    The trainer makes one per `fit`. Only the thread that trains calls it.
+
+    clip_norm: the largest norm of the gradient. None: no limit. say: prints a line for the user.
+    """
 
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None, say: Callable[[str], None]
     ) -> None:
         self.parameters = list(module.parameters())
-        self.optimizer, self.clip_norm, self.say = optimizer, clip_norm, say
-        self._refuse_others()
+        self.optimizer = optimizer
+        self.clip_norm = clip_norm
+        self.say = say
+        self._check_parameters()
         self.device = self.parameters[0].device
         self.captured: dict[Hashable, CapturedCall[None]] = {}
-        """By all that a graph takes down: where gradients and settings were before, captured or not."""
+        """By `_key`: the steps that were met, whether they are captured yet or not."""
         self.steps = 0
-        rate = optimizer.param_groups[0]["lr"]
-        self.can_capture = self.device.type == "cuda" and isinstance(rate, Tensor) and rate.device.type == "cuda"
+        lr = optimizer.param_groups[0]["lr"]
+        has_lr_on_gpu = isinstance(lr, Tensor) and lr.device.type == "cuda"
+        self.can_capture = self.device.type == "cuda" and has_lr_on_gpu
 
-    def _refuse_others(self) -> None:
-        """Neither checkpoints nor the weights that are kept have a parameter that is not the model's."""
-        own = {id(p) for p in self.parameters}
+    def _check_parameters(self) -> None:
+        """Refuse parameters that are not the model's: no checkpoint would hold them."""
+        model_ids = {id(p) for p in self.parameters}
         for parameter in self._trained_parameters():
-            if id(parameter) not in own:
+            if id(parameter) not in model_ids:
                 raise ValueError(
                     f"the optimizer has a parameter of shape {list(parameter.shape)} that is not the model's, so no "
                     "checkpoint would hold it: make it one of the model's (model.temperature = torch.nn.Parameter(...))"
                 )
 
     def _trained_parameters(self) -> list[Tensor]:
-        """What the optimizer steps by now: a callback may have added to it."""
+        """The parameters that the optimizer steps now.
+
+        Asked each time, since a callback may have added some.
+        """
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def clear(self) -> None:
-        """No gradients, of parameters either that the optimizer does not step: backward fills them too."""
+        """Drop the gradients of all parameters of the model.
+
+        Backward fills all of them, the optimizer may step only some: `optimizer.zero_grad` is not enough.
+        """
         for parameter in self.parameters:
             parameter.grad = None
 
     def __call__(self) -> None:
+        """Make one step: by the graph of these gradients if there is one, else kernel by kernel."""
         with trace.span("optimizer", self.device):
             self.steps += 1
             if not self.can_capture:
                 self._run()
                 return
-            captured = self._captured_at(self._key())
-            if captured.is_due and self.steps > WARM_UP_STEPS and self.num_graphs < MAX_CAPTURES:
+            captured = self._captured_call(self._key())
+            is_warm = self.steps > WARM_UP_STEPS
+            if captured.is_due and is_warm and self.num_graphs < MAX_CAPTURES:
                 self._capture(captured)
             if captured.graph is not None:
                 captured.replay()
@@ -105,36 +138,48 @@ class Update:
 
     @property
     def num_graphs(self) -> int:
+        """The number of steps that are captured."""
         return sum(captured.graph is not None for captured in self.captured.values())
 
     def _run(self) -> None:
+        """Clip and step, kernel by kernel."""
         if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(self._trained_parameters(), self.clip_norm)
         self.optimizer.step()
 
     def _key(self) -> Hashable:
-        """What a graph takes down: where gradients are, and settings such as weight decay, which callbacks change."""
+        """All that becomes part of a graph: addresses of gradients, and settings, which callbacks may change.
+
+        A setting that is a tensor counts by its address, since a graph reads its current value.
+        """
         groups = self.optimizer.param_groups
         gradients = [0 if p.grad is None else p.grad.data_ptr() for group in groups for p in group["params"]]
-        values = [value for group in groups for name, value in group.items() if name != "params"]
-        return *gradients, *(value.data_ptr() if isinstance(value, Tensor) else value for value in values)
+        settings = [value for group in groups for name, value in group.items() if name != "params"]
+        return *gradients, *(value.data_ptr() if isinstance(value, Tensor) else value for value in settings)
 
-    def _captured_at(self, key: Hashable) -> CapturedCall[None]:
-        """The step with gradients and settings at that place; a new one where they were never before."""
+    def _captured_call(self, key: Hashable) -> CapturedCall[None]:
+        """The step with this key, captured or not. A new one if the key was not met before."""
         if key not in self.captured:
             if len(self.captured) >= MAX_SEEN_KEYS:
-                self.captured = {other: known for other, known in self.captured.items() if known.graph is not None}
-            # Run once before it is captured: gradients that were never there before may move each time.
+                self.captured = {other: call for other, call in self.captured.items() if call.graph is not None}
+            # warm_up=1: a key is captured only when it comes a second time. Gradients that get new
+            # addresses in every step would be captured for nothing.
             self.captured[key] = CapturedCall(
                 self.device, purpose="updates", subject="the optimizer's step is", say=self.say, warm_up=1
             )
         return self.captured[key]
 
     def _capture(self, captured: CapturedCall[None]) -> None:
-        prepare = getattr(self.optimizer, "prepare", None)  # of our own kernels
+        """Capture a step as a CUDA graph, unless the lock of captures is taken.
+
+        If a capture fails, no other is tried: all later steps run kernel by kernel.
+        """
+        # hopline's own optimizers make tables of addresses, which they cannot do during a capture.
+        prepare = getattr(self.optimizer, "prepare", None)
         if prepare is not None:
             prepare()
-        # It can be captured at any later step: it waits for no evaluation that has the lock.
+        # wait=False: if an evaluation has the lock, a later step can be captured just as well.
         is_captured = captured.capture(nullcontext(self._run), wait=False)
         if captured.is_settled and not is_captured:
-            self.can_capture, self.captured = False, {}
+            self.can_capture = False
+            self.captured = {}

@@ -1,10 +1,20 @@
-"""Callbacks that compare a run with what was promised: its bytes with a budget, its pipeline with its bound."""
+"""Callbacks that report on a run: in the terminal, and in the files of its run folder.
+
+    WatchBudget     predicted and measured memory of the steps of each epoch
+    WatchPipeline   the bottleneck of each epoch, and advice at the end
+    ShowProgress    a progress bar, and a line per epoch
+    WriteReport     the records of epochs and evaluations
+
+`WatchBudget` and `WatchPipeline` run on all ranks, the other two on the first rank. Only the first rank of
+a run with a folder has a report. A callback with `report=None` writes no records.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import fields, is_dataclass
+from collections import deque
+from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -14,27 +24,31 @@ from hopline import ops
 from hopline.report.bottleneck import Explanation, Setup, explain
 from hopline.report.page import read_records, thin_out
 from hopline.report.writer import Report, write_text
-from hopline.training.callbacks import Callback, EpochEnd, Evaluation, Run, StepEnd, _seconds
+from hopline.training.callbacks import Callback, EpochEnd, Evaluation, Run, StepEnd, format_seconds
 from hopline.training.run_facts import run_facts
 from hopline.util.config import format_size
 from hopline.util.progress import Progress, progress
-
-if TYPE_CHECKING:
-    from hopline.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from hopline.contract import Place
     from hopline.training.trainer import Trainer
 
 MAX_POINTS = 300
-"""Steps of an epoch that the report keeps bytes of; of more, the largest of each stretch."""
+"""Most numbers per epoch that the report keeps for the memory of steps. With more steps, each number is the
+largest of several steps."""
 LONG_S = 10.0
-"""Seconds of training from which on a bottleneck is worth a line: of a shorter run there is nothing to gain."""
+"""Seconds of training from which on a bottleneck is worth a line. A shorter run has little to gain. A rule
+of thumb."""
 SUMMED = ("split", "pieces", "resampled", "cut", "edges_cut", "over", "oom")
+"""Fields of a guard's record that are counts, and so are summed over ranks and epochs."""
 
 
 class WatchBudget(Callback):
-    """What a budget's steps were promised and took, epoch by epoch; on all ranks, and the first one writes."""
+    """Compares the memory of steps with the plan of a budget, epoch by epoch.
+
+    It runs on all ranks, which put their records together. The first rank writes the result. Without a
+    budget it does nothing.
+    """
 
     def __init__(self, report: Report | None = None) -> None:
         self.report = report
@@ -57,14 +71,15 @@ class WatchBudget(Callback):
         if trainer.guard is None:
             return
         record = _over_ranks(trainer.guard.take_record(), trainer)
-        before, after = record["before"], record["after"]
-        record["num_steps"] = len(after)
-        record["before"], _ = thin_out(before, MAX_POINTS)
-        record["after"], record["steps_per_point"] = thin_out(after, MAX_POINTS)
+        record["num_steps"] = len(record["after"])
+        record["before"], _ = thin_out(record["before"], MAX_POINTS)
+        record["after"], record["steps_per_point"] = thin_out(record["after"], MAX_POINTS)
         if self.report is not None:
             self.report.log({"event": "budget", "epoch": epoch.epoch, **record})
         self.records.append(record)
-        if problems := _describe_batches(record, ("oom", "over")):  # the rest is as planned, and can wait for the end
+        # Only what was not planned is said at once. The rest is said at the end of the run.
+        problems = _describe_batches(record, ("oom", "over"))
+        if problems:
             trainer.say(f"epoch {epoch.epoch}: {problems}")
 
     def on_fit_end(self, trainer: Trainer, run: Run) -> None:
@@ -73,108 +88,138 @@ class WatchBudget(Callback):
         sums = {name: sum(record[name] for record in self.records) for name in SUMMED}
         largest = {name: max(record[name] for record in self.records) for name in ("promised_bytes", "peak_bytes")}
         total = self.records[-1] | sums | largest
-        if words := _describe_batches(total, ("split", "resampled", "cut")):
-            step, predicted, limit = (format_size(total[f"{name}_bytes"]) for name in ("peak", "promised", "limit"))
-            trainer.say(f"budget: {words}; a step took up to {step}, promised {predicted}, allowed {limit}")
+        changes = _describe_batches(total, ("split", "resampled", "cut"))
+        if changes:
+            peak = format_size(total["peak_bytes"])
+            predicted = format_size(total["promised_bytes"])
+            limit = format_size(total["limit_bytes"])
+            trainer.say(f"budget: {changes}; a step took up to {peak}, promised {predicted}, allowed {limit}")
 
 
 def _over_ranks(record: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
-    """The largest bytes and the sums of all ranks; the steps are this one's."""
+    """A record of one rank, with the least limit, the largest bytes and the counts of all ranks.
+
+    The numbers per step stay those of this rank. All ranks must call this together.
+    """
     world = trainer.world
     if world.size == 1:
         return record
-    largest = [-record["limit_bytes"], record["promised_bytes"], record["peak_bytes"]]
-    limit, promised, peak = world.max([float(value) for value in largest])
-    sums = world.sum([float(record[name]) for name in SUMMED])
-    counts = {name: int(total) for name, total in zip(SUMMED, sums, strict=True)}
-    return record | {"limit_bytes": -limit, "promised_bytes": promised, "peak_bytes": peak} | counts
+    # The least limit is the negative of the largest negative limit, so that one message does for all three.
+    values = [-record["limit_bytes"], record["promised_bytes"], record["peak_bytes"]]
+    negative_limit, promised, peak = world.max([float(value) for value in values])
+    totals = world.sum([float(record[name]) for name in SUMMED])
+    counts = {name: int(total) for name, total in zip(SUMMED, totals, strict=True)}
+    return record | {"limit_bytes": -negative_limit, "promised_bytes": promised, "peak_bytes": peak} | counts
 
 
 def _describe_batches(record: dict[str, Any], names: tuple[str, ...]) -> str:
-    """What was done to the batches of an epoch or a run, in words: those of the counts that are not 0."""
-    words = {
-        "split": f"{_batches(record['split'])} split into {record['pieces']} pieces",
+    """A phrase for what was done to the batches of an epoch or a run.
+
+    names: counts to mention if they are not 0.
+    """
+    phrases = {
+        "split": f"{_count_batches(record['split'])} split into {record['pieces']} pieces",
         "resampled": f"{record['resampled']} samples drawn anew",
-        "cut": f"{record['edges_cut']:,} edges cut from {_batches(record['cut'])}",
+        "cut": f"{record['edges_cut']:,} edges cut from {_count_batches(record['cut'])}",
         "oom": f"memory ran out in {record['oom']} steps, which went on in smaller pieces",
         "over": f"{record['over']} steps were over the limit",
     }
-    return ", ".join(words[name] for name in names if record[name])
+    return ", ".join(phrases[name] for name in names if record[name])
 
 
-def _batches(number: int) -> str:
-    return f"{number} batch{'es' * (number != 1)}"
+def _count_batches(number: int) -> str:
+    return "1 batch" if number == 1 else f"{number} batches"
 
 
 class WatchPipeline(Callback):
-    """Why epochs take as long as they do: in the report for each one, and at the end in a sentence for all.
+    """Explains the time of epochs: in the report for each one, and at the end of the run for all of them.
 
-    The first epoch, which compiles and fills caches, counts only where it is the only one; one that was begun in an
-    earlier process is left out, since its first steps were not timed here.
+    The first epoch compiles kernels and fills caches, so at the end it counts only if it is the only one.
+    An epoch that was resumed half-way is left out: its first steps were timed in another process.
     """
 
     def __init__(self, report: Report | None = None) -> None:
         self.report = report
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self.steps, self.timed = 0, list[_EpochTimes]()
+        self.num_steps = 0
+        self.epochs: list[_EpochTimes] = []
 
     def on_step_end(self, trainer: Trainer, step: StepEnd) -> None:
-        self.steps += 1
+        self.num_steps += 1
 
     def on_epoch_end(self, trainer: Trainer, epoch: EpochEnd) -> None:
-        num_batches, steps, self.steps = trainer.position.units, self.steps, 0
-        if num_batches > steps * trainer.settings.accumulate:
+        num_batches = trainer.position.units
+        max_timed_batches = self.num_steps * trainer.settings.accumulate
+        self.num_steps = 0
+        # More batches than this process has trained: the epoch was resumed half-way.
+        if num_batches > max_timed_batches:
             return
-        timed = _EpochTimes(epoch.stages, epoch.seconds, num_batches, epoch.work)
-        self.timed.append(timed)
-        self._log({"event": "pipeline", "epoch": epoch.epoch}, timed.explain(setup_of(trainer)), trainer)
+        times = _EpochTimes(stages=epoch.stages, seconds=epoch.seconds, num_batches=num_batches, work=epoch.work)
+        self.epochs.append(times)
+        self._log({"event": "pipeline", "epoch": epoch.epoch}, times.explain(setup_of(trainer)), trainer)
 
     def on_fit_end(self, trainer: Trainer, run: Run) -> None:
-        timed = self.timed[1:] or self.timed if run.finished else []
-        if not timed or (found := _together(timed).explain(setup_of(trainer))) is None:
+        if not run.finished or not self.epochs:
             return
-        self._log({"event": "explain"}, found, trainer)
-        if found.advice and sum(epoch.seconds for epoch in run.history) >= LONG_S:
-            trainer.say(f"bottleneck: {found.sentence}")
-        if advice := _about_evaluation(trainer, run):
+        times = _mean_times(self.epochs[1:] or self.epochs)
+        explanation = times.explain(setup_of(trainer))
+        if explanation is None:
+            return
+        self._log({"event": "explain"}, explanation, trainer)
+        is_long = sum(epoch.seconds for epoch in run.history) >= LONG_S
+        if explanation.advice and is_long:
+            trainer.say(f"bottleneck: {explanation.sentence}")
+        advice = _evaluation_advice(trainer, run)
+        if advice:
             trainer.say(advice)
 
-    def _log(self, head: dict[str, Any], found: Explanation | None, trainer: Trainer) -> None:
-        if self.report is not None and found is not None:
+    def _log(self, head: dict[str, Any], explanation: Explanation | None, trainer: Trainer) -> None:
+        if self.report is not None and explanation is not None:
             setup = setup_of(trainer)
-            self.report.log({**head, **vars(found), "workers": setup.workers, "look_ahead": setup.look_ahead})
+            self.report.log({**head, **vars(explanation), "workers": setup.workers, "look_ahead": setup.look_ahead})
 
 
+@dataclass(frozen=True, kw_only=True)
 class _EpochTimes:
-    """What was timed of an epoch."""
+    """The times of an epoch, or the mean times of several."""
 
-    def __init__(self, stages: dict[str, float], seconds: float, num_batches: int, alone: dict[str, float]) -> None:
-        self.stages, self.seconds, self.num_batches, self.alone = stages, seconds, num_batches, alone
+    stages: dict[str, float]
+    """As `EpochEnd.stages`."""
+    seconds: float
+    num_batches: int
+    work: dict[str, float]
+    """As `EpochEnd.work`."""
 
     def explain(self, setup: Setup) -> Explanation | None:
-        return explain(self.stages, self.seconds, self.num_batches, setup, self.alone)
+        return explain(self.stages, self.seconds, self.num_batches, setup, self.work)
 
 
-def _together(timed: list[_EpochTimes]) -> _EpochTimes:
-    """The mean of some epochs."""
+def _mean_times(epochs: list[_EpochTimes]) -> _EpochTimes:
+    """The mean times of several epochs."""
 
-    def mean(parts: list[dict[str, float]]) -> dict[str, float]:
-        return {name: sum(part.get(name, 0.0) for part in parts) / len(parts) for part in parts for name in part}
+    def mean(tables: list[dict[str, float]]) -> dict[str, float]:
+        names = dict.fromkeys(name for table in tables for name in table)
+        return {name: sum(table.get(name, 0.0) for table in tables) / len(tables) for name in names}
 
-    seconds = sum(one.seconds for one in timed) / len(timed)
-    batches = round(sum(one.num_batches for one in timed) / len(timed))
-    return _EpochTimes(mean([one.stages for one in timed]), seconds, batches, mean([one.alone for one in timed]))
+    return _EpochTimes(
+        stages=mean([epoch.stages for epoch in epochs]),
+        seconds=sum(epoch.seconds for epoch in epochs) / len(epochs),
+        num_batches=round(sum(epoch.num_batches for epoch in epochs) / len(epochs)),
+        work=mean([epoch.work for epoch in epochs]),
+    )
 
 
 def setup_of(trainer: Trainer) -> Setup:
-    """What of a run can be changed, after an epoch."""
-    work, plan, on_gpu = trainer.work.describe(), trainer.plan, trainer.device.type == "cuda"
+    """The settings of a run that matter for its speed, as they are after an epoch."""
+    work = trainer.work.describe()
+    on_gpu = trainer.device.type == "cuda"
+    plan = trainer.plan
     return Setup(
         workers=work.workers,
         look_ahead=work.look_ahead,
         max_workers=work.max_workers,
-        planned=work.is_sampled and plan is not None and plan.method != trainer.asked,
+        planned=work.is_sampled and plan is not None and plan.method != trainer.requested_method,
         num_cores=trainer.world.num_cores,
         sampled=work.is_sampled,
         on_gpu=on_gpu,
@@ -184,36 +229,49 @@ def setup_of(trainer: Trainer) -> Setup:
     )
 
 
-def _about_evaluation(trainer: Trainer, run: Run) -> str:
-    """What to do where evaluation takes longer than training."""
-    evaluated_s = sum(e.seconds for e in run.evaluations if e.split == "valid")
-    trained_s = sum(epoch.seconds for epoch in run.history)
+def _evaluation_advice(trainer: Trainer, run: Run) -> str:
+    """A sentence of advice if blocking evaluation takes longer than training. Else an empty string."""
+    evaluation_s = sum(evaluation.seconds for evaluation in run.evaluations if evaluation.split == "valid")
+    training_s = sum(epoch.seconds for epoch in run.history)
     every = trainer.settings.evaluate_every
-    if trainer.settings.evaluate != "blocking" or evaluated_s <= trained_s or run.epochs <= every:
+    if trainer.settings.evaluate != "blocking" or evaluation_s <= training_s or run.epochs <= every:
         return ""
-    share = evaluated_s / (evaluated_s + trained_s)
+    share = evaluation_s / (evaluation_s + training_s)
     return f"evaluation: {share:.0%} of the run: set evaluate_every={max(2 * every, 5)} or evaluate=async"
 
 
+@dataclass(frozen=True)
+class _EpochLine:
+    """An epoch whose line is not printed yet."""
+
+    epoch: EpochEnd
+    is_evaluated: bool
+    """Whether the line waits for an evaluation. An asynchronous one ends during a later epoch."""
+
+
 class ShowProgress(Callback):
-    """A bar over the epoch's seeds, and a line per epoch with its evaluation."""
+    """Shows a progress bar over the seeds of an epoch, and prints a line per epoch with its evaluation.
+
+    A line is printed once its evaluation is done, and after the lines of all earlier epochs.
+    """
 
     def __init__(self) -> None:
         self.bar: Progress | None = None
         self.context: Any = None
-        self.waiting: list[tuple[EpochEnd, bool]] = []
-        """Epochs whose line is not printed yet, and whether an evaluation of theirs is to come: asynchronously, it
-        comes during a later epoch."""
+        self.waiting: deque[_EpochLine] = deque()
+        """Epochs whose line is not printed yet, oldest first."""
         self.results: dict[int, Evaluation] = {}
+        """By epoch: its evaluation on the validation split."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self.waiting, self.results = [], {}
+        self.waiting.clear()
+        self.results = {}
         self._print(trainer, repr(trainer.data))
         if "split" in trainer.data.meta:
             self._print(trainer, f"split: {trainer.data.meta['split']}")
-        parameters = sum(p.numel() for p in trainer.model.parameters())
+        num_parameters = sum(p.numel() for p in trainer.model.parameters())
+        model = f"{type(trainer.model).__name__}, {num_parameters:,} parameters"
         ranks = f", {trainer.world.size} ranks" if trainer.world.size > 1 else ""
-        model = f"{type(trainer.model).__name__}, {parameters:,} parameters"
         self._print(trainer, f"{model}, {format_changed(trainer.method)}, {trainer.device}{ranks}")
         if ops.is_first_time():
             self._print(trainer, "compiling kernels: once on this machine, some ten seconds")
@@ -228,7 +286,7 @@ class ShowProgress(Callback):
 
     def on_epoch_end(self, trainer: Trainer, epoch: EpochEnd) -> None:
         self._close()
-        self.waiting.append((epoch, trainer.is_evaluated(epoch.epoch)))
+        self.waiting.append(_EpochLine(epoch, trainer.is_evaluated(epoch.epoch)))
         self._print_complete(trainer)
 
     def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
@@ -238,30 +296,35 @@ class ShowProgress(Callback):
 
     def on_fit_end(self, trainer: Trainer, run: Run) -> None:
         self._close()
-        for epoch, _ in self.waiting:
-            if epoch.epoch <= run.epochs:  # later ones were dropped
-                self._print(trainer, self._line(trainer, epoch))
-        if run.finished:  # an error speaks for itself
+        for line in self.waiting:
+            was_dropped = line.epoch.epoch > run.epochs
+            if not was_dropped:
+                self._print(trainer, self._format_line(trainer, line.epoch))
+        # An error is printed by whoever catches it.
+        if run.finished:
             self._print(trainer, f"done: {run.reason}")
 
     def _print_complete(self, trainer: Trainer) -> None:
-        """Print the epochs of which nothing is awaited any more, in their order."""
+        """Print the lines that wait for nothing, in the order of the epochs."""
         while self.waiting:
-            epoch, is_evaluated = self.waiting[0]
-            if is_evaluated and epoch.epoch not in self.results:
+            line = self.waiting[0]
+            if line.is_evaluated and line.epoch.epoch not in self.results:
                 return
-            self._print(trainer, self._line(trainer, epoch))
-            del self.waiting[0]
+            self._print(trainer, self._format_line(trainer, line.epoch))
+            self.waiting.popleft()
 
-    def _line(self, trainer: Trainer, epoch: EpochEnd) -> str:
-        """The columns of one epoch, each of the same width on every line."""
-        last, evaluation = trainer.settings.epochs, self.results.get(epoch.epoch)
-        parts = [f"epoch {epoch.epoch:>{len(str(last))}}/{last}", f"loss {epoch.loss:.4f}"]
-        seconds = _seconds(epoch.seconds)
+    def _format_line(self, trainer: Trainer, epoch: EpochEnd) -> str:
+        """The line of one epoch. Lines have the same columns, so that the eye compares downwards."""
+        num_epochs = trainer.settings.epochs
+        width = len(str(num_epochs))
+        columns = [f"epoch {epoch.epoch:>{width}}/{num_epochs}", f"loss {epoch.loss:.4f}"]
+        seconds = format_seconds(epoch.seconds)
+        evaluation = self.results.get(epoch.epoch)
         if evaluation is not None:
-            parts += [f"valid {name} {value:.4f}" for name, value in evaluation.metrics.items()]
-            seconds += f" + {_seconds(evaluation.seconds)} evaluation"
-        return "  ".join([*parts, seconds, f"{epoch.seeds_per_s:,.0f} seeds/s"])
+            columns += [f"valid {name} {value:.4f}" for name, value in evaluation.metrics.items()]
+            seconds += f" + {format_seconds(evaluation.seconds)} evaluation"
+        columns += [seconds, f"{epoch.seeds_per_s:,.0f} seeds/s"]
+        return "  ".join(columns)
 
     def _close(self) -> None:
         if self.context is not None:
@@ -274,16 +337,19 @@ class ShowProgress(Callback):
 
 
 def format_changed(settings: Any) -> str:
-    """Settings as one would write them in Python, without those that are as they always are."""
+    """Settings as one would write them in Python, without those that have their defaults."""
     if not is_dataclass(settings):
         return type(settings).__name__
-    given = ((f.name, getattr(settings, f.name), f.default) for f in fields(settings))
-    shown = ", ".join(f"{name}={value!r}" for name, value, usual in given if value != usual)
-    return f"{type(settings).__name__}({shown})"
+    changed = []
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if value != field.default:
+            changed.append(f"{field.name}={value!r}")
+    return f"{type(settings).__name__}({', '.join(changed)})"
 
 
 class WriteReport(Callback):
-    """Everything that happens, into the run folder's report."""
+    """Writes the records of a run into metrics.jsonl."""
 
     def __init__(self, report: Report) -> None:
         self.report = report
@@ -295,15 +361,20 @@ class WriteReport(Callback):
         self.report.log({"event": "epoch", **vars(epoch)})
 
     def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        falls = evaluation.split == "valid" and trainer.best_is == "min"
-        self.report.log({"event": "evaluate", **vars(evaluation), **({"best_is": "min"} if falls else {})})
+        record: dict[str, Any] = {"event": "evaluate", **vars(evaluation)}
+        if evaluation.split == "valid" and trainer.best_is == "min":
+            record["best_is"] = "min"
+        self.report.log(record)
 
     def drop_after(self, epoch: int) -> None:
-        """Take the epochs behind this one, which has ended the run, out of the record."""
+        """Remove the records of epochs after `epoch`, which ended the run."""
         path = self.report.folder / "metrics.jsonl"
-        of_epochs = ("epoch", "budget", "pipeline")
-        records = [r for r in read_records(path) if r.get("event") not in of_epochs or r["epoch"] <= epoch]
-        write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+        lines = []
+        for record in read_records(path):
+            is_of_epoch = record.get("event") in ("epoch", "budget", "pipeline")
+            if not is_of_epoch or record["epoch"] <= epoch:
+                lines.append(json.dumps(record) + "\n")
+        write_text(path, "".join(lines))
 
     def on_fit_end(self, trainer: Trainer, run: Run) -> None:
         self.report.log(
@@ -324,20 +395,24 @@ class WriteReport(Callback):
 
 
 def peak_bytes(device: torch.device) -> dict[str, int]:
-    """The largest memory of this process so far, by place."""
-    found = {"host": peak_memory_bytes()}
+    """Peak memory of this process so far, in bytes: "host", and "device" if that is a GPU."""
+    peaks = {"host": peak_memory_bytes()}
     if device.type == "cuda":
-        # Reserved, not allocated: it is what others cannot use. Measuring steps for a budget resets the peak to what is
-        # reserved then, and torch seldom gives that back.
-        found["device"] = torch.cuda.max_memory_reserved(device)
-    return found
+        # Reserved, not allocated: other processes cannot use it. Measuring steps for a budget resets the
+        # peak to the bytes reserved at that time, which changes little: torch seldom gives them back.
+        peaks["device"] = torch.cuda.max_memory_reserved(device)
+    return peaks
 
 
 def peak_memory_bytes() -> int:
-    """The largest resident size of this process so far."""
+    """Peak resident memory of this process so far.
+
+    On systems without `resource`: the current resident memory.
+    """
     try:
         import resource
-    except ImportError:  # not on every system
+    except ImportError:
         return psutil.Process().memory_info().rss
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    # `ru_maxrss` is in bytes on macOS, and in KiB on Linux.
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes

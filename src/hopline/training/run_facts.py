@@ -1,4 +1,12 @@
-"""What a run trains, on what and where: as its report shows it, config.json keeps it and a checkpoint compares it."""
+"""Facts about a run in plain values, for three readers.
+
+    run_facts         sizes, model, method, device: the record "start" of the report
+    stored_settings   all settings, and which were changed: config.json
+    settings_of       data, method, settings, model: compared when a run is resumed (`checkpoint.identity`)
+
+The report shows the method as a plan has changed it. The other two have the method as the user asked for
+it, since a plan changes nothing of what is learnt.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +29,16 @@ if TYPE_CHECKING:
 
 
 def run_facts(trainer: Trainer) -> dict[str, Any]:
-    """The sizes of dataset and model, the method as a plan has it, device and ranks, in plain values."""
-    data, model = trainer.data, trainer.model
-    method: dict[str, Any] = {"kind": kind_of(type(trainer.method))} | _described(trainer.method)
-    own = {} if type(trainer.gradients) is Gradients else {"gradients": gradients_of(trainer)}
+    """The sizes of dataset and model, the method as a plan has it, the device and the number of ranks."""
+    data = trainer.data
+    model = trainer.model
+    method: dict[str, Any] = {"kind": kind_of(type(trainer.method))} | _settings_or_repr(trainer.method)
+    own_gradients = {} if type(trainer.gradients) is Gradients else {"gradients": gradients_of(trainer)}
     device = str(trainer.device)
     if trainer.device.type == "cuda":
         device += f" ({torch.cuda.get_device_name(trainer.device)})"
     convs = getattr(model, "convs", None)  # of hl.nn.GNN and of PyG's models
+    layers = [type(conv).__name__ for conv in convs] if isinstance(convs, nn.ModuleList) else []
     return {
         "dataset": data.name,
         "num_nodes": data.num_nodes,
@@ -37,45 +47,49 @@ def run_facts(trainer: Trainer) -> dict[str, Any]:
         "num_classes": data.num_classes,
         "num_seeds": trainer.num_seeds,
         "model": type(model).__name__,
-        "layers": [type(conv).__name__ for conv in convs] if isinstance(convs, nn.ModuleList) else [],
+        "layers": layers,
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "method": method,
         "device": device,
         "num_ranks": trainer.world.size,
-        **own,
+        **own_gradients,
     }
 
 
 def name_of(gradients: Gradients) -> str:
-    """What a user calls the way in which gradients are combined."""
+    """A name for the way in which gradients are combined: of the user's function or class, or "sum"."""
     if isinstance(gradients, CombinedBy):
         return getattr(gradients.function, "__qualname__", type(gradients.function).__name__)
     return "sum" if type(gradients) is Gradients else type(gradients).__name__
 
 
 def gradients_of(trainer: Trainer) -> dict[str, Any]:
-    """How gradients are combined, by name, with its settings."""
+    """How gradients are combined: a name, and the settings of an object of the user's own."""
     gradients = trainer.gradients
     has_settings = type(gradients) not in (Gradients, CombinedBy)
-    return {"kind": name_of(gradients)} | (_described(gradients) if has_settings else {})
+    return {"kind": name_of(gradients)} | (_settings_or_repr(gradients) if has_settings else {})
 
 
-def _described(given: Any) -> dict[str, Any]:
-    """The settings of a method, or of gradients; a user's own need not be dataclasses, and then say it themselves."""
+def _settings_or_repr(obj: Any) -> dict[str, Any]:
+    """The settings of a method or of gradients.
+
+    For a class of the user's own that is no dataclass: its `repr`.
+    """
     try:
-        return to_dict(given)
+        return to_dict(obj)
     except (TypeError, ValueError):
-        # Python's own text has the place in memory, by which a resumed run would seem to be another one.
-        says_nothing = type(given).__repr__ is object.__repr__
-        return {"repr": f"{type(given).__qualname__}()" if says_nothing else repr(given)}
+        # Python's default `repr` contains an address, which differs in every process. A resumed run would
+        # seem to be another run.
+        has_default_repr = type(obj).__repr__ is object.__repr__
+        return {"repr": f"{type(obj).__qualname__}()" if has_default_repr else repr(obj)}
 
 
 def settings_of(trainer: Trainer) -> dict[str, Any]:
-    """Data, method, settings and model of a run in plain values."""
-    asked = trainer.asked  # not as a plan has it: what is learnt does not depend on that
+    """The data, method, settings, gradients and model of a run, as the user asked for them."""
+    method = trainer.requested_method
     return {
         "data": trainer.data.name,
-        "method": {"kind": type(asked).__name__} | _described(asked),
+        "method": {"kind": type(method).__name__} | _settings_or_repr(method),
         "train": to_dict(trainer.settings),
         "gradients": gradients_of(trainer),
         "model": repr(trainer.model),
@@ -83,20 +97,28 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def stored_settings(trainer: Trainer) -> dict[str, Any]:
-    """What config.json keeps: all settings, and which of them were changed from their defaults."""
+    """The content of config.json: "config", all settings, and "changed", the keys without their defaults."""
     settings = settings_of(trainer)
-    own = {} if type(trainer.gradients) is Gradients else {"gradients": settings["gradients"]}
-    changed = [f"gradients.{key}" for key in own.get("gradients", {})]
+    own_gradients = {} if type(trainer.gradients) is Gradients else {"gradients": settings["gradients"]}
+    changed = [f"gradients.{key}" for key in own_gradients.get("gradients", {})]
     if trainer.config is not None:
-        return {"config": to_dict(trainer.config) | own, "changed": [*changed_keys(trainer.config), *changed]}
+        config = to_dict(trainer.config) | own_gradients
+        return {"config": config, "changed": [*changed_keys(trainer.config), *changed]}
+
     changed += ["data", "model", *(f"train.{key}" for key in changed_keys(trainer.settings))]
-    if not isinstance(trainer.asked, Sampled) or "repr" in settings["method"]:
+    method = trainer.requested_method
+    has_repr_only = "repr" in settings["method"]
+    if has_repr_only or not isinstance(method, Sampled):
         changed.append("method.kind")
-    of_method = ["repr"] if "repr" in settings["method"] else changed_keys(trainer.asked)
-    return {"config": settings, "changed": [*changed, *(f"method.{key}" for key in of_method)]}
+    method_keys = ["repr"] if has_repr_only else changed_keys(method)
+    changed += [f"method.{key}" for key in method_keys]
+    return {"config": settings, "changed": changed}
 
 
 def fingerprints(model: nn.Module, data: Dataset) -> tuple[dict[str, str], str]:
-    """(of the dataset, of the model), before training, in which a module may count something."""
+    """(fingerprints of the dataset's arrays by name, fingerprint of the model apart from its weights).
+
+    Taken before training, because a module may count something while it trains.
+    """
     contents = {"cut": data.shard.cut} if isinstance(data, ShardedData) else contents_of(data)
     return contents, structure_of(model)

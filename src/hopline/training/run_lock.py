@@ -1,9 +1,12 @@
-"""A run folder has one writer at a time: a lock of the operating system, which ends with the process that holds it.
+"""The lock of a run folder, so that only one run writes into it at a time.
 
-Two runs in one folder would mix their records and replace each other's checkpoints. The lock is on a file in the
-folder, `run.lock`, that says who holds it. A killed process leaves the file but not the lock, so a run that was killed
-is resumed without a word about it. Processes that the holder starts do not have the lock, whether forked or spawned:
-one that outlives a killed trainer does not keep its run from being resumed.
+Two runs in one folder would mix their records and replace each other's checkpoints. The lock is an `flock`
+of the operating system on the file `run.lock` in the folder, whose text says who holds it. The system
+releases the lock when the process ends. So a killed run leaves the file but not the lock, and can be
+resumed at once.
+
+Processes that the holder starts do not have the lock, whether forked or spawned. One that outlives a killed
+trainer does not keep the run from being resumed.
 """
 
 from __future__ import annotations
@@ -25,105 +28,126 @@ except ImportError:  # not on every system
     fcntl = None
 
 FILE = "run.lock"
+"""Name of the lock in a run folder."""
 HANDOVER_S = 5.0
-"""How long a run that is to be resumed waits for the one before it: ranks that a launcher ends may take seconds."""
+"""Seconds that a resumed run waits for the run before it to end. Ranks that a launcher stops may take
+seconds. A rule of thumb."""
 
-_held: weakref.WeakSet[RunLock] = weakref.WeakSet()
-"""Locks of this process, each from `__enter__` to `__exit__`. Owned by this module: a forked child closes them."""
+_held_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
+"""Locks that this process holds, each from `__enter__` to `__exit__`. A forked child closes its copies."""
 
 
 class RunLock:
-    """A context that holds a run folder, which it makes if need be, and removes again where it stayed empty.
+    """A context that holds the lock of a run folder.
 
-    wait_s: for how long another run may go on holding it before this one is refused.
+    It creates the folder if it does not exist, and removes it at the end if it is empty.
+
+    wait_s: seconds to wait for another run that holds the lock, before a ValueError is raised.
     """
 
     def __init__(self, folder: Path, wait_s: float = 0.0) -> None:
-        self.folder, self.wait_s = folder, wait_s
+        self.folder = folder
+        self.wait_s = wait_s
         self._file: int | None = None
-        self._made: list[Path] = []
+        self._new_folders: list[Path] = []
 
     def __enter__(self) -> Self:
-        self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
-        until = time.monotonic() + self.wait_s
+        self._new_folders = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+        deadline = time.monotonic() + self.wait_s
         try:
-            while not self._try():
-                if time.monotonic() >= until:
+            while not self._try_lock():
+                if time.monotonic() >= deadline:
                     raise ValueError(self._refusal())
                 time.sleep(0.1)
         except OSError as error:
             reason = error.strerror or type(error).__name__
-            message = f"Cannot write the run folder '{self.folder}' ({reason}): choose another with out=FOLDER."
-            raise ValueError(message) from error
+            raise ValueError(
+                f"Cannot write the run folder '{self.folder}' ({reason}): choose another with out=FOLDER."
+            ) from error
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._file is not None:
-            # Removed while it is held: whoever has it open sees afterwards that it is not the file of that name.
+            # The file is removed before the lock is released. A process that has opened it meanwhile then
+            # gets the lock of a file without a name, which `_try_lock` notices.
             (self.folder / FILE).unlink(missing_ok=True)
-            self.let_go()
-        with contextlib.suppress(OSError):  # not empty
-            for path in self._made:
+            self.close()
+        # A folder that is not empty stays, and so do its parents.
+        with contextlib.suppress(OSError):
+            for path in self._new_folders:
                 path.rmdir()
 
-    def let_go(self) -> None:
-        """Close the file: the lock is gone if this is the process that took it."""
+    def close(self) -> None:
+        """Close the file. In the process that took the lock, this releases it."""
         if self._file is not None:
             os.close(self._file)
         self._file = None
-        _held.discard(self)
+        _held_locks.discard(self)
 
-    def _try(self) -> bool:
-        """Whether the lock is ours now."""
-        self.folder.mkdir(parents=True, exist_ok=True)  # a run that failed at once has removed what it had made
+    def _try_lock(self) -> bool:
+        """Try to take the lock, without waiting. Returns whether this process has it now.
+
+        Where the system or the file system has no locks, it returns True without one.
+        """
+        # In every attempt: the other run may have removed the folder at its end.
+        self.folder.mkdir(parents=True, exist_ok=True)
         if fcntl is None:
             return True
         path = self.folder / FILE
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _is_at(file, path):  # its holder has removed it in the meantime
+            # The holder may have removed the file after it was opened here. Then the lock protects nothing.
+            if not _is_file_at(path, file):
                 os.close(file)
                 return False
         except OSError as error:
             os.close(file)
-            if error.errno in (errno.EAGAIN, errno.EACCES):
+            is_held = error.errno in (errno.EAGAIN, errno.EACCES)
+            if is_held:
                 return False
             logger.warning(
                 f"{self.folder} cannot be locked ({error.strerror}): see to it that no other run has this folder"
             )
             path.unlink(missing_ok=True)
             return True
+
         os.ftruncate(file, 0)
         os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self._file = file
-        _held.add(self)
+        _held_locks.add(self)
         return True
 
     def _refusal(self) -> str:
-        path, who = self.folder / FILE, ""
-        with contextlib.suppress(OSError):  # its holder may have removed it by now
+        """The message for a folder that another run holds."""
+        path = self.folder / FILE
+        holder = ""
+        # The holder may have removed the file by now.
+        with contextlib.suppress(OSError):
             holder = path.read_text(errors="replace")[:200].strip()
-            who = holder and f" ({holder})"
+        remark = f" ({holder})" if holder else ""
         return (
-            f"{self.folder} is being written by another run{who}: wait for its end, choose another folder with out=, "
-            f"or, if that host is gone, remove {path}"
+            f"{self.folder} is being written by another run{remark}: wait for its end, choose another folder with "
+            f"out=, or, if that host is gone, remove {path}"
         )
 
 
-def _is_at(file: int, path: Path) -> bool:
-    """Whether an open file is the one that has this name now."""
+def _is_file_at(path: Path, file: int) -> bool:
+    """Whether the open file is still the one at `path`."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path))
     except FileNotFoundError:
         return False
 
 
-def _let_go_in_child() -> None:
-    """A forked process shares the open file, and with it the lock: closed here, it is the parent's alone."""
-    for lock in list(_held):
-        lock.let_go()
+def _close_in_child() -> None:
+    """Close the locks in a forked child, which shares the open files.
+
+    Then the parent alone holds the locks.
+    """
+    for lock in list(_held_locks):
+        lock.close()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go_in_child)
+    os.register_at_fork(after_in_child=_close_in_child)

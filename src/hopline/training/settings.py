@@ -1,4 +1,8 @@
-"""Settings of training, apart from the method: plain data, so that reading them needs no torch."""
+"""Settings of training, apart from those of the method.
+
+They are plain data, and reading them needs no torch. `hopline train --keys` prints the text below each
+field as its description.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,16 @@ from typing import Any, ClassVar, Literal
 from hopline.util.config import RemovedSetting, check_fields, settings
 
 EVERY = {"step": 10, "plateau": 5}
-"""`Schedule.every` by default."""
+"""Default of `Schedule.every`, by the name of the schedule: epochs of `step`, evaluations of `plateau`."""
 SAME_DEVICE = "set evaluate=async or evaluate=blocking, which evaluate on the device that trains"
-"""What replaces evaluation by a process on the CPU."""
+"""Advice for settings that were removed with evaluation by a process on the CPU."""
 
 
 @settings
 class Schedule:
     """How the learning rate changes over the epochs: `Trainer(schedule=hl.Schedule(...))`.
+
+    A run that is resumed with another number of epochs continues with the rates of a run of that number.
 
     Raises:
         ValueError: A field has a value that is not allowed. The message says which are.
@@ -28,17 +34,17 @@ class Schedule:
 
     REMOVED: ClassVar = {"patience": RemovedSetting(5, "set schedule.every= with schedule.name=plateau")}
     name: Literal["constant", "cosine", "plateau", "step"] = "constant"
-    """Constant; a cosine that reaches `floor` after the last epoch; lower on a plateau; or lower every few epochs.
-    A run that is resumed with another number of epochs goes on with the rates of a run of that many."""
+    """Learning rate over the epochs: `constant`, `cosine` down to `floor` after the last epoch, `plateau`
+    (lower when the validation metric stalls) or `step` (lower every few epochs)."""
     warmup: int = 0
-    """Epochs over which the rate first rises linearly to `lr`."""
+    """Length of the warm-up, in epochs, over which the rate rises linearly to `lr`."""
     factor: float = 0.5
-    """What `plateau` and `step` multiply the rate by."""
+    """Factor by which `plateau` and `step` lower the rate."""
     every: int | None = None
-    """Epochs from one `step` to the next, 10 by default; evaluations without a better validation metric (or loss,
-    without a validation split) that `plateau` lets pass, 5 by default."""
+    """Interval of `step`, in epochs, or patience of `plateau`, in evaluations without a better validation
+    metric (training loss without a validation split). Default: 10 epochs or 5 evaluations."""
     floor: float = 0.0
-    """The lowest rate."""
+    """Lowest learning rate."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -46,21 +52,22 @@ class Schedule:
             raise ValueError(f"schedule.floor must be at least 0, not {self.floor}")
         if not 0 < self.factor < 1:
             raise ValueError(f"schedule.factor must be between 0 and 1, not {self.factor}")
-        least = 0 if self.name == "plateau" else 1
-        if self.every is not None and self.every < least:
-            raise ValueError(f"schedule.every of {self.name} must be at least {least}, not {self.every}")
+        min_every = 0 if self.name == "plateau" else 1
+        if self.every is not None and self.every < min_every:
+            raise ValueError(f"schedule.every of {self.name} must be at least {min_every}, not {self.every}")
         if self.warmup < 0:
             raise ValueError(f"schedule.warmup must be at least 0, not {self.warmup}")
 
 
 def upgrade_schedule(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored schedule as this version has it: `every` and `patience` were two settings, and are one."""
+    """A stored schedule in the fields of this version: `patience` was a setting, and is part of `every`."""
     if "patience" not in stored:
         return dict(stored)
     name = stored.get("name")
     every = stored["patience"] if name == "plateau" else stored.get("every")
-    kept = {key: value for key, value in stored.items() if key != "patience"}
-    return kept | {"every": every if name in EVERY and every != EVERY[name] else None}
+    is_default = name not in EVERY or every == EVERY[name]
+    upgraded = {key: value for key, value in stored.items() if key != "patience"}
+    return upgraded | {"every": None if is_default else every}
 
 
 @settings
@@ -80,50 +87,55 @@ class TrainSettings:
         "evaluate=async_cpu": RemovedSetting(None, SAME_DEVICE),
     }
     epochs: int = 10
-    """Epochs to train: exactly so many, unless training stops early."""
+    """Number of epochs to train, unless training stops early."""
     lr: float = 0.003
     """Learning rate."""
     weight_decay: float = 0.0
     """Weight decay of the optimizer."""
     weight_decay_rest: float | None = None
-    """Weight decay of the last conv, or of encoder and head where there are any; as `weight_decay` by default."""
+    """Weight decay of the last conv, or of encoder and head if the model has any. Default:
+    `weight_decay`."""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
-    """Optimizer."""
+    """Optimizer: `adam`, `adamw` or `sgd`."""
     schedule: Schedule = Schedule()
-    """How the learning rate changes over the epochs."""
+    """Learning rate over the epochs: a `Schedule`."""
     clip_norm: float | None = None
-    """Largest norm of the gradient; larger ones are scaled down."""
+    """Largest norm of the gradient. A larger gradient is scaled down to it. Default: no limit."""
     accumulate: int = 1
-    """Units whose gradients make one optimizer step, weighted by their seeds."""
+    """Number of units, such as batches, per optimizer step. Gradients are weighted by their seeds."""
     precision: Literal["float32", "bf16"] = "float32"
-    """bf16 runs the forward pass under bfloat16 autocast; parameters stay float32."""
+    """Precision of the forward pass: `bf16` runs it under bfloat16 autocast, and parameters stay
+    float32."""
     evaluate_every: int = 1
-    """Epochs from one evaluation to the next; the last epoch is always evaluated."""
+    """Interval between evaluations, in epochs. The last epoch is always evaluated."""
     evaluate: Literal["blocking", "async"] = "blocking"
-    """Training waits for each evaluation (blocking), or goes on while a thread evaluates on the same device (async), on
-    a GPU in a stream of its own. The run is the same."""
+    """Mode of evaluation: `blocking` (training waits) or `async` (training continues while a thread
+    evaluates a snapshot of the weights on the same device). The results are the same."""
     patience: int | None = None
-    """Evaluations without a better validation metric before training stops early."""
+    """Patience of early stopping, in evaluations without a better validation metric. Default: no early
+    stopping."""
     inference: Literal["exact", "sampled"] = "exact"
-    """Validate over every edge, or over sampled ones with the method's fan-outs; the final test is exact either way."""
+    """Edges of validation: `exact` uses every edge, `sampled` the method's fan-outs. The final test is
+    always exact."""
     seed: int = 0
-    """Seed of every random draw of the run; model weights are the caller's."""
+    """Seed of all random draws of the run. In Python, the caller has drawn the model's weights before."""
     device: str = "cpu"
-    """Where the model trains."""
+    """Device that trains, such as cuda or cuda:1."""
     resume: bool = False
-    """Go on from the checkpoint in the run folder (without out=, that of the newest run with these settings), as if
-    nothing had happened; begin where there is none."""
+    """Whether to resume from the checkpoint in the run folder, if there is one. Without out=: in the folder
+    of the newest run with these settings."""
     checkpoint_s: float = 60.0
-    """Seconds from one checkpoint to the next, or 50 times what writing one takes where that is more; one is written at
-    the end of training too. 0: after every step."""
+    """Interval between checkpoints, in seconds, but at least 50 times as long as writing one takes. 0: one
+    after every step. The end of training always writes one."""
     show: bool = True
-    """Show progress."""
+    """Whether to show progress."""
 
     def __post_init__(self) -> None:
         check_fields(self)
         for name in ("epochs", "accumulate", "evaluate_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+            count = getattr(self, name)
+            if count < 1:
+                raise ValueError(f"{name} must be at least 1, not {count}")
         if not self.lr > 0:
             raise ValueError(f"lr must be above 0, not {self.lr}")
         for name in ("weight_decay", "weight_decay_rest"):

@@ -1,10 +1,27 @@
-"""`Trainer`: one loop over units of work, whatever the method.
+"""`Trainer`: one training loop for all methods.
 
-    fit -> _train_epochs -> _train_epoch -> step, for the units of the method's work
-                 `-> evaluations.validate -> act_on, for each result that has come
+    fit
+        open the run folder, the report and the callbacks           _open_run
+        make the optimizer, resume if there is a checkpoint         _begin_training
+        for each epoch:                                             _train_epochs
+            for each step:                                          _train_epoch
+                unit.forward_backward, for the units of the step    step
+                combine the gradients of the ranks
+                the optimizer's step
+                unit.commit, for the units of the step
+                callbacks, results of evaluations, checkpoint
+            callbacks, validation, learning rate, checkpoint
+        wait for evaluations that are not done                      _await_evaluations
+        load the best weights, and test them                        _test
 
-What the method is, is asked nowhere: a step calls `Unit.forward_backward`, the optimizer, and `Unit.commit`. Checks of
-what a user gives are in `inputs`, what config.json and checkpoints keep of it in `run_facts`.
+The loop does not know which method trains. Methods differ in the units that their work yields
+(`contract.Work`).
+
+With evaluate="async" a thread validates, and a result comes when training is some steps or epochs further.
+`act_on` gives such a run the outcome of one that had waited. Callbacks see the weights that were evaluated.
+If the result ends the run, all that was trained since is dropped.
+
+`inputs` checks the arguments of a user. `run_facts` collects what config.json and checkpoints store.
 """
 
 from __future__ import annotations
@@ -12,7 +29,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import fields, replace
 from functools import partial
@@ -53,12 +70,12 @@ from hopline.training.inputs import (
     InPlaceChangeCheck,
     bind_method,
     check_callbacks,
+    check_gradients,
     check_hooks,
     check_method,
     check_metric_mode,
-    checked_gradients,
-    own_module,
-    own_world,
+    check_world,
+    unwrap_model,
 )
 from hopline.training.lr_schedule import Scheduler
 from hopline.training.optimizer import Update, make_optimizer, split_decay
@@ -77,30 +94,34 @@ from hopline.util.files import remove_unfinished
 from hopline.util.host import keep_freed_memory_within
 from hopline.util.log import logger
 
-GivenBudget = Budget | str | Mapping[str, str] | None
+BudgetLike = Budget | str | Mapping[str, str] | None
+"""What `Trainer(budget=)` accepts: a budget, a limit of the device such as "8GiB", or a budget's fields."""
 
 
 class Trainer:
     """Trains a model on a dataset by a method.
 
-    Extend it by callbacks, by a `Method` of your own, by `train_step` and `test_step`, or by overriding `step`,
-    `evaluate` and `make_optimizer`.
+    Extend it by callbacks, by a `Method` of your own, by `train_step` and `test_step`, or by overriding
+    `step`, `evaluate` and `make_optimizer`.
+
+    A trainer trains its model in place, so a second `fit` starts from the weights that the first one left.
+    It belongs to the thread that calls `fit`, which also calls all callbacks.
 
     Args:
         model: A `GNN`, a PyG model, or any module with forward(x, edge_index). It is trained in place.
         data: With a "train" split, and with "valid" and "test" for what they are used for.
         method: `hl.Sampled` (default), `hl.Historical`, `hl.FullBatch`, or one of your own.
         callbacks: Called around steps, epochs and evaluations.
-        train_step: (model, batch) -> mean loss over the batch's seeds, a scalar. Default: cross entropy, or binary
-            cross entropy for several labels or a single score.
-        test_step: (model, data, ids) -> metrics by name, the first of which chooses the best weights. It needs
-            evaluate="blocking". Default: the metric of the task.
-        metric_mode: Whether the first metric of `test_step` is best at its "max" or its "min". Only needed where its
-            name does not tell, as "accuracy" and "loss" do.
+        train_step: (model, batch) -> mean loss over the batch's seeds, a scalar. Default: cross entropy, or
+            binary cross entropy for several labels or a single score.
+        test_step: (model, data, ids) -> metrics by name, the first of which chooses the best weights. It
+            needs evaluate="blocking". Default: the metric of the task.
+        metric_mode: Whether the first metric of `test_step` is best at its "max" or its "min". Only needed
+            where its name does not tell, as "accuracy" and "loss" do.
         out: A folder for the report, checkpoints and the best weights. Default: nothing is written.
         config: Settings that made this run, for the report.
-        world: The ranks that train together. Default: `hl.World.current(device)`, the ranks of `torch.distributed` if
-            it is initialised, else this process alone.
+        world: The ranks that train together. Default: `hl.World.current(device)`, the ranks of
+            `torch.distributed` if it is initialised, else this process alone.
         placement: Where a GPU finds graph and features.
         budget: Memory that the run may take: "8GiB", or `hl.Budget(...)`.
         gradients: How ranks combine their gradients: a function (parameters, world) -> None, or an
@@ -108,7 +129,8 @@ class Trainer:
         settings: Fields of `hl.extend.TrainSettings`: epochs, lr, patience, seed, device, show, ...
 
     Raises:
-        ValueError: A setting, a split or a label is not allowed, or the method cannot train this model or dataset.
+        ValueError: A setting, a split or a label is not allowed, or the method cannot train this model or
+            dataset.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
@@ -136,37 +158,54 @@ class Trainer:
         config: Any = None,
         world: World | None = None,
         placement: Placement | None = None,
-        budget: GivenBudget = None,
+        budget: BudgetLike = None,
         gradients: Gradients | CombineGradients | None = None,
         **settings: Any,
     ) -> None:
         if not isinstance(data, Dataset):
             raise ValueError(f"data must be a hopline Dataset, not {type(data).__name__}: for PyG, hl.from_pyg(data)")
-        own = [name for name, p in inspect.signature(Trainer).parameters.items() if p.kind is p.KEYWORD_ONLY]
-        names = [*own, *(field.name for field in fields(TrainSettings))]
-        check_names("Trainer", settings, names, removed_settings(TrainSettings))
+        parameters = inspect.signature(Trainer).parameters.values()
+        keywords = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+        setting_names = [field.name for field in fields(TrainSettings)]
+        check_names("Trainer", settings, [*keywords, *setting_names], removed_settings(TrainSettings))
         self.settings = TrainSettings(**settings)
-        self.world = own_world(world, self.settings.device, device_is_given="device" in settings)
+        self.world = check_world(world, self.settings.device, device_is_given="device" in settings)
         self.device = self.world.device
-        model = own_module(model, self.world)
-        self.model = model.to(self.device)
+
+        self.model = unwrap_model(model, self.world).to(self.device)
         walk = as_walkable(self.model)
-        self.method = self.asked = check_method(method).for_model(walk).for_graph(data.num_nodes)
-        self.gradients = checked_gradients(gradients, self.method, self.world)
+        self.requested_method = check_method(method).for_model(walk).for_graph(data.num_nodes)
+        self.method = self.requested_method
+        self.gradients = check_gradients(gradients, self.method, self.world)
         self.test_step = test_step
-        own_metric = test_step is not None or type(self).evaluate is not Trainer.evaluate
+        overrides_evaluate = type(self).evaluate is not Trainer.evaluate
+        own_metric = test_step is not None or overrides_evaluate
         self.metric_mode: Mode | None = check_metric_mode(metric_mode, own_metric=own_metric)
-        self.data, self.metric = data, data.metric
-        self.contents, self.structure = fingerprints(self.model, data) if out is not None else ({}, "")
-        self._unchanged = InPlaceChangeCheck(data)
+
+        self.data = data
+        self.metric = data.metric
+        self.contents: dict[str, str] = {}
+        self.structure = ""
+        if out is not None:
+            self.contents, self.structure = fingerprints(self.model, data)
+        self._change_check = InPlaceChangeCheck(data)
         self._report: Report | None = None
         self.callbacks = check_callbacks(callbacks)
         self.out = None if out is None else Path(out)
         self.config = config
         self.num_seeds = data.train_ids.numel()
         if self.settings.patience is not None and not self.has("valid"):
-            raise ValueError("patience= stops by the validation metric: give the dataset a 'valid' split, or set none")
-        check_training(data, [*["train"] * (train_step is None), *["valid", "test"] * (test_step is None)])
+            raise ValueError(
+                f"patience={self.settings.patience} needs a validation metric, and the dataset has no 'valid' split: "
+                "add one, or leave out patience="
+            )
+        splits_to_check = []
+        if train_step is None:
+            splits_to_check.append("train")
+        if test_step is None:
+            splits_to_check += ["valid", "test"]
+        check_training(data, splits_to_check)
+
         self.budget = None if budget is None else Budget.of(budget)
         self.plan: Plan | None = None
         self.guard: Guard | None = None
@@ -187,96 +226,117 @@ class Trainer:
         if self._evaluates_exactly:
             check_whole(self.job, self.part_hops, self.chunks.get("chunk_bytes"))
         if self.settings.evaluate == "async":
-            check_async(self, own_way=type(self).evaluate is not Trainer.evaluate)
+            check_async(self, overrides_evaluate=overrides_evaluate)
         self.checkpoints = Checkpoints(self.out, self.settings, self.world)
-        # What changes while it fits; `_start` begins all of it anew.
+
+        # The state of a run. `fit` and `_open_run` start all of it anew.
         self.stop_reason: str | None = None
+        """Why training stops after the current epoch. None: it does not."""
         self.num_steps = 0
+        """Optimizer steps since the run began, those before it was resumed included."""
         self.position = Position()
+        """The epoch that is trained, and how much of it is done."""
         self.active: list[Callback] = []
-        """All callbacks: the user's, and those of the settings."""
+        """All callbacks of the run: the user's, and those that the settings add."""
         self.run = Run(metric=self.metric)
-        """What `fit` returns, as far as it is."""
+        """What `fit` returns, filled in as the run proceeds."""
         self._earlier_s = 0.0
-        """What the run took before it was resumed."""
-        self._timers, self._counters = trace.Timers(), trace.Counters()
-        self._keep = KeepWeights(None)
+        """Seconds that the run took before it was resumed."""
+        self._timers = trace.Timers()
+        self._counters = trace.Counters()
+        self._keep_weights = KeepWeights(None)
         self._write_report: WriteReport | None = None
-        self._ended_by: Result | None = None
-        """The result that has ended the run although training has gone on."""
+        self._ending_result: Result | None = None
+        """The result that ended the run, if training was already further than the epoch that it is of."""
         self._evaluated_weights: Mapping[str, Tensor] | None = None
-        """Those of the result that is acted on, where training has gone on."""
+        """While callbacks see a result of earlier weights than the model's: these earlier weights."""
 
     # ---- the loop: epochs, steps of each epoch, units of each step
 
     def fit(self) -> Run:
-        """Train, keep the best weights in the model, and test them.
+        """Train, load the best weights into the model, and test them.
 
-        Whether it ends well, by an error or by Ctrl-C, it leaves the process as it was: signal handlers, torch's
-        threads, the state of torch's random generators, each module's mode (`train()` or `eval()`), and how glibc
-        treats freed memory. The settings and weights of the model are what training has made of them.
+        `fit` leaves the process as it was, also after an error or Ctrl-C: signal handlers, torch's number
+        of threads, the states of torch's random generators, each module's mode (`train()` or `eval()`), and
+        how glibc treats freed memory. The model keeps the weights that training has given it.
 
         Returns:
-            Scores at the best epoch, and what happened in each epoch. All ranks get the same numbers.
+            The scores at the best epoch, and what happened in each epoch. All ranks get the same numbers.
 
         Raises:
-            ValueError: The loss is not finite, the method gives no batches, or arrays of the dataset were changed
-                meanwhile.
+            ValueError: The loss is not finite, the method gives no batches, or arrays of the dataset were
+                changed in place since the Trainer was made.
         """
         run = self.run = Run(metric=self.metric, folder=self.out, rank=self.world.rank)
-        began = time.perf_counter()
+        started = time.perf_counter()
         with ExitStack() as stack:
             stack.enter_context(self.world.watch())
             stack.enter_context(keep_freed_memory_within())
             stack.enter_context(preserve_modes(self.model))
             stack.enter_context(preserve_all_rng(self.device))
-            found = self._start(stack)
+            state = self._open_run(stack)
             try:
-                self._begin(found)
-                if self.stop_reason is None and self.position.epoch <= self.settings.epochs:
-                    with self.checkpoints.holding_signals():
+                self._begin_training(state)
+                has_epochs_left = self.position.epoch <= self.settings.epochs
+                if self.stop_reason is None and has_epochs_left:
+                    with self.checkpoints.hold_signals():
                         self._train_epochs()
                 self._await_evaluations()
-                run.reason, run.finished = self.stop_reason or _all_trained(self.settings.epochs), True
+                run.reason = self.stop_reason or _describe_last_epoch(self.settings.epochs)
+                run.finished = True
                 self._test()
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
-                    with suppress(Exception):  # the interruption is what ends the run
+                    # Evaluations that are done still count. Their errors must not hide the interruption.
+                    with suppress(Exception):
                         self.act_on(self.evaluations.take_ready())
                 run.reason = ": ".join(filter(None, (type(error).__name__, str(error))))
                 raise
             finally:
-                run.metric, run.stages = self.metric, self._timers.statistics()
-                run.seconds, run.peak_bytes = self._earlier_s + time.perf_counter() - began, peak_bytes(self.device)
-                with ExitStack() as ends:  # all of them, also after one has failed: one closes the progress bar
+                run.metric = self.metric
+                run.stages = self._timers.statistics()
+                run.seconds = self._earlier_s + time.perf_counter() - started
+                run.peak_bytes = peak_bytes(self.device)
+                # A stack calls all of them even if one raises: one of them closes the progress bar. A stack
+                # calls in reverse, so the loop is reversed too, and callbacks end in their order.
+                with ExitStack() as ends:
                     for callback in reversed(self.active):
                         ends.callback(callback.on_fit_end, self, run)
         return run
 
     def _train_epochs(self) -> None:
-        """Train and validate epoch by epoch, until the last one, a stop, or a result that ended the run before."""
+        """Train and validate epoch by epoch: up to the last one, or until something stops the run."""
         for epoch in range(self.position.epoch, self.settings.epochs + 1):
             try:
-                ended = self._train_epoch(epoch)
+                epoch_end = self._train_epoch(epoch)
             except Exception:
-                if self.world.size == 1:  # else others may not have met the error
+                # With asynchronous evaluation the run may have ended before this epoch. Then a run that
+                # waits would never have met the error. Several ranks wait for results together, which one
+                # that failed cannot do by itself: the others may not have met the error.
+                if self.world.size == 1:
                     self.act_on(self.evaluations.wait_all())
-                if self._ended_by is None:
+                if self._ending_result is None:
                     raise
                 return
-            if ended is None:
+            if epoch_end is None:
                 return
             self.run.epochs = epoch
-            self.run.history.append(ended)
-            self.call("on_epoch_end", ended)
-            due = self._is_due(epoch)
-            results = self.act_on(self.evaluations.validate(epoch)) if self.is_evaluated(epoch) else []
-            scores = [self.score(one.metrics) for one in results if one.epoch == epoch]  # none if it is to come
-            self.schedule.step(scores[0] if scores else -ended.loss, evaluated=due)
-            self._timers.next_epoch()  # evaluation belongs to the epoch it follows; the final test to none
+            self.run.history.append(epoch_end)
+            self.call("on_epoch_end", epoch_end)
+
+            # Asked before the evaluation, whose callbacks may stop the run and so change the answer.
+            is_due = self._is_due(epoch)
+            evaluations = self.act_on(self.evaluations.validate(epoch)) if self.is_evaluated(epoch) else []
+            # Empty if no evaluation was due, or if its result comes later. The plateau schedule is the only
+            # one that reads a score, and it needs evaluate="blocking".
+            scores = [self.score(evaluation.metrics) for evaluation in evaluations if evaluation.epoch == epoch]
+            self.schedule.step(scores[0] if scores else -epoch_end.loss, evaluated=is_due)
+            # Here, so that the time of an evaluation counts for the epoch that it follows.
+            self._timers.next_epoch()
+
             self.position = Position(epoch=epoch + 1)
             self.act_on(self.evaluations.poll())
-            if self._ended_by is not None:
+            if self._ending_result is not None:
                 return
             is_last = epoch == self.settings.epochs or self.stop_reason is not None
             self.checkpoints.write_if_due(self, self.run, at_end=is_last)
@@ -284,54 +344,73 @@ class Trainer:
                 return
 
     def _train_epoch(self, epoch: int) -> EpochEnd | None:
-        """Train an epoch, or the rest of it; None if an evaluation that came in has ended the run before."""
-        self._unchanged.check()
+        """Train an epoch, or what is left of it after a resume.
+
+        Returns None if the result of an asynchronous evaluation ended the run meanwhile.
+        """
+        self._change_check.check()
+        # Two modules with the same parameters: the one that the library runs, and the user's.
         self.job.model.train()
         self.model.train()
-        at, started = self.position, time.perf_counter() - self.position.seconds
-        with closing(self._steps(epoch)) as steps:
-            for units in steps:
-                loss, size = self.step(units)
-                at.loss_sum = torch.add(torch.as_tensor(at.loss_sum, dtype=torch.float64), loss, alpha=size)
-                at.seeds, at.units = at.seeds + size, at.units + len(units)
-                at.seconds = time.perf_counter() - started
+
+        position = self.position
+        # As if the epoch had begun in this process, so that its seconds include those before a resume.
+        started = time.perf_counter() - position.seconds
+        units = units_from(self.work, epoch, position.units, round(position.seeds))
+        groups = in_groups(units, self.settings.accumulate)
+        with closing(align_groups(groups, self.world)) as steps:
+            for step_units in steps:
+                loss, size = self.step(step_units)
+
+                # The sum is float64 and stays on the device of the loss, so that no step synchronises.
+                loss_sum = torch.as_tensor(position.loss_sum, dtype=torch.float64)
+                position.loss_sum = torch.add(loss_sum, loss, alpha=size)
+                position.seeds += size
+                position.units += len(step_units)
+                position.seconds = time.perf_counter() - started
                 self.num_steps += 1
                 self.call("on_step_end", StepEnd(epoch=epoch, step=self.num_steps, loss=loss, size=size))
+
                 self.act_on(self.evaluations.poll(between_steps=True))
-                if self._ended_by is not None:
+                if self._ending_result is not None:
                     return None
                 self.checkpoints.write_if_due(self, self.run, in_epoch=True)
-        if self._combines:
+
+        if self._must_combine:
             self._exchange(self.gradients.after_epoch)
             self._check_same_weights(epoch)
         return self._end_epoch(epoch, started)
 
-    def _steps(self, epoch: int) -> Generator[list[Unit], None, None]:
-        """The units of each step of the epoch that is not done yet."""
-        units = units_from(self.work, epoch, self.position.units, round(self.position.seeds))
-        return align_groups(in_groups(units, self.settings.accumulate), self.world)
-
     def step(self, units: Sequence[Unit]) -> tuple[Tensor, float]:
-        """One optimizer step over some units: (mean loss, seeds)."""
+        """Make one optimizer step over some units.
+
+        Returns (loss, number of seeds). The seeds are those of all ranks. The loss is this rank's share of
+        the mean over them: summed over the ranks, it is the mean loss of the step.
+        """
         total = total_size(units, self.world) or 1
         self.update.clear()
-        if self.world.size > 1:  # what convs draw by themselves, such as attention dropout, differs between ranks
+        if self.world.size > 1:
+            # For convs that draw from torch's generator, as attention dropout does: ranks must draw
+            # different numbers.
             torch.manual_seed(ops.derive_key(self.settings.seed, self.num_steps, self.world.rank))
+
         with own_threads(self.job) if self.job.usual_loss else nullcontext():
             losses = [unit.forward_backward(total) for unit in units]
-            loss = (losses[0] if len(losses) == 1 else torch.stack(losses).sum()) / total
-            if self._combines:
+            loss_sum = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+            loss = loss_sum / total
+            if self._must_combine:
                 self._exchange(self.gradients.combine)
             self.update()
-            if self._combines:
+            if self._must_combine:
                 self._exchange(self.gradients.after_step)
+
         for unit in units:
             unit.commit()
         return loss, total
 
     @property
-    def _combines(self) -> bool:
-        """Whether there is anything to combine: the sum over one rank is what it has."""
+    def _must_combine(self) -> bool:
+        """Whether `gradients` has anything to do. It has not for the usual sum over a single rank."""
         return self.world.size > 1 or type(self.gradients) is not Gradients
 
     def _exchange(self, hook: CombineGradients) -> None:
@@ -340,8 +419,13 @@ class Trainer:
             hook([p for p in self.model.parameters() if p.requires_grad], self.world)
 
     def _check_same_weights(self, epoch: int) -> None:
-        """Refuse gradients of a user's own that let ranks drift apart: only the first one's weights are evaluated."""
-        if type(self.gradients) is Gradients or have_same_bits(self.model.parameters(), self.world):
+        """Refuse gradients of the user's own that give ranks different weights.
+
+        Only the first rank's weights are evaluated, so all ranks must have the same. The usual sum does
+        give the same.
+        """
+        is_usual_sum = type(self.gradients) is Gradients
+        if is_usual_sum or have_same_bits(self.model.parameters(), self.world):
             return
         raise ValueError(
             f"after epoch {epoch} the ranks have different weights, and {name_of(self.gradients)} combines their "
@@ -350,11 +434,17 @@ class Trainer:
         )
 
     def _end_epoch(self, epoch: int, started: float) -> EpochEnd:
-        """The epoch's loss over all ranks and what was timed, after all that it gave the device is done."""
-        at = self.position
-        if not at.seeds:
-            raise ValueError("the method gave no batches: make batch_size smaller or set drop_last=false")
-        mean_loss = self.world.sum([float(at.loss_sum)])[0] / at.seeds
+        """Synchronise with the device, check the epoch, and sum up its loss over all ranks and its times.
+
+        started: the reading of `time.perf_counter` when the epoch began.
+        """
+        num_seeds = self.position.seeds
+        if not num_seeds:
+            raise ValueError(
+                f"the method gave no batches for {self.num_seeds:,} training nodes: make batch_size smaller, or set "
+                "drop_last=false"
+            )
+        mean_loss = self.world.sum([float(self.position.loss_sum)])[0] / num_seeds
         trace.end_device_spans()
         ops.check_device_errors()
         for table in self.data.tables.values():
@@ -364,8 +454,12 @@ class Trainer:
                 f"the loss became {mean_loss} in epoch {epoch}: lower lr=, set clip_norm=, and check the features by "
                 "`hopline verify`"
             )
-        seconds, stages = time.perf_counter() - started, self._timers.this_epoch()
-        work = {name: s for name, s in stages.items() if name in (*PREPARED, *TRAINED)}  # waiting is none
+
+        seconds = time.perf_counter() - started
+        stages = self._timers.this_epoch()
+        # Stages that work, without those that wait. For stages in threads, `prepare_s` leaves out the time
+        # in which a thread had no core.
+        work = {name: s for name, s in stages.items() if name in (*PREPARED, *TRAINED)}
         work |= self.work.describe().prepare_s
         self._counters.next_epoch()
         return EpochEnd(
@@ -373,7 +467,7 @@ class Trainer:
             loss=mean_loss,
             lr=float(self.optimizer.param_groups[0]["lr"]),
             seconds=seconds,
-            seeds_per_s=at.seeds / seconds,
+            seeds_per_s=num_seeds / seconds,
             slowest_stage=max(work, key=lambda name: work[name], default=""),
             stages=stages,
             work=work,
@@ -387,93 +481,128 @@ class Trainer:
 
         Args:
             split: "train", "valid" or "test".
-            exact: Over every edge, or over edges that the method samples.
+            exact: Whether to compute over every edge, rather than over edges that the method samples.
 
         Raises:
-            ValueError: There is no such split, or arrays of the dataset were changed since the Trainer was made.
+            ValueError: There is no such split, or arrays of the dataset were changed since the Trainer was
+                made.
         """
-        self._unchanged.check()
+        self._change_check.check()
         if split not in self.data.splits:
             raise ValueError(f"the dataset has no split {split!r}: choose one of {', '.join(self.data.splits)}")
-        options: dict[str, Any] = {"captured": self.captured_inferences, **self.chunks}
-        measure = Measure(self.method, self.test_step, split, exact, self.settings.show, **options)
+        measure = Measure(
+            method=self.method,
+            test_step=self.test_step,
+            split=split,
+            exact=exact,
+            show=self.settings.show,
+            captured=self.captured_inferences,
+            **self.chunks,
+        )
         return measure(self.job, self.work.keep_rows)
 
     def evaluate_now(self, epoch: int, split: str, *, exact: bool) -> Evaluation:
-        """Evaluate the model as it is, in the first rank, or in all ranks together where each has a shard."""
+        """Evaluate the model with the weights that it has now.
+
+        All ranks call this and get the same metrics. The first rank computes them. If the dataset is
+        sharded, all ranks compute them together.
+        """
         started = time.perf_counter()
         with trace.span("evaluate"):
-            together = isinstance(self.data, ShardedData)
-            found = self.evaluate(split, exact=exact) if self.world.rank == 0 or together else {}
-            found = self.world.broadcast_object(found)
-        return Evaluation(epoch=epoch, split=split, metrics=found, seconds=time.perf_counter() - started)
+            is_sharded = isinstance(self.data, ShardedData)
+            metrics = self.evaluate(split, exact=exact) if self.world.rank == 0 or is_sharded else {}
+            metrics = self.world.broadcast_object(metrics)
+        return Evaluation(epoch=epoch, split=split, metrics=metrics, seconds=time.perf_counter() - started)
 
     def act_on(self, results: Iterator[Result]) -> list[Evaluation]:
-        """Act on results one by one, as if training had waited for each; on none after the one that ends the run."""
-        done: list[Evaluation] = []
-        if self._ended_by is not None:
-            return done
+        """Act on results one by one, as if training had waited for each. Return their evaluations.
+
+        Results after the one that ends the run are not asked for.
+        """
+        evaluations: list[Evaluation] = []
+        if self._ending_result is not None:
+            return evaluations
         for result in results:
             self._act_on_one(result)
-            done.append(result.evaluation)
-            if self.stop_reason is not None and result.weights is not None:  # training has gone on since
-                self._ended_by = result
+            evaluations.append(result.evaluation)
+            has_trained_since = result.weights is not None
+            if self.stop_reason is not None and has_trained_since:
+                self._ending_result = result
                 break
-        return done
+        return evaluations
 
     def _act_on_one(self, result: Result) -> None:
-        evaluation, later = result.evaluation, self.stop_reason
+        """Let callbacks see a result, and add it to the run.
+
+        While they do, `stop_reason` and `evaluated_weights` are those of the epoch that was evaluated.
+        Training may be further by now, and may have found a later reason to stop. That reason stands unless
+        the result ends the run.
+        """
+        evaluation = result.evaluation
+        reason_now = self.stop_reason
+        has_trained_since = result.weights is not None
         if not evaluation.metrics:
             raise ValueError("evaluation gave no metric: let test_step return at least one, as {name: value}")
         self.metric = next(iter(evaluation.metrics))
         if evaluation.split == "valid":
-            self.score(evaluation.metrics)  # refuses a metric that may be better either way, before it is used
-        self.stop_reason, self._evaluated_weights = result.reason, result.weights
+            # Raises if the metric may be better either way, before any callback compares it.
+            self.score(evaluation.metrics)
+
+        self.stop_reason = result.reason
+        self._evaluated_weights = result.weights
         try:
             self.call("on_evaluate_end", evaluation)
         finally:
             self._evaluated_weights = None
         self.run.evaluations.append(evaluation)
-        if self.stop_reason is None and result.weights is not None:
-            self.stop_reason = later
+        if self.stop_reason is None and has_trained_since:
+            self.stop_reason = reason_now
 
     def _await_evaluations(self) -> None:
-        """Wait for all results; afterwards run and model are as the last epoch that counts has left them."""
+        """Wait for all results. Afterwards, run and model are as the last epoch that counts left them.
+
+        Results that come here are not in the last checkpoint. So if any come, another one is written.
+        """
         waiting = self.evaluations.waiting.snapshots
-        has_waited = bool(waiting)
+        had_to_wait = bool(waiting)
         self.act_on(self.evaluations.wait_all())
-        if self._ended_by is not None:
+        if self._ending_result is not None:
             waiting.clear()
-            self._drop_after(self._ended_by)
-        if has_waited or self._ended_by is not None:
+            self._drop_after(self._ending_result)
+        if had_to_wait or self._ending_result is not None:
             self.checkpoints.write(self, self.run)
 
     def _drop_after(self, result: Result) -> None:
-        """Leave model, run and folder as they were after the epoch that has ended the run."""
-        run, epoch = self.run, result.evaluation.epoch
+        """Drop what was trained after the epoch that ended the run: from model, run and folder."""
+        run = self.run
+        epoch = result.evaluation.epoch
         assert result.weights is not None
         self.model.load_state_dict(result.weights)
-        run.dropped = run.epochs + (self.position.units > 0) - epoch
+
+        run.dropped = run.epochs - epoch
+        has_begun_another = self.position.units > 0
+        if has_begun_another:
+            run.dropped += 1
         if not run.dropped:
             return
         self.say(f"the run has ended with epoch {epoch}: what was trained while it was evaluated is dropped")
         run.epochs = epoch
-        run.history = [ended for ended in run.history if ended.epoch <= epoch]
+        run.history = [epoch_end for epoch_end in run.history if epoch_end.epoch <= epoch]
         self.position = Position(epoch=epoch + 1)
-        self._keep.save_last(self)
+        self._keep_weights.save_last(self)
         if self._write_report is not None:
             self._write_report.drop_after(epoch)
 
     def _test(self) -> None:
-        """The best weights, tested."""
+        """Load the best weights, and evaluate them on the test split if there is one."""
         run = self.run
-        run.best_epoch = self._keep.restore(self, run.epochs)
-        at_best = [e for e in run.evaluations if e.epoch == run.best_epoch]
+        run.best_epoch = self._keep_weights.restore(self, run.epochs)
+        at_best = [evaluation for evaluation in run.evaluations if evaluation.epoch == run.best_epoch]
         run.valid = at_best[-1].metrics[self.metric] if at_best else math.nan
         if self.has("test"):
-            tested = self.evaluate_now(run.best_epoch, "test", exact=True)
-            self._act_on_one(Result(tested, None, self.stop_reason))
-            run.test = tested.metrics[self.metric]
+            evaluation = self.evaluate_now(run.best_epoch, "test", exact=True)
+            self._act_on_one(Result(evaluation, weights=None, reason=self.stop_reason))
+            run.test = evaluation.metrics[self.metric]
 
     # ---- for callbacks
 
@@ -482,31 +611,33 @@ class Trainer:
         self.stop_reason = reason
 
     def say(self, text: str) -> None:
-        """Tell something through `logging`, and in the run's log."""
+        """Say something through `logging`, on the first rank, and write it into the run's log."""
         if self.world.rank == 0:
             logger.info(text)
         self.note(text)
 
     def note(self, text: str) -> None:
-        """Write a line into the run's log."""
+        """Write a line into the run's log, if this rank has one open."""
         if self._report is not None:
             self._report.note(text)
 
     def call(self, hook: str, *args: Any) -> None:
+        """Call a hook of all callbacks of the run, in order."""
         for callback in self.active:
             getattr(callback, hook)(self, *args)
 
     def has(self, split: str) -> bool:
+        """Whether the dataset has a split with nodes in it."""
         return split in self.data.splits and self.data.splits[split].numel() > 0
 
     def is_evaluated(self, epoch: int) -> bool:
-        """Whether the epoch that has just ended is one whose validation metrics will come."""
+        """Whether the epoch that has just ended is validated, now or asynchronously."""
         return self._is_due(epoch) and self.has("valid")
 
     def _is_due(self, epoch: int) -> bool:
-        return (
-            epoch % self.settings.evaluate_every == 0 or epoch == self.settings.epochs or self.stop_reason is not None
-        )
+        """Whether the epoch that has just ended is the last one, or one of every `evaluate_every`."""
+        is_last = epoch == self.settings.epochs or self.stop_reason is not None
+        return is_last or epoch % self.settings.evaluate_every == 0
 
     @property
     def best_is(self) -> Mode:
@@ -520,24 +651,32 @@ class Trainer:
         return mode
 
     def score(self, metrics: Mapping[str, float]) -> float:
-        """The metric that weights, early stopping and schedules go by, with its sign turned where lower is better."""
+        """The first metric, negated if lower is better.
+
+        Best weights, early stopping and the plateau schedule compare scores.
+        """
         value = metrics[self.metric]
         return value if self.best_is == "max" else -value
 
     def evaluated_weights(self) -> Mapping[str, Tensor]:
-        """The weights that the evaluation at hand is of: those of its epoch, however far training has gone on."""
+        """In `on_evaluate_end`: the weights that were evaluated. The model's own may be of a later step."""
         return self._evaluated_weights or self.model.state_dict()
 
     # ---- before the loop: data, plan and work
 
     def _bind_method(self, placement: Placement) -> Work:
-        """The method's work, with the data where it is read fastest; with a budget, as a plan has it."""
+        """Place the data where it is read fastest, and bind the method to the job.
+
+        With a budget, a plan decides on the placement and on settings of the method. The work keeps to it.
+        """
         if self.budget is None:
             self._place(placement)
             return bind_method(self.method, self.job)
-        async_evaluation = self.settings.evaluate == "async"
         outline = RunOutline(
-            job=self.job, optimizer=self.settings.optimizer, placement=placement, async_evaluation=async_evaluation
+            job=self.job,
+            optimizer=self.settings.optimizer,
+            placement=placement,
+            async_evaluation=self.settings.evaluate == "async",
         )
         self.plan = plan_within(self.method, outline, self.budget)
         self.method = self.plan.method
@@ -547,98 +686,139 @@ class Trainer:
         return work if self.guard is None else work.guarded(self.guard, self.plan)
 
     def _place(self, placement: Placement) -> None:
-        """The data where the device reads it fastest; data that is on a GPU already stays as it is."""
-        data = self.data
-        stays = isinstance(data, ShardedData) or (placement == Placement() and data.graph.device.type == "cuda")
-        if self.device.type != "cuda" or stays:
+        """Place the data where a GPU reads it fastest.
+
+        Shards stay where they are. So does data that is on a GPU already, unless the user asks for a
+        placement.
+        """
+        if self.device.type != "cuda" or isinstance(self.data, ShardedData):
             return
-        self.data = self.method.place(data, placement, self.device)
+        is_placed = self.data.graph.device.type == "cuda"
+        if is_placed and placement == Placement():
+            return
+        self.data = self.method.place(self.data, placement, self.device)
         self.job = replace(self.job, data=self.data)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        s, rest = self.settings, []
-        if s.weight_decay_rest is not None:
+        """The optimizer that the settings ask for.
+
+        A subclass may return another, over the model's parameters.
+        """
+        settings = self.settings
+        rest = []
+        if settings.weight_decay_rest is not None:
             if not isinstance(self.job.model, GNN):
                 raise ValueError(
                     f"weight_decay_rest= is for the last layer, and {type(self.model).__name__} is not made of layers: "
                     "leave it out, or use hl.nn.GNN or a PyG model such as GCN"
                 )
             rest = self.job.model.rest_parameters()
-        return make_optimizer(s.optimizer, split_decay(self.model, rest, s.weight_decay, s.weight_decay_rest), s.lr)
+        decays = split_decay(self.model, rest, settings.weight_decay, settings.weight_decay_rest)
+        return make_optimizer(settings.optimizer, decays, settings.lr)
 
     @property
     def chunks(self) -> dict[str, Any]:
-        """How exact evaluation keeps to a plan."""
+        """Arguments of `Measure`: in which parts evaluation runs, and where its embeddings are kept."""
         if self.plan is None:
             return {"part_hops": self.part_hops}
-        on_disk = self.plan.hidden_place == "disk"
-        return {"part_hops": self.part_hops, "chunk_bytes": self.plan.chunk_bytes, "rows_on_disk": on_disk}
+        return {
+            "part_hops": self.part_hops,
+            "chunk_bytes": self.plan.chunk_bytes,
+            "rows_on_disk": self.plan.hidden_place == "disk",
+        }
 
     @property
     def _evaluates_exactly(self) -> bool:
         """Whether the run will compute outputs over every edge, if only for the test at its end."""
-        exact = self.settings.inference == "exact"
-        return self.test_step is None and (self.has("test") or (exact and self.has("valid")))
+        validates_exactly = self.settings.inference == "exact" and self.has("valid")
+        return self.test_step is None and (self.has("test") or validates_exactly)
 
-    # ---- before the loop: report, callbacks and the checkpoint that a run goes on from
+    # ---- before the loop: report, callbacks, and the checkpoint from which a run resumes
 
-    def _start(self, stack: ExitStack) -> dict[str, Any] | None:
-        """Open the report and set up the run's own callbacks; the checkpoint to go on from, if there is one."""
+    def _open_run(self, stack: ExitStack) -> dict[str, Any] | None:
+        """Open the run folder and the report, and set up the callbacks.
+
+        Returns the state of the checkpoint to resume from. None for a new run.
+
+        stack: closes all of it at the end of `fit`.
+        """
         check_hooks(self.job)
-        self.stop_reason, self.num_steps, self.position, self._earlier_s = None, 0, Position(), 0.0
-        self._ended_by = self._write_report = None
-        self._timers, self._counters = trace.Timers(), trace.Counters()
+        self.stop_reason = None
+        self.num_steps = 0
+        self.position = Position()
+        self._earlier_s = 0.0
+        self._ending_result = None
+        self._write_report = None
+        self._timers = trace.Timers()
+        self._counters = trace.Counters()
         self.active = [*self.callbacks]
         if self.settings.patience is not None:
             self.active.append(EarlyStop(self.settings.patience))
         stack.enter_context(self.checkpoints)
         stack.enter_context(limit_cuda_memory(self.budget, self.device))
-        if self.out is not None and self.world.rank == 0:
+
+        # Only the first rank writes into the run folder.
+        folder = self.out if self.world.rank == 0 else None
+        if folder is not None:
             resumes = self.settings.resume
-            stack.enter_context(RunLock(self.out, HANDOVER_S if resumes else 0.0))
-            if (self.out / "metrics.jsonl").exists() and not resumes:
+            stack.enter_context(RunLock(folder, wait_s=HANDOVER_S if resumes else 0.0))
+            if (folder / "metrics.jsonl").exists() and not resumes:
                 raise ValueError(
-                    f"{self.out} holds a run already: go on with it by resume=true, or choose another folder with out="
+                    f"{folder} already holds a run. Resume it with resume=true, or choose another folder with out="
                 )
-        torch.manual_seed(self.settings.seed)  # for draws inside convs, such as attention dropout
+        # For convs that draw from torch's generator, as attention dropout does.
+        torch.manual_seed(self.settings.seed)
         self._initialise()
-        found = self.checkpoints.find(self)
-        if self.out is not None and self.world.rank == 0:
-            remove_unfinished(self.out)
-            if found is None or not (
-                checkpoint.is_over(found, self.settings.epochs) and is_complete(self.out)
-            ):  # else it is only tested again, and its folder has everything
-                self._open_report(stack, self.out, found)
+        state = self.checkpoints.find(self)
+        if folder is not None:
+            remove_unfinished(folder)
+            is_over = state is not None and checkpoint.is_over(state, self.settings.epochs)
+            # A run that is over is only tested again. Its folder has all records, so no report is opened.
+            if not (is_over and is_complete(folder)):
+                self._open_report(stack, folder, state)
+
         self.active += [WatchBudget(self._report), WatchPipeline(self._report), WatchHistory(self._report)]
         if self.settings.show and self.world.rank == 0:
             self.active.append(ShowProgress())
-        self._keep = KeepWeights(self.out if self.world.rank == 0 else None)
-        self.active.append(self._keep)
+        self._keep_weights = KeepWeights(folder)
+        self.active.append(self._keep_weights)
         stack.enter_context(trace.listen(self._timers))
         stack.enter_context(trace.listen(self._counters))
-        kind = BlockingEvaluator if self.settings.evaluate == "blocking" else AsyncEvaluator
-        self.evaluations: Evaluator = stack.enter_context(kind(self))
+        evaluator_class = BlockingEvaluator if self.settings.evaluate == "blocking" else AsyncEvaluator
+        self.evaluations: Evaluator = stack.enter_context(evaluator_class(self))
         self.active.append(self.evaluations.waiting)
-        return found
+        return state
 
-    def _open_report(self, stack: ExitStack, folder: Path, found: dict[str, Any] | None) -> None:
-        """Begin the records of the run, or go on with those of what the checkpoint holds."""
-        if found is None:
+    def _open_report(self, stack: ExitStack, folder: Path, state: dict[str, Any] | None) -> None:
+        """Start the records of the run, or continue those that are in the checkpoint.
+
+        state: the checkpoint. None for a new run.
+        """
+        if state is None:
             report = Report(folder, **stored_settings(self))
         else:
-            is_kept = partial(checkpoint.was_recorded, state=found)
+            is_kept = partial(checkpoint.was_recorded, state=state)
             report = Report(folder, **stored_settings(self), resume=True, is_kept=is_kept)
         self._report = report
         stack.callback(setattr, self, "_report", None)
-        stack.push(lambda kind, *_: report.discard() if kind and found is None and not self.num_steps else None)
+
+        # Pushed before the report, so that it runs after the report is closed.
+        def discard_if_failed(kind: type[BaseException] | None, *_: object) -> None:
+            """Remove the records of a new run that failed before its first step."""
+            has_trained = state is not None or self.num_steps > 0
+            if kind is not None and not has_trained:
+                report.discard()
+
+        stack.push(discard_if_failed)
         stack.enter_context(report)
         stack.enter_context(trace.listen(report))
         self._write_report = WriteReport(report)
         self.active.append(self._write_report)
 
     def _initialise(self) -> None:
-        """A forward pass gives lazily built layers their parameters; ranks begin with the first one's weights."""
-        if any(isinstance(p, nn.UninitializedParameter) for p in self.model.parameters()):
+        """Create the parameters of lazy layers by a forward pass. All ranks get the first rank's weights."""
+        has_lazy_layers = any(isinstance(p, nn.UninitializedParameter) for p in self.model.parameters())
+        if has_lazy_layers:
             if isinstance(self.job.model, Whole):
                 with infer.evaluating(self.job.model):
                     initialise(self.job.model, self.data.x, self.data.graph.edge)
@@ -646,31 +826,42 @@ class Trainer:
                 infer.exact(self.job.model, self.data, self.job.train_ids[:1], device=self.device)
         self.world.broadcast_tensors(self.model.state_dict().values())
 
-    def _begin(self, found: dict[str, Any] | None) -> None:
-        """Make the optimizer, say what is trained, and go on from the checkpoint if one was found."""
+    def _begin_training(self, state: dict[str, Any] | None) -> None:
+        """Make the optimizer, say what is trained, and resume from the checkpoint.
+
+        state: the checkpoint. None for a new run.
+        """
         self.optimizer = self.make_optimizer()
         self.update = Update(self.model, self.optimizer, self.settings.clip_norm, self.say)
         self.schedule = Scheduler(self.settings.schedule, self.optimizer, self.settings.epochs)
-        if self._combines:
+        if self._must_combine:
             self._exchange(self.gradients.begin)
+
         if self.device.type == "cuda" and not isinstance(self.data, ShardedData):
             self.say(describe(self.data))
-        for line in [] if self.plan is None else self.plan.lines():
-            self.say(line)
+        if self.plan is not None:
+            for line in self.plan.lines():
+                self.say(line)
         for line in whole_lines(self.job, self.method, self.part_hops, evaluates=self._evaluates_exactly):
             self.say(line)
+
         self.call("on_fit_start")
-        if found is not None:
-            self.checkpoints.resume(self, self.run, found)
-        before = [*self.run.history, *self.run.evaluations]
-        self._earlier_s = self.position.seconds + sum(one.seconds for one in before)
+        if state is not None:
+            self.checkpoints.resume(self, self.run, state)
+        earlier = [*self.run.history, *self.run.evaluations]
+        self._earlier_s = self.position.seconds + sum(event.seconds for event in earlier)
         self.act_on(self.evaluations.begin())
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint of this run must agree with."""
+        """Facts that a checkpoint stores. A run resumes only from a checkpoint with the same facts."""
         settings = settings_of(self)
         identity = checkpoint.identity(
-            self.model, self.data, settings["method"], settings["train"], self.contents, self.structure
+            self.model,
+            self.data,
+            method=settings["method"],
+            settings=settings["train"],
+            contents=self.contents,
+            structure=self.structure,
         )
         return identity | {"gradients": settings["gradients"]}
 
@@ -684,10 +875,19 @@ class Trainer:
         history: list[EpochEnd],
         evaluations: list[Evaluation],
     ) -> None:
-        """Go on from where a checkpoint is. Model, optimizer, callbacks and work have their own states."""
-        self.position, self.num_steps, self.stop_reason, self.metric = position, num_steps, stop_reason, metric
-        self.run.history, self.run.evaluations, self.run.epochs = history, evaluations, len(history)
+        """Continue at the position of a checkpoint.
+
+        The caller restores the model, the optimizer, the callbacks and the work.
+        """
+        self.position = position
+        self.num_steps = num_steps
+        self.stop_reason = stop_reason
+        self.metric = metric
+        self.run.history = history
+        self.run.evaluations = evaluations
+        self.run.epochs = len(history)
 
 
-def _all_trained(num_epochs: int) -> str:
+def _describe_last_epoch(num_epochs: int) -> str:
+    """The reason for the end of a run that trained all its epochs."""
     return f"all {num_epochs} epochs are trained" if num_epochs > 1 else "1 epoch is trained"

@@ -1,9 +1,10 @@
-"""When a run is validated: epochs that are due, each once and in their order, and their results as values.
+"""Evaluators: they validate the epochs that are due, each once and in order, and hand out the results.
 
-`BlockingEvaluator` makes training wait for every evaluation; `async_evaluation.AsyncEvaluator` lets it go on. Both
-hand out `Result`s
-and change nothing of the trainer. The trainer acts on each result before it asks for the next (`Trainer.act_on`), and
-stops asking at the one that ends the run.
+    Trainer --validate(epoch)--> Evaluator --Result, Result, ...--> Trainer.act_on
+
+`BlockingEvaluator` makes training wait for every evaluation. `async_evaluation.AsyncEvaluator` lets
+training continue. Neither changes the trainer. The trainer acts on each result before it asks for the next
+one, and stops asking at the result that ends the run.
 """
 
 from __future__ import annotations
@@ -26,58 +27,70 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """Metrics of a split, to be acted on as if training had waited for them."""
+    """An evaluation to act on as if training had waited for it."""
 
     evaluation: Evaluation
     weights: Mapping[str, Tensor] | None = None
-    """What was evaluated, where training has gone on since; None where it is the model as it is."""
+    """The weights that were evaluated, if the model has changed since. None: the model still has them."""
     reason: str | None = None
-    """Why training was to stop after that epoch, if it was."""
+    """`Trainer.stop_reason` at the end of the epoch that was evaluated. None: training was not to stop."""
 
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """An epoch that is to be evaluated, and its weights."""
+    """An epoch that waits for its evaluation, and its weights."""
 
     epoch: int
     buffer: WeightsBuffer
     reason: str | None = None
-    """Why training was to stop after it, if it was."""
+    """`Trainer.stop_reason` at the end of the epoch."""
 
 
 class Waiting(Callback):
-    """Epochs whose evaluation is not done: a checkpoint keeps their weights, so that a run that goes on does them."""
+    """Puts the epochs that wait for their evaluation into checkpoints, with their weights.
+
+    So a run that is resumed evaluates them. It is a callback because checkpoints store callbacks' states.
+    """
 
     def __init__(self) -> None:
         self.snapshots: deque[Snapshot] = deque()
+        """Epochs without a result, oldest first. The evaluator fills and empties it."""
         self._restored: list[dict[str, Any]] = []
+        """States from a checkpoint, until `pop_restored`."""
 
     def state(self) -> dict[str, Any]:
         waiting = []
-        for one in self.snapshots:
-            weights = {name: tensor.to("cpu", copy=True) for name, tensor in one.buffer.weights.items()}
-            waiting.append({"epoch": one.epoch, "reason": one.reason, "weights": weights})
+        for snapshot in self.snapshots:
+            weights = {name: tensor.to("cpu", copy=True) for name, tensor in snapshot.buffer.weights.items()}
+            waiting.append({"epoch": snapshot.epoch, "reason": snapshot.reason, "weights": weights})
         return {"waiting": waiting}
 
     def restore_state(self, state: dict[str, Any]) -> None:
         self._restored = state["waiting"]
 
     def pop_restored(self) -> list[dict[str, Any]]:
-        """What a checkpoint has left to evaluate, once: {epoch, reason, weights} of each epoch."""
-        restored, self._restored = self._restored, []
+        """The epochs that a checkpoint has left to evaluate, as dicts {epoch, reason, weights}.
+
+        Empty in later calls.
+        """
+        restored = self._restored
+        self._restored = []
         return restored
 
 
 class Evaluator(ABC):
-    """Evaluates the epochs that are due. A context that ends it.
+    """Evaluates the epochs that are due. A context: leaving it ends the evaluator.
 
-    Results come as iterators. Whoever acts on a result does so before asking for the next, and may stop asking.
+    Methods return iterators of results. The caller acts on a result before it asks for the next one, and
+    may stop asking. The trainer makes one evaluator per `fit`, and the thread that trains calls all
+    methods.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        """It is asked for its model and settings, and not changed."""
+        """The evaluator reads its model and settings, and does not change it."""
         self.waiting = Waiting()
+        """The epochs without a result. The trainer puts it among its callbacks."""
 
     def __enter__(self) -> Evaluator:
         return self
@@ -87,44 +100,50 @@ class Evaluator(ABC):
 
     @abstractmethod
     def begin(self) -> Iterator[Result]:
-        """After a checkpoint was read: evaluate what it has left."""
+        """Start, and evaluate the epochs that a checkpoint has left.
+
+        Called after a checkpoint was restored.
+        """
 
     @abstractmethod
     def validate(self, epoch: int) -> Iterator[Result]:
-        """Evaluate the model as it is, now or later."""
+        """Evaluate the weights that the model has at the end of an epoch, or have them evaluated later."""
 
     def poll(self, *, between_steps: bool = False) -> Iterator[Result]:
-        """Results that have come since. between_steps: on a rank by itself, where others may be at another step."""
+        """Results that have come since the last call.
+
+        between_steps: whether other ranks may be at another step. Several ranks then get no results yet.
+        """
         yield from ()
 
     def wait_all(self) -> Iterator[Result]:
-        """Wait for all results that are to come."""
+        """Wait for the results of all epochs that have none."""
         yield from ()
 
     def take_ready(self) -> Iterator[Result]:
-        """After an interruption: results that have come already."""
+        """Results that have come already, for a run that was interrupted. Does not wait."""
         yield from ()
 
-    def close(self) -> None:  # noqa: B027 - who waits has nothing left
-        """End without waiting for anything."""
+    def close(self) -> None:  # noqa: B027 - blocking evaluation has nothing to end
+        """End without waiting for results."""
 
 
 class BlockingEvaluator(Evaluator):
-    """Training waits for every evaluation."""
+    """Makes training wait for every evaluation."""
 
     def begin(self) -> Iterator[Result]:
-        """Of a run that was begun with evaluate=async, epochs may be left."""
+        # A run that was begun with evaluate=async may have left epochs to evaluate.
         trainer = self.trainer
-        for left in self.waiting.pop_restored():
+        for state in self.waiting.pop_restored():
             with preserve_weights(trainer.model):
-                trainer.model.load_state_dict(left["weights"])
-                evaluation = trainer.evaluate_now(left["epoch"], "valid", exact=self._exact)
-            yield Result(evaluation, left["weights"], left["reason"])
+                trainer.model.load_state_dict(state["weights"])
+                evaluation = trainer.evaluate_now(state["epoch"], "valid", exact=self._is_exact)
+            yield Result(evaluation, weights=state["weights"], reason=state["reason"])
 
     def validate(self, epoch: int) -> Iterator[Result]:
-        evaluation = self.trainer.evaluate_now(epoch, "valid", exact=self._exact)
-        yield Result(evaluation, None, self.trainer.stop_reason)
+        evaluation = self.trainer.evaluate_now(epoch, "valid", exact=self._is_exact)
+        yield Result(evaluation, weights=None, reason=self.trainer.stop_reason)
 
     @property
-    def _exact(self) -> bool:
+    def _is_exact(self) -> bool:
         return self.trainer.settings.inference == "exact"

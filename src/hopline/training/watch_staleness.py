@@ -1,4 +1,9 @@
-"""A callback that says how far rows of historical training move while they wait, and when they are old."""
+"""The callback that warns if the historical embeddings of a run are too stale.
+
+Each epoch counts two things (`EpochEnd.counters`): the drift, how far embeddings have moved between two
+writes relative to their norm, and the age of the embeddings that batches read. At the end of a run, a large
+drift becomes a line with advice.
+"""
 
 from __future__ import annotations
 
@@ -13,47 +18,69 @@ if TYPE_CHECKING:
     from hopline.training.trainer import Trainer
 
 MAX_DRIFT = 0.5
-"""Drift from which a run says that its histories are old. Chosen between 0.29, the most that
-tables of few steps had, and 0.63, the least of tables of 16 steps; it does not predict accuracy (docs/history.md)."""
+"""Drift above which a run says that its histories are old. It lies between 0.29, the most that was measured
+for tables of few steps, and 0.63, the least for tables of 16 steps. It does not predict accuracy
+(docs/history.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HistoryState:
-    """What the tables of a run were like."""
+    """How stale the historical embeddings of a run were."""
 
     drift: float
-    """How far rows moved while they waited in the tables, relative to their norm: the mean of the later half."""
+    """How far embeddings moved while they waited in the tables, relative to their norm. Mean over the later
+    half of the run."""
     age: float
-    """Steps since the rows that batches read were written: the mean."""
+    """Mean age of the embeddings that batches read: steps since they were written."""
     sentence: str
-    """What is wrong, in at most 100 characters; empty where nothing is."""
+    """What is wrong, in at most 100 characters. Empty if nothing is."""
     advice: str
-    """What to type."""
+    """What to type. Empty if nothing is wrong."""
 
 
 def state_of(drifts: list[float], age: float, refreshes: bool) -> HistoryState:
-    """Judge a run. drifts: as measured, in order. refreshes: whether tables are filled exactly every epoch already."""
-    # The weights that a run begins with move fast in every run.
+    """Judge the staleness of a run.
+
+    drifts: one per epoch that measured it, in order. age: the mean age, in steps. refreshes: whether tables
+    are already filled exactly in every epoch.
+    """
+    # The later half alone: at the beginning of every run weights move fast, and embeddings with them.
     drift = statistics.fmean(drifts[len(drifts) // 2 :])
-    sentence = advice = ""
-    if drift > MAX_DRIFT:
-        sentence = f"histories are old: rows move by {drift:.0%} of their norm in the {age:.1f} steps that they wait"
-        advice = "set a smaller lr= or a larger method.parts_per_batch"
-        advice = advice if refreshes else f"set method.refresh_every=1, {advice.removeprefix('set ')}"
-    return HistoryState(drift=drift, age=age, sentence=sentence, advice=advice)
+    is_old = drift > MAX_DRIFT
+    if not is_old:
+        return HistoryState(drift=drift, age=age, sentence="", advice="")
+    remedies = "a smaller lr= or a larger method.parts_per_batch"
+    if not refreshes:
+        remedies = f"method.refresh_every=1, {remedies}"
+    return HistoryState(
+        drift=drift,
+        age=age,
+        sentence=f"histories are old: rows move by {drift:.0%} of their norm in the {age:.1f} steps that they wait",
+        advice=f"set {remedies}",
+    )
 
 
 class WatchHistory(Callback):
-    """Says at the end of a run if its histories were old. Without tables it says nothing."""
+    """Says at the end of a run if its historical embeddings were too stale.
+
+    Does nothing for methods without them.
+    """
 
     def __init__(self, report: Report | None = None) -> None:
         self.report = report
-        self.found: HistoryState | None = None
-        self.drifts, self.age_sum, self.num_rows = list[float](), 0.0, 0.0
+        self._reset()
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self.found = None
-        self.drifts, self.age_sum, self.num_rows = list[float](), 0.0, 0.0
+        self._reset()
+
+    def _reset(self) -> None:
+        self.history_state: HistoryState | None = None
+        """The verdict. None before the end of a run."""
+        self.drifts: list[float] = []
+        self.age_sum = 0.0
+        """Sum of the ages of all rows that batches read, in steps."""
+        self.num_rows = 0.0
+        """Number of rows that batches read."""
 
     def on_epoch_end(self, trainer: Trainer, epoch: EpochEnd) -> None:
         self.age_sum += epoch.counters.get("history.age_sum", 0.0)
@@ -64,9 +91,10 @@ class WatchHistory(Callback):
     def on_fit_end(self, trainer: Trainer, run: Run) -> None:
         if not self.drifts:
             return
+        mean_age = self.age_sum / max(1.0, self.num_rows)
         refreshes = trainer.work.describe().refreshes
-        self.found = state_of(self.drifts, self.age_sum / max(1.0, self.num_rows), refreshes)
+        self.history_state = state_of(self.drifts, mean_age, refreshes)
         if self.report is not None:
-            self.report.log({"event": "history", **asdict(self.found)})
-        if self.found.sentence:
-            trainer.say(f"{self.found.sentence}: {self.found.advice}")
+            self.report.log({"event": "history", **asdict(self.history_state)})
+        if self.history_state.sentence:
+            trainer.say(f"{self.history_state.sentence}: {self.history_state.advice}")

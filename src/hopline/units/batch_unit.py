@@ -1,7 +1,8 @@
-"""The unit of work that is one batch, the usual losses of a task, and the threads that training uses on a CPU.
+"""The unit of one batch, the usual losses of a task, and the threads that training uses on a CPU.
 
-A unit returns its loss summed over its seeds. It scales its gradients by 1 / total, where total is the number of
-seeds of the step on all ranks. The gradients of units and ranks then add up to those of the mean over the step.
+A unit returns its loss summed over its seeds. It scales its gradients by 1 / total, where total is the
+number of seeds of the step on all ranks. The gradients of units and ranks then add up to those of the mean
+over the step.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from hopline.util.host import num_cores
 def supervised_loss(task: str, num_classes: int) -> TrainStep:
     """The training step with the usual loss of a task: the mean over the batch's seeds.
 
-    Cross entropy; binary cross entropy for several labels per node (task "multi"), or for a single score of two
-    classes.
+    Cross entropy; binary cross entropy for several labels per node (task "multi"), or for a single score of
+    two classes.
     """
 
     def train_step(model: nn.Module, batch: Batch) -> Tensor:
-        scores, y = model(batch), batch.labels
-        single = scores.size(-1) == 1 and num_classes <= 2  # a score of the second of two classes
-        if task == "multi" or single:
+        scores = model(batch)
+        y = batch.labels
+        is_single_score = scores.size(-1) == 1 and num_classes <= 2  # a score of the second of two classes
+        if task == "multi" or is_single_score:
             scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
             return nn.functional.binary_cross_entropy_with_logits(scores.view(y.shape), y.to(scores.dtype))
         if scores.size(-1) < num_classes:
@@ -56,8 +58,8 @@ def check_loss_of(train_step: TrainStep) -> TrainStep:
     def step(model: nn.Module, batch: Batch) -> Tensor:
         loss = train_step(model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise ValueError(f"train_step returned {found}: return the mean loss of the batch's seeds, as one number")
+            value = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise ValueError(f"train_step returned {value}: return the mean loss of the batch's seeds, as one number")
         if not loss.requires_grad and torch.is_grad_enabled():
             raise ValueError("the loss of train_step has no gradient: compute it from model(batch), without detach()")
         return loss.view(())
@@ -67,7 +69,7 @@ def check_loss_of(train_step: TrainStep) -> TrainStep:
 
 @dataclass
 class BatchUnit(Unit):
-    """One batch through the job's training step: the unit of methods that make batches. `Method` has an example."""
+    """One batch through the job's training step, for methods that make batches. `Method` has an example."""
 
     job: Job
     batch: Batch
@@ -94,19 +96,19 @@ class BatchUnit(Unit):
 def autocast(job: Job) -> torch.autocast:
     """The autocast context of the forward pass: bfloat16 if the job asks for it.
 
-    Autocast's cache of casts is off: a captured step is replayed with new weights, and cached casts would be of old
-    ones.
+    Autocast's cache of casts is off: a captured step is replayed with new weights, and cached casts would
+    be of old ones.
     """
     return torch.autocast(job.device.type, dtype=torch.bfloat16, enabled=job.bf16, cache_enabled=False)
 
 
 MAX_TRAINING_THREADS = 8
-"""The most threads of hopline that train on a CPU. More gain nothing: work between products and reductions runs in
-one. The number is a rule of thumb."""
+"""The most threads of hopline that train on a CPU. More gain nothing: work between products and reductions
+runs in one. The number is a rule of thumb."""
 
 
 def own_threads(job: Job) -> AbstractContextManager[None]:
-    """A context in which hopline's threads compute where they do all the long work of the job, else torch's.
+    """A context for the steps of a job: hopline's threads compute if they do all its long work, else torch's.
 
     Both at once would compete for the cores.
     """
@@ -116,9 +118,10 @@ def own_threads(job: Job) -> AbstractContextManager[None]:
 def own_threads_for(model: nn.Module) -> AbstractContextManager[None]:
     """Divide the cores between hopline's threads and torch's in a loop of your own, as the Trainer does.
 
-    Both compute in a loop on the CPU. With a thread per core each, they wait for each other. In this context, a model
-    whose convs are all fused (SAGEConv, GCNConv, GINConv, GraphConv) leaves the long operations to hopline's threads.
-    For other models, and on a GPU, nothing changes. No result depends on it.
+    Both compute in a loop on the CPU. With a thread per core each, they wait for each other. In this
+    context, a model whose convs are all fused (SAGEConv, GCNConv, GINConv, GraphConv) leaves the long
+    operations to hopline's threads. For other models, and on a GPU, nothing changes. No result depends on
+    it.
 
     Args:
         model: A `GNN` or a PyG model.
@@ -136,8 +139,11 @@ def own_threads_for(model: nn.Module) -> AbstractContextManager[None]:
     return _threads_for(walk, next(model.parameters()).device, num_cores())
 
 
-def _threads_for(model: nn.Module, device: torch.device, most: int) -> AbstractContextManager[None]:
-    """A context with at most `most` threads of hopline for fused convs on the CPU; else one that does nothing."""
+def _threads_for(model: nn.Module, device: torch.device, max_threads: int) -> AbstractContextManager[None]:
+    """A context in which fused convs on the CPU use hopline's threads, up to `max_threads`.
+
+    It does nothing for other models and devices.
+    """
     if device.type == "cpu" and isinstance(model, GNN) and model.is_fused:
-        return ops.own_threads(min(torch.get_num_threads(), most, MAX_TRAINING_THREADS))
+        return ops.own_threads(min(torch.get_num_threads(), max_threads, MAX_TRAINING_THREADS))
     return nullcontext()

@@ -1,15 +1,16 @@
-"""A user's own loss over all seeds at once, at outputs that were computed before, in micro-batches or part by part.
+"""A user's own loss over all seeds at once, at outputs that were computed before.
 
-A loss of the user's own may not be a sum over seeds, so it must see all outputs together. The user's training step
-calls model(batch) itself. Here this call returns the outputs that were computed before:
+The outputs were computed in micro-batches or part by part. A loss of the user's own may not be a sum over
+seeds, so it must see all outputs together. The user's training step calls model(batch) itself. Here this
+call returns the outputs that were computed before:
 
     outputs (no gradient)  ->  leaf  ->  train_step, with model(batch) = leaf  ->  loss L
                                                                                    gradients of L at leaf, and at
                                                                                    parameters that L reads directly
 
-The caller then starts the backward pass of the model, micro-batch by micro-batch or part by part, with the gradient
-at the leaf. Outputs that had no gradient are computed a second time for that. Memory holds the outputs of all seeds,
-some of them several times (`LOSS_COPIES`).
+The caller then starts the backward pass of the model, micro-batch by micro-batch or part by part, with the
+gradient at the leaf. Outputs that had no gradient are computed a second time for that. Memory holds the
+outputs of all seeds, some of them several times (`LOSS_COPIES`).
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 LOSS_COPIES = 8
 """Memory assumed for a loss over all seeds at once, in copies of the outputs. A rule of thumb.
 
-It covers the outputs as they come, joined and in order, their gradient, and tensors that a loss keeps. Cross entropy
-with label smoothing takes 5.5 copies.
+It covers the outputs as they come, joined and in order, their gradient, and tensors that a loss keeps.
+Cross entropy with label smoothing takes 5.5 copies.
 """
 
 
@@ -67,51 +68,64 @@ def loss_at_outputs(job: Job, batch: Batch, outputs: Tensor, scale: float) -> Ou
     with torch.enable_grad(), patch_outputs(job.model, batch, leaf):
         loss = job.train_step(job.model, batch) * batch.num_seeds
     parameters = [p for p in job.module.parameters() if p.requires_grad]
-    given, *found = torch.autograd.grad(loss * scale, [leaf, *parameters], allow_unused=True)
-    given = torch.zeros_like(leaf) if given is None else given
-    reads = [(p, gradient) for p, gradient in zip(parameters, found, strict=True) if gradient is not None]
-    return OutputLoss(loss.detach(), given, reads)
+    output_gradients, *gradients = torch.autograd.grad(loss * scale, [leaf, *parameters], allow_unused=True)
+    if output_gradients is None:
+        output_gradients = torch.zeros_like(leaf)
+    parameter_gradients = [
+        (parameter, gradient) for parameter, gradient in zip(parameters, gradients, strict=True) if gradient is not None
+    ]
+    return OutputLoss(loss.detach(), output_gradients, parameter_gradients)
 
 
 @contextmanager
 def patch_outputs(model: nn.Module, batch: Batch, outputs: Tensor) -> Iterator[None]:
     """Make model(batch) return `outputs`, and restore the model at the end.
 
-    The model is otherwise itself, so a training step may read its parameters. A call with anything else than `batch`
-    raises a ValueError.
+    The model is otherwise itself, so a training step may read its parameters. A call with anything else
+    than `batch` raises a ValueError.
     """
 
-    def forward(given: Any = None, *others: Any, **named: Any) -> Tensor:
-        if given is not batch or others or named:
+    def forward(argument: Any = None, *others: Any, **named: Any) -> Tensor:
+        if argument is not batch or others or named:
             raise ValueError(
                 "train_step called the model with something else than its batch, and here the outputs are computed "
                 f"part by part before the loss: call model(batch) with the batch as it came, or {SEQUENTIAL}"
             )
         return outputs
 
-    before = model.__dict__.get("forward")
+    earlier_patch = model.__dict__.get("forward")
     model.__dict__["forward"] = forward
     try:
         yield
     finally:
-        if before is None:
+        if earlier_patch is None:
             del model.__dict__["forward"]
         else:
-            model.__dict__["forward"] = before
+            model.__dict__["forward"] = earlier_patch
 
 
 def batch_of_seeds(job: Job, seeds: Tensor, y: Tensor | None, key: int | Tensor | None) -> Batch:
-    """The batch that a training step gets for all seeds at once: ids, labels and rows of all tables, no edges."""
+    """The batch of all seeds at once for a training step: ids, labels and rows of all tables, no edges."""
     rows = {name: SeedRows(table, seeds) for name, table in job.data.tables.items()}
-    x, block = rows.pop("x", None), Block(seeds, seeds.numel(), (), key=key)
-    everything = torch.arange(seeds.numel(), device=seeds.device)
-    return Batch(seeds, (block,), x, y, dict(rows), key, seeds.numel(), everything)
+    x = rows.pop("x", None)
+    block = Block(seeds, seeds.numel(), parts=(), key=key)
+    return Batch(
+        seeds,
+        (block,),
+        x,
+        y=y,
+        tables=dict(rows),
+        key=key,
+        total_seeds=seeds.numel(),
+        output_idx=torch.arange(seeds.numel(), device=seeds.device),
+    )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SeedRows(Rows):
-    """The rows of seeds, read only if a training step asks for them, and then moved to the seeds' device."""
+    """The rows of seeds. They are read, and moved to the seeds' device, if a training step asks for them."""
 
     def read(self) -> Tensor:
-        near = self.table.tiers(self.ids.device) is not None
-        return self.table.read(self.ids if near else self.ids.cpu()).to(self.ids.device)
+        is_read_on_device = self.table.tiers(self.ids.device) is not None
+        ids = self.ids if is_read_on_device else self.ids.cpu()
+        return self.table.read(ids).to(self.ids.device)
