@@ -172,13 +172,14 @@ def check_device_errors() -> None:
     A kernel cannot raise; it sets a flag and never follows such an id. Sampling checks the flags too, since it
     synchronises anyway. Without GPU kernels in this process there is nothing to check.
     """
-    if errors := sys.modules.get("hopline.ops.gpu.runtime"):
-        errors.check_device_errors()
+    runtime = sys.modules.get("hopline.ops.gpu.runtime")
+    if runtime is not None:
+        runtime.check_device_errors()
 
 
 def is_cold(rows: Tensor, ids: Tensor) -> bool:
     """Whether rows of `ids` must come from the disk. `gather_rows` then reads them in the order of the file."""
-    return _on_cpu(ids) and rows.is_contiguous() and cpu_page_cache.is_cold(rows, ids.numpy())
+    return _is_on_cpu(ids) and rows.is_contiguous() and cpu_page_cache.is_cold(rows, ids.numpy())
 
 
 def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
@@ -236,7 +237,7 @@ def keyed_dropout_stored(
 
     values, columns: [num_stored], row after row. indptr: [n + 1]. ids: [n], the node of each row.
     """
-    module: Any = cpu_reduce if _on_cpu(values) else reference
+    module: Any = cpu_reduce if _is_on_cpu(values) else reference
     return module.keyed_dropout_stored(values, indptr, columns, p, _key(values, key), ids)
 
 
@@ -276,8 +277,9 @@ def kernel_cache() -> Path:
     return Path(str(cpu_sampling._take.stats.cache_path))
 
 
-# Whether an earlier process has compiled kernels: "*.nbi" are the files of Numba's cache.
-_had_cache = any(kernel_cache().glob("*.nbi"))  # Python keeps its own files there too
+# Whether an earlier process has compiled kernels. Only "*.nbi" are files of Numba's cache: Python keeps its own files
+# in this folder too.
+_had_cache = any(kernel_cache().glob("*.nbi"))
 
 
 def is_first_time() -> bool:
@@ -286,8 +288,9 @@ def is_first_time() -> bool:
     True at most once in a process, so that a message about it is shown once.
     """
     global _had_cache
-    first, _had_cache = not _had_cache, True
-    return first
+    is_first = not _had_cache
+    _had_cache = True
+    return is_first
 
 
 def gpu_kernels(module: str) -> Any:
@@ -302,7 +305,7 @@ def gpu_kernels(module: str) -> Any:
 
 def _twin(ids: Tensor, on_cpu: Any, on_gpu: str) -> Any:
     """The module whose functions run on the device of `ids`: `on_cpu`, `ops.gpu.<on_gpu>`, or `reference`."""
-    if _on_cpu(ids):
+    if _is_on_cpu(ids):
         return on_cpu
     return gpu_kernels(on_gpu) if ids.is_cuda and _has_triton() else reference
 
@@ -323,8 +326,9 @@ def _key(ids: Tensor, key: int | Tensor) -> int | Tensor:
 
     Reading a key from a GPU would synchronise, so kernels there read it from device memory.
     """
-    return int(key) if _on_cpu(ids) else key
+    return int(key) if _is_on_cpu(ids) else key
 
 
-def _on_cpu(ids: Tensor) -> bool:
+def _is_on_cpu(ids: Tensor) -> bool:
+    """Whether a tensor is in host memory."""
     return ids.device.type == "cpu"

@@ -61,16 +61,19 @@ def gather_tiers(
         return gather_tiers_reference(hot, cold, hot_slot, ids, counts, staged)
     from hopline.ops.gpu import tiers as gpu_tiers  # here, so that Triton is imported only where a GPU is used
 
-    narrow = hot_slot is not None and hot_slot.numel() < 1 << 31  # ids fit into 32 bits: half as many to sort by
-    order = (ids.int() if narrow else ids).argsort() if in_order else None
+    order = None
+    if in_order:
+        fits_int32 = hot_slot is not None and hot_slot.numel() < 1 << 31
+        sort_keys = ids.int() if fits_int32 else ids  # half as many bits to sort by
+        order = sort_keys.argsort()
     return gpu_tiers.gather_tiers(hot, cold, hot_slot, ids, counts, order, staged)
 
 
 def count_ids(seen: Tensor, ids: Tensor) -> None:
     """seen[id] += 1 for every id but -1. seen: [num_rows] int32. ids: [n], on the same device."""
     if ids.device.type == "cpu":
-        present = ids[ids >= 0].long()
-        seen.index_add_(0, present, torch.ones_like(present, dtype=seen.dtype))
+        valid_ids = ids[ids >= 0].long()
+        seen.index_add_(0, valid_ids, torch.ones_like(valid_ids, dtype=seen.dtype))
         return
     from hopline.ops.gpu import tiers as gpu_tiers
 
@@ -90,14 +93,18 @@ def gather_tiers_reference(
     if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < num_rows:
         raise IndexError(f"a row id is outside 0 .. {num_rows - 1}")
     rows = torch.zeros((ids.numel(), *hot.shape[1:]), dtype=hot.dtype, device=ids.device)
-    present = ids >= 0
-    slots = torch.where(present, ids.long() if hot_slot is None else hot_slot[ids.long()].long(), -1)
-    slots = slots if staged else slots.clamp(min=-1)
-    hit, is_staged = slots >= 0, slots < -1
-    near, miss = hit | is_staged, present & (slots == -1)
-    rows[near] = hot[slot_of(slots[near])]
+    is_id = ids >= 0
+    slots = ids.long() if hot_slot is None else hot_slot[ids.long()].long()
+    slots = torch.where(is_id, slots, -1)
+    if not staged:
+        slots = slots.clamp(min=-1)
+    is_hot = slots >= 0
+    is_staged = slots < -1
+    is_on_device = is_hot | is_staged
+    is_cold = is_id & (slots == -1)
+    rows[is_on_device] = hot[slot_of(slots[is_on_device])]
     if cold is not None:
-        rows[miss] = cold[ids[miss].long()]
+        rows[is_cold] = cold[ids[is_cold].long()]
     if counts is not None:
-        counts[0] += torch.stack([hit.sum(), miss.sum(), is_staged.sum()])
+        counts[0] += torch.stack([is_hot.sum(), is_cold.sum(), is_staged.sum()])
     return rows

@@ -136,7 +136,8 @@ def bounded(raw: Tensor, limit: Tensor) -> Tensor:
 
     The product has up to 95 bits, so it is added up from the halves of `raw`.
     """
-    high, low = _shift_right(raw, 32), raw & 0xFFFFFFFF
+    high = _shift_right(raw, 32)
+    low = raw & 0xFFFFFFFF
     return _shift_right(high * limit + _shift_right(low * limit, 32), 32)
 
 

@@ -65,8 +65,8 @@ def sample_neighbors(
     counts = torch.where(degrees > 0, fanout, 0) if replace else degrees.clamp(max=fanout)
     width = int(counts.max()) if counts.numel() else 0
     picks = _picks(degrees, nodes, width, key, replace)
-    taken = torch.arange(width, device=nodes.device) < counts[:, None]
-    edge_ids = (starts[:, None] + picks)[taken]
+    is_drawn = torch.arange(width, device=nodes.device) < counts[:, None]
+    edge_ids = (starts[:, None] + picks)[is_drawn]
     return Neighbors(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), indices[edge_ids], edge_ids)
 
 
@@ -88,16 +88,16 @@ def sample_children(
 
     nodes: [n], the node at each slot, -1 where a slot is empty. slots: [n] int64, the ids of the slots (`Slots.ids`).
     """
-    there = nodes >= 0
-    at = nodes.long().clamp(min=0)
-    starts = indptr[at]
-    degrees = torch.where(there, indptr[at + 1] - starts, 0)
+    has_node = nodes >= 0
+    node = nodes.long().clamp(min=0)
+    starts = indptr[node]
+    degrees = torch.where(has_node, indptr[node + 1] - starts, 0)
     counts = torch.where(degrees > 0, fanout, 0) if replace else degrees.clamp(max=fanout)
     picks = _picks(degrees, slots, fanout, key, replace)
-    taken = torch.arange(fanout, device=nodes.device) < counts[:, None]
-    edge_ids = torch.where(taken, starts[:, None] + picks, 0)
+    is_drawn = torch.arange(fanout, device=nodes.device) < counts[:, None]
+    edge_ids = torch.where(is_drawn, starts[:, None] + picks, 0)
     ids = indices[edge_ids] if indices.numel() else edge_ids.to(indices.dtype)
-    return Children(torch.where(taken, ids, -1), counts.int(), edge_ids)
+    return Children(torch.where(is_drawn, ids, -1), counts.int(), edge_ids)
 
 
 def sample_tree(
@@ -118,10 +118,12 @@ def sample_tree(
     `with_edges`.
     draw: the function that draws one hop. A kernel may take the place of `sample_children`.
     """
-    nodes, counts, edge_ids = [seeds.to(indices.dtype)], [], []
+    nodes = [seeds.to(indices.dtype)]
+    counts = []
+    edge_ids = []
     for hop, fanout in enumerate(slots.fanouts):
-        here = slots.ids(seeds.device)[slots.offsets[hop] : slots.offsets[hop + 1]]
-        children = draw(indptr, indices, nodes[-1], here, fanout, key, replace)
+        parent_ids = slots.ids(seeds.device)[slots.offsets[hop] : slots.offsets[hop + 1]]
+        children = draw(indptr, indices, nodes[-1], parent_ids, fanout, key, replace)
         nodes.append(children.ids.view(-1))
         counts.append(children.counts)
         edge_ids.append(children.edge_ids.view(-1))
@@ -132,21 +134,26 @@ def _picks(degrees: Tensor, draw_ids: Tensor, width: int, key: int, replace: boo
     """[n, width] int64: the first `width` numbers of each id's keyed sequence of numbers below its degree.
 
     Without replacement this is a Fisher-Yates shuffle, of which only the swaps are kept: swap i moved the value
-    swapped_in[:, i] to the position swapped_from[:, i]. Picks from number `degree` on are meaningless.
+    swap_value[:, i] to the position swap_target[:, i]. Picks from number `degree` on are meaningless.
     """
     picks = torch.zeros(draw_ids.numel(), width, dtype=torch.int64, device=draw_ids.device)
-    swapped_from, swapped_in = torch.full_like(picks, -1), torch.full_like(picks, -1)
+    swap_target = torch.full_like(picks, -1)
+    swap_value = torch.full_like(picks, -1)
     for j in range(width):
         raw = draw(key, draw_ids, j)
         if replace:
             picks[:, j] = bounded(raw, degrees)
             continue
+
         target = j + bounded(raw, (degrees - j).clamp(min=1))
-        at_target, at_j = target.clone(), torch.full_like(target, j)
+        value_at_target = target.clone()
+        value_at_j = torch.full_like(target, j)
         for i in range(j):  # the latest swap into a position says what it holds
-            at_target = torch.where(swapped_from[:, i] == target, swapped_in[:, i], at_target)
-            at_j = torch.where(swapped_from[:, i] == j, swapped_in[:, i], at_j)
-        picks[:, j], swapped_from[:, j], swapped_in[:, j] = at_target, target, at_j
+            value_at_target = torch.where(swap_target[:, i] == target, swap_value[:, i], value_at_target)
+            value_at_j = torch.where(swap_target[:, i] == j, swap_value[:, i], value_at_j)
+        picks[:, j] = value_at_target
+        swap_target[:, j] = target
+        swap_value[:, j] = value_at_j
     return picks
 
 
@@ -156,14 +163,14 @@ def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
     ids: [num_distinct] int64, the distinct nodes: seeds first, then neighbours by first occurrence.
     idx: [len(neighbors)] int32, so that ids[idx] equals `neighbors`.
     """
-    both = torch.cat([seeds.long(), neighbors.long()])
-    unique, inverse = torch.unique(both, return_inverse=True)
-    first = torch.full_like(unique, both.numel())
-    first.scatter_reduce_(0, inverse, torch.arange(both.numel(), device=both.device), "amin")
-    order = torch.argsort(first)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(order.numel(), device=order.device)
-    return unique[order], place[inverse[seeds.numel() :]].int()
+    all_ids = torch.cat([seeds.long(), neighbors.long()])
+    unique, inverse = torch.unique(all_ids, return_inverse=True)
+    first_position = torch.full_like(unique, all_ids.numel())
+    first_position.scatter_reduce_(0, inverse, torch.arange(all_ids.numel(), device=all_ids.device), "amin")
+    order = torch.argsort(first_position)
+    local_of = torch.empty_like(order)
+    local_of[order] = torch.arange(order.numel(), device=order.device)
+    return unique[order], local_of[inverse[seeds.numel() :]].int()
 
 
 def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
@@ -231,10 +238,10 @@ def keyed_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
     column = torch.arange(flat.size(1), device=x.device)
     raw = draw(key, ids[:, None], column // 4)
     lane = (raw >> (16 * (column % 4))) & 0xFFFF
-    keep = (lane >= threshold).to(exact.dtype)
+    mask = (lane >= threshold).to(exact.dtype)
     # With p = 1 nothing is kept, and the scale would be a division by zero.
     scale = 65536 / (65536 - threshold) if threshold < 65536 else 0.0
-    return (flat * (keep * scale)).view_as(x).to(x.dtype)
+    return (flat * (mask * scale)).view_as(x).to(x.dtype)
 
 
 def keyed_dropout_stored(values: Tensor, indptr: Tensor, columns: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
@@ -242,10 +249,12 @@ def keyed_dropout_stored(values: Tensor, indptr: Tensor, columns: Tensor, p: flo
 
     values, columns: [num_stored], row after row. indptr: [n + 1]. ids: [n], the node of each row.
     """
-    threshold, column = round(p * 65536), columns.long()
+    threshold = round(p * 65536)
+    column = columns.long()
     raw = draw(key, ids[_destinations(indptr)], column // 4)
-    keep = ((raw >> (16 * (column % 4))) & 0xFFFF) >= threshold
-    return values * keep * (65536 / (65536 - threshold) if threshold < 65536 else 0.0)
+    is_kept = ((raw >> (16 * (column % 4))) & 0xFFFF) >= threshold
+    scale = 65536 / (65536 - threshold) if threshold < 65536 else 0.0
+    return values * is_kept * scale
 
 
 def _destinations(indptr: Tensor) -> Tensor:

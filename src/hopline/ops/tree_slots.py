@@ -39,11 +39,12 @@ class Slots:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """[num_hops + 2]: the number of the first slot of each hop, then the number of all slots."""
-        found, size = [0], self.num_seeds
+        offsets = [0]
+        size = self.num_seeds
         for fanout in (*self.fanouts, 0):
-            found.append(found[-1] + size)
+            offsets.append(offsets[-1] + size)
             size *= fanout
-        return tuple(found)
+        return tuple(offsets)
 
     @property
     def num_hops(self) -> int:
@@ -79,23 +80,28 @@ def _per_hop(slots: Slots, hop: int, device: torch.device) -> Tensor:
 # The three tensors below are cached, since every step of a run has the same few shapes.
 @lru_cache(maxsize=8)
 def _ids(slots: Slots, device: torch.device) -> Tensor:
-    found, first = [], slots.first_seed
+    """`Slots.ids`, cached by slots and device."""
+    hops = []
+    first = slots.first_seed
     for hop in range(slots.num_hops + 1):
-        found.append((hop << HOP_BITS) + first + _per_hop(slots, hop, device))
+        hops.append((hop << HOP_BITS) + first + _per_hop(slots, hop, device))
         first *= slots.fanouts[hop] if hop < slots.num_hops else 1
-    return torch.cat(found)
+    return torch.cat(hops)
 
 
 @lru_cache(maxsize=8)
 def _first_children(slots: Slots, device: torch.device) -> Tensor:
-    return torch.cat(
-        [slots.offsets[hop + 1] + fanout * _per_hop(slots, hop, device) for hop, fanout in enumerate(slots.fanouts)]
-    ).int()
+    """`Slots.first_children`, cached by slots and device."""
+    hops = []
+    for hop, fanout in enumerate(slots.fanouts):
+        hops.append(slots.offsets[hop + 1] + fanout * _per_hop(slots, hop, device))
+    return torch.cat(hops).int()
 
 
 @lru_cache(maxsize=8)
 def _parents(slots: Slots, device: torch.device) -> Tensor:
-    found = [torch.full((slots.num_seeds,), -1, device=device)]
+    """`Slots.parents`, cached by slots and device."""
+    hops = [torch.full((slots.num_seeds,), -1, device=device)]
     for hop, fanout in enumerate(slots.fanouts):
-        found.append(slots.offsets[hop] + _per_hop(slots, hop + 1, device) // fanout)
-    return torch.cat(found).int()
+        hops.append(slots.offsets[hop] + _per_hop(slots, hop + 1, device) // fanout)
+    return torch.cat(hops).int()

@@ -148,9 +148,16 @@ def test_own_rows_stand_beside_the_reduced_ones(reduce: str, weighted: bool) -> 
     assert torch.equal(results[0][0][:, 7:], randn(25, 7)[own])
 
 
-@pytest.mark.parametrize(("rows", "own"), [(randn(4, 3), [0]), (randn(4, 3, 2), [0, 1]), (randn(4), [0, 1])])
-def test_own_rows_that_do_not_fit_are_refused(rows: Tensor, own: list[int]) -> None:
-    with pytest.raises(ValueError, match="one id per destination"):
+@pytest.mark.parametrize(
+    ("rows", "own", "message"),
+    [
+        (randn(4, 3), [0], r"one row id per destination: expected shape \[2\], got \[1\]"),
+        (randn(4, 3, 2), [0, 1], r"expected 2 dimensions, got shape \[4, 3, 2\]"),
+        (randn(4), [0, 1], r"expected 2 dimensions, got shape \[4\]"),
+    ],
+)
+def test_own_rows_that_do_not_fit_are_refused(rows: Tensor, own: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         cpu_reduce.reduce_edges(rows, torch.tensor([0, 1, 1]), torch.tensor([0]), "sum", None, torch.tensor(own))
 
 

@@ -42,8 +42,10 @@ BYTES_AT_ONCE = 1 << 26
 thumb."""
 
 _PAGE = mmap.PAGESIZE
-# 0 on systems that lack a name, where `is_cold` is False and neither is used.
-_RANDOM, _WILL_NEED = (np.int64(getattr(mmap, name, 0)) for name in ("MADV_RANDOM", "MADV_WILLNEED"))
+"""Bytes of a page."""
+# Advice for `madvise`. 0 on systems that lack a name, where `is_cold` is False and neither is used.
+_RANDOM = np.int64(getattr(mmap, "MADV_RANDOM", 0))
+_WILL_NEED = np.int64(getattr(mmap, "MADV_WILLNEED", 0))
 
 
 def _c_function(name: str) -> Any:
@@ -66,38 +68,40 @@ def _c_function(name: str) -> Any:
     return call
 
 
-_madvise, _mincore = _c_function("madvise"), _c_function("mincore")
+_madvise = _c_function("madvise")
+_mincore = _c_function("mincore")
 
 
 @kernel
-def _all_in_memory(address, row_bytes, ids, looked_at):
-    """Whether the first pages of about `looked_at` of the rows, evenly spread over `ids`, are in memory."""
+def _all_in_memory(address, row_bytes, ids, num_probes):
+    """Whether the first pages of about `num_probes` of the rows, evenly spread over `ids`, are in memory."""
     state = np.zeros(1, dtype=np.uint8)
-    step = max(1, ids.shape[0] // looked_at)
+    step = max(1, ids.shape[0] // num_probes)
     for i in range(0, ids.shape[0], step):
         page = (address + np.int64(ids[i]) * row_bytes) // _PAGE * _PAGE
         # A system that does not tell, or a call that fails, counts as "in memory": rows are then read page by page.
-        if _mincore(page, np.int64(_PAGE), np.int64(state.ctypes.data)) == 0 and not state[0] & 1:
+        has_answer = _mincore(page, np.int64(_PAGE), np.int64(state.ctypes.data)) == 0
+        if has_answer and not state[0] & 1:
             return False
     return True
 
 
 @kernel
-def _ask_for(address, row_bytes, ids):
+def _request_pages(address, row_bytes, ids):
     """Request the pages of the rows `ids`, which ascend. Pages that are close to each other make one request."""
     # start, stop: the addresses of the run of pages that is not requested yet. It is empty at first.
     start = address // _PAGE * _PAGE
     stop = start
     for i in range(ids.shape[0]):
         first = (address + np.int64(ids[i]) * row_bytes) // _PAGE * _PAGE
-        past = (address + (np.int64(ids[i]) + 1) * row_bytes + _PAGE - 1) // _PAGE * _PAGE
+        end = (address + (np.int64(ids[i]) + 1) * row_bytes + _PAGE - 1) // _PAGE * _PAGE
         if first > stop + LARGEST_GAP * _PAGE:
             if stop > start:
                 _madvise(start, stop - start, _WILL_NEED)
             start = first
         elif stop == start:
             start = first
-        stop = max(stop, past)
+        stop = max(stop, end)
     if stop > start:
         _madvise(start, stop - start, _WILL_NEED)
 
@@ -132,7 +136,8 @@ def in_order_of_file(rows: Tensor, ids: np.ndarray) -> Iterator[np.ndarray]:
     rows, ids: as in `is_cold`.
     """
     num_bytes = rows.numel() * rows.element_size()
-    address, row_bytes = rows.data_ptr(), num_bytes // rows.size(0)
+    address = rows.data_ptr()
+    row_bytes = num_bytes // rows.size(0)
     _expect_random_reads(address, num_bytes)
     order = np.argsort(ids, kind="stable")
     # A row is read in whole pages: about one page more than its bytes.
@@ -140,7 +145,7 @@ def in_order_of_file(rows: Tensor, ids: np.ndarray) -> Iterator[np.ndarray]:
     pieces = [order[i : i + rows_per_piece] for i in range(0, order.shape[0], rows_per_piece)]
     for piece, following in itertools.zip_longest(pieces, pieces[1:]):
         if piece is pieces[0]:
-            _ask_for(address, row_bytes, ids[piece])
+            _request_pages(address, row_bytes, ids[piece])
         if following is not None:
-            _ask_for(address, row_bytes, ids[following])
+            _request_pages(address, row_bytes, ids[following])
         yield piece

@@ -40,9 +40,17 @@ from hopline.ops import random
 # Numba turns a product of uint64 and int64 into float64, so every constant of the generator is a uint64.
 GOLDEN = np.uint64(random.GOLDEN)
 """The step of SplitMix64's state between two draws."""
-_MIX_1, _MIX_2 = np.uint64(random.MIX_1), np.uint64(random.MIX_2)
-_U27, _U30, _U31, _U32 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(32)
+_MIX_1 = np.uint64(random.MIX_1)
+"""First multiplier of SplitMix64's finaliser."""
+_MIX_2 = np.uint64(random.MIX_2)
+"""Second multiplier of SplitMix64's finaliser."""
+# Shifts, in bits.
+_U27 = np.uint64(27)
+_U30 = np.uint64(30)
+_U31 = np.uint64(31)
+_U32 = np.uint64(32)
 _LOW_HALF = np.uint64(0xFFFFFFFF)
+"""The mask of the lower 32 bits."""
 
 kernel = numba.njit(nogil=True, cache=True, error_model="numpy")
 """Decorator of every kernel: runs without the GIL, is cached on disk, and does not check for division by zero."""
@@ -128,14 +136,15 @@ def own_threads(threads: int) -> Generator[None, None, None]:
     At the end of every operation torch's threads wait for each other, at first by spinning. While other threads
     prepare batches, that costs more than it gains, if the long operations are hopline's kernels.
     """
-    before, torch_threads = getattr(_local, "threads", None), torch.get_num_threads()
+    previous_threads = getattr(_local, "threads", None)
+    torch_threads = torch.get_num_threads()
     _local.threads = threads
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(torch_threads)
-        _local.threads = before
+        _local.threads = previous_threads
 
 
 def start_threads(count: int, name: str, begin: Callable[[], object] = serial_here) -> ThreadPoolExecutor:
@@ -145,12 +154,12 @@ def start_threads(count: int, name: str, begin: Callable[[], object] = serial_he
     all threads of the pool set theirs before this function returns, and then the caller's number is set again.
     """
     torch_threads = torch.get_num_threads()
-    begun = threading.Barrier(count + 1)
+    all_started = threading.Barrier(count + 1)
     pool = ThreadPoolExecutor(count, thread_name_prefix=name, initializer=begin)
     # A task that waits holds its thread, so `count` such tasks make the pool start all of its threads.
     for _ in range(count):
-        pool.submit(begun.wait)
-    begun.wait()
+        pool.submit(all_started.wait)
+    all_started.wait()
     torch.set_num_threads(torch_threads)
     return pool
 
@@ -184,7 +193,7 @@ class _KernelThreads:
 _kernel_threads = _KernelThreads()
 
 
-def _allowed() -> int:
+def _max_threads() -> int:
     """The number of threads that a kernel may use if it is called from this thread."""
     return getattr(_local, "threads", None) or torch.get_num_threads()
 
@@ -195,7 +204,7 @@ def over_ranges(run: Callable[[int, int], object], size: int, work: int) -> None
     run: a kernel that releases the GIL, whose result does not depend on how 0 .. size - 1 is divided.
     work: the numbers to add up in all. It decides how many threads are used (see `_WORK_PER_THREAD`).
     """
-    threads = min(_allowed(), size, 1 + work // _WORK_PER_THREAD)
+    threads = min(_max_threads(), size, 1 + work // _WORK_PER_THREAD)
     if threads <= 1:
         run(0, size)
         return
@@ -213,22 +222,23 @@ def in_threads(run: Callable[[int], object], count: int, threads: int | None = N
     The caller takes numbers as well, so the work is done even if no helper is free.
     """
     numbers = itertools.count()  # next() on it is atomic, so no number is taken twice
-    work = [run]  # a list, so that it can be emptied below
+    held_run = [run]  # a list, so that it can be emptied below
 
-    def take() -> None:
+    def run_numbers() -> None:
+        """Take the next number and run it, until none is left."""
         while (number := next(numbers)) < count:
-            work[0](number)
+            held_run[0](number)
 
-    num_helpers = min(threads or _allowed(), count) - 1
-    helpers = _kernel_threads.submit(take, num_helpers) if num_helpers > 0 else []
+    num_helpers = min(threads or _max_threads(), count) - 1
+    helpers = _kernel_threads.submit(run_numbers, num_helpers) if num_helpers > 0 else []
     try:
-        take()
+        run_numbers()
     finally:
         # Either all numbers are taken, or `run` has failed in this thread. In both cases a helper that has not begun
         # is not needed. The others are waited for, since they may still use the arrays of `run`.
-        waiting = [helper for helper in helpers if not helper.cancel()]
-        concurrent.futures.wait(waiting)
+        running = [helper for helper in helpers if not helper.cancel()]
+        concurrent.futures.wait(running)
         # A cancelled helper stays in the pool's queue for a while, and must not keep the tensors of `run` alive.
-        work.clear()
-    for helper in waiting:
+        held_run.clear()
+    for helper in running:
         helper.result()
