@@ -213,10 +213,13 @@ def _max_backward(rows, out, shares, src_indptr, dst_idx, grad_rows, start, stop
 def _sort_by_source(indptr, src_idx, src_indptr, dst_idx, edge_idx):
     """Sort edges by source, with a counting sort. Edges of one source keep their order.
 
-    src_indptr: [num_rows + 1] int64, zeros at first, filled; dst_idx: [num_edges] int32, each edge's destination,
-    filled; edge_idx: [num_edges] int64, each edge's position in the old order, filled; or empty, if not needed.
+    Only the edges indptr[0] .. indptr[-1] - 1 are sorted: the others have no destination, and no gradient.
+
+    src_indptr: [num_rows + 1] int64, zeros at first, filled.
+    dst_idx: [indptr[-1] - indptr[0]] int32, filled: the destination of each edge.
+    edge_idx: [indptr[-1] - indptr[0]] int64, filled: the position of each edge in `src_idx`. Empty if not needed.
     """
-    for e in range(src_idx.shape[0]):
+    for e in range(indptr[0], indptr[-1]):
         src_indptr[src_idx[e] + 1] += 1
     for s in range(src_indptr.shape[0] - 1):
         src_indptr[s + 1] += src_indptr[s]
@@ -356,11 +359,12 @@ def _edges_by_source(
 
     edges: (indptr, src_idx), sorted by destination; with_edges: whether `edge_idx` is filled; else it is empty.
     """
+    indptr, src_idx = edges
     src_indptr = np.zeros(num_rows + 1, dtype=np.int64)
-    num_edges = edges[1].shape[0]
+    num_edges = int(indptr[-1] - indptr[0])
     dst_idx = np.empty(num_edges, dtype=np.int32)
     edge_idx = np.empty(num_edges if with_edges else 0, dtype=np.int64)
-    _sort_by_source(*edges, src_indptr, dst_idx, edge_idx)
+    _sort_by_source(indptr, src_idx, src_indptr, dst_idx, edge_idx)
     return src_indptr, dst_idx, edge_idx
 
 
