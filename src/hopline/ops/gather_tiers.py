@@ -9,9 +9,9 @@
     s == -1   cold: cold[id]
     s < -1    staged: hot[-2 - s]. The row was prefetched (`methods.sampled.prefetch_rows`) and leaves again
 
-Hot and staged rows have different codes, so that counts can tell them apart and `staged=False` can ignore staged
-rows. This file holds the definition in plain torch, which runs on the CPU. The kernels are in `ops.gpu.tiers`. No
-function of this file is differentiable.
+Hot and staged rows have different codes, so that counts can tell them apart and `staged=False` can ignore
+staged rows. This file holds the definition in plain torch, which runs on the CPU. The kernels are in
+`ops.gpu.tiers`. No function of this file is differentiable.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ Programs of a kernel add to different rows, since atomic additions to one addres
 
 
 def new_counts(device: torch.device | str) -> Tensor:
-    """[COUNTERS, 3] int64 zeros: reads of hot, cold and staged rows. Sum over the first dimension to read them."""
+    """[COUNTERS, 3] int64 zeros: reads of hot, cold and staged rows.
+
+    Sum over the first dimension to read them.
+    """
     return torch.zeros(COUNTERS, 3, dtype=torch.int64, device=device)
 
 
 def slot_of(hot_slot: Tensor) -> Tensor:
-    """The row of `hot` that holds each hot or staged row, -1 for cold rows. hot_slot: as in the module docstring."""
+    """The row of `hot` that holds each hot or staged row, -1 for cold rows. hot_slot: see the module."""
     return torch.where(hot_slot < -1, -2 - hot_slot, hot_slot)
 
 
@@ -52,14 +55,16 @@ def gather_tiers(
     hot_slot: [num_rows] int32, as in the module docstring. None: every row is hot, and hot[id] is row id.
     ids: [n]. On the CPU an id beyond the rows raises IndexError; on a GPU it gives zeros.
     counts: from `new_counts`. The reads of this call are added.
-    in_order: whether a GPU reads by ascending id. Host memory is then half as fast again (an H200: 45 instead of 30
-    GB/s at 256 bytes a row). It costs a sort, so it pays where a sixth of the rows or more are cold.
-    staged: whether staged rows are read from `hot`. Staged rows come and go with the steps of training. A reader
-    that runs at other times passes False, and reads them from `cold`.
+    in_order: whether a GPU reads by ascending id. Host memory is then half as fast again (an H200: 45
+    instead of 30 GB/s at 256 bytes a row). It costs a sort, so it pays where a sixth of the rows or more
+    are cold.
+    staged: whether staged rows are read from `hot`. Staged rows come and go with the steps of training. A
+    reader that runs at other times passes False, and reads them from `cold`.
     """
     if ids.device.type == "cpu":
         return gather_tiers_reference(hot, cold, hot_slot, ids, counts, staged)
-    from hopline.ops.gpu import tiers as gpu_tiers  # here, so that Triton is imported only where a GPU is used
+    # Here, so that Triton is imported only where a GPU is used.
+    from hopline.ops.gpu import tiers as gpu_tiers
 
     order = None
     if in_order:

@@ -1,11 +1,13 @@
-"""The definition of every operation in plain torch, and the oracle of the tests. Written to be read, not to be fast.
+"""The definition of every operation in plain torch, and the oracle of the tests.
 
-`hopline.ops.cpu` and `hopline.ops.gpu` hold faster kernels with the same results. Draws are equal bit for bit; sums
-of floating-point numbers may differ by the order of summation. These functions also run where no kernel does, for
-example on a GPU without Triton. Many of them synchronise with the device.
+Written to be read, not to be fast.
 
-Graphs are in CSC form: node v has the in-edges indptr[v] .. indptr[v + 1] - 1, and indices[e] is the source of edge
-e.
+`hopline.ops.cpu` and `hopline.ops.gpu` hold faster kernels with the same results. Draws are equal bit for
+bit; sums of floating-point numbers may differ by the order of summation. These functions also run where no
+kernel does, for example on a GPU without Triton. Many of them synchronise with the device.
+
+Graphs are in CSC form: node v has the in-edges indptr[v] .. indptr[v + 1] - 1, and indices[e] is the source
+of edge e.
 
     indptr    [num_nodes + 1] int64
     indices   [num_edges]            int32 or int64
@@ -38,7 +40,8 @@ class Neighbors(NamedTuple):
 def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
     """(indptr, positions) of all entries of the rows `nodes` of a CSR structure, row after row.
 
-    indptr: [n + 1] int64, the offsets of the n rows in `positions`. positions: int64, in the structure's arrays.
+    indptr: [n + 1] int64, the offsets of the n rows in `positions`. positions: int64, in the structure's
+    arrays.
     """
     starts = indptr[nodes]
     counts = indptr[nodes + 1] - starts
@@ -52,10 +55,10 @@ def sample_neighbors(
 ) -> Neighbors:
     """Up to `fanout` in-edges of each node, or all of them in order with -1.
 
-    They are the first ones of a sequence that depends on the key and the node alone. So samples nest: a smaller
-    fan-out takes a prefix of a larger one. Without replacement the sequence is a Fisher-Yates shuffle of the node's
-    edges. With replacement it is one bounded draw after the other, and a node with in-edges gets exactly `fanout`
-    of them.
+    They are the first ones of a sequence that depends on the key and the node alone. So samples nest: a
+    smaller fan-out takes a prefix of a larger one. Without replacement the sequence is a Fisher-Yates
+    shuffle of the node's edges. With replacement it is one bounded draw after the other, and a node with
+    in-edges gets exactly `fanout` of them.
     """
     if fanout < 0:
         out_indptr, edge_ids = row_positions(indptr, nodes)
@@ -71,7 +74,7 @@ def sample_neighbors(
 
 
 class Children(NamedTuple):
-    """Neighbours drawn for the slots of one hop of a tree. Two slots with the same node draw independently."""
+    """Neighbours drawn for the slots of one hop. Two slots with the same node draw independently."""
 
     ids: Tensor
     """[num_slots, fanout], dtype of the graph's indices: the source nodes, then -1 where a slot has fewer."""
@@ -84,9 +87,10 @@ class Children(NamedTuple):
 def sample_children(
     indptr: Tensor, indices: Tensor, nodes: Tensor, slots: Tensor, fanout: int, key: int, replace: bool = False
 ) -> Children:
-    """Up to `fanout` in-edges of the node at each slot, drawn as in `sample_neighbors` but keyed by the slot's id.
+    """Up to `fanout` in-edges of the node at each slot. As `sample_neighbors`, but keyed by the slot's id.
 
-    nodes: [n], the node at each slot, -1 where a slot is empty. slots: [n] int64, the ids of the slots (`Slots.ids`).
+    nodes: [n], the node at each slot, -1 where a slot is empty. slots: [n] int64, the ids of the slots
+    (`Slots.ids`).
     """
     has_node = nodes >= 0
     node = nodes.long().clamp(min=0)
@@ -114,8 +118,8 @@ def sample_tree(
 
     nodes: [num_slots], dtype of the graph's indices, -1 where a slot is empty.
     counts: [slots of all hops but the last] int32, the number of draws of each slot.
-    edge_ids: [num_slots - num_seeds] int64, the edge of each slot to its parent, 0 for an empty slot; None unless
-    `with_edges`.
+    edge_ids: [num_slots - num_seeds] int64, the edge of each slot to its parent, 0 for an empty slot; None
+    unless `with_edges`.
     draw: the function that draws one hop. A kernel may take the place of `sample_children`.
     """
     nodes = [seeds.to(indices.dtype)]
@@ -133,8 +137,8 @@ def sample_tree(
 def _picks(degrees: Tensor, draw_ids: Tensor, width: int, key: int, replace: bool) -> Tensor:
     """[n, width] int64: the first `width` numbers of each id's keyed sequence of numbers below its degree.
 
-    Without replacement this is a Fisher-Yates shuffle, of which only the swaps are kept: swap i moved the value
-    swap_value[:, i] to the position swap_target[:, i]. Picks from number `degree` on are meaningless.
+    Without replacement this is a Fisher-Yates shuffle, of which only the swaps are kept: swap i moved the
+    value swap_value[:, i] to the position swap_target[:, i]. Picks from number `degree` on are meaningless.
     """
     picks = torch.zeros(draw_ids.numel(), width, dtype=torch.int64, device=draw_ids.device)
     swap_target = torch.full_like(picks, -1)
@@ -181,7 +185,8 @@ def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
 def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     """(indptr, order): the edges grouped by key, in their old order within a group.
 
-    indptr: [num_groups + 1] int64, the offsets of the groups in `order`. order: [num_edges] int64, edge positions.
+    indptr: [num_groups + 1] int64, the offsets of the groups in `order`. order: [num_edges] int64, edge
+    positions.
     """
     counts = torch.bincount(keys.long(), minlength=num_groups)
     indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
@@ -204,8 +209,9 @@ def reduce_edges(
 ) -> Tensor:
     """Sum, mean or max of the messages of each destination's edges, 0 for a destination without edges.
 
-    Edge e of destination d, with indptr[d] <= e < indptr[d + 1], has the message weight[e] * rows[src_idx[e]]. The
-    result is [num_dst, ...]. With `own` [num_dst] it is [num_dst, 2 * width]: rows[own] follow to the right.
+    Edge e of destination d, with indptr[d] <= e < indptr[d + 1], has the message
+    weight[e] * rows[src_idx[e]]. The result is [num_dst, ...]. With `own` [num_dst] it is
+    [num_dst, 2 * width]: rows[own] follow to the right.
 
     The gradient of max is torch's: shared evenly by the edges that reach it, and by the initial 0 if it is 0.
     """
@@ -229,8 +235,8 @@ def reduce_edges(
 def keyed_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
     """Dropout whose mask depends on (key, node id, column) alone. ids: [n], one for each row of x [n, ...].
 
-    A draw of 64 bits serves four columns, 16 bits each. A column is kept if its number is at least p * 65536, so
-    `p` is rounded to a multiple of 1 / 65536.
+    A draw of 64 bits serves four columns, 16 bits each. A column is kept if its number is at least
+    p * 65536, so `p` is rounded to a multiple of 1 / 65536.
     """
     threshold = round(p * 65536)
     exact = x if x.dtype in (torch.float32, torch.float64) else x.float()  # half types are scaled in float32
@@ -245,7 +251,7 @@ def keyed_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
 
 
 def keyed_dropout_stored(values: Tensor, indptr: Tensor, columns: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
-    """`keyed_dropout` of rows in CSR form, of which only some columns are stored: [num_stored], the new values.
+    """[num_stored]: the values after `keyed_dropout` of rows in CSR form, which store only some columns.
 
     values, columns: [num_stored], row after row. indptr: [n + 1]. ids: [n], the node of each row.
     """
@@ -275,7 +281,10 @@ class SortedIdMap:
         self._ids = torch.empty(0, dtype=torch.int64, device=device)
 
     def add(self, nodes: Tensor) -> Tensor:
-        """[n] int32: the local id of each node. New nodes get the next free ids. Synchronises with the device."""
+        """[n] int32: the local id of each node. New nodes get the next free ids.
+
+        Synchronises with the device.
+        """
         if bool(((nodes < 0) | (nodes >= self.num_nodes)).any()):
             raise ValueError("an edge index is out of range: check the dataset by `hopline verify FOLDER`")
         self._ids, idx = relabel(self.ids(), nodes)

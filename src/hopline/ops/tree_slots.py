@@ -1,16 +1,16 @@
 """The numbering of slots in the tree layout, in which every possible draw of a batch has a slot of its own.
 
-Hop 0 holds the seeds. Hop h + 1 has `fanouts[h]` slots for every slot of hop h. Hops follow one another, and so do
-the children of one slot. Two seeds with the fan-outs (3, 2), for example:
+Hop 0 holds the seeds. Hop h + 1 has `fanouts[h]` slots for every slot of hop h. Hops follow one another,
+and so do the children of one slot. Two seeds with the fan-outs (3, 2), for example:
 
     hop        0        1                  2
     slots      0 1      2 3 4  5 6 7       8 9  10 11  12 13  14 15  16 17  18 19
     parents   -1 -1     0 0 0  1 1 1       2 2   3  3   4  4   5  5   6  6   7  7
     offsets    0        2                  8                                         20
 
-The parent and the first child of a slot follow from its number alone, so no list of edges is needed. Shapes are the
-same in every step, so a step can be captured as a CUDA graph. The price is memory for slots that stay empty, and
-repeated work for nodes that are drawn more than once.
+The parent and the first child of a slot follow from its number alone, so no list of edges is needed. Shapes
+are the same in every step, so a step can be captured as a CUDA graph. The price is memory for slots that
+stay empty, and repeated work for nodes that are drawn more than once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 HOP_BITS = 40
-"""Bits of a slot's number within its hop. The id of a slot is (hop << HOP_BITS) + that number. A rule of thumb."""
+"""Bits of a slot's number within its hop. The id of a slot is (hop << HOP_BITS) + that number.
+A rule of thumb."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Slots:
     fanouts: tuple[int, ...]
     """Child slots per slot, for each hop from the seeds outwards."""
     first_seed: int = 0
-    """The position of the first of these seeds among all seeds of the step. It enters the ids of the slots."""
+    """The position of the first of these seeds among the step's seeds. It enters the ids of the slots."""
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -58,8 +59,8 @@ class Slots:
     def ids(self, device: torch.device) -> Tensor:
         """[num_slots] int64: the ids by which the draws of slots are keyed.
 
-        An id counts from the first seed of the whole step. So the draws of a seed's tree do not depend on how the
-        seeds of a step are divided into shares.
+        An id counts from the first seed of the whole step. So the draws of a seed's tree do not depend on
+        how the seeds of a step are divided into shares.
         """
         return _ids(self, device)
 

@@ -1,12 +1,12 @@
 """Numba kernels that make a sampled batch smaller: by splitting its seeds, or by cutting edges.
 
-A batch is a list of blocks in the order of computation. The destinations of a block are the first of its sources, so
-one local id names a node in every layer. The last block's destinations are the seeds.
+A batch is a list of blocks in the order of computation. The destinations of a block are the first of its
+sources, so one local id names a node in every layer. The last block's destinations are the seeds.
 
 Splitting gives micro-batches that together are the same batch:
 
     groups of seeds  ->  count   nodes and edges of each micro-batch, without making it
-    one group        ->  take    the edges of one block into chosen destinations; block by block, from the seeds on
+    one group        ->  take    the edges of a block into chosen destinations; from the seeds on
 
 Cutting leaves out edges until the rest fits:
 
@@ -16,8 +16,8 @@ Cutting leaves out edges until the rest fits:
     kept_edges                     the edges up to that number, as a new block
 
 Each step costs one or a few passes over the edges, in the calling thread. Ids are not checked: the caller
-gives blocks of a valid batch. `count` and `take` allocate their large arrays by torch, so that a memory meter sees
-them.
+gives blocks of a valid batch. `count` and `take` allocate their large arrays by torch, so that a memory
+meter sees them.
 
 Memory layout of a block
     indptr    [num_dst + 1] int64   destination d has the edges indptr[d] .. indptr[d + 1] - 1
@@ -101,8 +101,8 @@ def count(blocks: Sequence[Edges], num_nodes: Sequence[int], groups: Sequence[np
         _count(marks[: num_nodes[-1]], counts[len(blocks)])
         for l in reversed(range(len(blocks))):
             indptr, src_idx = blocks[l]
-            # A copy: a destination may also be a source. Marks that it gets as a source belong to the next hop, and
-            # must not pass on to its own sources in this one.
+            # A copy: a destination may also be a source. Marks that it gets as a source belong to the next
+            # hop, and must not pass on to its own sources in this one.
             dst_marks = torch.from_numpy(marks[: num_nodes[l + 1]].view(np.int64)).clone().numpy().view(np.uint64)
             _mark_sources(indptr, src_idx, dst_marks, marks, counts[len(blocks) + 1 + l])
             _count(marks[: num_nodes[l]], counts[l])
@@ -125,7 +125,8 @@ def _take(indptr, src_idx, dst_idx, new_local, nodes, out_indptr, out_src_idx, p
     for i in range(dst_idx.shape[0]):
         for e in range(indptr[dst_idx[i]], indptr[dst_idx[i] + 1]):
             node = src_idx[e]
-            # No `if is_new:` here. Both cases write the same three arrays, and a known node rewrites its own values.
+            # No `if is_new:` here. Both cases write the same three arrays, and a known node rewrites its
+            # own values.
             is_new = new_local[node] < 0
             local = num_new_src if is_new else new_local[node]
             nodes[num_new_src if is_new else local] = node
@@ -149,7 +150,8 @@ def take(
     indptr: [n + 1] int64.
     src_idx: [num_edges] int32, new local ids.
     nodes: [num_new_src] int64, the old local id of each new source: destinations, then by first occurrence.
-    positions: [num_edges] int64, each edge's position among the old block's edges; None unless `with_positions`.
+    positions: [num_edges] int64, each edge's position among the old block's edges; None unless
+    `with_positions`.
     """
     block_indptr = indptr.numpy()
     chosen = dst_idx.numpy()
@@ -219,8 +221,8 @@ def page_rank(blocks: Sequence[Edges], num_nodes: int, damping: float = 0.85, ro
 
         rank[s] = (1 - damping) / num_nodes + damping * sum(rank[d] / in_degree[d] for each edge from s to d)
 
-    Power iteration runs for `rounds` rounds. In-degrees are sums over all blocks. The walk ends at a node without
-    in-edges: its rank is not spread over the other nodes, so ranks may add up to less than 1.
+    Power iteration runs for `rounds` rounds. In-degrees are sums over all blocks. The walk ends at a node
+    without in-edges: its rank is not spread over the other nodes, so ranks may add up to less than 1.
     """
     in_degree = np.zeros(num_nodes, dtype=np.float64)
     for indptr, _ in blocks:
@@ -253,11 +255,11 @@ def _tell_apart(bits, first, key, out):
 
 
 def hub_numbers(blocks: Sequence[Edges], hub: np.ndarray, key: int) -> list[np.ndarray]:
-    """A number for each edge of each block, int64 and not negative: the larger, the larger hubs the edge joins.
+    """A number for each edge of each block, int64 and not negative: larger where the edge joins larger hubs.
 
-    The upper 32 bits are the product of both ends' `hub`, as the bits of a float32. For floats that are not negative,
-    the order of the bits is the order of the values. The lower 32 bits break ties by a hash of the edge's position,
-    so that no two edges have the same number.
+    The upper 32 bits are the product of both ends' `hub`, as the bits of a float32. For floats that are not
+    negative, the order of the bits is the order of the values. The lower 32 bits break ties by a hash of
+    the edge's position, so that no two edges have the same number.
 
     hub: [num_nodes] float64, not negative, by local id.
     """
@@ -289,15 +291,16 @@ def _enter(indptr, src_idx, number, dst_entry, src_entry, edge_entry):
 def entries(edges: Edges, number: np.ndarray, dst_entry: np.ndarray, num_src: int) -> tuple[np.ndarray, np.ndarray]:
     """(src_entry [num_src], edge_entry [num_edges]), int64: the entries of a block's sources and edges.
 
-    Suppose that a batch starts with its seeds and takes edges in the order of their numbers. The *entry* of a node or
-    an edge is the number at which the batch first computes with it:
+    Suppose that a batch starts with its seeds and takes edges in the order of their numbers. The *entry* of
+    a node or an edge is the number at which the batch first computes with it:
 
         edge_entry[e] = max(number[e], dst_entry[d])              an edge needs its destination
         src_entry[s]  = min(edge_entry of the edges from s)       a source is needed by any of its edges,
                         or dst_entry[s] if that is less           or because it is a destination itself
 
-    So the batch cut at a number is all nodes and edges with an entry up to that number. Blocks are handled from the
-    last to the first: `src_entry` of one is `dst_entry` of the block before. Seeds have the entry -1.
+    So the batch cut at a number is all nodes and edges with an entry up to that number. Blocks are handled
+    from the last to the first: `src_entry` of one is `dst_entry` of the block before. Seeds have the entry
+    -1.
     """
     src_entry = np.full(num_src, NEVER)
     edge_entry = np.empty(number.shape[0], dtype=np.int64)
@@ -325,10 +328,11 @@ def last_that_fits(entries: Sequence[np.ndarray], fits: Callable[[np.ndarray], b
     """The largest value v such that all values up to v fit together, or -1 if none does.
 
     entries: the values, one array for each kind: each layer's nodes and each block's edges.
-    fits: whether the given number of values of each kind fits, [num_kinds] int64. More values never fit better.
+    fits: whether the given number of values of each kind fits, [num_kinds] int64. More values never fit
+    better.
 
-    The search is a quickselect: each round about halves the range first .. stop - 1 of undecided values. So its time
-    is about linear in the number of values.
+    The search is a quickselect: each round about halves the range first .. stop - 1 of undecided values. So
+    its time is about linear in the number of values.
 
         values   [ fit, counted in `num_fitting` | undecided | do not fit ]
                                                   first       stop
@@ -357,7 +361,7 @@ def last_that_fits(entries: Sequence[np.ndarray], fits: Callable[[np.ndarray], b
 
 @kernel
 def _keep(indptr, src_idx, edge_entry, dst_entry, new_local, last, out_indptr, out_src, out_edges):
-    """Fill the block of `kept_edges`; returns its number of edges. new_local: [num_src] int32, the new local ids."""
+    """Fill the block of `kept_edges`; returns its number of edges. new_local: [num_src], new local ids."""
     num_dst = 0
     num_edges = 0
     for d in range(indptr.shape[0] - 1):
@@ -382,8 +386,8 @@ def kept_edges(
     src_idx: [num_kept_edges] int32, local ids among the kept sources, whose order does not change.
     edges: [num_kept_edges] int64, each edge's position among the old block's edges.
     """
-    # The number of kept sources before each one. It means nothing for a source that is not kept, and is not read for
-    # such a source: the entry of a source is never after that of its edges.
+    # The number of kept sources before each one. It means nothing for a source that is not kept, and is not
+    # read for such a source: the entry of a source is never after that of its edges.
     new_local = (np.cumsum(src_entry <= last) - 1).astype(np.int32)
     indptr = np.zeros(np.count_nonzero(dst_entry <= last) + 1, dtype=np.int64)
     src_idx = np.empty(edge_entry.shape[0], dtype=np.int32)

@@ -1,16 +1,16 @@
 """Linear layers on the CPU, divided by rows over hopline's own threads.
 
-Inside `runtime.own_threads`, torch's own operations run in one thread. A linear layer is too long for that, so its
-rows are divided into ranges of `ROWS`, and hopline's threads take the ranges. Each range is one call of torch's `mm`
-or `addmm`:
+Inside `runtime.own_threads`, torch's own operations run in one thread. A linear layer is too long for that,
+so its rows are divided into ranges of `ROWS`, and hopline's threads take the ranges. Each range is one call
+of torch's `mm` or `addmm`:
 
     forward    out[a:b]    = x[a:b] @ weight.T + bias
     backward   grad_x[a:b] = grad[a:b] @ weight
                grad_weight = sum over ranges of grad[a:b].T @ x[a:b]
                grad_bias   = sum over ranges of grad[a:b].sum(0)
 
-Ranges do not depend on the number of threads, and neither does any result. The price is memory in the backward pass:
-a gradient of the weight and of the bias for each range, until they are added up.
+Ranges do not depend on the number of threads, and neither does any result. The price is memory in the
+backward pass: a gradient of the weight and of the bias for each range, until they are added up.
 
 `SpreadLinear` puts `linear` in the place of `torch.nn.functional.linear`, so that models need not change.
 """
@@ -58,8 +58,8 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         wants_bias = wants_bias and ctx.has_bias
-        # Each range writes a gradient of its own, and these are added up at the end. If threads added to one sum, the
-        # result would depend on which range is finished first.
+        # Each range writes a gradient of its own, and these are added up at the end. If threads added to
+        # one sum, the result would depend on which range is finished first.
         num_ranges = -(-x.size(0) // ROWS)
         grad_x = torch.empty_like(x) if wants_x else None
         weight_parts = torch.empty(num_ranges, *weight.shape, dtype=weight.dtype) if wants_weight else None
@@ -86,9 +86,9 @@ def _in_ranges(run: Callable[[int, int], object], size: int) -> None:
     """Call run(a, b) for each range of `ROWS` rows of 0 .. size - 1, in threads."""
 
     def run_range(number: int) -> None:
-        # Inference mode belongs to a thread, and helpers do not have the caller's. Modes that watch what torch's
-        # operations allocate, such as hopline's memory meter, need not see these products: they write into tensors
-        # that are allocated already.
+        # Inference mode belongs to a thread, and helpers do not have the caller's. Modes that watch what
+        # torch's operations allocate, such as hopline's memory meter, need not see these products: they
+        # write into tensors that are allocated already.
         with torch.inference_mode(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             run(number * ROWS, min((number + 1) * ROWS, size))
 
@@ -98,8 +98,8 @@ def _in_ranges(run: Callable[[int, int], object], size: int) -> None:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias, as `torch.nn.functional.linear`, in threads where that is possible and pays.
 
-    torch's own function is called if there is only one range of rows, on a GPU, under autocast, and for mixed dtypes.
-    It is also called if x has other than two dimensions.
+    torch's own function is called if there is only one range of rows, on a GPU, under autocast, and for
+    mixed dtypes. It is also called if x has other than two dimensions.
     """
     dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
     is_small = x.dim() != 2 or x.size(0) <= ROWS

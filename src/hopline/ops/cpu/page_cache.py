@@ -1,4 +1,4 @@
-"""Reading rows of a memory-mapped file that are still on disk: pages are requested before a kernel reads them.
+"""Reading rows of a memory-mapped file from disk: pages are requested before a kernel reads them.
 
 A kernel that touches a page which is not in memory waits for the disk, one page at a time. The system reads
 many pages in parallel if it is told of all pages of a batch at once, in the order of the file:
@@ -9,9 +9,10 @@ many pages in parallel if it is told of all pages of a batch at once, in the ord
                             request piece 1,  give piece 0 to the caller, who reads it
                             request piece 2,  give piece 1 to the caller, ...
 
-The requests are `madvise` with MADV_WILLNEED, which does not wait for the disk. `mincore` says which
-pages are in memory. Both are called from Numba kernels, without the GIL. Only Linux is supported: on other systems
-`is_cold` is always False, and rows are read page by page. Failed requests are ignored, since they only cost time.
+The requests are `madvise` with MADV_WILLNEED, which does not wait for the disk. `mincore` says which pages
+are in memory. Both are called from Numba kernels, without the GIL. Only Linux is supported: on other
+systems `is_cold` is always False, and rows are read page by page. Failed requests are ignored, since they
+only cost time.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ SMALLEST_BYTES = 1 << 26
 LOOKED_AT = 32
 """Rows, or up to twice as many, whose pages `is_cold` looks up. A rule of thumb."""
 LARGEST_GAP = 4
-"""Pages. Two needed pages with a gap up to this are requested together, and the gap is read too. A rule of thumb."""
+"""Pages. Two needed pages with a gap up to this are requested together, and the gap is read too.
+A rule of thumb."""
 
 BYTES_AT_ONCE = 1 << 26
-"""Bytes of one piece: enough to keep the disk busy, and few enough to stay in memory until they are read. A rule of
-thumb."""
+"""Bytes of one piece: enough to keep the disk busy, and few enough to stay in memory until they are read.
+A rule of thumb."""
 
 _PAGE = mmap.PAGESIZE
 """Bytes of a page."""
@@ -51,8 +53,8 @@ _WILL_NEED = np.int64(getattr(mmap, "MADV_WILLNEED", 0))
 def _c_function(name: str) -> Any:
     """A function of the C library with the signature int name(address, size, last), for kernels to call.
 
-    All arguments are declared as int64. For `madvise` the last one is an int, for `mincore` a pointer: in the calling
-    conventions of 64-bit systems, each takes a whole register.
+    All arguments are declared as int64. For `madvise` the last one is an int, for `mincore` a pointer: in
+    the calling conventions of 64-bit systems, each takes a whole register.
     """
 
     @intrinsic
@@ -79,7 +81,8 @@ def _all_in_memory(address, row_bytes, ids, num_probes):
     step = max(1, ids.shape[0] // num_probes)
     for i in range(0, ids.shape[0], step):
         page = (address + np.int64(ids[i]) * row_bytes) // _PAGE * _PAGE
-        # A system that does not tell, or a call that fails, counts as "in memory": rows are then read page by page.
+        # A system that does not tell, or a call that fails, counts as "in memory": rows are then read page
+        # by page.
         has_answer = _mincore(page, np.int64(_PAGE), np.int64(state.ctypes.data)) == 0
         if has_answer and not state[0] & 1:
             return False
@@ -88,7 +91,10 @@ def _all_in_memory(address, row_bytes, ids, num_probes):
 
 @kernel
 def _request_pages(address, row_bytes, ids):
-    """Request the pages of the rows `ids`, which ascend. Pages that are close to each other make one request."""
+    """Request the pages of the rows `ids`, which ascend.
+
+    Pages that are close to each other make one request.
+    """
     # start, stop: the addresses of the run of pages that is not requested yet. It is empty at first.
     start = address // _PAGE * _PAGE
     stop = start
@@ -130,8 +136,8 @@ def is_cold(rows: Tensor, ids: np.ndarray) -> bool:
 def in_order_of_file(rows: Tensor, ids: np.ndarray) -> Iterator[np.ndarray]:
     """Yield the positions 0 .. len(ids) - 1 in pieces, sorted by id, that is by position in the file.
 
-    When a piece is given out, its pages have been requested, and those of the next piece as well. So the disk reads
-    the next piece while the caller copies this one.
+    When a piece is given out, its pages have been requested, and those of the next piece as well. So the
+    disk reads the next piece while the caller copies this one.
 
     rows, ids: as in `is_cold`.
     """

@@ -6,8 +6,9 @@
     label propagation: neighbours -> whole clusters into parts,   ->   label propagation between parts
     come to share a label            largest cluster first             of nearly equal sizes
 
-The graph is stored by in-edges, so the neighbours that a node reaches by out-edges cannot be looked up. Every node
-tells its label to its sources instead, and each source keeps the leading label in 8 bytes (see `_vote`).
+The graph is stored by in-edges, so the neighbours that a node reaches by out-edges cannot be looked up.
+Every node tells its label to its sources instead, and each source keeps the leading label in 8 bytes (see
+`_vote`).
 
 The other public functions:
 
@@ -24,11 +25,12 @@ Memory layout
     order     [num_nodes]              the nodes, sorted by part (in `_pack`: by cluster)
     ptr       [num_parts + 1] int64    part p has the nodes order[ptr[p] : ptr[p + 1]]
 
-Threads. `stream_parts` and its kernels run in the calling thread: each node's choice depends on the choices before
-it. The other functions divide nodes, edges, parts or groups over threads, and count integers. So no result depends
-on the number of threads.
+Threads. `stream_parts` and its kernels run in the calling thread: each node's choice depends on the choices
+before it. The other functions divide nodes, edges, parts or groups over threads, and count integers. So no
+result depends on the number of threads.
 
-Bad input. Only `add_to_sources` checks ids. For the other functions, `core/partition.py` calls `check_edges` first.
+Bad input. Only `add_to_sources` checks ids. For the other functions, `core/partition.py` calls
+`check_edges` first.
 """
 
 from __future__ import annotations
@@ -83,8 +85,9 @@ def _count(label, weight, mask, keys, counts, slots, num_used):
 def _choose(own_label, node, size, high, key, settles, keys, counts, slots, num_used):
     """The label that most neighbours have, among a node's own and those with fewer than `high` nodes.
 
-    Ties are broken by a keyed draw for each (node, label). With `settles`, the own label wins all ties. The own label
-    counts with the neighbours that have it, or with 0. The hash map (see `_count`) is left empty for the next node.
+    Ties are broken by a keyed draw for each (node, label). With `settles`, the own label wins all ties. The
+    own label counts with the neighbours that have it, or with 0. The hash map (see `_count`) is left empty
+    for the next node.
     """
     best_label = own_label
     best_count = 0
@@ -114,9 +117,9 @@ def _choose(own_label, node, size, high, key, settles, keys, counts, slots, num_
 def _vote(indptr, indices, node, label, ballots):
     """Tell a node's label to the sources of its in-edges: a vote at each of its in-neighbours.
 
-    ballots: [num_nodes, 2] int32, a label and its lead. That is Boyer and Moore's majority vote: a vote for the label
-    adds 1 to the lead, any other vote takes 1 off, and at 0 the next vote sets the label. A label that more than half
-    of the votes are for is always found; otherwise the label may be any.
+    ballots: [num_nodes, 2] int32, a label and its lead. That is Boyer and Moore's majority vote: a vote for
+    the label adds 1 to the lead, any other vote takes 1 off, and at 0 the next vote sets the label. A label
+    that more than half of the votes are for is always found; otherwise the label may be any.
     """
     for e in range(indptr[node], indptr[node + 1]):
         source = indices[e]
@@ -133,7 +136,7 @@ def _vote(indptr, indices, node, label, ballots):
 
 @kernel
 def _sweep(indptr, indices, labels, size, ballots, low, high, key, settles, keys, counts, slots, first, last):
-    """Give each node of first .. last - 1 the label that most of its neighbours have; returns how many nodes moved.
+    """Give nodes first .. last - 1 the label of most of their neighbours; returns how many nodes moved.
 
     Reference:
         for node in range(first, last):
@@ -143,18 +146,19 @@ def _sweep(indptr, indices, labels, size, ballots, low, high, key, settles, keys
             if the own label has more than `low` nodes: labels[node] = best_label
             tell labels[node] to the ballots of the node's in-neighbours
 
-    Nodes see the new labels of the nodes before them. A ballot is emptied when it is read. So it holds the votes
-    since the node's last turn.
+    Nodes see the new labels of the nodes before them. A ballot is emptied when it is read. So it holds the
+    votes since the node's last turn.
 
-    labels: [num_nodes] int32; size: int32, the nodes of each label; keys, counts, slots: a hash map, see `_count`.
+    labels: [num_nodes] int32; size: int32, the nodes of each label; keys, counts, slots: a hash map, see
+    `_count`.
     """
     num_edges = indices.shape[0]
     num_moved = 0
     for node in range(first, last):
         start = indptr[node]
         stop = indptr[node + 1]
-        # The map has at least twice as many slots as there can be labels: one for each in-edge, and the ballot's. A
-        # node with few edges uses only the front of the arrays.
+        # The map has at least twice as many slots as there can be labels: one for each in-edge, and the
+        # ballot's. A node with few edges uses only the front of the arrays.
         mask = 7
         while mask + 1 < 2 * (stop - start + 1):
             mask = 2 * mask + 1
@@ -186,8 +190,8 @@ def _best_part(indptr, indices, members, part_of, size, high, links, touched):
 
         score = links * (1 - size / (high + 1))        links: edges from nodes of the part into the cluster
 
-    members: the cluster's nodes; part_of: -1 for nodes that have no part yet; size: [num_parts], the nodes of each
-    part; links, touched: [num_parts] int64, scratch. `links` is 0 everywhere before and after.
+    members: the cluster's nodes; part_of: -1 for nodes that have no part yet; size: [num_parts], the nodes
+    of each part; links, touched: [num_parts] int64, scratch. `links` is 0 everywhere before and after.
     """
     num_touched = 0
     for i in range(members.shape[0]):
@@ -227,8 +231,8 @@ def _pack(indptr, indices, order, ptr, clusters, high, part_of, size):
     mean = part_of.shape[0] / num_parts
     links = np.zeros(num_parts, np.int64)
     touched = np.empty(num_parts, np.int64)
-    # open_parts[:num_open]: the parts below the mean. A part that has reached it is removed when its turn comes, for
-    # good, since parts never shrink here.
+    # open_parts[:num_open]: the parts below the mean. A part that has reached it is removed when its turn
+    # comes, for good, since parts never shrink here.
     open_parts = np.arange(num_parts)
     num_open = num_parts
     next_open = 0
@@ -252,7 +256,8 @@ def _pack(indptr, indices, order, ptr, clusters, high, part_of, size):
 
         is_whole = part >= 0
         for i in range(num_members):
-            # Some part is always open: all parts together are short of the mean by at least the nodes still to place.
+            # Some part is always open: all parts together are short of the mean by at least the nodes still
+            # to place.
             while not is_whole and (part < 0 or size[part] >= mean):
                 next_open = next_open if next_open < num_open else 0
                 part = open_parts[next_open]
@@ -267,7 +272,8 @@ def _pack(indptr, indices, order, ptr, clusters, high, part_of, size):
 def _even_out(order, part_of, size, low):
     """Move nodes from parts above the mean to parts below `low`, until every part has `low` nodes.
 
-    One pass over `order`, which has the nodes of a cluster together. So nodes of one cluster tend to move together.
+    One pass over `order`, which has the nodes of a cluster together. So nodes of one cluster tend to move
+    together.
     """
     mean = part_of.shape[0] / size.shape[0]
     light_part = 0
@@ -304,13 +310,13 @@ def stream_parts(
 
     Parts have (1 ± slack) times the mean size. They are found in three stages:
 
-    1. Cluster: every node starts with a label of its own. In each pass it takes the label that most of its neighbours
-       have. No label gets more nodes than a mean part has (Meyerhenke, Sanders and Schulz, 2014).
+    1. Cluster: every node starts with a label of its own. In each pass it takes the label that most of its
+       neighbours have. No label gets more nodes than a mean part has (Meyerhenke, Sanders and Schulz, 2014).
     2. Pack: clusters are put into parts, the largest first (see `_pack`).
     3. Refine: nodes move to the part that most of their neighbours are in, within the limits of size.
 
-    There are at most `passes` passes in stage 1, and half as many, at least 2, in stage 3. A pass reads the edges
-    once, in their order. Memory: 32 bytes per node.
+    There are at most `passes` passes in stage 1, and half as many, at least 2, in stage 3. A pass reads the
+    edges once, in their order. Memory: 32 bytes per node.
 
     advance: called with the number of nodes of each range that a pass has finished.
     """
@@ -355,7 +361,7 @@ def _scratch(max_edges: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _pack_clusters(
     indptr: np.ndarray, indices: np.ndarray, labels: np.ndarray, size: np.ndarray, num_parts: int, low: int, high: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(part_of [num_nodes], part_sizes [num_parts]), int32: clusters packed into parts of `low` to `high` nodes.
+    """(part_of [num_nodes], part_sizes [num_parts]), int32: clusters in parts of `low` to `high` nodes.
 
     labels: [num_nodes] int32, the cluster of each node. It is overwritten, and is the `part_of` returned.
     size: the number of nodes of each label.
@@ -419,15 +425,16 @@ def _fill_both_ways(indptr, indices, cursor, neighbors):
 
 @kernel
 def _sort_rows(starts, neighbors, num_distinct, first, last):
-    """Sort each row and leave every neighbour once at its front. num_distinct: filled, the neighbours of each row."""
+    """Sort each row, and leave every neighbour once at its front. num_distinct: filled, their number."""
     for node in range(first, last):
         row = neighbors[starts[node] : starts[node + 1]]
         row.sort()
         count = 0
         for i in range(row.shape[0]):
             if i == 0 or row[i] != row[i - 1]:
-                # In place, which is safe since count <= i: a step writes at its own position or before it. At its own
-                # position it writes the value that is already in it. So the next comparison sees the sorted row.
+                # In place, which is safe since count <= i: a step writes at its own position or before it.
+                # At its own position it writes the value that is already in it. So the next comparison sees
+                # the sorted row.
                 row[count] = row[i]
                 count += 1
         num_distinct[node] = count
@@ -449,8 +456,8 @@ def _close_gaps(starts, num_distinct, neighbors, out_starts):
 def undirected(indptr: np.ndarray, indices: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
     """(starts [num_nodes + 1], neighbors [num_pairs]), of `dtype`: every edge in both directions, in CSR.
 
-    A neighbour is listed once, however many edges join the two nodes. Self-loops are left out. Rows are ascending.
-    The peak memory is that of twice the graph's edges, before repeated ones are removed.
+    A neighbour is listed once, however many edges join the two nodes. Self-loops are left out. Rows are
+    ascending. The peak memory is that of twice the graph's edges, before repeated ones are removed.
     """
     num_nodes = indptr.shape[0] - 1
     num_edges = indices.shape[0]
@@ -515,8 +522,9 @@ def edge_counts(
 def _count_halos(indptr, indices, part_of, order, ptr, groups, group_ptr, sizes, first, last):
     """Add the halo sizes of the groups first .. last - 1 to `sizes`, see `halo_sizes`.
 
-    `seen_by` holds the last group that has counted each node, `group_of_part` the last group that contains each part.
-    Marks by group number need not be cleared between groups. Each call allocates both: 4 bytes per node and per part.
+    `seen_by` holds the last group that has counted each node, `group_of_part` the last group that contains
+    each part. Marks by group number need not be cleared between groups. Each call allocates both: 4 bytes
+    per node and per part.
     """
     seen_by = np.full(part_of.shape[0], -1, np.int32)
     group_of_part = np.full(ptr.shape[0], -1, np.int32)
@@ -546,7 +554,8 @@ def halo_sizes(
 
     A halo node is a source, outside the group, of an edge into it. It counts once, however many edges it has.
 
-    groups: the parts of all groups, one group after the other; group g has groups[group_ptr[g] : group_ptr[g + 1]].
+    groups: the parts of all groups, one group after the other; group g has
+    groups[group_ptr[g] : group_ptr[g + 1]].
     """
     sizes = np.zeros(group_ptr.shape[0] - 1, dtype=np.int64)
     over_ranges(
@@ -600,8 +609,8 @@ def _add_to_sources(indptr, indices, values, out, first, last):
 def add_to_sources(indptr: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     """[num_nodes] int64: out[s] = the sum of values[d] over all edges from s to d.
 
-    Threads add atomically, in any order. Sums of integers do not depend on the order, so every run gives the same
-    result. Raises ValueError if a source is outside the graph.
+    Threads add atomically, in any order. Sums of integers do not depend on the order, so every run gives
+    the same result. Raises ValueError if a source is outside the graph.
 
     values: [num_nodes] int64.
     """
@@ -625,7 +634,8 @@ def add_to_sources(indptr: Tensor, indices: Tensor, values: Tensor) -> Tensor:
 def _node_range(indptr: np.ndarray, first_edge: int, last_edge: int) -> tuple[int, int]:
     """(first, last): nodes first .. last - 1 are those whose in-edges begin in first_edge .. last_edge - 1.
 
-    Ranges of edges that follow each other give ranges of nodes that do not overlap, so each node has one thread.
+    Ranges of edges that follow each other give ranges of nodes that do not overlap, so each node has one
+    thread.
     """
     first, last = np.searchsorted(indptr[:-1], [first_edge, last_edge], side="left")
     return int(first), int(last)

@@ -1,7 +1,7 @@
 """Numba kernels that aggregate messages over edges, and for keyed dropout; both with gradients.
 
-PyG gathers a row per edge, multiplies by weights, and scatters the messages to destinations. The kernels here do all
-three at once and never build a matrix with a row per edge:
+PyG gathers a row per edge, multiplies by weights, and scatters the messages to destinations. The kernels
+here do all three at once and never build a matrix with a row per edge:
 
     out[d] = sum, mean or max over the edges e into d of (weight[e] *) rows[src_idx[e]]
     with `own`: out[d] = (the above | rows[own[d]]), twice as wide; both inputs of a SAGE layer in one matrix
@@ -9,19 +9,19 @@ three at once and never build a matrix with a row per edge:
 `reference.py` defines both operations in plain torch.
 
 Memory layout
-    rows      [num_rows, width]      float32 or float64, row-major; half types are converted to float32 and back
+    rows      [num_rows, width]      float32 or float64, row-major; half types are summed in float32
     indptr    [num_dst + 1] int64    edges are sorted by destination (CSC)
     src_idx   [num_edges]            int32 or int64: the row of each edge's source
     weight    [num_edges]            of the dtype of rows; an empty array means no weights
-    own       [num_dst]              int32 or int64: the row of each destination; an empty array means no own rows
+    own       [num_dst]              int32 or int64: the row of each destination; empty: no own rows
     out       [num_dst, width]       or [num_dst, 2 * width] with `own`
 
-How the work is divided. Threads own ranges start .. stop - 1 of destinations in the forward pass, and ranges of
-sources in the backward pass. So no two threads write the same number, and every sum runs in the order of the edges.
-Results are the same bits for any number of threads.
+How the work is divided. Threads own ranges start .. stop - 1 of destinations in the forward pass, and
+ranges of sources in the backward pass. So no two threads write the same number, and every sum runs in the
+order of the edges. Results are the same bits for any number of threads.
 
-Gradients. The gradient of a gather is a scatter-add, which in threads would need atomics. Instead, edges are sorted
-by source, and the gradients of rows are sums over each source's out-edges:
+Gradients. The gradient of a gather is a scatter-add, which in threads would need atomics. Instead, edges
+are sorted by source, and the gradients of rows are sums over each source's out-edges:
 
     sum       grad_rows[s]   = sum over the edges e from s of weight[e] * grad_out[dst(e)]
     mean      as sum, with grad_out[d] divided by the in-degree of d first
@@ -30,11 +30,11 @@ by source, and the gradients of rows are sums over each source's out-edges:
 
 Second derivatives of reductions are not supported. Weighted maxima are left to `reference.py`.
 
-Loops over columns run on views of rows: `row[c]` and not `rows[s, c]`. In Numba an index such as s may be negative,
-which would keep the compiler from vectorising the loop.
+Loops over columns run on views of rows: `row[c]` and not `rows[s, c]`. In Numba an index such as s may be
+negative, which would keep the compiler from vectorising the loop.
 
-Bad input. An edge whose source is not a row, or an indptr that does not fit the edges, raises an IndexError before
-any kernel reads a row.
+Bad input. An edge whose source is not a row, or an indptr that does not fit the edges, raises an IndexError
+before any kernel reads a row.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def _copy_own(rows, own, d, out):
 def _sum(rows, indptr, src_idx, weight, mean, own, out, start, stop):
     """out[d, :width] = sum or mean of (weight[e] *) rows[src_idx[e]] over the edges e of d.
 
-    Destinations are d = start .. stop - 1. A destination without edges gets zeros. With `own`, the destination's own
-    row follows to the right.
+    Destinations are d = start .. stop - 1. A destination without edges gets zeros. With `own`, the
+    destination's own row follows to the right.
     """
     num_edges = src_idx.shape[0]
     for d in range(start, stop):
@@ -142,8 +142,8 @@ def _weight_backward(rows, grad_out, indptr, src_idx, grad_weight, start, stop):
 def _max(rows, indptr, src_idx, own, out, start, stop):
     """out[d, :width] = the maximum of rows[src_idx[e]] over the edges e of d, by column.
 
-    Destinations are d = start .. stop - 1. A destination without edges gets zeros. With `own`, the destination's own
-    row follows to the right.
+    Destinations are d = start .. stop - 1. A destination without edges gets zeros. With `own`, the
+    destination's own row follows to the right.
     """
     num_edges = src_idx.shape[0]
     for d in range(start, stop):
@@ -161,8 +161,8 @@ def _max(rows, indptr, src_idx, own, out, start, stop):
             else:
                 for c in range(row.shape[0]):
                     value = row[c]
-                    # A NaN becomes the maximum, as in torch: `value != value` is true for NaN alone. It stays the
-                    # maximum, since no value compares as greater than NaN.
+                    # A NaN becomes the maximum, as in torch: `value != value` is true for NaN alone. It
+                    # stays the maximum, since no value compares as greater than NaN.
                     maximum[c] = value if value > maximum[c] or value != value else maximum[c]
         if own.shape[0]:
             _copy_own(rows, own, d, out)
@@ -170,10 +170,10 @@ def _max(rows, indptr, src_idx, own, out, start, stop):
 
 @kernel
 def _max_shares(rows, indptr, src_idx, out, grad_out, shares, start, stop):
-    """shares[d] = grad_out[d] / ties[d]: the gradient that each edge which reaches the maximum of d gets, by column.
+    """shares[d] = grad_out[d] / ties[d]: the gradient of each edge that reaches the maximum of d, by column.
 
-    The rule is that of torch's `scatter_reduce`: all edges that reach the maximum share its gradient evenly. If the
-    maximum is 0, the initial 0 of the output counts as one more tie, and its share is lost.
+    The rule is that of torch's `scatter_reduce`: all edges that reach the maximum share its gradient
+    evenly. If the maximum is 0, the initial 0 of the output counts as one more tie, and its share is lost.
 
     out: [num_dst, width], the maxima; ties: [width], for the current destination.
     """
@@ -217,7 +217,8 @@ def _sort_by_source(indptr, src_idx, src_indptr, dst_idx, edge_idx):
 
     src_indptr: [num_rows + 1] int64, zeros at first, filled.
     dst_idx: [indptr[-1] - indptr[0]] int32, filled: the destination of each edge.
-    edge_idx: [indptr[-1] - indptr[0]] int64, filled: the position of each edge in `src_idx`. Empty if not needed.
+    edge_idx: [indptr[-1] - indptr[0]] int64, filled: the position of each edge in `src_idx`. Empty if not
+    needed.
     """
     for e in range(indptr[0], indptr[-1]):
         src_indptr[src_idx[e] + 1] += 1
@@ -244,7 +245,10 @@ def _add_to_rows(rows, ids, added):
 
 
 class _ReduceEdges(torch.autograd.Function):
-    """Sum, mean or max over edges, as in the module's docstring. The input is valid: `reduce_edges` checks it."""
+    """Sum, mean or max over edges, as in the module's docstring.
+
+    The input is valid: `reduce_edges` checks it.
+    """
 
     @staticmethod
     def forward(
@@ -321,7 +325,8 @@ def _gradient_of_sum(
 ) -> None:
     """target[s] = the sum of (weight[e] *) grad_out[dst(e)] over the edges e from s: the gradient of a sum.
 
-    It is a sum over edges itself, with sources and destinations swapped. So the kernel of the forward pass does it.
+    It is a sum over edges itself, with sources and destinations swapped. So the kernel of the forward pass
+    does it.
 
     edges: (indptr, src_idx), sorted by destination; target: [num_rows, width].
     """
@@ -357,7 +362,8 @@ def _edges_by_source(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(src_indptr, dst_idx, edge_idx): the edges sorted by source, see `_sort_by_source`.
 
-    edges: (indptr, src_idx), sorted by destination; with_edges: whether `edge_idx` is filled; else it is empty.
+    edges: (indptr, src_idx), sorted by destination; with_edges: whether `edge_idx` is filled; else it is
+    empty.
     """
     indptr, src_idx = edges
     src_indptr = np.zeros(num_rows + 1, dtype=np.int64)
@@ -386,10 +392,10 @@ def reduce_edges(
     weight: Tensor | None = None,
     own: Tensor | None = None,
 ) -> Tensor:
-    """The "sum", "mean" or "max" over each destination's edges of (weight *) rows[src_idx]; 0 where it has no edges.
+    """The "sum", "mean" or "max" of (weight *) rows[src_idx] over each destination's edges, 0 without edges.
 
-    With `own`, the result is [num_dst, 2 * width], with rows[own] on the right. The function is differentiable in
-    `rows` and `weight`. It is defined in `reference.reduce_edges`.
+    With `own`, the result is [num_dst, 2 * width], with rows[own] on the right. The function is
+    differentiable in `rows` and `weight`. It is defined in `reference.reduce_edges`.
     """
     if not _edges_fit(indptr.numpy(), src_idx.numpy(), rows.size(0)):
         raise IndexError(f"an edge's source is outside 0 .. {rows.size(0) - 1}, or indptr does not fit the edges")
@@ -404,7 +410,8 @@ def reduce_edges(
     if weight is not None:
         weight = weight.to(rows.dtype).contiguous()
     if weight is not None and reduce == "max":
-        # The gradient of a weighted maximum needs the product of every edge. Convs ask for it too rarely to fuse it.
+        # The gradient of a weighted maximum needs the product of every edge. Convs ask for it too rarely to
+        # fuse it.
         return reference.reduce_edges(rows, indptr, src_idx, reduce, weight, own)
     out = _ReduceEdges.apply(rows, indptr, src_idx, reduce, weight, own)
     assert isinstance(out, Tensor)
@@ -450,10 +457,10 @@ def _dropout(x, ids, key, threshold, scale, out, start, stop):
 
 @kernel
 def _dropout_stored(values, indptr, columns, ids, key, threshold, scale, out, start, stop):
-    """Drop the stored elements of sparse rows start .. stop - 1, by the draws of `_dropout` for the same columns.
+    """Drop stored elements of the sparse rows start .. stop - 1, by the draws of `_dropout`.
 
-    The generator's state after k draws is its first state plus k * GOLDEN. So the draw of any column is computed
-    directly, without those of the columns before it.
+    The generator's state after k draws is its first state plus k * GOLDEN. So the draw of any column is
+    computed directly, without those of the columns before it.
 
     values, columns: [num_stored], row after row; indptr: [n + 1] int64; ids: [n], the node of each row.
     """
@@ -489,8 +496,8 @@ def keyed_dropout_stored(values: Tensor, indptr: Tensor, columns: Tensor, p: flo
 class _KeyedDropout(torch.autograd.Function):
     """Keyed dropout with its gradient: the same mask on the gradient.
 
-    The mask depends on the key, the node and the column alone, so the backward pass draws it again and no mask is
-    stored. The backward pass is itself differentiable.
+    The mask depends on the key, the node and the column alone, so the backward pass draws it again and no
+    mask is stored. The backward pass is itself differentiable.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Numba kernels that sample neighbours, relabel nodes, gather rows and group edges.
 
-`reference.py` defines each public function in plain torch; results here are equal to the bit. A sampled block is made
-in three steps:
+`reference.py` defines each public function in plain torch; results here are equal to the bit. A sampled
+block is made in three steps:
 
     sample_neighbors              IdMap.add                          gather_rows
     nodes -> sampled edges   ->   global ids -> local ids       ->   the rows of the batch's nodes
@@ -9,9 +9,9 @@ in three steps:
 
 `sample_tree` makes the tree layout instead: a slot for every possible draw, and no relabelling.
 
-Random numbers. A node's draws depend only on (key, node id), or on (key, slot) in a tree. They are the outputs of a
-SplitMix64 generator that starts at mix(key ^ id). So a sample does not depend on threads or on the other nodes of the
-batch. A smaller fan-out gives the first draws of a larger one.
+Random numbers. A node's draws depend only on (key, node id), or on (key, slot) in a tree. They are the
+outputs of a SplitMix64 generator that starts at mix(key ^ id). So a sample does not depend on threads or on
+the other nodes of the batch. A smaller fan-out gives the first draws of a larger one.
 
 Memory layout
     indptr     [num_nodes + 1] int64   edges are sorted by destination (CSC)
@@ -19,12 +19,12 @@ Memory layout
     nodes      [n]                     int32 or int64: the nodes to sample for
     edge_ids   [num_sampled] int64     positions in `indices`
 
-Speed. Ids come in no order, so a read is likely to miss the processor's caches. So loops prefetch the cache line that
-they will need some iterations later. Every kernel runs in the calling thread.
+Speed. Ids come in no order, so a read is likely to miss the processor's caches. So loops prefetch the cache
+line that they will need some iterations later. Every kernel runs in the calling thread.
 
 Bad input. A node id out of range, or an indptr that does not fit the edges, raises a ValueError. A row id
-or a group number out of range raises an IndexError. No memory outside the arrays is read before. `self_loops` does
-not check its indptr.
+or a group number out of range raises an IndexError. No memory outside the arrays is read before.
+`self_loops` does not check its indptr.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ ROWS_AHEAD = 8
 """Rows between a prefetch and its use."""
 
 DENSE_MAP_BYTES = 1 << 29
-"""Bytes up to which an `IdMap` is an array over all nodes of the graph; beyond, it is a hash map. A rule of thumb."""
+"""Bytes up to which an `IdMap` is an array over all nodes of the graph; beyond, it is a hash map.
+A rule of thumb."""
 
 
 @kernel
@@ -83,7 +84,10 @@ def _count(indptr, nodes, num_edges, fanout, replace, out_indptr):
 
 
 def _row_starts(indptr: Tensor, nodes: Tensor, num_edges: int, fanout: int, replace: bool) -> np.ndarray:
-    """[num_nodes + 1] int64: the start of each node's sampled edges. Raises ValueError if the input is not valid."""
+    """[num_nodes + 1] int64: the start of each node's sampled edges.
+
+    Raises ValueError if the input is not valid.
+    """
     out_indptr = np.zeros(nodes.numel() + 1, dtype=np.int64)
     if not _count(indptr.numpy(), nodes.numpy(), num_edges, fanout, replace, out_indptr):
         raise ValueError(
@@ -116,10 +120,10 @@ def _draw_with_replacement(indptr, nodes, key, out_indptr, edge_ids):
 
 @kernel
 def _shuffle_small(degree, count, state, order, out):
-    """Draw `count` of the positions 0 .. degree - 1, all different: the first steps of a Fisher-Yates shuffle.
+    """Draw `count` different positions of 0 .. degree - 1: the first steps of a Fisher-Yates shuffle.
 
-    Step j swaps position j with a random one from j on, and draws the value that comes to j. Only half of the swap is
-    written: position j is not read again.
+    Step j swaps position j with a random one from j on, and draws the value that comes to j. Only half of
+    the swap is written: position j is not read again.
 
     order: [degree or more] int64, scratch; out: [count] int64. Costs O(degree), so it is for small degrees.
     """
@@ -144,10 +148,12 @@ def _shuffle_large(degree, count, state, slots, swap_target, swap_value, out):
             held[target] = held.get(j, j)      # half of the swap
 
     `held` is a hash table with linear probing. Swap j has the key swap_target[j], a position, and the value
-    swap_value[j]. A slot holds the number of the latest swap into its position, or -1 if it is empty. There are at
-    least twice as many slots as swaps, so probing ends soon. The table is left empty for the next node.
+    swap_value[j]. A slot holds the number of the latest swap into its position, or -1 if it is empty. There
+    are at least twice as many slots as swaps, so probing ends soon. The table is left empty for the next
+    node.
 
-    slots: [power of two, 2 * count or more] int64, all -1; swap_target, swap_value: [count or more] int64, scratch.
+    slots: [power of two, 2 * count or more] int64, all -1; swap_target, swap_value: [count or more] int64,
+    scratch.
     """
     mask = slots.shape[0] - 1  # the size is a power of two, so `& mask` is the modulo
     for j in range(count):
@@ -186,7 +192,8 @@ def _draw_without_replacement(indptr, nodes, fanout, key, out_indptr, edge_ids):
         degree = indptr[nodes[i] + 1] - start
         out = edge_ids[out_indptr[i] : out_indptr[i + 1]]
         state = mix(np.uint64(key) ^ np.uint64(nodes[i]))
-        # Both give the same draws. Up to four times the fan-out (a rule of thumb) an array is used, and no hashing.
+        # Both give the same draws. Up to four times the fan-out (a rule of thumb) an array is used, and no
+        # hashing.
         if degree <= order.shape[0]:
             _shuffle_small(degree, out.shape[0], state, order, out)
         else:
@@ -208,7 +215,7 @@ def _take(values, positions, out):
 def sample_neighbors(
     indptr: Tensor, indices: Tensor, nodes: Tensor, fanout: int, key: int, replace: bool = False
 ) -> Neighbors:
-    """Up to `fanout` in-edges of each node, or all of them if it is -1; defined in `reference.sample_neighbors`."""
+    """Up to `fanout` in-edges of each node, all of them with -1; as `reference.sample_neighbors`."""
     graph_indptr = indptr.numpy()
     node_ids = nodes.numpy()
     out_indptr = _row_starts(indptr, nodes, indices.numel(), fanout, replace)
@@ -251,9 +258,9 @@ def _add_to_array(local_of, node_ids, size, nodes, idx):
         if node < 0 or node >= local_of.shape[0]:
             return -1 - size
 
-        # No `if is_new:` here. Whether a node is new is a coin toss, and a branch would be predicted wrongly half the
-        # time. A known node's write to node_ids[size] does no harm: the next new node overwrites it, or it lies past
-        # the end.
+        # No `if is_new:` here. Whether a node is new is a coin toss, and a branch would be predicted
+        # wrongly half the time. A known node's write to node_ids[size] does no harm: the next new node
+        # overwrites it, or it lies past the end.
         local = local_of[node]
         is_new = local < 0
         local = size if is_new else local
@@ -277,8 +284,8 @@ def _clear_array(local_of, node_ids, size):
 def _add_to_hash_table(slots, node_ids, size, num_nodes, nodes, idx):
     """Add nodes to a map that is a hash table; returns its new size, or -1 - size if a node is out of range.
 
-    slots: [power of two] int32, a hash table with linear probing. A slot holds a local id, or -1 if it is empty; the
-    key is the node node_ids[local id]. At least half of the slots stay empty, so probing ends.
+    slots: [power of two] int32, a hash table with linear probing. A slot holds a local id, or -1 if it is
+    empty; the key is the node node_ids[local id]. At least half of the slots stay empty, so probing ends.
     node_ids: [size + n or more] int64, the node of each local id.
     idx: [n] int32, filled: the local ids of `nodes`.
     """
@@ -306,9 +313,9 @@ class IdMap:
 
     A map is made once and used for many batches, with `clear` between them. One thread at a time may use it.
 
-    Up to `DENSE_MAP_BYTES` the map is *dense*: an array with an entry for every node of the graph. `clear` resets
-    only the entries that were set, so the time of a batch depends on its own nodes alone. In a larger graph the map
-    is a hash table, which grows with the largest batch and is cleared as a whole.
+    Up to `DENSE_MAP_BYTES` the map is *dense*: an array with an entry for every node of the graph. `clear`
+    resets only the entries that were set, so the time of a batch depends on its own nodes alone. In a
+    larger graph the map is a hash table, which grows with the largest batch and is cleared as a whole.
     """
 
     def __init__(self, num_nodes: int, dense: bool | None = None) -> None:
@@ -331,7 +338,8 @@ class IdMap:
             size = _add_to_array(self._map, self._ids, self.size, new_nodes, idx)
         else:
             size = _add_to_hash_table(self._map, self._ids, self.size, self._num_nodes, new_nodes, idx)
-        # Nodes added before a bad one count as well: a dense map must know them, or `clear` would leave their marks.
+        # Nodes added before a bad one count as well: a dense map must know them, or `clear` would leave
+        # their marks.
         self.size = size if size >= 0 else -1 - size
         if size < 0:
             raise ValueError("an edge index is out of range: check the dataset by `hopline verify FOLDER`")
@@ -363,11 +371,12 @@ class IdMap:
 
 
 def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
-    """(ids [num_distinct] int64, idx [num_neighbors] int32): the distinct nodes, and the neighbours' local ids.
+    """(ids [num_distinct] int64, idx [num_neighbors] int32): distinct nodes, and neighbours' local ids.
 
     Seeds come first in `ids`, then neighbours by first occurrence.
     """
-    # An array up to the largest id, where it is not much larger than the input (a factor of 16 is a rule of thumb).
+    # An array up to the largest id, where it is not much larger than the input (a factor of 16 is a rule of
+    # thumb).
     largest = max((int(t.max()) for t in (seeds, neighbors) if t.numel()), default=0)
     id_map = IdMap(largest + 1, dense=largest < 16 * (seeds.numel() + neighbors.numel()))
     id_map.add(seeds.long())
@@ -386,7 +395,10 @@ def _are_in_range(ids, size):
 
 @kernel
 def _gather(rows, ids, out):
-    """out[i] = rows[ids[i]], with all cache lines of a row (64 bytes each) prefetched `ROWS_AHEAD` rows before."""
+    """out[i] = rows[ids[i]].
+
+    All cache lines of a row (64 bytes each) are prefetched ROWS_AHEAD rows before.
+    """
     num, width = out.shape
     for i in range(num):
         if i + ROWS_AHEAD < num:
@@ -412,9 +424,9 @@ def _gather_piece(rows, ids, piece, out):
 def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
     """rows[ids], for any dtype. ids: [n] int32 or int64.
 
-    Rows are copied as machine words, the widest that divides a row, so one kernel serves every dtype. Rows of a
-    mapped file that are not in memory are read in the order of the file (see `page_cache`). Raises IndexError if an
-    id is out of range.
+    Rows are copied as machine words, the widest that divides a row, so one kernel serves every dtype. Rows
+    of a mapped file that are not in memory are read in the order of the file (see `page_cache`). Raises
+    IndexError if an id is out of range.
     """
     if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"row ids must be a 1-D int64 tensor, not {list(ids.shape)} {ids.dtype}")
@@ -474,7 +486,8 @@ def _histogram(keys, counts):
 def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     """(indptr [num_groups + 1], order [num_edges]), int64: a stable counting sort of edges by their keys.
 
-    Group g has the edges order[indptr[g] : indptr[g + 1]]. Raises IndexError if a key is outside 0 .. num_groups - 1.
+    Group g has the edges order[indptr[g] : indptr[g + 1]]. Raises IndexError if a key is outside
+    0 .. num_groups - 1.
     """
     groups = keys.numpy()
     if not _are_in_range(groups, num_groups):
@@ -515,9 +528,9 @@ def self_loops(indptr: Tensor, indices: Tensor) -> Tensor:
 def _draw_children(indptr, num_edges, nodes, slots, fanout, key, replace, counts, edge_ids):
     """Fill `counts` and `edge_ids` of `sample_children`; returns whether the input is valid.
 
-    It draws as the kernels for blocks do, but from (key, slot): a node in two slots of a tree has different draws in
-    them. An empty slot, with the node -1, gets no draws. The input is not valid if a node is not in the graph, or if
-    its edge range is not within the `num_edges` edges.
+    It draws as the kernels for blocks do, but from (key, slot): a node in two slots of a tree has different
+    draws in them. An empty slot, with the node -1, gets no draws. The input is not valid if a node is not
+    in the graph, or if its edge range is not within the `num_edges` edges.
     """
     num_slots = 4
     while num_slots < 2 * fanout:

@@ -1,11 +1,11 @@
 """Numba kernels that make synthetic graphs with classes, homophily and a heavy tail of degrees.
 
-Everything about a node depends on the keys and the node alone. So any range of nodes can be made by itself, in any
-thread and in any order. A graph larger than memory is made chunk by chunk:
+Everything about a node depends on the keys and the node alone. So any range of nodes can be made by itself,
+in any thread and in any order. A graph larger than memory is made chunk by chunk:
 
     node  ->  rank (a keyed permutation)  ->  class = rank % num_classes
                                           ->  in-degree, larger for low ranks
-                                          ->  sources: ranks are drawn, low ones more often, and turned into nodes
+                                          ->  sources: draws of ranks, mostly low ones, as nodes
               class                       ->  features: the mean of the class + noise
 
 The permutation has an inverse, so member k of a class c is found directly: it is the node of rank
@@ -14,7 +14,7 @@ c + k * num_classes. No list of a class's members is needed, and no memory that 
 Names of arguments
     key, rank_key, draw_key   uint64, of `ops.random.derive_key`
     half                      uint64, half the bits of the numbers that are permuted: 4**half >= num_nodes
-    first                     the first node of the range; the arrays of a call hold one entry for each of its nodes
+    first                     the first node of the range; arrays hold an entry for each node of the range
     tail, cut, floor          floats, the shape of the degrees (see `_edges_before`)
 
 Arguments are not checked.
@@ -49,8 +49,8 @@ _SUM_DEVIATION = 37837.2272
 def _shuffle(value, key, half):
     """A keyed permutation of the numbers below 4**half: a Feistel network of `_ROUNDS` rounds.
 
-    Each round maps (left, right) to (right, left ^ f(right)). The inverse of a round needs f, but not the inverse of
-    f, so f may be any hash.
+    Each round maps (left, right) to (right, left ^ f(right)). The inverse of a round needs f, but not the
+    inverse of f, so f may be any hash.
     """
     mask = (_ONE << half) - _ONE
     left = value >> half
@@ -76,8 +76,8 @@ def _unshuffle(value, key, half):
 def rank_of(node, key, half, num_nodes):
     """The rank of a node, 0 .. num_nodes - 1, by a keyed permutation of all nodes."""
     value = _shuffle(np.uint64(node), key, half)
-    # `_shuffle` permutes 4**half numbers, which may be more than num_nodes. Following its cycle until it comes back
-    # to a number below num_nodes gives a permutation of the nodes alone (cycle walking).
+    # `_shuffle` permutes 4**half numbers, which may be more than num_nodes. Following its cycle until it
+    # comes back to a number below num_nodes gives a permutation of the nodes alone (cycle walking).
     while value >= np.uint64(num_nodes):
         value = _shuffle(value, key, half)
     return np.int64(value)
@@ -107,9 +107,9 @@ def _edges_before(rank, num_nodes, num_edges, tail, cut, floor):
 
         density(t) = (1 - floor) * (t + cut)**(tail - 1) * (1 - t) / norm + floor        0 <= t <= 1
 
-    With tail < 1 low ranks have large degrees, and `cut` keeps the density at 0 finite. `floor` is the fraction of
-    the edges that are spread evenly. A degree is the difference of two neighbouring values, so degrees add up to
-    num_edges exactly, whatever the rounding.
+    With tail < 1 low ranks have large degrees, and `cut` keeps the density at 0 finite. `floor` is the
+    fraction of the edges that are spread evenly. A degree is the difference of two neighbouring values, so
+    degrees add up to num_edges exactly, whatever the rounding.
     """
     if rank >= num_nodes:
         return np.int64(num_edges)
@@ -172,8 +172,8 @@ def fill_sources(first, ranks, indptr, rank_key, draw_key, half, num_nodes, num_
 def fill_features(first, labels, means, noise, key, rows):
     """rows[i] = means[labels[i]] + noise * (nearly normal numbers), for the nodes first .. first + n - 1.
 
-    A nearly normal number is the sum of the four 16-bit lanes of one draw, from (key, node, column). It is shifted
-    and scaled to mean 0 and standard deviation 1.
+    A nearly normal number is the sum of the four 16-bit lanes of one draw, from (key, node, column). It is
+    shifted and scaled to mean 0 and standard deviation 1.
 
     labels: [n] int64; means: [num_classes, num_features]; rows: [n, num_features] float32, filled.
     """

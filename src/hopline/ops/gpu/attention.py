@@ -1,4 +1,4 @@
-"""Triton kernels of graph attention (GATConv, GATv2Conv) on blocks and on the tree layout, with their gradients.
+"""Triton kernels of graph attention (GATConv, GATv2Conv) on blocks and trees, with their gradients.
 
 For one head, let x_j be the projected row of source j and own_i that of destination i. The kernels compute
 
@@ -7,10 +7,10 @@ For one head, let x_j be the projected row of source j and own_i that of destina
     a_ij  = softmax of e_ij over the in-edges of i
     out_i = sum over j of f_ij * a_ij * x_j      f_ij: the dropout factor, 0 or 1 / (1 - p)
 
-PyG builds scores, weights and messages of all edges. These kernels compute the softmax online: they read the source
-row of each edge once, and update a maximum, a sum of exponentials and a weighted sum of rows. Neither messages nor
-attention weights are stored in the forward pass. For backward it saves, with its inputs and its output, only the
-log-sum-exp S_i of each destination and head.
+PyG builds scores, weights and messages of all edges. These kernels compute the softmax online: they read
+the source row of each edge once, and update a maximum, a sum of exponentials and a weighted sum of rows.
+Neither messages nor attention weights are stored in the forward pass. For backward it saves, with its
+inputs and its output, only the log-sum-exp S_i of each destination and head.
 
 Gradients. Let g_i be the gradient of out_i. Backward recomputes the weights and applies the chain rule:
 
@@ -18,9 +18,12 @@ Gradients. Let g_i be the gradient of out_i. Backward recomputes the weights and
     delta_i          = <g_i, out_i>
     gradient of e_ij = a_ij * (f_ij * <x_j, g_i> - delta_i)
 
-The gradient of x_j is a sum over the out-edges of j. It is computed without atomics, and so is bitwise reproducible:
-- Tree layout: every slot but a seed's has one parent. The program of the parent writes the gradient of the child.
-- Block: a first kernel writes two numbers per edge and head. A second kernel sums over edges grouped by source.
+The gradient of x_j is a sum over the out-edges of j. It is computed without atomics, and so is bitwise
+reproducible:
+- Tree layout: every slot but a seed's has one parent. The program of the parent writes the gradient of the
+  child.
+- Block: a first kernel writes two numbers per edge and head. A second kernel sums over edges grouped by
+  source.
 
 Memory layout (C is the number of columns of a head; CP is C padded to a power of two, at least MIN_TILE_COLUMNS)
     x           [num_src, HEADS * C]   row-major. The destinations are the first sources
@@ -31,12 +34,12 @@ Memory layout (C is the number of columns of a head; CP is C padded to a power o
     sources     block: [num_edges] each edge's source, edges sorted by destination. Tree: [num_src] the node at each
                 slot, -1 if it is empty. An edge of a tree is numbered by the slot of its source
 
-Division of the work. A program owns one head of R destinations (of R sources in `gather_kernel`), and takes E of
-their edges at a time: tiles of [R, E, CP] numbers. Program p owns head p % HEADS of tile p // HEADS.
+Division of the work. A program owns one head of R destinations (of R sources in `gather_kernel`), and takes
+E of their edges at a time: tiles of [R, E, CP] numbers. Program p owns head p % HEADS of tile p // HEADS.
 
-Bad input. In a block an index out of range raises a flag (`runtime.report`), and its edge is left out. The indices of
-a tree follow from its shape and are not checked. Half types are summed in float32. Nothing in this file synchronises
-with the device.
+Bad input. In a block an index out of range raises a flag (`runtime.report`), and its edge is left out. The
+indices of a tree follow from its shape and are not checked. Half types are summed in float32. Nothing in
+this file synchronises with the device.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
@@ -94,7 +97,7 @@ def _load_att(att, head, C: tl.constexpr, CP: tl.constexpr, ACC: tl.constexpr):
 
 @triton.jit
 def _own_score(own, att_own, head, V2: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, ACC: tl.constexpr):
-    """[R]: <att_own, own_i>, the destination's part of z in GATConv. 0 in GATv2Conv, where own_i itself is added."""
+    """[R]: <att_own, own_i>, the destination's part of z in GATConv. 0 in GATv2Conv, which adds own_i."""
     return tl.sum(own, 1) * 0 if V2 else tl.sum(own * _load_att(att_own, head, C, CP, ACC)[None, :], 1)
 
 
@@ -116,8 +119,9 @@ def _dropout_factors(
 ):
     """[R, E]: the dropout factor of each edge and head, 0 or SCALE.
 
-    number: [R, E] the index of the edge among those of its destination, from 1 on. The added self-loop is number 0.
-    The draw is keyed by (key, destination, number, head), so backward draws the same factors again.
+    number: [R, E] the index of the edge among those of its destination, from 1 on. The added self-loop is
+    number 0. The draw is keyed by (key, destination, number, head), so backward draws the same factors
+    again.
     """
     if THRESHOLD > 0:
         raw = mix(states[:, None] + (number * HEADS + head + 1).to(tl.uint64) * GOLDEN)
@@ -142,8 +146,8 @@ def _load_states(key, ids, dst, is_dst, THRESHOLD: tl.constexpr):
 def _load_edge_ranges(starts, stops, sources, dst, is_dst, flags, num_edges, TREE: tl.constexpr):
     """(first edge, number of edges, node, whether it exists), each [R], for the destinations dst.
 
-    node: what `_load_sources` compares sources with to find self-loops. In a tree the node at slot dst, in a block dst
-    itself. A destination of a block with a damaged indptr raises a flag and gets no edges.
+    node: what `_load_sources` compares sources with to find self-loops. In a tree the node at slot dst, in
+    a block dst itself. A destination of a block with a damaged indptr raises a flag and gets no edges.
     """
     start = tl.load(starts + dst, mask=is_dst, other=0).to(tl.int64)
     if TREE:
@@ -162,8 +166,9 @@ def _load_edge_ranges(starts, stops, sources, dst, is_dst, flags, num_edges, TRE
 def _load_sources(sources, edge, is_edge, node, flags, num_src, LOOPS: tl.constexpr, TREE: tl.constexpr):
     """(row of the source in x, whether the edge is used), each [R, E].
 
-    Edges are not used if their slot is empty or their source is out of range, which raises a flag. With LOOPS, edges
-    from a node to itself are not used either: one self-loop per destination replaces them, as in PyG.
+    Edges are not used if their slot is empty or their source is out of range, which raises a flag. With
+    LOOPS, edges from a node to itself are not used either: one self-loop per destination replaces them, as
+    in PyG.
     """
     source_ids = tl.load(sources + edge, mask=is_edge, other=0).to(tl.int64)
     if TREE:
@@ -192,8 +197,9 @@ def attend_kernel(
     """The rows of `out` and the log-sum-exp of R destinations, for one head.
 
     The softmax is online. Over the edges seen so far, `maximum` is the largest e_ij, `exp_sum` the sum of
-    exp(e_ij - maximum), and `total` the sum of f_ij * exp(e_ij - maximum) * x_j. When a step raises `maximum`, both
-    sums are multiplied by exp(old maximum - new maximum). A destination without edges gets 0.
+    exp(e_ij - maximum), and `total` the sum of f_ij * exp(e_ij - maximum) * x_j. When a step raises
+    `maximum`, both sums are multiplied by exp(old maximum - new maximum). A destination without edges gets
+    0.
     """
     head = tl.program_id(0) % HEADS
     tile = tl.program_id(0) // HEADS
@@ -292,16 +298,16 @@ def backward_kernel(
 ):  # fmt: skip
     """Gradients of one head of R destinations, out of `num` destinations from `first_dst` on.
 
-    Tree: writes to grad_x the gradients of all children of its destinations. Block: writes, for `gather_kernel`,
-    `weight` and `of_z` of each edge to `weights` and `of_scores`, both [num_edges, HEADS].
+    Tree: writes to grad_x the gradients of all children of its destinations. Block: writes, for
+    `gather_kernel`, `weight` and `of_z` of each edge to `weights` and `of_scores`, both [num_edges, HEADS].
 
-    Both: write the gradient of each destination's row to grad_x, through its self-loop and, if SHARED, as own_i. If
-    not SHARED, the gradient of own_i goes to grad_own. With ADD, grad_x already holds what the launch of the hop
-    before wrote for the same slots as children, and this kernel adds to it. Launches run one after the other, and in
-    each one a single program writes a slot's head, so no atomics are needed.
+    Both: write the gradient of each destination's row to grad_x, through its self-loop and, if SHARED, as
+    own_i. If not SHARED, the gradient of own_i goes to grad_own. With ADD, grad_x already holds what the
+    launch of the hop before wrote for the same slots as children, and this kernel adds to it. Launches run
+    one after the other, and in each one a single program writes a slot's head, so no atomics are needed.
 
-    att_parts, own_parts: [num_tiles, HEADS, C], the gradients of att and att_own from each tile. `_Attend` adds up
-    the tiles.
+    att_parts, own_parts: [num_tiles, HEADS, C], the gradients of att and att_own from each tile. `_Attend`
+    adds up the tiles.
     """
     head = tl.program_id(0) % HEADS
     tile = tl.program_id(0) // HEADS
@@ -343,7 +349,8 @@ def backward_kernel(
         of_own += added_own
         of_att += added_att
 
-        # The loop of a tree runs over all FANOUT slots, since grad_x is not initialised: empty slots get zeros.
+        # The loop of a tree runs over all FANOUT slots, since grad_x is not initialised: empty slots get
+        # zeros.
         if TREE:
             pointers = grad_x + (edge * (HEADS * C) + head * C)[:, :, None] + column[None, None, :]
             slot_mask = (is_dst[:, None] & (number < FANOUT)[None, :])[:, :, None] & (column < C)[None, None, :]
@@ -377,9 +384,9 @@ def gather_kernel(
 ):  # fmt: skip
     """grad_x[s] += the gradients of all out-edges of s, for one head of R sources of a block.
 
-    The edges of source s are order[src_indptr[s] : src_indptr[s + 1]]. Each adds weight * g_i and, through its score,
-    of_z * att (GATConv) or of_z * att * leaky_relu'(z) (GATv2Conv). `backward_kernel` has written the rows of the
-    destinations, which are the first sources. Rows of other sources start from 0.
+    The edges of source s are order[src_indptr[s] : src_indptr[s + 1]]. Each adds weight * g_i and, through
+    its score, of_z * att (GATConv) or of_z * att * leaky_relu'(z) (GATv2Conv). `backward_kernel` has
+    written the rows of the destinations, which are the first sources. Rows of other sources start from 0.
     """
     head = tl.program_id(0) % HEADS
     tile = tl.program_id(0) // HEADS
@@ -422,8 +429,9 @@ EDGES_AT_ONCE = 8
 """Edges per destination and step in a tree, and the least in a block. A rule of thumb."""
 MAX_EDGES_AT_ONCE = 32
 """Most edges per destination and step, for blocks with a large mean degree. A rule of thumb."""
-# The next two numbers are chosen so that no thread holds two rows of a tile. With 1 column and 256 rows, four warps of
-# an H200 summed some rows wrongly under Triton 3.6. With 128 rows, or with eight warps, they did not.
+# The next two numbers are chosen so that no thread holds two rows of a tile. With 1 column and 256 rows,
+# four warps of an H200 summed some rows wrongly under Triton 3.6. With 128 rows, or with eight warps, they
+# did not.
 MIN_TILE_COLUMNS = 8
 """Least columns of a tile."""
 MAX_TILE_ROWS = 32
@@ -434,8 +442,9 @@ MAX_TILE_ROWS = 32
 class Edges:
     """The edges over which destinations attend to sources, of a block or of a tree.
 
-    Destinations are the first sources. In a block, edges are sorted by destination. In a tree, an edge is numbered by
-    the slot of its source. Tensors of a tree may be longer than stated: kernels read only their first elements.
+    Destinations are the first sources. In a block, edges are sorted by destination. In a tree, an edge is
+    numbered by the slot of its source. Tensors of a tree may be longer than stated: kernels read only their
+    first elements.
     """
 
     num_src: int
@@ -457,7 +466,7 @@ class Edges:
 
 
 def tree_edges(slots: Slots, hop: int, nodes: Tensor, counts: Tensor) -> Edges:
-    """The edges of a tree whose destinations are the slots of hops 0 .. hop, and whose sources those of 0 .. hop + 1.
+    """The edges of a tree from the slots of hops 0 .. hop + 1 to those of hops 0 .. hop.
 
     nodes: the node at each slot, -1 if it is empty. counts: the number of children drawn for each slot.
     """
@@ -496,7 +505,7 @@ class _Plan:
     """Dropout probability of the attention weights."""
 
     def constants(self, x: Tensor, with_draws: bool = True) -> dict[str, Any]:
-        """The compile-time constants of a launch by name. with_draws: include those of dropout and self-loops."""
+        """The compile-time constants of a launch by name. with_draws: add those of dropout and loops."""
         columns = x.size(1) // self.heads
         constants = {
             "HEADS": self.heads,
@@ -529,7 +538,7 @@ def _tile(columns: int, edges: int) -> dict[str, int]:
 
 
 def _edges_per_step(edges: Edges, num_rows: int) -> int:
-    """E for a kernel that owns `num_rows` rows: in a block about their mean degree, within the limits above."""
+    """E for a kernel that owns `num_rows` rows: in a block about their mean degree, within limits."""
     if edges.slots is not None:
         return EDGES_AT_ONCE
     mean = triton.next_power_of_2(triton.cdiv(edges.sources.numel(), num_rows))
@@ -544,8 +553,8 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 class _Attend(torch.autograd.Function):
     """`attend` after its checks. Backward is not differentiable again.
 
-    If `own` is None, the first rows of x are the own rows. If `att_own` is None, att takes its place in the launch:
-    a kernel needs some address, and with V2 it never reads this one.
+    If `own` is None, the first rows of x are the own rows. If `att_own` is None, att takes its place in the
+    launch: a kernel needs some address, and with V2 it never reads this one.
     """
 
     @staticmethod
@@ -556,8 +565,8 @@ class _Attend(torch.autograd.Function):
         x = x.contiguous()
         own = None if own is None else own.contiguous()
         out = torch.empty(edges.num_dst, x.size(1), dtype=x.dtype, device=x.device)
-        # Backward sums differences from <g_i, out_i> that nearly cancel. An output rounded to half precision would
-        # show in these sums, so half types keep a float32 copy of it.
+        # Backward sums differences from <g_i, out_i> that nearly cancel. An output rounded to half
+        # precision would show in these sums, so half types keep a float32 copy of it.
         exact = out if x.dtype == _sum_dtype(x) else torch.empty_like(out, dtype=_sum_dtype(x))
         sums = torch.empty(edges.num_dst, plan.heads, dtype=_sum_dtype(x), device=x.device)
         constants = plan.constants(x)
@@ -637,8 +646,8 @@ class _Launch(NamedTuple):
 def _launches(edges: Edges, columns: int) -> list[_Launch]:
     """The launches of `backward_kernel`, in order.
 
-    A block takes one launch. A tree takes one per hop, from the seeds on: a hop adds to gradients that the hop before
-    has written.
+    A block takes one launch. A tree takes one per hop, from the seeds on: a hop adds to gradients that the
+    hop before has written.
     """
     if edges.slots is None:
         return [_Launch(0, edges.num_dst, 0, _tile(columns, _edges_per_step(edges, edges.num_dst)))]
@@ -653,10 +662,10 @@ def _launches(edges: Edges, columns: int) -> list[_Launch]:
 def _gather(
     x: Tensor, own: Tensor, att: Tensor, edges: Edges, plan: _Plan, per_edge: Tensor, grad: Tensor, grad_x: Tensor
 ) -> None:
-    """Launch `gather_kernel`: add the gradients of all edges to grad_x, where destinations have their own already."""
+    """Launch `gather_kernel`: add all edges' gradients to grad_x, which has those of destinations already."""
     src_indptr, order = group_edges(edges.sources, edges.num_src)
-    # `repeat_interleave` would synchronise with the device to learn its output's size. This search does not, and the
-    # clamp keeps its result in range for any indptr.
+    # `repeat_interleave` would synchronise with the device to learn its output's size. This search does
+    # not, and the clamp keeps its result in range for any indptr.
     positions = torch.arange(edges.sources.numel(), device=x.device)
     dst_idx = torch.searchsorted(edges.stops, positions, right=True, out_int32=True).clamp(max=edges.num_dst - 1)
     constants = plan.constants(x, with_draws=False)
@@ -672,7 +681,9 @@ def attend(
     x: Tensor, own: Tensor | None, att: Tensor, att_own: Tensor | None, edges: Edges,
     *, slope: float = 0.2, loops: bool = True, p: float = 0.0, key: int | Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """[num_dst, heads * columns]: the sum of each destination's sources, weighted by attention. Differentiable.
+    """[num_dst, heads * columns]: the sum of each destination's sources, weighted by attention.
+
+    Differentiable.
 
     x: [num_src, heads * columns], the projected rows of the sources.
     own: [num_dst, heads * columns], the projected rows of the destinations. None: the first rows of x.

@@ -1,4 +1,4 @@
-"""Triton kernels of a hidden layer in the tree layout: linear, ReLU, dropout, and the next layer's aggregation.
+"""Triton kernels of a hidden layer in the tree layout: linear, ReLU, dropout, the next aggregation.
 
 One autograd function goes from one layer's aggregated rows to the next layer's:
 
@@ -8,25 +8,26 @@ One autograd function goes from one layer's aggregated rows to the next layer's:
       |  sum or mean over the children of each slot; the slot's own row of h to the right
     out [num_dst, 2 * N]  the input of the next layer's linear
 
-Fusing saves memory traffic twice. The dropout mask is drawn in the epilogue of the product and never stored: in
-backward, h > 0 tells where a gradient passes. If A needs no gradient, as in the first layer, the gradient of h is
-computed inside the kernel of the weight gradient and never written.
+Fusing saves memory traffic twice. The dropout mask is drawn in the epilogue of the product and never
+stored: in backward, h > 0 tells where a gradient passes. If A needs no gradient, as in the first layer, the
+gradient of h is computed inside the kernel of the weight gradient and never written.
 
 Memory layout
     a, h             row-major in half precision; row r belongs to slot `slots[r]` (see `tree.RowMap`)
-    total_rows       [1] int32 in device memory: the number of rows in use. Later rows hold no meaningful numbers
+    total_rows       [1] int32 in device memory: the number of rows in use. Later rows are meaningless
     slots, parents   int32: each row's slot, and the slot of its parent, -1 if it has none
     counts           int32: the number of children drawn for each slot
     grad             [num_dst, 2 * N]: the gradient of `out`
 
-Gradient. The row r of h, at slot s with parent p, is read by its parent's aggregation and as the own row of s:
+Gradient. The row r of h, at slot s with parent p, is read twice: by its parent's aggregation, and as the own
+row of s:
 
     grad_h[r] = grad[p, :N] (/ counts[p] for a mean)  +  grad[s, N:] if s is a destination
     grad_z[r] = scale * grad_h[r] where h[r] > 0, else 0           (z = A W^T + b, scale of the dropout)
     grad_W    = grad_z^T A          grad_b = sum of grad_z over rows          grad_A = grad_z W
 
-A slot has one parent, so grad_h is a gather and needs no atomics. The kernels sum in float32. They check no indices:
-those of a tree follow from its shape. Nothing in this file synchronises with the device.
+A slot has one parent, so grad_h is a gather and needs no atomics. The kernels sum in float32. They check no
+indices: those of a tree follow from its shape. Nothing in this file synchronises with the device.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
@@ -60,7 +61,8 @@ The number is fixed, so that the order of summation is the same every time. Its 
 FEW_ROWS = 1024
 """Most rows that `_column_sums` sums by one kernel. More rows take two kernels. A rule of thumb."""
 ROWS_SUMMED = 256
-"""Rows per program of `_partial_sums_kernel`, which runs first if there are more than FEW_ROWS. A rule of thumb."""
+"""Rows per program of `_partial_sums_kernel`, which runs first if there are more than FEW_ROWS.
+A rule of thumb."""
 GRADIENT_ROWS = 32
 """Rows per program of `_gradient_kernel`. A rule of thumb."""
 
@@ -93,8 +95,8 @@ def _pack_weights(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 def _is_kept(states, first_column, threshold, R: tl.constexpr, C: tl.constexpr):
     """[R, C]: whether dropout keeps each element. Draws as `reference.keyed_dropout` does.
 
-    A draw of 64 bits serves four columns with 16 bits each. The two joins split it into halves, and these into
-    quarters. The reshape puts the four quarters, lowest first, into four neighbouring columns.
+    A draw of 64 bits serves four columns with 16 bits each. The two joins split it into halves, and these
+    into quarters. The reshape puts the four quarters, lowest first, into four neighbouring columns.
     """
     group = (first_column // 4 + tl.arange(0, C // 4) + 1).to(tl.uint64)
     raw = mix(states[:, None] + group[None, :] * GOLDEN)
@@ -121,10 +123,11 @@ def _hidden_kernel(
 ):  # fmt: skip
     """h = dropout(relu(a weight^T + bias)), written to `out`: [rows, N].
 
-    A program owns R rows x C columns of h and adds up D terms of the product per step. Tiles of the same rows are
-    neighbours in the grid. Dropout is keyed by the id of a row's slot.
+    A program owns R rows x C columns of h and adds up D terms of the product per step. Tiles of the same
+    rows are neighbours in the grid. Dropout is keyed by the id of a row's slot.
     """
-    # The host does not know the number of rows and launches a program for every possible one: the rest end at once.
+    # The host does not know the number of rows and launches a program for every possible one: the rest end
+    # at once.
     num_rows = tl.load(total_rows)
     column_tiles: tl.constexpr = (N + C - 1) // C
     first_row = tl.program_id(0) // column_tiles * R
@@ -160,7 +163,7 @@ def _hidden_kernel(
 def _load_hidden_gradient(
     grad, h, slots, parents, counts, row, column, is_row, num_dst, scale, N: tl.constexpr, MEAN: tl.constexpr
 ):
-    """[rows, columns] float32: grad_z, the gradient before ReLU and dropout, as defined at the head of this file."""
+    """[rows, columns] float32: grad_z, the gradient before ReLU and dropout; see the head of this file."""
     is_column = (column < N)[None, :]
     parent = tl.load(parents + row, mask=is_row, other=-1).to(tl.int64)
     has_parent = parent >= 0
@@ -171,8 +174,8 @@ def _load_hidden_gradient(
         count = tl.maximum(tl.load(counts + parent, mask=has_parent, other=1), 1)
         gradient = gradient / count.to(tl.float32)[:, None]
 
-    # Rows are in the order of their slots, so slots[r] >= r: a row from num_dst on cannot be a destination's, and its
-    # slot need not be read.
+    # Rows are in the order of their slots, so slots[r] >= r: a row from num_dst on cannot be a
+    # destination's, and its slot need not be read.
     may_be_dst = is_row & (row < num_dst)
     slot = tl.load(slots + row, mask=may_be_dst, other=num_dst)
     own_offset = slot.to(tl.int64)[:, None] * (2 * N) + N + column[None, :]
@@ -188,7 +191,7 @@ def _gradient_kernel(
     grad, h, slots, parents, counts, total_rows, out, bias_sums, num, num_dst, scale,
     N: tl.constexpr, MEAN: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Write grad_z to `out`, [num, N], and its sum over each program's R rows to `bias_sums`, [programs, N]."""
+    """Write grad_z to `out`, [num, N], and its sums over each program's rows to bias_sums, [programs, N]."""
     row = tl.program_id(0) * R + tl.arange(0, R)
     column = tl.program_id(1) * C + tl.arange(0, C)
     is_row = row < tl.load(total_rows)
@@ -205,10 +208,11 @@ def _weight_kernel(
     N: tl.constexpr, K: tl.constexpr, MEAN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of weight and bias from one range of rows, with grad_z computed on the way and never written.
+    """The gradients of weight and bias from one range of rows. grad_z is computed, and never written.
 
-    Program (c, d, s) owns C columns of z x D columns of `a`, and row range s. It writes its tile of sums[s], [N, K].
-    Programs with d = 0 also write bias_sums[s], [N]. Other kernels add up the ranges: `_sum_splits` and `_column_sums`.
+    Program (c, d, s) owns C columns of z x D columns of `a`, and row range s. It writes its tile of
+    sums[s], [N, K]. Programs with d = 0 also write bias_sums[s], [N]. Other kernels add up the ranges:
+    `_sum_splits` and `_column_sums`.
     """
     column = tl.program_id(0) * C + tl.arange(0, C)
     depth = tl.program_id(1) * D + tl.arange(0, D)
@@ -260,7 +264,10 @@ def _partial_sums_kernel(rows, out, num, N: tl.constexpr, PER: tl.constexpr, R: 
 
 
 def _column_sums(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N] of `dtype`: rows.sum(0) in float32 and in a fixed order. Replaces torch's sum, which takes longer."""
+    """[N] of `dtype`: rows.sum(0) in float32 and in a fixed order.
+
+    Replaces torch's sum, which takes longer.
+    """
     if rows.size(0) > FEW_ROWS:
         programs = triton.cdiv(rows.size(0), ROWS_SUMMED)
         partial_sums = torch.empty(programs, rows.size(1), dtype=torch.float32, device=rows.device)
@@ -295,7 +302,7 @@ def _sum_kernel(sums, left, right, num, splits, LEFT: tl.constexpr, RIGHT: tl.co
 
 
 def _sum_splits(sums: Tensor, widths: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(gradient of left, gradient of right): sums, [splits, N, K], added up, and split into `widths` columns."""
+    """(gradient of left, gradient of right): sums, [splits, N, K], added up and split into widths columns."""
     left, right = (torch.empty(sums.size(1), w, dtype=dtype, device=sums.device) for w in widths)
     num = sums.size(1) * sum(widths)
     block = 1024 if is_interpreted() else 128
@@ -370,7 +377,10 @@ class _Hidden(torch.autograd.Function):
 
 
 class _TwoPartLinear(torch.autograd.Function):
-    """`two_part_linear`. Products are torch's; packing and sums are kernels of this file. Differentiable once."""
+    """`two_part_linear`. Products are torch's; packing and sums are kernels of this file.
+
+    Differentiable once.
+    """
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, left: Tensor, right: Tensor, bias: Tensor) -> Tensor:
@@ -391,10 +401,12 @@ class _TwoPartLinear(torch.autograd.Function):
 
 
 def two_part_linear(a: Tensor, left: Tensor, right: Tensor, bias: Tensor) -> Tensor:
-    """a [left | right]^T + bias in the precision of `a`: a linear layer of rows (reduced | own). Differentiable once.
+    """a [left | right]^T + bias in the precision of `a`: a linear layer of rows (reduced | own).
 
-    a: [rows, K]. left, right: [N, K1] and [N, K2] with K1 + K2 = K. bias: [N]. Concatenating and converting the
-    weights, and splitting their gradients, take one kernel each.
+    Differentiable once.
+
+    a: [rows, K]. left, right: [N, K1] and [N, K2] with K1 + K2 = K. bias: [N]. Concatenating and converting
+    the weights, and splitting their gradients, take one kernel each.
     """
     out = _TwoPartLinear.apply(a, left, right, bias)
     assert isinstance(out, Tensor)

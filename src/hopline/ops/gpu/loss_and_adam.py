@@ -8,16 +8,17 @@ Cross entropy. For n rows of scores s_i with labels y_i, the kernel computes in 
 The gradient is kept for backward, which only multiplies it by the gradient of the loss. Scores may have any
 precision up to float32. A program owns R rows with all their columns.
 
-Adam. Graph models are small, and a launch per parameter would take longer than its work. So one launch per parameter
-group updates all parameters of the group. A kernel takes a fixed number of arguments, so the addresses of the tensors
-are in a table in device memory, with one row per program:
+Adam. Graph models are small, and a launch per parameter would take longer than its work. So one launch per
+parameter group updates all parameters of the group. A kernel takes a fixed number of arguments, so the
+addresses of the tensors are in a table in device memory, with one row per program:
 
-    parameter | gradient | exp_avg | exp_avg_sq | step | first element | number of elements        [programs, 7] int64
+    [programs, 7] int64
+    parameter | gradient | exp_avg | exp_avg_sq | step | first element | number of elements
 
     program p:  updates CHUNK elements of one parameter, from its first element on
 
-The optimizer's state is torch's own, so a checkpoint of either optimizer can be loaded into the other. Steps that the
-kernel cannot take are left to torch: see `_OneKernel._group_steps`.
+The optimizer's state is torch's own, so a checkpoint of either optimizer can be loaded into the other.
+Steps that the kernel cannot take are left to torch: see `_OneKernel._group_steps`.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
@@ -35,16 +36,18 @@ from torch.autograd.function import once_differentiable
 from hopline.ops.gpu.runtime import is_interpreted
 
 MAX_CLASSES = 4096
-"""Most classes, in columns, that `ops.cross_entropy` gives to this kernel, as a program holds whole rows. A rule of
-thumb; with more classes the loss is torch's."""
+"""Most classes, in columns, that `ops.cross_entropy` gives to this kernel, as a program holds whole rows.
+With more classes the loss is torch's. A rule of thumb.
+"""
 
 
 @triton.jit(do_not_specialize=["num"])
 def _forward_kernel(scores, labels, losses, grads, num, CLASSES: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """losses[i], [num]: the part of row i in the mean loss. grads[i], [num, CLASSES]: the gradient of the mean.
+    """losses[i], [num]: row i's part of the mean loss. grads[i], [num, CLASSES]: the gradient of the mean.
 
-    Both come from one read of the scores. C is CLASSES padded to a power of two. A label outside 0 .. CLASSES - 1 makes
-    its row's loss and gradient NaN: a kernel cannot raise, and any number would be a wrong one.
+    Both come from one read of the scores. C is CLASSES padded to a power of two. A label outside
+    0 .. CLASSES - 1 makes its row's loss and gradient NaN: a kernel cannot raise, and any number would be a
+    wrong one.
     """
     row = tl.program_id(0) * R + tl.arange(0, R)
     column = tl.arange(0, C)
@@ -69,14 +72,17 @@ def _forward_kernel(scores, labels, losses, grads, num, CLASSES: tl.constexpr, R
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """`cross_entropy`. The gradient is computed in forward, so the scores are not saved. Differentiable once."""
+    """`cross_entropy`. The gradient is computed in forward, so the scores are not saved.
+
+    Differentiable once.
+    """
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, labels: Tensor) -> Tensor:
         num, classes = scores.shape
         losses = torch.empty(num, dtype=torch.float32, device=scores.device)
-        # In float32, also for half types: the gradient of a mean over many rows is small. Backward scales it by the
-        # loss's gradient before it rounds it to the precision of the scores.
+        # In float32, also for half types: the gradient of a mean over many rows is small. Backward scales
+        # it by the loss's gradient before it rounds it to the precision of the scores.
         grads = torch.empty(num, classes, dtype=torch.float32, device=scores.device)
         columns = triton.next_power_of_2(classes)
         rows = 64 if is_interpreted() else max(1, 1024 // columns)
@@ -95,8 +101,8 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
     """A scalar in float32: `torch.nn.functional.cross_entropy(scores, labels)`, the mean over rows.
 
-    scores: [n, classes], with 0 < classes <= MAX_CLASSES and n > 0. labels: [n] integers in 0 .. classes - 1; any
-    other makes the loss NaN. There is no `ignore_index`.
+    scores: [n, classes], with 0 < classes <= MAX_CLASSES and n > 0. labels: [n] integers in
+    0 .. classes - 1; any other makes the loss NaN. There is no `ignore_index`.
     """
     out = _CrossEntropy.apply(scores.contiguous(), labels)
     assert isinstance(out, Tensor)
@@ -106,24 +112,29 @@ def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
 CHUNK = 1024
 """Elements of a parameter that one program of Adam updates. A rule of thumb."""
 MAX_TABLES = 8
-"""Most tables that an optimizer caches. A rule of thumb: either gradients alternate between a few addresses, or they
-have new ones in every step, and then no cache helps."""
+"""Most tables that an optimizer caches. A rule of thumb: either gradients alternate between a few
+addresses, or they have new ones in every step, and then no cache helps.
+"""
 COLUMNS = tl.constexpr(7)
 """Columns of the table of addresses: five addresses, the first element, and the number of elements."""
 
 
 @triton.jit
 def _adam_kernel(table, lr, log2_beta1, log2_beta2, new1, new2, eps, decay, DECOUPLED: tl.constexpr, T: tl.constexpr):
-    """One step of Adam, or of AdamW if DECOUPLED, on T elements of one parameter. With gradient g and step number t:
+    """One step of Adam, or of AdamW if DECOUPLED, on T elements of one parameter.
+
+    With gradient g and step number t:
 
         g  = g + decay * p                (Adam)        p = p - lr * decay * p          (AdamW)
         m  = m + new1 * (g - m)                         v = v + new2 * (g * g - v)
         p  = p - lr / (1 - beta1 ** t) * m / (sqrt(v) / sqrt(1 - beta2 ** t) + eps)
 
-    table: [programs, 7] int64, see the head of this file. All tensors that it points to are float32 and contiguous.
+    table: [programs, 7] int64, see the head of this file. All tensors that it points to are float32 and
+    contiguous.
     lr: one float32 in device memory, so that a captured step sees its changes.
     log2_beta1, log2_beta2: beta ** t is computed as exp2(t * log2(beta)).
-    new1, new2: 1 - beta1 and 1 - beta2. The host computes them in float64: in float32 the difference loses digits.
+    new1, new2: 1 - beta1 and 1 - beta2. The host computes them in float64: in float32 the difference loses
+    digits.
     """
     row = table + tl.program_id(0) * COLUMNS
     parameter = tl.load(row).to(tl.pointer_type(tl.float32))
@@ -184,8 +195,8 @@ class _GroupStep(NamedTuple):
 class _OneKernel:
     """Base of `Adam` and `AdamW`: replaces `step`. Everything else is torch's.
 
-    The optimizer owns a cache of address tables, `_cached_tables`. It also owns `_captured_tables`, the tables that
-    captured CUDA graphs read. Both are made on first use and live in `__dict__`.
+    The optimizer owns a cache of address tables, `_cached_tables`. It also owns `_captured_tables`, the
+    tables that captured CUDA graphs read. Both are made on first use and live in `__dict__`.
     """
 
     param_groups: list[dict[str, Any]]
@@ -198,9 +209,9 @@ class _OneKernel:
     def _group_steps(self) -> list[_GroupStep] | None:
         """The launch of each parameter group, or None if torch must take this step.
 
-        The kernel needs in every group at least one gradient, the state that torch's first step creates, a learning
-        rate in a tensor, and contiguous float32 tensors. It knows neither `amsgrad` nor `maximize`. While a graph is
-        captured, it also needs tables that exist.
+        The kernel needs in every group at least one gradient, the state that torch's first step creates, a
+        learning rate in a tensor, and contiguous float32 tensors. It knows neither `amsgrad` nor
+        `maximize`. While a graph is captured, it also needs tables that exist.
         """
         group_steps = []
         for group in self.param_groups:
@@ -224,17 +235,21 @@ class _OneKernel:
         return group_steps
 
     def _table_of(self, rows: list[_ParameterTensors]) -> Tensor | None:
-        """The table of these addresses, from the cache or new. None if a graph is being captured and has none.
+        """The table of these addresses, from the cache or new.
 
-        A table made during a capture would be part of the graph, and every replay would copy it to the device again.
-        The addresses are a sufficient key: the sizes of an optimizer's parameters do not change.
+        None if a graph is being captured and has none.
+
+        A table made during a capture would be part of the graph, and every replay would copy it to the
+        device again. The addresses are a sufficient key: the sizes of an optimizer's parameters do not
+        change.
         """
         cache: dict[tuple[int, ...], Tensor] = self.__dict__.setdefault("_cached_tables", {})
         captured: list[Tensor] = self.__dict__.setdefault("_captured_tables", [])
         key = tuple(t.data_ptr() for row in rows for t in row)
         if _is_capturing(rows[0].parameter):
             if key in cache:
-                captured.append(cache[key])  # replays read it, so it must live longer than its entry in the cache
+                # Replays read it, so it must live longer than its entry in the cache.
+                captured.append(cache[key])
             return cache.get(key)
         if key not in cache:
             # The oldest table goes first: a dict keeps the order of insertion.
@@ -244,15 +259,21 @@ class _OneKernel:
         return cache[key]
 
     def prepare(self) -> None:
-        """Make the tables for the gradients at their present addresses. Call it before a graph of `step` is captured.
+        """Make the tables for the gradients at their present addresses.
 
-        A capture cannot make them. Without them it would record torch's step, whose results differ in the last bits.
+        Call it before a graph of `step` is captured.
+
+        A capture cannot make them. Without them it would record torch's step, whose results differ in the
+        last bits.
         """
         self._group_steps()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Take one step: by one launch per group if possible, else by torch. A closure is always left to torch."""
+        """Take one step: by one launch per group if possible, else by torch.
+
+        A closure is always left to torch.
+        """
         group_steps = self._group_steps() if closure is None else None
         if group_steps is None:
             return super().step(closure)  # type: ignore[misc]
@@ -267,13 +288,19 @@ class _OneKernel:
 
 
 class Adam(_OneKernel, torch.optim.Adam):
-    """torch's Adam with a step of one launch per group. The first step, which creates the state, is torch's."""
+    """torch's Adam with a step of one launch per group.
+
+    The first step, which creates the state, is torch's.
+    """
 
     decoupled = False
 
 
 class AdamW(_OneKernel, torch.optim.AdamW):
-    """torch's AdamW with a step of one launch per group. The first step, which creates the state, is torch's."""
+    """torch's AdamW with a step of one launch per group.
+
+    The first step, which creates the state, is torch's.
+    """
 
     decoupled = True
 

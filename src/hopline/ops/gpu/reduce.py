@@ -2,10 +2,11 @@
 
 `ops/reference.py` defines the same functions in plain torch. Aggregation computes, for every destination d,
 
-    out[d] = sum, mean or max over the in-edges e of d   of   weight[e] * rows[src_idx[e]]        (0 without edges)
+    out[d] = sum, mean or max over the in-edges e of d of weight[e] * rows[src_idx[e]]      (0 without edges)
 
-PyG gathers a message per edge into a matrix and scatters it. These kernels read each source row straight from its
-table and add it up in registers, so no matrix with a row per edge exists (but see `_weighted_max`).
+PyG gathers a message per edge into a matrix and scatters it. These kernels read each source row straight
+from its table and add it up in registers, so no matrix with a row per edge exists (but see
+`_weighted_max`).
 
 Memory layout
     rows      [num_rows, WIDTH]    row-major, in device memory or in pinned host memory (a zero-copy read)
@@ -18,22 +19,23 @@ Memory layout
 Division of the work. Program (p, c) of the grid owns a tile of DSTS destinations x COLUMNS columns of `out`:
 
     for step in range(0, largest in-degree of the tile, EDGES):
-        messages = rows[src_idx[the next EDGES edges of each destination]]     # [DSTS, EDGES, COLUMNS], masked
-        total += messages.sum(axis=1)                                          # [DSTS, COLUMNS]
+        messages = rows[src_idx[the next EDGES edges of each destination]]  # [DSTS, EDGES, COLUMNS]
+        total += messages.sum(axis=1)                                       # [DSTS, COLUMNS]
 
-Gradients. The gradient of a gather is a scatter-add. With atomics its result would vary from run to run. Instead,
-edges are sorted by source, and a kernel of the same form sums over each source's out-edges:
+Gradients. The gradient of a gather is a scatter-add. With atomics its result would vary from run to run.
+Instead, edges are sorted by source, and a kernel of the same form sums over each source's out-edges:
 
     grad_rows[s]   = sum(weight[e] * grad_out[dst(e)] for e with src_idx[e] == s)
     grad_weight[e] = dot(rows[src_idx[e]], grad_out[dst(e)])
 
 No two threads add to the same number, so results are bitwise reproducible. Half types are summed in float32.
 
-Bad input. An index out of range is never followed. It raises a flag in device memory (`runtime.report`), and the host
-raises the error when it next reads the flags. Nothing in this file synchronises with the device.
+Bad input. An index out of range is never followed. It raises a flag in device memory (`runtime.report`),
+and the host raises the error when it next reads the flags. Nothing in this file synchronises with the
+device.
 
-Dropout draws its mask in the kernel, draws it again in backward, and never stores it. After a ReLU the second draw is
-not needed: the gradient passes where the output is above zero.
+Dropout draws its mask in the kernel, draws it again in backward, and never stores it. After a ReLU the
+second draw is not needed: the gradient passes where the output is above zero.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
@@ -133,8 +135,8 @@ def _sum_kernel(
 ):  # fmt: skip
     """out[d, :WIDTH] = sum or mean over the edges e of d of (weight[e] *) rows[src_idx[e]].
 
-    With `own`, rows[own[d]] goes to the right half of out[d]. The mean divides by the number of edges, also if
-    they have weights.
+    With `own`, rows[own[d]] goes to the right half of out[d]. The mean divides by the number of edges, also
+    if they have weights.
     """
     dst, start, stop = _load_edge_ranges(indptr, flags, num_dst, num_edges, DSTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -166,8 +168,8 @@ def _max_kernel(
 ):  # fmt: skip
     """out[d, :WIDTH] = maximum over the edges e of d of rows[src_idx[e]], 0 without edges.
 
-    With `own`, rows[own[d]] goes to the right half of out[d]. A NaN among the sources makes the maximum NaN, as in
-    torch.
+    With `own`, rows[own[d]] goes to the right half of out[d]. A NaN among the sources makes the maximum
+    NaN, as in torch.
     """
     dst, start, stop = _load_edge_ranges(indptr, flags, num_dst, num_edges, DSTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -200,8 +202,8 @@ def _max_shares_kernel(
 ):  # fmt: skip
     """shares[d] = grad[d] / ties[d]: the gradient that each edge which reaches the maximum gets.
 
-    ties[d, c] is the number of edges of d whose source equals out[d, c]. As in torch, the 0 from which the maximum
-    starts counts as one more tie if the maximum is 0.
+    ties[d, c] is the number of edges of d whose source equals out[d, c]. As in torch, the 0 from which the
+    maximum starts counts as one more tie if the maximum is 0.
     """
     dst, start, stop = _load_edge_ranges(indptr, flags, num_dst, num_edges, DSTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -218,8 +220,8 @@ def _max_shares_kernel(
         ties += tl.sum(is_tie.to(tl.int32), axis=1)
 
     gradient = tl.load(grad + dst_row * STRIDE + column[None, :], mask=mask, other=0).to(ACC)
-    # Nothing equals NaN, so a maximum that is NaN has 0 ties. The 1 only avoids a division by 0: for the same reason
-    # no source equals that maximum in `_max_backward_kernel`, so its share is never used.
+    # Nothing equals NaN, so a maximum that is NaN has 0 ties. The 1 only avoids a division by 0: for the
+    # same reason no source equals that maximum in `_max_backward_kernel`, so its share is never used.
     target = shares + dst_row * WIDTH + column[None, :]
     tl.store(target, _divide(gradient, tl.maximum(ties, 1).to(ACC)), mask=mask)
 
@@ -350,7 +352,7 @@ def _run_max(rows: Tensor, indptr: Tensor, src_idx: Tensor, own: Tensor | None, 
 def _sum_backward(
     grad: Tensor, dst_idx: Tensor, src_idx: Tensor, weight: Tensor | None, num_rows: int, dtype: torch.dtype
 ) -> Tensor:
-    """[num_rows, width]: the gradient of each row, the sum of (weight *) grad over its out-edges' destinations.
+    """[num_rows, width]: the gradient of each row, a sum of (weight *) grad[dst] over its out-edges.
 
     grad: [num_dst, width]. dst_idx, src_idx: [num_edges] in any order; they are sorted by source first.
     """
@@ -485,10 +487,10 @@ class _ReduceEdges(torch.autograd.Function):
 def _with_own_edges(
     grad_reduced: Tensor, grad_own: Tensor, dst_idx: Tensor, src_idx: Tensor, weight: Tensor | None, own: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(grad, dst_idx, src_idx, weight) in which the own rows are further edges, so that one sum does both gradients.
+    """(grad, dst_idx, src_idx, weight) with the own rows as further edges: one sum does both gradients.
 
-    grad becomes [2 * num_dst, width]: the left halves, then the right halves. The own row of destination d is an edge
-    of weight 1 from row own[d] to row num_dst + d of this grad.
+    grad becomes [2 * num_dst, width]: the left halves, then the right halves. The own row of destination d
+    is an edge of weight 1 from row own[d] to row num_dst + d of this grad.
     """
     own_dst_idx = torch.arange(own.numel(), 2 * own.numel(), device=own.device)
     both_grads = torch.cat([grad_reduced, grad_own])
@@ -501,8 +503,8 @@ def _with_own_edges(
 def _destinations(indptr: Tensor, num_edges: int) -> Tensor:
     """[num_edges] int32: the destination of each edge.
 
-    `repeat_interleave` would synchronise with the device to learn its output's size. This search does not. From a
-    damaged indptr it may return numbers out of range, which the kernels check.
+    `repeat_interleave` would synchronise with the device to learn its output's size. This search does not.
+    From a damaged indptr it may return numbers out of range, which the kernels check.
     """
     edges = torch.arange(num_edges, device=indptr.device)
     return torch.searchsorted(indptr, edges, right=True, out_int32=True) - 1
@@ -521,10 +523,12 @@ def reduce_edges(
     weight: Tensor | None = None,
     own: Tensor | None = None,
 ) -> Tensor:
-    """[num_dst, ...], or [num_dst, 2 * width] with `own`: as defined by `reference.reduce_edges`. Differentiable.
+    """[num_dst, ...], or [num_dst, 2 * width] with `own`: as defined by `reference.reduce_edges`.
 
-    Wrong shapes raise at once. A source, an own row or an indptr out of range raises when the host next reads the
-    flags: see `runtime.check_device_errors`.
+    Differentiable.
+
+    Wrong shapes raise at once. A source, an own row or an indptr out of range raises when the host next
+    reads the flags: see `runtime.check_device_errors`.
     """
     check_readable("the table of rows", rows)
     if weight is not None and weight.shape != src_idx.shape:
@@ -550,8 +554,8 @@ def reduce_edges(
 def _weighted_max(rows: Tensor, indptr: Tensor, src_idx: Tensor, weight: Tensor, own: Tensor | None) -> Tensor:
     """`reduce_edges` of a maximum with weights. The exception in this file: it builds a message per edge.
 
-    Backward needs the product weight[e] * rows[src_idx[e]] of every edge. No conv asks for weighted maxima often
-    enough to justify a fused kernel.
+    Backward needs the product weight[e] * rows[src_idx[e]] of every edge. No conv asks for weighted maxima
+    often enough to justify a fused kernel.
     """
     sum_dtype = _accumulator(rows.dtype)[0]
     factor = weight.to(sum_dtype).view(-1, *[1] * (rows.dim() - 1))
@@ -573,8 +577,8 @@ def _dropout_kernel(
 ):  # fmt: skip
     """out[i, c] = x[i, c] * SCALE where the element is kept, else 0; with RELU, of relu(x).
 
-    x, out: [num, WIDTH]. ids: [num], the node id of each row. key: [1] int64 in device memory. A draw of 64 bits
-    serves four columns with 16 bits each, so that the mask depends on (key, node id, column) alone:
+    x, out: [num, WIDTH]. ids: [num], the node id of each row. key: [1] int64 in device memory. A draw of 64
+    bits serves four columns with 16 bits each, so that the mask depends on (key, node id, column) alone:
 
         state = first_state(key, ids[i])
         bits = mix(state + (c // 4 + 1) * GOLDEN) >> 16 * (c % 4) & 0xFFFF
@@ -589,7 +593,8 @@ def _dropout_kernel(
     state = first_state(tl.load(key), tl.load(ids + i, mask=i < num, other=0).to(tl.int64))
     drawn_bits = mix(state[:, None] + (draw + 1).to(tl.uint64)[None, :] * GOLDEN)
     lane_bits = (drawn_bits[:, :, None] >> (16 * lane).to(tl.uint64)[None, None, :]) & 0xFFFF
-    # SCALE is a compile-time constant: Triton would pass a float argument as float32, too coarse for float64 rows.
+    # SCALE is a compile-time constant: Triton would pass a float argument as float32, too coarse for
+    # float64 rows.
     factor = tl.where(lane_bits >= THRESHOLD, tl.full((1, 1, 1), SCALE, ACC), tl.full((1, 1, 1), 0.0, ACC))
 
     column = draw[:, None] * 4 + lane[None, :]
@@ -603,7 +608,10 @@ def _dropout_kernel(
 
 @triton.jit(do_not_specialize=["num"])
 def _masked_gradient_kernel(grad, out, masked, num, SCALE: tl.constexpr, ACC: tl.constexpr, T: tl.constexpr):
-    """masked[i] = grad[i] * SCALE where out[i] is above 0 or NaN, else 0. A program owns T of the `num` numbers."""
+    """masked[i] = grad[i] * SCALE where out[i] is above 0 or NaN, else 0.
+
+    A program owns T of the `num` numbers.
+    """
     i = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     scaled = tl.load(grad + i, mask=i < num, other=0).to(ACC) * tl.full((1,), SCALE, ACC)
     target = masked + i
@@ -613,7 +621,10 @@ def _masked_gradient_kernel(grad, out, masked, num, SCALE: tl.constexpr, ACC: tl
 
 
 class _KeyedDropout(torch.autograd.Function):
-    """Dropout with a drawn mask. Backward is the same dropout of the gradient, so key and ids are all it saves."""
+    """Dropout with a drawn mask.
+
+    Backward is the same dropout of the gradient, so key and ids are all it saves.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, key: Tensor, ids: Tensor) -> Tensor:
@@ -627,7 +638,10 @@ class _KeyedDropout(torch.autograd.Function):
 
 
 class _ReluDropout(torch.autograd.Function):
-    """ReLU and dropout in one kernel. Backward reads the mask of both off the output, the only tensor it saves."""
+    """ReLU and dropout in one kernel.
+
+    Backward reads the mask of both off the output, the only tensor it saves.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, key: Tensor, ids: Tensor) -> Tensor:
@@ -642,7 +656,10 @@ class _ReluDropout(torch.autograd.Function):
 
 
 class _MaskedGradient(torch.autograd.Function):
-    """The backward pass of `_ReluDropout`. A linear function of `grad`, so its own gradient has the same mask."""
+    """The backward pass of `_ReluDropout`.
+
+    A linear function of `grad`, so its own gradient has the same mask.
+    """
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, out: Tensor, p: float) -> Tensor:
@@ -666,8 +683,8 @@ class _MaskedGradient(torch.autograd.Function):
 def dropout_numbers(p: float) -> tuple[int, float]:
     """(threshold, scale) for a dropout of probability p, which is rounded to a multiple of 1 / 65536.
 
-    An element is kept where its 16 bits are at least the threshold, and is then multiplied by the scale. With p = 1
-    nothing is kept, and the scale is 0.
+    An element is kept where its 16 bits are at least the threshold, and is then multiplied by the scale.
+    With p = 1 nothing is kept, and the scale is 0.
     """
     threshold = round(p * 65536)
     return threshold, 65536 / (65536 - threshold) if threshold < 65536 else 0.0
@@ -713,7 +730,9 @@ def relu_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor:
 
 
 def keyed_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor:
-    """x with a mask drawn from (key, node id, column), as defined by `reference.keyed_dropout`. Differentiable.
+    """x with a mask drawn from (key, node id, column), as defined by `reference.keyed_dropout`.
+
+    Differentiable.
 
     ids: one node id per row of x.
     """

@@ -4,17 +4,19 @@ Random numbers are those of `hopline.ops.random`, bit for bit. Draw j for id v i
 
     mix(mix(key ^ v) + (j + 1) * GOLDEN)
 
-A kernel reads its key from device memory. Passed as a number, it would be compiled into the kernel, once per step.
+A kernel reads its key from device memory. Passed as a number, it would be compiled into the kernel, once
+per step.
 
-Errors. A kernel cannot raise, and asking it after every call would stall the host. So a kernel that checks its ids
-does not follow one that is out of range, and sets a flag in device memory instead:
+Errors. A kernel cannot raise, and asking it after every call would stall the host. So a kernel that checks
+its ids does not follow one that is out of range, and sets a flag in device memory instead:
 
-    kernel                          host
-    report(flags, kind, wrong)  ->  read_with_errors, in calls that synchronise anyway (the size of a sampled block)
-                                ->  check_device_errors, at the ends of epochs and of runs
+    kernel                           host
+    report(flags, kind, is_wrong) -> read_with_errors, in calls that synchronise anyway, such as sampling
+                                  -> check_device_errors, at the ends of epochs and of runs
 
-An error is therefore raised later than the call that caused it. The results of that call are wrong, but no memory
-outside its arrays was touched. Kernels that check no id, such as those of `tree`, say so in their module.
+An error is therefore raised later than the call that caused it. The results of that call are wrong, but no
+memory outside its arrays was touched. Kernels that check no id, such as those of `tree`, say so in their
+module.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
@@ -48,7 +50,10 @@ def mix(z):
 
 @triton.jit
 def first_state(key, ids):
-    """The first state of each id's sequence, uint64. For every draw add GOLDEN to the state and `mix` the sum."""
+    """The first state of each id's sequence, uint64.
+
+    For every draw add GOLDEN to the state and `mix` the sum.
+    """
     return mix(key.to(tl.uint64) ^ ids.to(tl.uint64))
 
 
@@ -81,12 +86,13 @@ def is_interpreted() -> bool:
 
 @triton.jit
 def draw_distinct(state, degree, FANOUT: tl.constexpr):
-    """The first FANOUT numbers of each lane's keyed shuffle of 0 .. degree - 1: a tuple of FANOUT int32 blocks.
+    """A tuple of FANOUT int32 blocks: the first numbers of each lane's keyed shuffle of 0 .. degree - 1.
 
-    Fisher-Yates draws a target in j .. degree - 1 and swaps positions j and target, for j = 0, 1, ... An array of all
-    positions would need `degree` registers. Only the swapped positions differ from the identity, so only these are
-    held: swap i moved the value `swap_values[i]` to the position `swap_targets[i]`. That is O(FANOUT) registers for
-    any degree. Picks from number `degree` on are meaningless; the caller masks them.
+    Fisher-Yates draws a target in j .. degree - 1 and swaps positions j and target, for j = 0, 1, ... An
+    array of all positions would need `degree` registers. Only the swapped positions differ from the
+    identity, so only these are held: swap i moved the value `swap_values[i]` to the position
+    `swap_targets[i]`. That is O(FANOUT) registers for any degree. Picks from number `degree` on are
+    meaningless; the caller masks them.
     """
     picks = ()
     swap_targets = ()
@@ -120,7 +126,10 @@ def check_readable(what: str, *tensors: Tensor) -> None:
 
 
 def launch_on(device: torch.device) -> AbstractContextManager[object]:
-    """Make `device` the current one inside the block. Triton launches on the current device, not on the tensors'."""
+    """Make `device` the current one inside the block.
+
+    Triton launches on the current device, not on the tensors'.
+    """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -149,8 +158,8 @@ GROUP_ERROR = tl.constexpr(4)
 _flags: dict[torch.device, Tensor] = {}
 """The error flags of each device: [number of kinds] int32. Owned by this module, for the life of the process.
 
-Captured CUDA graphs have the address of the flags, so a tensor is never replaced. If two threads make the flags of
-one device at the same time, `setdefault` keeps the first.
+Captured CUDA graphs have the address of the flags, so a tensor is never replaced. If two threads make the
+flags of one device at the same time, `setdefault` keeps the first.
 """
 
 
@@ -158,8 +167,8 @@ one device at the same time, `setdefault` keeps the first.
 def report(flags, kind: tl.constexpr, is_wrong):
     """Set flag number `kind` if any lane is wrong. is_wrong: a block of booleans.
 
-    The term `* 0` only gives the address the shape of `is_wrong`, as a masked store needs it. All lanes store 1, so
-    their order does not matter.
+    The term `* 0` only gives the address the shape of `is_wrong`, as a masked store needs it. All lanes
+    store 1, so their order does not matter.
     """
     tl.store(flags + kind + is_wrong.to(tl.int32) * 0, 1, mask=is_wrong)
 
@@ -175,7 +184,9 @@ def error_flags(device: torch.device) -> Tensor:
 
 
 def read_with_errors(number: Tensor) -> int:
-    """The value of a tensor [1] on the device. Raises the errors that kernels on this device have reported so far.
+    """The value of a tensor [1] on the device.
+
+    Raises the errors that kernels on this device have reported so far.
 
     Number and flags come in one transfer, so the host synchronises once.
     """
@@ -185,7 +196,10 @@ def read_with_errors(number: Tensor) -> int:
 
 
 def check_device_errors() -> None:
-    """Raise the errors that kernels have reported since the last check. Synchronises with all devices in use."""
+    """Raise the errors that kernels have reported since the last check.
+
+    Synchronises with all devices in use.
+    """
     for device, flags in list(_flags.items()):
         _raise(device, flags.tolist())
 

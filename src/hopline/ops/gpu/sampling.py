@@ -1,36 +1,38 @@
 """Triton kernels that sample neighbours, gather rows and map global ids to local ids.
 
-`hopline.ops.reference` defines every function of this file in plain torch. Edges are grouped by torch's own sort.
+`hopline.ops.reference` defines every function of this file in plain torch. Edges are grouped by torch's own
+sort.
 
 Memory layout
     indptr    [num_nodes + 1] int64  CSC: node v has the in-edges indptr[v] .. indptr[v + 1] - 1
     indices   [num_edges]            int32 or int64, the source node of each edge
     rows      [num_rows, ...]        any dtype, row-major
 
-These arrays are in device memory, or in pinned host memory, which kernels read directly (zero-copy). Ids and results
-are always in device memory.
+These arrays are in device memory, or in pinned host memory, which kernels read directly (zero-copy). Ids
+and results are always in device memory.
 
 Sampling takes three passes, because the size of the result depends on the degrees:
 
     _count_kernel            cumsum, one read by the host       _distinct_kernel or _replace_kernel
     degrees of the nodes ->  offsets and number of edges   ->   draws, and writes to its own offsets
 
-The host synchronises once per call, in the second pass, since it must allocate the result. One lane of a program
-draws for one node: O(fanout) registers and O(fanout ** 2) comparisons, whatever the degree.
+The host synchronises once per call, in the second pass, since it must allocate the result. One lane of a
+program draws for one node: O(fanout) registers and O(fanout ** 2) comparisons, whatever the degree.
 
 `DeviceIdMap` maps global ids to local ids without a hash table. One int64 *stamp* per node of the graph holds
 
     bits 32 and up   the step in which the node was last seen
     bits 0 to 30     LATEST - arrival, where a smaller arrival says that the node came earlier in that step
 
-`atomic_max` keeps the newest step, and within it the first occurrence. Stamps of older steps lose against any new
-one, so the map is never cleared. The local ids follow the order of the input, whatever the order in which threads
-run.
+`atomic_max` keeps the newest step, and within it the first occurrence. Stamps of older steps lose against
+any new one, so the map is never cleared. The local ids follow the order of the input, whatever the order in
+which threads run.
 
-Bad input. A kernel never follows an id out of range. It raises an error flag in device memory (see `runtime`), and
-the next call that synchronises raises the Python error.
+Bad input. A kernel never follows an id out of range. It raises an error flag in device memory (see
+`runtime`), and the next call that synchronises raises the Python error.
 
-Nothing in this file is differentiable by a kernel: `gather_rows` falls back to torch where a gradient is needed.
+Nothing in this file is differentiable by a kernel: `gather_rows` falls back to torch where a gradient is
+needed.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
@@ -69,7 +71,8 @@ NODES_AT_ONCE = 128
 UNROLLED_FANOUT = 25
 """Largest fan-out whose shuffle is unrolled, with one register per swap. A rule of thumb.
 
-Larger fan-outs use `_distinct_many_kernel`, which has a loop and keeps the swaps of a node in a row of a 2-D block.
+Larger fan-outs use `_distinct_many_kernel`, which has a loop and keeps the swaps of a node in a row of a
+2-D block.
 """
 
 GATHER_WORDS = 2048
@@ -114,8 +117,9 @@ def _count(
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """(starts, degrees, out_indptr, total) for n nodes. Synchronises with the device, to read `total`.
 
-    starts: [n] int64, the first in-edge of each node. degrees: [n] int32, its number of in-edges. out_indptr: [n + 1]
-    int64, the offsets of the draws of each node. total: the number of draws of all nodes.
+    starts: [n] int64, the first in-edge of each node. degrees: [n] int32, its number of in-edges.
+    out_indptr: [n + 1] int64, the offsets of the draws of each node. total: the number of draws of all
+    nodes.
     """
     num = nodes.numel()
     device = nodes.device
@@ -154,7 +158,10 @@ def _load_nodes(nodes, starts, degrees, out_indptr, key, num, BLOCK: tl.constexp
 def _distinct_kernel(
     indices, nodes, starts, degrees, out_indptr, key, ids, edge_ids, num, FANOUT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Draws without replacement, unrolled over FANOUT. Program p draws for nodes p * BLOCK .. (p + 1) * BLOCK - 1."""
+    """Draws without replacement, unrolled over FANOUT.
+
+    Program p draws for nodes p * BLOCK .. (p + 1) * BLOCK - 1.
+    """
     start, degree, offset, state = _load_nodes(nodes, starts, degrees, out_indptr, key, num, BLOCK)
     picks = draw_distinct(state, degree, FANOUT)
 
@@ -171,8 +178,9 @@ def _distinct_kernel(
 def _value_at(swap_targets, swap_values, columns, position, initial):
     """The value at a position of the shuffle after the swaps so far: [BLOCK] int32.
 
-    swap_targets, swap_values: [BLOCK, COLUMNS] int32. Swap j moved the value `swap_values[:, j]` to the position
-    `swap_targets[:, j]`. The latest swap into a position decides. Without one the position still holds `initial`.
+    swap_targets, swap_values: [BLOCK, COLUMNS] int32. Swap j moved the value `swap_values[:, j]` to the
+    position `swap_targets[:, j]`. The latest swap into a position decides. Without one the position still
+    holds `initial`.
     """
     latest_swap = tl.max(tl.where(swap_targets == position[:, None], columns[None, :], -1), axis=1)
     value = tl.sum(tl.where(columns[None, :] == latest_swap[:, None], swap_values, 0), axis=1)
@@ -184,9 +192,12 @@ def _distinct_many_kernel(
     indices, nodes, starts, degrees, out_indptr, key, ids, edge_ids, num, fanout,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Draws without replacement, for fan-outs too large to unroll. COLUMNS is a power of two, at least the fan-out.
+    """Draws without replacement, for fan-outs too large to unroll.
 
-    The swaps of a node are one row of two [BLOCK, COLUMNS] blocks. The picks equal those of `_distinct_kernel`.
+    COLUMNS is a power of two, at least the fan-out.
+
+    The swaps of a node are one row of two [BLOCK, COLUMNS] blocks. The picks equal those of
+    `_distinct_kernel`.
     """
     start, degree, offset, state = _load_nodes(nodes, starts, degrees, out_indptr, key, num, BLOCK)
     columns = tl.arange(0, COLUMNS)
@@ -225,8 +236,8 @@ def sample_neighbors(
 ) -> Neighbors:
     """`reference.sample_neighbors` on the device. Synchronises once, to learn the number of edges.
 
-    nodes: [n] int32 or int64 on the device. indptr and indices: on the device or in pinned host memory. key: a
-    number, or a tensor [1] int64 on the device.
+    nodes: [n] int32 or int64 on the device. indptr and indices: on the device or in pinned host memory.
+    key: a number, or a tensor [1] int64 on the device.
     """
     indptr = indptr.contiguous()
     indices = indices.contiguous()
@@ -250,7 +261,8 @@ def sample_neighbors(
         elif fanout <= UNROLLED_FANOUT:
             _distinct_kernel[(triton.cdiv(num, NODES_AT_ONCE),)](*arguments, FANOUT=fanout, BLOCK=NODES_AT_ONCE)
         else:
-            # Fewer nodes per program as rows get wider, so that the two blocks of swaps stay at 2048 numbers each.
+            # Fewer nodes per program as rows get wider, so that the two blocks of swaps stay at 2048
+            # numbers each.
             columns = triton.next_power_of_2(fanout)
             block = max(1, 2048 // columns)
             _distinct_many_kernel[(triton.cdiv(num, block),)](*arguments, fanout, COLUMNS=columns, BLOCK=block)
@@ -262,28 +274,31 @@ def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
     indptr = indptr.contiguous()
     nodes = nodes.contiguous()
     check_readable("the graph", indptr)
-    # No array is read at these positions, so there is no number of edges to check against. A row still raises an
-    # error if its end lies before its start.
+    # No array is read at these positions, so there is no number of edges to check against. A row still
+    # raises an error if its end lies before its start.
     return _row_positions(indptr, nodes, (1 << 63) - 1)
 
 
 def _row_positions(indptr: Tensor, nodes: Tensor, num_edges: int) -> tuple[Tensor, Tensor]:
-    """(out_indptr, positions) of all entries of these rows. A row that ends beyond `num_edges` is an error."""
+    """(out_indptr, positions) of all entries of these rows. A row that ends beyond num_edges is an error."""
     starts, _, out_indptr, total = _count(indptr, nodes, num_edges, -1, False)
     shift = torch.repeat_interleave(starts - out_indptr[:-1], out_indptr.diff(), output_size=total)
     return out_indptr, shift + torch.arange(total, device=nodes.device)
 
 
 def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
-    """`reference.relabel` on the device. Synchronises twice: for the range of the ids, and for their number."""
+    """`reference.relabel` on the device.
+
+    Synchronises twice: for the range of the ids, and for their number.
+    """
     all_ids = torch.cat([seeds.long(), neighbors.long()])
     if all_ids.numel() == 0:
         return all_ids, all_ids.int()
     smallest, largest = torch.stack(torch.aminmax(all_ids)).tolist()
     if smallest < 0:
         raise ValueError("an edge index is out of range: node ids are not negative")
-    # Few ids from a wide range are sorted: a dense map would allocate and clear 8 bytes for every number up to the
-    # largest. The factor is a rule of thumb.
+    # Few ids from a wide range are sorted: a dense map would allocate and clear 8 bytes for every number up
+    # to the largest. The factor is a rule of thumb.
     if largest >= 16 * all_ids.numel():
         return reference.relabel(seeds, neighbors)
     id_map = DeviceIdMap(largest + 1, all_ids.device, dense=True)
@@ -298,10 +313,12 @@ def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
 def _gather_kernel(
     rows, ids, out, flags, num, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """out[i] = rows[ids[i]], for rows of WIDTH machine words. An id out of range raises ROW_ERROR and reads row 0.
+    """out[i] = rows[ids[i]], for rows of WIDTH machine words.
 
-    Program (p, c) copies the columns c * COLUMNS .. (c + 1) * COLUMNS - 1 of ROWS rows at a time. It starts at
-    block p and strides by the number of programs, so any number of programs covers all rows.
+    An id out of range raises ROW_ERROR and reads row 0.
+
+    Program (p, c) copies the columns c * COLUMNS .. (c + 1) * COLUMNS - 1 of ROWS rows at a time. It starts
+    at block p and strides by the number of programs, so any number of programs covers all rows.
     """
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     for block in range(tl.program_id(0), tl.cdiv(num, ROWS), tl.num_programs(0)):
@@ -319,12 +336,12 @@ def _gather_kernel(
 def gather_rows(rows: Tensor, ids: Tensor, programs: int | None = None) -> Tensor:
     """rows[ids] on the device of the ids, for any dtype: rows are copied as machine words.
 
-    rows: [num_rows, ...] in device memory, or in host memory. The kernel reads pinned host memory directly; other
-    host memory is gathered by the CPU and then moved. ids: [n] int32 or int64 on the device. An id out of range
-    raises at the next call that synchronises.
+    rows: [num_rows, ...] in device memory, or in host memory. The kernel reads pinned host memory directly;
+    other host memory is gathered by the CPU and then moved. ids: [n] int32 or int64 on the device. An id
+    out of range raises at the next call that synchronises.
 
-    programs: the most programs to launch per column of tiles. While they wait for host memory, the rest of the GPU is
-    free for other kernels. By default one program per tile.
+    programs: the most programs to launch per column of tiles. While they wait for host memory, the rest of
+    the GPU is free for other kernels. By default one program per tile.
     """
     if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"row ids must be a 1-D int64 tensor, not {list(ids.shape)} {ids.dtype}")
@@ -370,7 +387,10 @@ def _words(tensor: Tensor, word: torch.dtype) -> Tensor:
 
 
 def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """`reference.group_edges` on the device, without synchronising. A key out of range raises GROUP_ERROR later."""
+    """`reference.group_edges` on the device, without synchronising.
+
+    A key out of range raises GROUP_ERROR later.
+    """
     error_flag = error_flags(keys.device)[GROUP_ERROR.value]
     error_flag.logical_or_(((keys < 0) | (keys >= num_groups)).any())
     sort_keys = keys.int() if num_groups < 1 << 31 else keys.long()  # half the bits to sort
@@ -380,7 +400,7 @@ def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
 
 
 def self_loops(indptr: Tensor, indices: Tensor) -> Tensor:
-    """`reference.self_loops` on the device, in rounds of SELF_LOOP_EDGES edges. Synchronises in each round."""
+    """`reference.self_loops` on the device, SELF_LOOP_EDGES edges a round. Synchronises in each round."""
     positions = [torch.empty(0, dtype=torch.int64, device=indices.device)]
     for first in range(0, indices.numel(), SELF_LOOP_EDGES):
         sources = indices[first : first + SELF_LOOP_EDGES]
@@ -391,7 +411,8 @@ def self_loops(indptr: Tensor, indices: Tensor) -> Tensor:
 
 
 DENSE_MAP_BYTES = 1 << 31
-"""Bytes that the stamps of a map may take (2 GiB). A map of a larger graph sorts ids instead. A rule of thumb."""
+"""Bytes that the stamps of a map may take (2 GiB). A map of a larger graph sorts ids instead.
+A rule of thumb."""
 
 LAST_STEP = (1 << 31) - 1
 """The largest step that fits into a stamp without touching its sign. Also the limit of a batch's nodes."""
@@ -406,9 +427,9 @@ BLOCK = 1024
 def _stamp_kernel(stamps, nodes, flags, num, num_nodes, size, step, BLOCK: tl.constexpr):
     """Pass 1 of 3: stamp every node with this step and its earliest arrival.
 
-    The arrival of a node that already has a local id in this step is that id, which is below `size`. The arrival of a
-    new node is `size` + the position of its first occurrence in `nodes`. So one maximum serves both cases. A node
-    outside the graph raises INDEX_ERROR and is not stamped.
+    The arrival of a node that already has a local id in this step is that id, which is below `size`. The
+    arrival of a new node is `size` + the position of its first occurrence in `nodes`. So one maximum serves
+    both cases. A node outside the graph raises INDEX_ERROR and is not stamped.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     node = tl.load(nodes + i, mask=i < num, other=0).to(tl.int64)
@@ -420,7 +441,7 @@ def _stamp_kernel(stamps, nodes, flags, num, num_nodes, size, step, BLOCK: tl.co
 
 @triton.jit(do_not_specialize=["num", "num_nodes", "size"])
 def _first_kernel(stamps, nodes, arrivals, is_first, num, num_nodes, size, BLOCK: tl.constexpr):
-    """Pass 2 of 3: read the arrival of each node, and flag (0 or 1) whether this position is its first occurrence.
+    """Pass 2 of 3: read each node's arrival, and flag (0 or 1) whether this position is its first occurrence.
 
     A pass of its own, because a stamp is final only when all programs of pass 1 have ended.
     """
@@ -436,8 +457,9 @@ def _first_kernel(stamps, nodes, arrivals, is_first, num, num_nodes, size, BLOCK
 def _number_kernel(stamps, nodes, arrivals, first_counts, ids, idx, num, size, step, BLOCK: tl.constexpr):
     """Pass 3 of 3: write the local ids. Known nodes keep theirs; new ones are numbered by first occurrence.
 
-    first_counts: [num] int32, the number of first occurrences up to and including each position. Only the lane of a
-    first occurrence writes the id and the stamp of its node, so no two lanes write to one address.
+    first_counts: [num] int32, the number of first occurrences up to and including each position. Only the
+    lane of a first occurrence writes the id and the stamp of its node, so no two lanes write to one
+    address.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     arrival = tl.load(arrivals + i, mask=i < num, other=0)
@@ -452,12 +474,14 @@ def _number_kernel(stamps, nodes, arrivals, first_counts, ids, idx, num, size, s
 
 
 class DeviceIdMap(SortedIdMap):
-    """Map from global ids to local ids on a GPU, as `cpu.sampling.IdMap` is on the CPU. Reused batch after batch.
+    """Map from global ids to local ids on a GPU, as `cpu.sampling.IdMap` is on the CPU.
+
+    Reused batch after batch.
 
     The map owns its stamps and the list of its ids. One thread at a time may use it, on one stream.
 
-    dense: whether every node of the graph has a stamp of 8 bytes. By default, if they fit into DENSE_MAP_BYTES. A map
-    without stamps sorts, as `SortedIdMap` does.
+    dense: whether every node of the graph has a stamp of 8 bytes. By default, if they fit into
+    DENSE_MAP_BYTES. A map without stamps sorts, as `SortedIdMap` does.
     """
 
     def __init__(self, num_nodes: int, device: torch.device, dense: bool | None = None) -> None:
@@ -467,7 +491,10 @@ class DeviceIdMap(SortedIdMap):
         self._step = 1
 
     def add(self, nodes: Tensor) -> Tensor:
-        """[n] int32: the local id of each node. New nodes get the next free ids. Synchronises with the device."""
+        """[n] int32: the local id of each node. New nodes get the next free ids.
+
+        Synchronises with the device.
+        """
         if self.size + nodes.numel() >= LAST_STEP:
             raise ValueError("a batch may reach at most 2**31 nodes: make batch_size or the fan-outs smaller")
         if not self.dense:
@@ -497,7 +524,10 @@ class DeviceIdMap(SortedIdMap):
         return idx
 
     def ids(self) -> Tensor:
-        """[size] int64: the nodes added since the last `clear`, by local id. A copy: the next batch reuses `_ids`."""
+        """[size] int64: the nodes added since the last `clear`, by local id.
+
+        A copy: the next batch reuses `_ids`.
+        """
         return super().ids().clone()
 
     def clear(self) -> None:

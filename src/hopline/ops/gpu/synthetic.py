@@ -1,16 +1,19 @@
 """Triton kernels that make a synthetic graph in device memory: ranks of nodes, sources of edges, features.
 
-`ops.cpu.synthetic` is the definition, and both make the same graph, bit for bit. Kernels use only integers and IEEE
-operations, and are compiled without fusing a product with a sum. Degrees have no kernel here: they come from float64
-powers, whose last bit may differ between the two libraries. One edge more at a node would shift all later edges.
+`ops.cpu.synthetic` is the definition, and both make the same graph, bit for bit. Kernels use only integers
+and IEEE operations, and are compiled without fusing a product with a sum. Degrees have no kernel here: they
+come from float64 powers, whose last bit may differ between the two libraries. One edge more at a node would
+shift all later edges.
 
-    node  --rank-->  rank   a keyed permutation of the nodes; rank % num_classes is the class, low ranks are popular
+    node  --rank-->  rank   a keyed permutation of the nodes; low ranks are popular
+                            rank % num_classes is the class
     source of an edge       with probability `homophily` a node of the destination's class, else any node
     features                mean of the class + noise
 
-The permutation is a Feistel network on the numbers below 4**half, of which there are at least num_nodes. A result
-that is not a node is permuted again until it is one, which is still a bijection (cycle walking). It is inverted the
-same way, so a source is drawn as a rank and turned into a node without a list of the members of a class.
+The permutation is a Feistel network on the numbers below 4**half, of which there are at least num_nodes. A
+result that is not a node is permuted again until it is one, which is still a bijection (cycle walking). It
+is inverted the same way, so a source is drawn as a rank and turned into a node without a list of the
+members of a class.
 
 Memory layout
     indptr   [num_nodes + 1] int64    CSC
@@ -18,10 +21,12 @@ Memory layout
     sources  [num_edges]              int32 or int64
     labels   [num_nodes] int64, means [num_classes, num_features] float32, features [num_nodes, num_features]
 
-Each program makes BLOCK nodes, BLOCK edges, or ROWS rows of features. There are no gradients. Input is not checked.
+Each program makes BLOCK nodes, BLOCK edges, or ROWS rows of features. There are no gradients. Input is not
+checked.
 """
 
-# Triton compiles the bodies of kernels, and a launch takes options among the arguments; its type stubs know neither.
+# Triton compiles the bodies of kernels, and a launch takes options among the arguments; its type stubs know
+# neither.
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -74,8 +79,8 @@ def _unshuffle(value, key, half, mask):
 def _walk(value, key, half, num_nodes, INVERSE: tl.constexpr):
     """The ranks of nodes, or with INVERSE the nodes at ranks: uint64.
 
-    All values must be below num_nodes, else the loop may never end. Lanes that are done keep their value while the
-    others of the program continue.
+    All values must be below num_nodes, else the loop may never end. Lanes that are done keep their value
+    while the others of the program continue.
     """
     half = half.to(tl.uint64)
     num_nodes = num_nodes.to(tl.uint64)
@@ -90,7 +95,10 @@ def _walk(value, key, half, num_nodes, INVERSE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "count", "num_nodes", "half"])
 def _ranks_kernel(key_ptr, out_ptr, first, count, num_nodes, half, BLOCK: tl.constexpr):
-    """out[i] = the rank of node first + i. Lanes beyond the end walk from node 0, since a walk needs a valid node."""
+    """out[i] = the rank of node first + i.
+
+    Lanes beyond the end walk from node 0, since a walk needs a valid node.
+    """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_node = i < count
     node = tl.where(is_node, first + i, 0).to(tl.uint64)
@@ -118,8 +126,8 @@ def _sources_kernel(
 ):  # fmt: skip
     """out[e] = the source of edge e: a rank by two draws of its destination's sequence, turned into a node.
 
-    coin < num_heads: a rank of the destination's own class, else of all nodes. The square of u prefers low ranks. A
-    self-loop is moved to the next rank of the class, or to the one before at the end.
+    coin < num_heads: a rank of the destination's own class, else of all nodes. The square of u prefers low
+    ranks. A self-loop is moved to the next rank of the class, or to the one before at the end.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_edge = i < num_edges
@@ -175,12 +183,12 @@ _CELLS = 1024
 
 
 def _block_size(size: int, block: int) -> int:
-    """Numbers per program out of `size`: `block`, or up to 65536 in the interpreter, whose cost is per program."""
+    """Numbers per program: `block`; in the interpreter, whose cost is per program, `size`, up to 65536."""
     return min(triton.next_power_of_2(size), 1 << 16) if is_interpreted() else block
 
 
 def ranks(first: int, count: int, key: int, half: int, num_nodes: int, device: torch.device) -> Tensor:
-    """[count] int64: the ranks of the nodes first .. first + count - 1. half: num_nodes is at most 4**half."""
+    """[count] int64: the ranks of nodes first .. first + count - 1. half: num_nodes is at most 4**half."""
     out = torch.empty(count, dtype=torch.int64, device=device)
     block = _block_size(count, _WALKS)
     grid = (triton.cdiv(count, block),)
@@ -209,8 +217,8 @@ def sources(
     out = torch.empty(num_edges, dtype=dtype, device=device)
     if num_edges == 0:
         return out
-    # Triton would round a float argument to float32. A coin is a multiple of 2**-53, so `coin < homophily` equals
-    # an integer comparison with homophily * 2**53, rounded up.
+    # Triton would round a float argument to float32. A coin is a multiple of 2**-53, so `coin < homophily`
+    # equals an integer comparison with homophily * 2**53, rounded up.
     num_heads = math.ceil(homophily * 2**53)
     block = _block_size(num_edges, _WALKS)
     _sources_kernel[(triton.cdiv(num_edges, block),)](

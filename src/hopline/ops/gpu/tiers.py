@@ -1,7 +1,8 @@
 """Triton kernels of tables in two tiers: gathering, counting reads, and prefetching (staging) cold rows.
 
-A table keeps copies of its hot rows in device memory and all rows in pinned host memory, which kernels read directly
-(zero-copy). Between the two are staged rows: cold rows that were copied to the device for the next steps only.
+A table keeps copies of its hot rows in device memory and all rows in pinned host memory, which kernels read
+directly (zero-copy). Between the two are staged rows: cold rows that were copied to the device for the next
+steps only.
 
     pinned host memory                      device memory
     cold [num_rows, ...]                    hot [num_hot + 2 * capacity, ...]
@@ -15,16 +16,18 @@ Memory layout
     claimed   [capacity]         ids of the rows that a window claimed
     count     [1] int32          the number of claims of a window, which may exceed the capacity
 
-Staging a window has three kernels. `claim` collects the cold rows that its steps will read, each once. `stage` copies
-them to a region that no step reads. `point` then publishes the region in `hot_slot`, or withdraws it. A row that did
-not fit is read from the host by the step itself, so no result depends on staging.
+Staging a window has three kernels. `claim` collects the cold rows that its steps will read, each once.
+`stage` copies them to a region that no step reads. `point` then publishes the region in `hot_slot`, or
+withdraws it. A row that did not fit is read from the host by the step itself, so no result depends on
+staging.
 
-Host memory answers rows that lie close together six times as fast as rows all over a large table, since each page
-that is touched must be looked up. So the cold rows of many steps are read at once, by ascending id, each one once.
+Host memory answers rows that lie close together six times as fast as rows all over a large table, since
+each page that is touched must be looked up. So the cold rows of many steps are read at once, by ascending
+id, each one once.
 
 Rows are copied as machine words, so one kernel serves every dtype. Nothing is differentiable, and nothing
-synchronises. Bad input: `gather_tiers` returns zeros for an id out of range and `count_ids` leaves it out; the
-other functions do not check ids.
+synchronises. Bad input: `gather_tiers` returns zeros for an id out of range and `count_ids` leaves it out;
+the other functions do not check ids.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
@@ -53,7 +56,10 @@ COUNT_BLOCK = 1024
 
 @triton.jit
 def slot_of(hot_slot):
-    """The row of `hot` of a hot or staged row, -1 for a cold one. The inverse of the code for staged rows, -2 - s."""
+    """The row of `hot` of a hot or staged row, -1 for a cold one.
+
+    The inverse of the code for staged rows, -2 - s.
+    """
     return tl.where(hot_slot < -1, -2 - hot_slot, hot_slot)
 
 
@@ -80,9 +86,10 @@ def _gather_tiers(
 ):
     """out[i] = the row ids[i], from `hot` or `cold`. Each program copies ROWS rows of WIDTH words.
 
-    ALL_HOT: no row is cold, and `hot` is read by id. HAS_COLD: whether `cold` is given; else cold rows give zeros.
-    ORDERED: process the positions of `ids` in the order of `order_ptr`. STAGED: whether staged rows are read from
-    `hot`; else they count as cold.
+    ALL_HOT: no row is cold, and `hot` is read by id. HAS_COLD: whether `cold` is given; else cold rows give
+    zeros.
+    ORDERED: process the positions of `ids` in the order of `order_ptr`. STAGED: whether staged rows are
+    read from `hot`; else they count as cold.
     """
     position = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_id = position < num_ids
@@ -137,7 +144,9 @@ def gather_tiers(
     order: Tensor | None = None,
     staged: bool = True,
 ) -> Tensor:
-    """`ops.gather_tiers.gather_tiers` on the device, in one launch. Unlike there, any id out of range gives zeros.
+    """`ops.gather_tiers.gather_tiers` on the device, in one launch.
+
+    Unlike in that function, any id out of range gives zeros.
 
     order: [n], a permutation of the positions of `ids`: the order in which rows are read. The result does not
     depend on it. By default the order of `ids`.
@@ -211,21 +220,24 @@ def words_of(rows: Tensor, word: torch.dtype) -> Tensor:
 CLAIM_BLOCK = 1024
 """Ids per program of `claim` and `point`. A rule of thumb."""
 HOST_PROGRAMS = 64
-"""Programs of a kernel that accesses host memory: enough to keep the bus busy, and few, as training runs meanwhile."""
+"""Programs of a kernel that accesses host memory: enough to keep the bus busy, few because
+training runs meanwhile."""
 HOST_ROWS = 32
 """Rows that a program of a kernel that accesses host memory copies at a time. A rule of thumb."""
 HOST_WARPS = 4
 """Warps of a program of a kernel that accesses host memory. A rule of thumb."""
 STAGED_COLUMNS = 64
-"""The most words of a row that a program of a kernel that accesses host memory copies at a time. A rule of thumb."""
+"""The most words of a row that a program of a kernel that accesses host memory copies at a time.
+A rule of thumb."""
 
 
 @triton.jit(do_not_specialize=["num", "window", "capacity"])
 def _claim_kernel(nodes, hot_slot, stamp, claimed, count, num, window, capacity, T: tl.constexpr):
     """Append the cold nodes that are new in this window to `claimed`, in any order: the caller sorts them.
 
-    The first lane that exchanges the stamp of a row gets an older window back; any other lane gets this window. So
-    exactly one lane claims each row. A program reserves its part of `claimed` by one atomic add for all its lanes.
+    The first lane that exchanges the stamp of a row gets an older window back; any other lane gets this
+    window. So exactly one lane claims each row. A program reserves its part of `claimed` by one atomic add
+    for all its lanes.
     """
     i = tl.program_id(0) * T + tl.arange(0, T)
     node = tl.load(nodes + i, mask=i < num, other=-1).to(tl.int64)
@@ -246,8 +258,8 @@ def _stage_kernel(
 ):  # fmt: skip
     """Copy row claimed[i] to hot[first_slot + i]. HOST_PROGRAMS programs stride over all rows, R at a time.
 
-    A row that the window before has staged is copied within the device. Only rows read from the host are added to
-    `fetched`, [1] int64.
+    A row that the window before has staged is copied within the device. Only rows read from the host are
+    added to `fetched`, [1] int64.
     """
     total = tl.minimum(tl.load(count), capacity)
     num_fetched = tl.zeros((), tl.int64)
@@ -270,7 +282,10 @@ def _stage_kernel(
 
 @triton.jit(do_not_specialize=["num"])
 def _gather_kernel(rows, ids, order, out, num, WIDTH: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """out[i] = rows[ids[i]], read in the order of `order`. HOST_PROGRAMS programs stride over the ids, R at a time."""
+    """out[i] = rows[ids[i]], read in the order of `order`.
+
+    HOST_PROGRAMS programs stride over the ids, R at a time.
+    """
     for start in range(tl.program_id(0) * R, num, tl.num_programs(0) * R):
         is_id = start + tl.arange(0, R) < num
         position = tl.load(order + start + tl.arange(0, R), mask=is_id, other=0).to(tl.int64)
@@ -304,7 +319,7 @@ def _put_kernel(table, ids, order, rows, num, ADD: tl.constexpr, WIDTH: tl.const
 
 @triton.jit(do_not_specialize=["capacity", "first_slot"])
 def _point_kernel(hot_slot, claimed, count, capacity, first_slot, STAGED: tl.constexpr, T: tl.constexpr):
-    """hot_slot[claimed[i]] = the code of the staged row first_slot + i (STAGED), or -1, the code of a cold row."""
+    """hot_slot[claimed[i]] = the code of the staged row first_slot + i (STAGED), or -1 for a cold row."""
     i = tl.program_id(0) * T + tl.arange(0, T)
     is_claimed = i < tl.minimum(tl.load(count), capacity)
     node = tl.load(claimed + i, mask=is_claimed, other=0).to(tl.int64)
@@ -318,8 +333,8 @@ def claim(nodes: Tensor, hot_slot: Tensor, stamp: Tensor, window: int, claimed: 
     """Append those of `nodes` that are not hot and were not claimed before in this window to `claimed`.
 
     nodes: [n], -1 for an empty slot. stamp: [num_rows] int32, the last window that claimed each row.
-    claimed: [capacity], filled with `unclaimed` at the start of a window. count: [1] int32, the number of claims; those
-    beyond the capacity are counted but not written.
+    claimed: [capacity], filled with `unclaimed` at the start of a window. count: [1] int32, the number of
+    claims; those beyond the capacity are counted but not written.
     """
     block = nodes.numel() if is_interpreted() else CLAIM_BLOCK
     block = triton.next_power_of_2(max(1, block))
@@ -334,8 +349,9 @@ def stage(
 ):
     """Copy the rows of the first `count` ids of `claimed` to hot[first_slot:].
 
-    claimed: [capacity], sorted, so that host memory is read by ascending id. fetched: [1] int64, to which the number of
-    rows read from the host is added. `hot_slot` is read to find rows that are staged already; `point` changes it.
+    claimed: [capacity], sorted, so that host memory is read by ascending id. fetched: [1] int64, to which
+    the number of rows read from the host is added. `hot_slot` is read to find rows that are staged already;
+    `point` changes it.
     """
     width, word = row_words(hot, cold)
     columns = min(STAGED_COLUMNS, triton.next_power_of_2(width))
@@ -348,7 +364,7 @@ def stage(
 
 
 def point(hot_slot: Tensor, claimed: Tensor, count: Tensor, first_slot: int | None) -> None:
-    """Declare the rows of the first `count` ids of `claimed` staged in hot[first_slot:], or cold with None."""
+    """Declare the rows of the first `count` ids of `claimed` staged in hot[first_slot:]; None: cold."""
     block = triton.next_power_of_2(claimed.numel()) if is_interpreted() else CLAIM_BLOCK
     with launch_on(hot_slot.device):
         _point_kernel[(triton.cdiv(claimed.numel(), block),)](
@@ -357,7 +373,7 @@ def point(hot_slot: Tensor, claimed: Tensor, count: Tensor, first_slot: int | No
 
 
 def gather_aside(rows: Tensor, ids: Tensor) -> Tensor:
-    """rows[ids] from pinned host memory, for use while training runs: few programs, which read by ascending id.
+    """rows[ids] from pinned host memory while training runs: few programs, which read by ascending id.
 
     All ids must be in range.
     """
@@ -390,5 +406,8 @@ def put_aside(table: Tensor, ids: Tensor, rows: Tensor, *, add: bool = False) ->
 
 
 def unclaimed(dtype: torch.dtype) -> int:
-    """The largest number of a dtype. It fills the unused end of `claimed`, and comes last when `claimed` is sorted."""
+    """The largest number of a dtype.
+
+    It fills the unused end of `claimed`, and comes last when `claimed` is sorted.
+    """
     return torch.iinfo(dtype).max

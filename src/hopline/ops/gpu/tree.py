@@ -1,18 +1,19 @@
-"""Triton kernels of the tree layout: seeds and keys of a step, sampling, and aggregation from children to parents.
+"""Triton kernels of the tree layout: seeds and keys, sampling, aggregation from children to parents.
 
-In the tree layout (`ops.tree_slots`) every possible draw has a slot. Shapes follow from the batch size and the
-fan-outs alone, and no function of this file synchronises. So a whole step can be captured in one CUDA graph. The
-price is that a node drawn twice is computed twice, and that slots without a node stay empty.
+In the tree layout (`ops.tree_slots`) every possible draw has a slot. Shapes follow from the batch size and
+the fan-outs alone, and no function of this file synchronises. So a whole step can be captured in one CUDA
+graph. The price is that a node drawn twice is computed twice, and that slots without a node stay empty.
 
-    order, state  --next_step-->  seeds, keys  --sample_tree-->  nodes, counts  --reduce_rows, reduce_tree-->  rows
+    order, state  --next_step-->  seeds, keys  --sample_tree-->  nodes, counts
+    nodes, counts, rows of slots or a table  --reduce_rows, reduce_tree-->  aggregated rows
 
 Memory layout
-    state      [3] int64              the epoch's key, the step's number, the position of its first seed in `order`
+    state      [3] int64              the epoch's key, the step's number, its first seed's position in `order`
     order      [num_epoch_seeds]      node ids in the order of the epoch
-    nodes      [num_slots]            dtype of the graph's indices: the node at each slot, -1 where the slot is empty
-    counts     [num_parents] int32    the number of draws of each slot that has children; they fill the first of them
+    nodes      [num_slots]            dtype of the graph's indices: the node at each slot, -1 if it is empty
+    counts     [num_parents] int32    the draws of each slot that has children; they fill its first children
     weight     [num_slots]            the weight of the edge from each slot to its parent, optional
-    x          a table [num_rows, WIDTH] read by node id, or [slots up to hop + 1, WIDTH] with one row per slot
+    x          [num_rows, WIDTH], a table read by node id, or [slots up to hop + 1, WIDTH], a row per slot
     out        [slots up to hop, WIDTH], or [slots up to hop, 2 * WIDTH] with own rows: (reduced | own)
 
 Slots of one hop are contiguous, and so are the children of one slot. Aggregation needs no index of edges:
@@ -22,19 +23,21 @@ Slots of one hop are contiguous, and so are the children of one slot. Aggregatio
         children  = range(first + i * FANOUT, first + (i + 1) * FANOUT)
         out[slot] = reduce(weight[c] * x[c] for c in children if nodes[c] >= 0)     # 0 without children
 
-How the work is divided. Program (p, c) of a kernel on rows owns a tile of R slots x C columns. `_reduce_kernel` is
-launched once per hop, because FANOUT is a compile-time constant.
+How the work is divided. Program (p, c) of a kernel on rows owns a tile of R slots x C columns.
+`_reduce_kernel` is launched once per hop, because FANOUT is a compile-time constant.
 
-Gradients. Every slot has at most one parent. So the gradient of a gather, in general a scatter-add, is here a gather:
+Gradients. Every slot has at most one parent. So the gradient of a gather, in general a scatter-add, is here
+a gather:
 
     grad_x[c] = weight[c] * grad_out[parent(c)]                  sum
     grad_x[c] = weight[c] * grad_out[parent(c)] / count          mean
     grad_x[c] = weight[c] * grad_out[parent(c)] / ties           max, where c reaches the maximum, else 0
 
-plus the own part of grad_out[c] with own rows. Weights get no gradient. There are no atomics on rows, so every run
-gives the same bits. Half types are summed in float32.
+plus the own part of grad_out[c] with own rows. Weights get no gradient. There are no atomics on rows, so
+every run gives the same bits. Half types are summed in float32.
 
-Bad input. These kernels check no id: a seed must be -1 or a node of the graph, and indptr and indices must be valid.
+Bad input. These kernels check no id: a seed must be -1 or a node of the graph, and indptr and indices must
+be valid.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
@@ -65,7 +68,10 @@ _NUM_KEYS = tl.constexpr(triton.next_power_of_2(random.NUM_PURPOSES + 1))
 
 @triton.jit(do_not_specialize=["key", "step", "position", "num"])
 def _epoch_kernel(state, ahead, draws, key, step, position, num, T: tl.constexpr):
-    """draws[i] = the first draw of number i by `key`, as in `random.permutation`. Program 0 also sets both states."""
+    """draws[i] = the first draw of number i by `key`, as in `random.permutation`.
+
+    Program 0 also sets both states.
+    """
     i = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     tl.store(draws + i, mix(first_state(key.to(tl.int64), i) + GOLDEN).to(tl.int64), mask=i < num)
     if tl.program_id(0) == 0:
@@ -78,10 +84,12 @@ def _epoch_kernel(state, ahead, draws, key, step, position, num, T: tl.constexpr
 def start_epoch(state: Tensor, ahead: Tensor, num_seeds: int, key: int, step: int, position: int) -> Tensor:
     """Set both states to one position of an epoch, and return a draw for each of its seeds.
 
-    Returns [num_seeds] int64 on the device. The seeds, stably sorted by these draws, are in the order of the epoch.
+    Returns [num_seeds] int64 on the device. The seeds, stably sorted by these draws, are in the order of
+    the epoch.
 
-    state, ahead: [3] int64 on the device, see the module docstring. Training advances `state`; prefetching advances
-    `ahead`. key: the key of the epoch. step: the number of steps done. position: the number of seeds done.
+    state, ahead: [3] int64 on the device, see the module docstring. Training advances `state`; prefetching
+    advances `ahead`. key: the key of the epoch. step: the number of steps done. position: the number of
+    seeds done.
 
     One kernel, where torch would need forty: in a short epoch their launches take longer than a step.
     """
@@ -100,10 +108,12 @@ def _derive(state, part):
 
 @triton.jit
 def _step_kernel(state, order, size, seeds, keys, first, BATCH: tl.constexpr, NUM_KEYS: tl.constexpr, T: tl.constexpr):
-    """The BATCH seeds from order[position + first] on, with -1 beyond the end. Program 0 also writes the keys.
+    """The BATCH seeds from order[position + first] on, with -1 beyond the end.
 
-    keys[0] is the step's key, derive_key(epoch key, step). keys[i], from 1 on, is derive_key(step's key, i - 2), as
-    `random.purpose_key` expects it.
+    Program 0 also writes the keys.
+
+    keys[0] is the step's key, derive_key(epoch key, step). keys[i], from 1 on, is derive_key(step's key,
+    i - 2), as `random.purpose_key` expects it.
     """
     epoch_key = tl.load(state)
     step = tl.load(state + 1)
@@ -124,7 +134,10 @@ def _step_kernel(state, order, size, seeds, keys, first, BATCH: tl.constexpr, NU
 
 @triton.jit
 def _advance_kernel(state, seeds_per_step):
-    """Move `state` to the next step. A launch of its own: all programs of `_step_kernel` must have read it before."""
+    """Move `state` to the next step.
+
+    A launch of its own: all programs of `_step_kernel` must have read it before.
+    """
     tl.store(state + 1, tl.load(state + 1) + 1)
     tl.store(state + 2, tl.load(state + 2) + seeds_per_step)
 
@@ -135,7 +148,8 @@ def next_step(state: Tensor, order: Tensor, batch_size: int, first: int, seeds_p
     seeds: [batch_size], dtype of `order`: node ids, -1 beyond the end of the epoch.
     keys: [1 + NUM_PURPOSES] int64, as `random.purpose_key` reads them.
 
-    state: [3] int64: the epoch's key, the step's number, and the position of the step's first seed in `order`.
+    state: [3] int64: the epoch's key, the step's number, and the position of the step's first seed in
+    `order`.
     first: the position of this rank's first seed among the step's `seeds_per_step` seeds.
     """
     seeds = torch.empty(batch_size, dtype=order.dtype, device=order.device)
@@ -156,8 +170,9 @@ def _children_kernel(
 ):  # fmt: skip
     """FANOUT children of each slot of one hop: `reference.sample_children`. One lane draws for one slot.
 
-    Without replacement this is a Fisher-Yates shuffle of which only the positions that were swapped are kept, in
-    registers: O(FANOUT) of them for any degree. An empty slot has degree 0, and its children are empty slots.
+    Without replacement this is a Fisher-Yates shuffle of which only the positions that were swapped are
+    kept, in registers: O(FANOUT) of them for any degree. An empty slot has degree 0, and its children are
+    empty slots.
     """
     i = tl.program_id(0) * T + tl.arange(0, T)
     is_slot = i < num
@@ -239,8 +254,8 @@ def sample_tree(
 class RowMap(NamedTuple):
     """The relation between slots and the rows of a matrix.
 
-    The matrix has a row for every slot (`rows_by_slot`), or only for slots that hold a node (`dense_rows`). Its shape
-    is the same in both cases, since the host does not know how many slots are empty.
+    The matrix has a row for every slot (`rows_by_slot`), or only for slots that hold a node (`dense_rows`).
+    Its shape is the same in both cases, since the host does not know how many slots are empty.
     """
 
     row_of_slot: Tensor
@@ -248,15 +263,16 @@ class RowMap(NamedTuple):
     slots: Tensor
     """[num_slots] int32: the slot of each row. Undefined beyond the last row."""
     parents: Tensor
-    """[num_slots] int32: the parent slot of each row's slot, -1 for seeds and empty slots. Undefined beyond the last
-    row."""
+    """[num_slots] int32: the parent slot of each row's slot, -1 for seeds and empty slots. Undefined beyond
+    the last row.
+    """
     total: Tensor
     """[1] int32 on the device: the number of rows."""
 
 
 @triton.jit(do_not_specialize=["num"])
 def _dense_kernel(nodes, num_up_to, all_parents, row_of_slot, slots, parents, num, T: tl.constexpr):
-    """Fill a `RowMap` for slots that hold a node. num_up_to: [num] int32, the number of such slots up to each slot."""
+    """Fill a `RowMap` for slots that hold a node. num_up_to: [num] int32, how many do, up to each slot."""
     slot = tl.program_id(0) * T + tl.arange(0, T)
     has_node = tl.load(nodes + slot, mask=slot < num, other=-1) >= 0
     row = tl.load(num_up_to + slot, mask=has_node, other=1) - 1
@@ -276,7 +292,8 @@ def _parents_kernel(nodes, all_parents, parents, num, T: tl.constexpr):
 def dense_rows(nodes: Tensor, all_parents: Tensor) -> RowMap:
     """The map of a matrix with rows only for slots that hold a node, in the order of the slots.
 
-    nodes: [num_slots], the nodes of the first hops of a tree. all_parents: `Slots.parents`, of these slots at least.
+    nodes: [num_slots], the nodes of the first hops of a tree. all_parents: `Slots.parents`, of these slots
+    at least.
     """
     num = nodes.numel()
     num_up_to = torch.cumsum(nodes >= 0, 0, dtype=torch.int32)
@@ -298,7 +315,8 @@ def rows_by_slot(nodes: Tensor, all_parents: Tensor) -> RowMap:
 def _identity_map(num: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """([num] int32: 0 .. num - 1, [1] int32: num) on the device.
 
-    Cached to keep the tensors alive: a captured CUDA graph has their addresses but holds no reference to them.
+    Cached to keep the tensors alive: a captured CUDA graph has their addresses but holds no reference to
+    them.
     """
     identity = torch.arange(num, dtype=torch.int32, device=device)
     total = torch.full((1,), num, dtype=torch.int32, device=device)
@@ -311,7 +329,7 @@ TILE = 1024
 
 @triton.jit
 def _load_row_numbers(node, slot, in_row_of_slot, has_node, TABLE: tl.constexpr, DENSE_IN: tl.constexpr):
-    """The row of `x` that belongs to a slot: by node id (TABLE), by `RowMap.row_of_slot` (DENSE_IN), or the slot."""
+    """The row of `x` of each slot: its node (TABLE), its `RowMap.row_of_slot` (DENSE_IN), or the slot."""
     if TABLE:
         row = node
     elif DENSE_IN:
@@ -323,7 +341,7 @@ def _load_row_numbers(node, slot, in_row_of_slot, has_node, TABLE: tl.constexpr,
 
 @triton.jit
 def _row_pointers(x, cold, tier, row, has_node, width, TIERED: tl.constexpr):
-    """The address of each row: in `x`, or if TIERED in the hot rows `x` or the cold rows `cold`, as `tier` says."""
+    """The address of each row: in `x`; if TIERED in the hot rows `x` or in `cold`, as `tier` says."""
     if TIERED:
         hot_slot = tl.load(tier + row, mask=has_node, other=-1).to(tl.int64)
         pointer = tl.where(hot_slot == -1, cold + row * width, x + slot_of(hot_slot) * width)
@@ -339,7 +357,9 @@ def _reduce_kernel(
     DENSE_IN: tl.constexpr, DENSE_OUT: tl.constexpr, OWN: tl.constexpr, WEIGHTED: tl.constexpr, ACC: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, COUNTERS: tl.constexpr,
 ):  # fmt: skip
-    """Aggregate the children of the slots of one hop. Program (p, c): R slots from p * R on, C columns from c * C on.
+    """Aggregate the children of the slots of one hop.
+
+    Program (p, c): R slots from p * R on, C columns from c * C on.
 
     x: with TABLE a table read by node id, which with TIERED is split into hot rows `x` and cold rows `cold`.
     Otherwise one row per slot, or with DENSE_IN only rows of slots that hold a node.
@@ -429,10 +449,11 @@ def _max_shares_kernel(
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, WEIGHTED: tl.constexpr, ACC: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of max, first half: shares[d] = grad[d] / (number of edges that reach the maximum at d), per column.
+    """Gradient of max, first half: shares[d] = grad[d] / (edges that reach the maximum at d), per column.
 
     This is torch's rule for ties. As in torch, the initial 0 counts as one more edge if the maximum is 0.
-    shares: [num_dst, WIDTH]. out and grad: [num_dst, STRIDE], of which the first WIDTH columns are reduced ones.
+    shares: [num_dst, WIDTH]. out and grad: [num_dst, STRIDE], of which the first WIDTH columns are reduced
+    ones.
     """
     dst = tl.program_id(0) * R + tl.arange(0, R)
     column = tl.program_id(1) * C + tl.arange(0, C)
@@ -465,8 +486,8 @@ def _backward_kernel(
 ):  # fmt: skip
     """Gradient of the rows of all slots: grad_x [num_src, WIDTH], by the formulas of the module docstring.
 
-    Each slot has at most one parent, so its gradient is read from the parent's and not summed over edges. With OWN
-    the second half of the slot's own row of `grad` is added.
+    Each slot has at most one parent, so its gradient is read from the parent's and not summed over edges.
+    With OWN the second half of the slot's own row of `grad` is added.
     """
     slot = tl.program_id(0) * R + tl.arange(0, R)
     column = tl.program_id(1) * C + tl.arange(0, C)
@@ -527,18 +548,23 @@ def reduce_rows(
     dense_in: Tensor | None = None,
     dense_out: Tensor | None = None,
 ) -> Tensor:
-    """[slots up to `hop`, width]: the aggregated children of each slot. Not differentiable; see `reduce_tree`.
+    """[slots up to `hop`, width]: the aggregated children of each slot.
 
-    x: with `table` the rows of a table, read by the slots' nodes. Otherwise one row per slot of hops 0 .. hop + 1.
-    own: whether the slot's own row follows to the right, which makes the result [slots up to `hop`, 2 * width].
-    tiers: (cold rows, hot slot of each row, counters), if `x` holds only the hot rows of a table. They are as in
-    `ops.gather_tiers.gather_tiers`.
+    Not differentiable; see `reduce_tree`.
+
+    x: with `table` the rows of a table, read by the slots' nodes. Otherwise one row per slot of hops
+    0 .. hop + 1.
+    own: whether the slot's own row follows to the right, which makes the result
+    [slots up to `hop`, 2 * width].
+    tiers: (cold rows, hot slot of each row, counters), if `x` holds only the hot rows of a table. They are
+    as in `ops.gather_tiers.gather_tiers`.
     dense_in, dense_out: `RowMap.row_of_slot`, if `x` or the result has rows only for slots that hold a node.
     """
     width = prod(x.shape[1:])
     out = torch.empty(slots.up_to(hop), 2 * width if own else width, dtype=dtype, device=nodes.device)
     rows, columns = _tile(width)
-    # A kernel needs an address for every argument. `nodes`, or `x`, takes the place of tensors that it does not read.
+    # A kernel needs an address for every argument. `nodes`, or `x`, takes the place of tensors that it does
+    # not read.
     cold, tier, hits = tiers or (x, nodes, nodes)
     x = x if x.numel() else cold  # an empty tensor has no address
     weight_or_any = nodes if weight is None else weight
@@ -559,7 +585,10 @@ def reduce_rows(
 
 
 class _ReduceTree(torch.autograd.Function):
-    """`reduce_rows` on rows of slots, with the gradient for them. Keeps rows and result for backward only for max."""
+    """`reduce_rows` on rows of slots, with the gradient for them.
+
+    Keeps rows and result for backward only for max.
+    """
 
     @staticmethod
     def forward(
@@ -621,8 +650,9 @@ def reduce_tree(
 ) -> Tensor:
     """Aggregate the rows of all slots up to hop + 1 to their parents. Differentiable in `x`, not in `weight`.
 
-    x: [slots up to hop + 1, ...]. Returns [slots up to hop, ...]; with `own` [slots up to hop, 2 * width], where the
-    slot's own row follows to the right. The result equals `reference.reduce_edges` on the edges of the tree.
+    x: [slots up to hop + 1, ...]. Returns [slots up to hop, ...]; with `own` [slots up to hop, 2 * width],
+    where the slot's own row follows to the right. The result equals `reference.reduce_edges` on the edges
+    of the tree.
     """
     assert x.size(0) == slots.up_to(hop + 1), "one row per slot"
     weight = None if weight is None else weight.contiguous()
