@@ -1,9 +1,9 @@
 """Operations on graphs and rows: one public function each, which runs on the device of its ids.
 
 Read `reference` first: every operation in plain torch, which is the definition and the oracle of the tests.
-`random` is the keyed generator, the same in Python, torch, Numba and Triton. `cpu/` and `gpu/` hold the kernels,
-`tree_slots` numbers the slots of the tree layout, `gather_tiers` reads rows from two tiers. It stands on nothing
-else of the library.
+`random` is the keyed generator, the same in Python, torch, Numba and Triton. `cpu/` and `gpu/` hold the
+kernels, `tree_slots` numbers the slots of the tree layout, `gather_tiers` reads rows from two tiers. It
+stands on nothing else of the library.
 
     ids on the CPU                  ->  Numba kernels of `cpu/`
     ids on a GPU, with Triton       ->  Triton kernels of `gpu/`, imported by the first call
@@ -87,8 +87,8 @@ def sample_neighbors(
 ) -> Neighbors:
     """Up to `fanout` in-edges of each node, drawn from its keyed sequence. -1 takes all of them in order.
 
-    nodes: [n]. indptr: [num_nodes + 1] int64 and indices: [num_edges], the graph in CSC form. If the nodes are on a
-    GPU, the graph is on it too or in pinned host memory, which the GPU reads directly.
+    nodes: [n]. indptr: [num_nodes + 1] int64 and indices: [num_edges], the graph in CSC form. If the nodes
+    are on a GPU, the graph is on it too or in pinned host memory, which the GPU reads directly.
     """
     module = _twin(nodes, cpu_sampling, "sampling")
     return module.sample_neighbors(indptr, indices, nodes, fanout, _key(nodes, key), replace)
@@ -112,7 +112,10 @@ def sample_tree(
 
 
 def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """(indptr, positions) of all entries of the rows `nodes` of a CSR structure, row after row. Both are int64."""
+    """(indptr, positions) of all entries of the rows `nodes` of a CSR structure, row after row.
+
+    Both are int64.
+    """
     return _twin(nodes, cpu_sampling, "sampling").row_positions(indptr, nodes)
 
 
@@ -128,7 +131,8 @@ def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
 def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
     """rows[ids] for rows of any dtype, on the device of the ids.
 
-    An id out of range raises IndexError on the CPU. On a GPU it raises later, at the latest in `check_device_errors`.
+    An id out of range raises IndexError on the CPU. On a GPU it raises later, at the latest in
+    `check_device_errors`.
     """
     return _twin(ids, cpu_sampling, "sampling").gather_rows(rows, ids)
 
@@ -136,8 +140,8 @@ def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
 def put_rows(table: Tensor, ids: Tensor, rows: Tensor) -> None:
     """table[ids] = rows. Each id may occur once.
 
-    With ids on a GPU and the table in pinned host memory, the GPU writes the rows itself, on its current stream. The
-    host must synchronise with that stream before it reads them.
+    With ids on a GPU and the table in pinned host memory, the GPU writes the rows itself, on its current
+    stream. The host must synchronise with that stream before it reads them.
     """
     if _gpu_writes(table, ids):
         gpu_kernels("tiers").put_aside(table, ids, rows)
@@ -148,8 +152,8 @@ def put_rows(table: Tensor, ids: Tensor, rows: Tensor) -> None:
 def add_rows(table: Tensor, ids: Tensor, rows: Tensor) -> None:
     """table[ids] += rows. Each id may occur once. The rows are moved to the table's device and dtype.
 
-    With ids on a GPU and the table in pinned host memory, the GPU adds the rows itself, on its current stream. The
-    host must synchronise with that stream before it reads them.
+    With ids on a GPU and the table in pinned host memory, the GPU adds the rows itself, on its current
+    stream. The host must synchronise with that stream before it reads them.
     """
     if _gpu_writes(table, ids):
         gpu_kernels("tiers").put_aside(table, ids, rows.to(table.dtype), add=True)
@@ -167,24 +171,31 @@ def new_id_map(num_nodes: int, device: torch.device) -> AnyIdMap:
 
 
 def check_device_errors() -> None:
-    """Raise the errors (an id out of range) that GPU kernels have reported since the last check. Synchronises.
+    """Raise the errors (an id out of range) that GPU kernels have reported since the last check.
 
-    A kernel cannot raise; it sets a flag and never follows such an id. Sampling checks the flags too, since it
-    synchronises anyway. Without GPU kernels in this process there is nothing to check.
+    Synchronises.
+
+    A kernel cannot raise; it sets a flag and never follows such an id. Sampling checks the flags too, since
+    it synchronises anyway. Without GPU kernels in this process there is nothing to check.
     """
-    if errors := sys.modules.get("hopline.ops.gpu.runtime"):
-        errors.check_device_errors()
+    runtime = sys.modules.get("hopline.ops.gpu.runtime")
+    if runtime is not None:
+        runtime.check_device_errors()
 
 
 def is_cold(rows: Tensor, ids: Tensor) -> bool:
-    """Whether rows of `ids` must come from the disk. `gather_rows` then reads them in the order of the file."""
-    return _on_cpu(ids) and rows.is_contiguous() and cpu_page_cache.is_cold(rows, ids.numpy())
+    """Whether rows of `ids` must come from the disk.
+
+    `gather_rows` then reads them in the order of the file.
+    """
+    return _is_on_cpu(ids) and rows.is_contiguous() and cpu_page_cache.is_cold(rows, ids.numpy())
 
 
 def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     """(indptr, order): the edges grouped by key, in their old order within a group.
 
-    keys: [num_edges] in 0 .. num_groups - 1. indptr: [num_groups + 1] int64, offsets of the groups in `order`.
+    keys: [num_edges] in 0 .. num_groups - 1. indptr: [num_groups + 1] int64, offsets of the groups in
+    `order`.
     order: [num_edges] int64, edge positions.
     """
     return _twin(keys, cpu_sampling, "sampling").group_edges(keys, num_groups)
@@ -205,8 +216,9 @@ def reduce_edges(
 ) -> Tensor:
     """Sum, mean or max of the messages of each destination's edges: [num_dst, ...]. Differentiable.
 
-    Edge e of destination d, with indptr[d] <= e < indptr[d + 1], has the message weight[e] * rows[src_idx[e]].
-    Kernels do not materialise messages: `rows` may be a whole feature table and `src_idx` global ids.
+    Edge e of destination d, with indptr[d] <= e < indptr[d + 1], has the message
+    weight[e] * rows[src_idx[e]]. Kernels do not materialise messages: `rows` may be a whole feature table
+    and `src_idx` global ids.
     own: [num_dst], ids of rows that follow to the right of the result, which is then [num_dst, 2 * width].
     """
     if reduce not in REDUCTIONS:
@@ -236,7 +248,7 @@ def keyed_dropout_stored(
 
     values, columns: [num_stored], row after row. indptr: [n + 1]. ids: [n], the node of each row.
     """
-    module: Any = cpu_reduce if _on_cpu(values) else reference
+    module: Any = cpu_reduce if _is_on_cpu(values) else reference
     return module.keyed_dropout_stored(values, indptr, columns, p, _key(values, key), ids)
 
 
@@ -254,7 +266,10 @@ def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def optimizer_class(name: str, device: torch.device) -> type[torch.optim.Optimizer]:
-    """torch's optimizer class of that name. On a GPU, Adam and AdamW are subclasses whose step is one kernel."""
+    """torch's optimizer class of that name.
+
+    On a GPU, Adam and AdamW are subclasses whose step is one kernel.
+    """
     if device.type == "cuda" and _has_triton() and name in ("Adam", "AdamW"):
         return getattr(gpu_kernels("loss_and_adam"), name)
     return getattr(torch.optim, name)
@@ -262,10 +277,11 @@ def optimizer_class(name: str, device: torch.device) -> type[torch.optim.Optimiz
 
 @contextmanager
 def own_threads(threads: int) -> Generator[None, None, None]:
-    """Run hopline's CPU kernels and every linear layer on `threads` threads of hopline's own inside the block.
+    """Inside the block, CPU kernels and every linear layer run on `threads` threads of hopline's own.
 
-    torch's other operations stay in the calling thread. No result depends on the number of threads. Meant for models
-    that spend their time in these kernels and linear layers; others are better left to torch's threads.
+    torch's other operations stay in the calling thread. No result depends on the number of threads. Meant
+    for models that spend their time in these kernels and linear layers; others are better left to torch's
+    threads.
     """
     with cpu_runtime.own_threads(threads), cpu_linear.SpreadLinear():
         yield
@@ -276,8 +292,9 @@ def kernel_cache() -> Path:
     return Path(str(cpu_sampling._take.stats.cache_path))
 
 
-# Whether an earlier process has compiled kernels: "*.nbi" are the files of Numba's cache.
-_had_cache = any(kernel_cache().glob("*.nbi"))  # Python keeps its own files there too
+# Whether an earlier process has compiled kernels. Only "*.nbi" are files of Numba's cache: Python keeps its
+# own files in this folder too.
+_had_cache = any(kernel_cache().glob("*.nbi"))
 
 
 def is_first_time() -> bool:
@@ -286,12 +303,16 @@ def is_first_time() -> bool:
     True at most once in a process, so that a message about it is shown once.
     """
     global _had_cache
-    first, _had_cache = not _had_cache, True
-    return first
+    is_first = not _had_cache
+    _had_cache = True
+    return is_first
 
 
 def gpu_kernels(module: str) -> Any:
-    """The module of that name in `ops/gpu`. The first call imports Triton: machines without a GPU do not need it."""
+    """The module of that name in `ops/gpu`.
+
+    The first call imports Triton: machines without a GPU do not need it.
+    """
     if "tensorflow" in sys.modules and "triton" not in sys.modules:
         raise ValueError(
             "TensorFlow was imported before Triton, whose LLVM would then end this process: write `import "
@@ -302,13 +323,13 @@ def gpu_kernels(module: str) -> Any:
 
 def _twin(ids: Tensor, on_cpu: Any, on_gpu: str) -> Any:
     """The module whose functions run on the device of `ids`: `on_cpu`, `ops.gpu.<on_gpu>`, or `reference`."""
-    if _on_cpu(ids):
+    if _is_on_cpu(ids):
         return on_cpu
     return gpu_kernels(on_gpu) if ids.is_cuda and _has_triton() else reference
 
 
 def _gpu_writes(table: Tensor, ids: Tensor) -> bool:
-    """Whether a GPU kernel writes into the table: the ids are on a GPU, the table is in pinned host memory."""
+    """Whether a GPU kernel writes into the table: ids on a GPU, the table in pinned host memory."""
     return ids.is_cuda and table.device.type == "cpu" and _has_triton() and table.is_pinned()
 
 
@@ -323,8 +344,9 @@ def _key(ids: Tensor, key: int | Tensor) -> int | Tensor:
 
     Reading a key from a GPU would synchronise, so kernels there read it from device memory.
     """
-    return int(key) if _on_cpu(ids) else key
+    return int(key) if _is_on_cpu(ids) else key
 
 
-def _on_cpu(ids: Tensor) -> bool:
+def _is_on_cpu(ids: Tensor) -> bool:
+    """Whether a tensor is in host memory."""
     return ids.device.type == "cpu"

@@ -5,9 +5,9 @@ A draw is a hash of a key, a node and a position in that node's sequence:
     s      = mix(key ^ node)
     draw j = mix(s + (j + 1) * GOLDEN)        # all in unsigned 64-bit arithmetic
 
-There is no generator state. So a draw does not depend on threads, ranks or the order of calls, and any draw can be
-made again, for example in the backward pass. Keys form a tree: a run's seed gives the keys of epochs, these the
-keys of steps, and these the keys of single purposes:
+There is no generator state. So a draw does not depend on threads, ranks or the order of calls, and any draw
+can be made again, for example in the backward pass. Keys form a tree: a run's seed gives the keys of
+epochs, these the keys of steps, and these the keys of single purposes:
 
     derive_key(seed, epoch)  ->  derive_key(epoch key, step)  ->  purpose_key, layer_key, another_key
 
@@ -53,15 +53,16 @@ def derive_key(seed: int, *parts: int) -> int:
 
 
 NUM_PURPOSES = 32
-"""Number of purposes for which a step has keys on a device: the input, the layers, the encoder. A rule of thumb."""
+"""Number of purposes for which a step has keys on a device: the input, the layers, the encoder.
+A rule of thumb."""
 
 
 def purpose_key(key: int | Tensor, purpose: int) -> int | Tensor:
     """The key of the draws for one purpose of a step. purpose: -1 .. NUM_PURPOSES - 2, -1 for the input.
 
-    key: a number, or on a device a tensor [1 + NUM_PURPOSES] int64. Its first element is the step's own key; the
-    keys of the purposes from -1 on follow. One kernel makes them all (`ops.gpu.tree.next_step`). The result is a
-    number, or a view [1] of that tensor.
+    key: a number, or on a device a tensor [1 + NUM_PURPOSES] int64. Its first element is the step's own
+    key; the keys of the purposes from -1 on follow. One kernel makes them all (`ops.gpu.tree.next_step`).
+    The result is a number, or a view [1] of that tensor.
     """
     if isinstance(key, int):
         return derive_key(key, purpose)
@@ -70,14 +71,17 @@ def purpose_key(key: int | Tensor, purpose: int) -> int | Tensor:
 
 
 AGAIN = 1 << 23
-"""Smallest part of `derive_key` for further draws of a step. Parts of purposes and of neighbours lie below it."""
+"""Smallest part of `derive_key` for further draws of a step.
+
+Parts of purposes and of neighbours lie below it.
+"""
 
 
 def another_key(key: int | Tensor, number: int) -> int | Tensor:
     """A key for further draws of a step, different for each `number`. key: the step's, a number or a tensor.
 
-    A tensor is mapped element by element, so that its keys of purposes are new too. These keys differ from those that
-    `purpose_key` derives from the number.
+    A tensor is mapped element by element, so that its keys of purposes are new too. These keys differ from
+    those that `purpose_key` derives from the number.
     """
     if isinstance(key, int):
         return derive_key(key, AGAIN + number)
@@ -85,20 +89,24 @@ def another_key(key: int | Tensor, number: int) -> int | Tensor:
 
 
 LAYERS = 1 << 22
-"""Smallest part of `derive_key` for draws of neighbours. Parts of purposes lie below it, those of AGAIN above."""
+"""Smallest part of `derive_key` for draws of neighbours.
+
+Parts of purposes lie below it, those of AGAIN above.
+"""
 
 
 def layer_key(key: int | Tensor, layer: int) -> int | Tensor:
     """The key by which a layer of a sampled block draws neighbours. layer: 0 is the first to be computed.
 
-    Layers 2i and 2i + 1 share a key, so a node that both expand has the same neighbours in both. That keeps batches
-    small. Compared with one key for all layers, a batch of the ogbn-products recipe has 2.4% more nodes; with a key
-    per layer it would have 7.6% more (`benchmarks/layer_keys.py`).
+    Layers 2i and 2i + 1 share a key, so a node that both expand has the same neighbours in both. That keeps
+    batches small. Compared with one key for all layers, a batch of the ogbn-products recipe has 2.4% more
+    nodes; with a key per layer it would have 7.6% more (`benchmarks/layer_keys.py`).
 
-    Two layers per key are enough for an unbiased sum. A linear GCN adds up products of edge weights along walks,
-    with one sampled edge per layer. The mean of a product is the product of the means if no two edges of a walk
-    come from one draw, that is from one node by one key. A walk that is at one node in both layers of a pair went
-    from the node to itself in between. It used the self-loop, which is exact and not drawn.
+    Two layers per key are enough for an unbiased sum. A linear GCN adds up products of edge weights along
+    walks, with one sampled edge per layer. The mean of a product is the product of the means if no two
+    edges of a walk come from one draw, that is from one node by one key. A walk that is at one node in both
+    layers of a pair went from the node to itself in between. It used the self-loop, which is exact and not
+    drawn.
     """
     pair = layer // 2
     if pair == 0:
@@ -114,7 +122,10 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 
 def mix(z: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64 bit patterns. The overflow of int64 wraps, as that of unsigned numbers does."""
+    """SplitMix64's finaliser on int64 bit patterns.
+
+    The overflow of int64 wraps, as that of unsigned numbers does.
+    """
     z = (z ^ _shift_right(z, 30)) * _signed(MIX_1)
     z = (z ^ _shift_right(z, 27)) * _signed(MIX_2)
     return z ^ _shift_right(z, 31)
@@ -136,7 +147,8 @@ def bounded(raw: Tensor, limit: Tensor) -> Tensor:
 
     The product has up to 95 bits, so it is added up from the halves of `raw`.
     """
-    high, low = _shift_right(raw, 32), raw & 0xFFFFFFFF
+    high = _shift_right(raw, 32)
+    low = raw & 0xFFFFFFFF
     return _shift_right(high * limit + _shift_right(low * limit, 32), 32)
 
 

@@ -1,11 +1,13 @@
-"""The definition of every operation in plain torch, and the oracle of the tests. Written to be read, not to be fast.
+"""The definition of every operation in plain torch, and the oracle of the tests.
 
-`hopline.ops.cpu` and `hopline.ops.gpu` hold faster kernels with the same results. Draws are equal bit for bit; sums
-of floating-point numbers may differ by the order of summation. These functions also run where no kernel does, for
-example on a GPU without Triton. Many of them synchronise with the device.
+Written to be read, not to be fast.
 
-Graphs are in CSC form: node v has the in-edges indptr[v] .. indptr[v + 1] - 1, and indices[e] is the source of edge
-e.
+`hopline.ops.cpu` and `hopline.ops.gpu` hold faster kernels with the same results. Draws are equal bit for
+bit; sums of floating-point numbers may differ by the order of summation. These functions also run where no
+kernel does, for example on a GPU without Triton. Many of them synchronise with the device.
+
+Graphs are in CSC form: node v has the in-edges indptr[v] .. indptr[v + 1] - 1, and indices[e] is the source
+of edge e.
 
     indptr    [num_nodes + 1] int64
     indices   [num_edges]            int32 or int64
@@ -38,7 +40,8 @@ class Neighbors(NamedTuple):
 def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
     """(indptr, positions) of all entries of the rows `nodes` of a CSR structure, row after row.
 
-    indptr: [n + 1] int64, the offsets of the n rows in `positions`. positions: int64, in the structure's arrays.
+    indptr: [n + 1] int64, the offsets of the n rows in `positions`. positions: int64, in the structure's
+    arrays.
     """
     starts = indptr[nodes]
     counts = indptr[nodes + 1] - starts
@@ -52,10 +55,10 @@ def sample_neighbors(
 ) -> Neighbors:
     """Up to `fanout` in-edges of each node, or all of them in order with -1.
 
-    They are the first ones of a sequence that depends on the key and the node alone. So samples nest: a smaller
-    fan-out takes a prefix of a larger one. Without replacement the sequence is a Fisher-Yates shuffle of the node's
-    edges. With replacement it is one bounded draw after the other, and a node with in-edges gets exactly `fanout`
-    of them.
+    They are the first ones of a sequence that depends on the key and the node alone. So samples nest: a
+    smaller fan-out takes a prefix of a larger one. Without replacement the sequence is a Fisher-Yates
+    shuffle of the node's edges. With replacement it is one bounded draw after the other, and a node with
+    in-edges gets exactly `fanout` of them.
     """
     if fanout < 0:
         out_indptr, edge_ids = row_positions(indptr, nodes)
@@ -65,13 +68,13 @@ def sample_neighbors(
     counts = torch.where(degrees > 0, fanout, 0) if replace else degrees.clamp(max=fanout)
     width = int(counts.max()) if counts.numel() else 0
     picks = _picks(degrees, nodes, width, key, replace)
-    taken = torch.arange(width, device=nodes.device) < counts[:, None]
-    edge_ids = (starts[:, None] + picks)[taken]
+    is_drawn = torch.arange(width, device=nodes.device) < counts[:, None]
+    edge_ids = (starts[:, None] + picks)[is_drawn]
     return Neighbors(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), indices[edge_ids], edge_ids)
 
 
 class Children(NamedTuple):
-    """Neighbours drawn for the slots of one hop of a tree. Two slots with the same node draw independently."""
+    """Neighbours drawn for the slots of one hop. Two slots with the same node draw independently."""
 
     ids: Tensor
     """[num_slots, fanout], dtype of the graph's indices: the source nodes, then -1 where a slot has fewer."""
@@ -84,20 +87,21 @@ class Children(NamedTuple):
 def sample_children(
     indptr: Tensor, indices: Tensor, nodes: Tensor, slots: Tensor, fanout: int, key: int, replace: bool = False
 ) -> Children:
-    """Up to `fanout` in-edges of the node at each slot, drawn as in `sample_neighbors` but keyed by the slot's id.
+    """Up to `fanout` in-edges of the node at each slot. As `sample_neighbors`, but keyed by the slot's id.
 
-    nodes: [n], the node at each slot, -1 where a slot is empty. slots: [n] int64, the ids of the slots (`Slots.ids`).
+    nodes: [n], the node at each slot, -1 where a slot is empty. slots: [n] int64, the ids of the slots
+    (`Slots.ids`).
     """
-    there = nodes >= 0
-    at = nodes.long().clamp(min=0)
-    starts = indptr[at]
-    degrees = torch.where(there, indptr[at + 1] - starts, 0)
+    has_node = nodes >= 0
+    node = nodes.long().clamp(min=0)
+    starts = indptr[node]
+    degrees = torch.where(has_node, indptr[node + 1] - starts, 0)
     counts = torch.where(degrees > 0, fanout, 0) if replace else degrees.clamp(max=fanout)
     picks = _picks(degrees, slots, fanout, key, replace)
-    taken = torch.arange(fanout, device=nodes.device) < counts[:, None]
-    edge_ids = torch.where(taken, starts[:, None] + picks, 0)
+    is_drawn = torch.arange(fanout, device=nodes.device) < counts[:, None]
+    edge_ids = torch.where(is_drawn, starts[:, None] + picks, 0)
     ids = indices[edge_ids] if indices.numel() else edge_ids.to(indices.dtype)
-    return Children(torch.where(taken, ids, -1), counts.int(), edge_ids)
+    return Children(torch.where(is_drawn, ids, -1), counts.int(), edge_ids)
 
 
 def sample_tree(
@@ -114,14 +118,16 @@ def sample_tree(
 
     nodes: [num_slots], dtype of the graph's indices, -1 where a slot is empty.
     counts: [slots of all hops but the last] int32, the number of draws of each slot.
-    edge_ids: [num_slots - num_seeds] int64, the edge of each slot to its parent, 0 for an empty slot; None unless
-    `with_edges`.
+    edge_ids: [num_slots - num_seeds] int64, the edge of each slot to its parent, 0 for an empty slot; None
+    unless `with_edges`.
     draw: the function that draws one hop. A kernel may take the place of `sample_children`.
     """
-    nodes, counts, edge_ids = [seeds.to(indices.dtype)], [], []
+    nodes = [seeds.to(indices.dtype)]
+    counts = []
+    edge_ids = []
     for hop, fanout in enumerate(slots.fanouts):
-        here = slots.ids(seeds.device)[slots.offsets[hop] : slots.offsets[hop + 1]]
-        children = draw(indptr, indices, nodes[-1], here, fanout, key, replace)
+        parent_ids = slots.ids(seeds.device)[slots.offsets[hop] : slots.offsets[hop + 1]]
+        children = draw(indptr, indices, nodes[-1], parent_ids, fanout, key, replace)
         nodes.append(children.ids.view(-1))
         counts.append(children.counts)
         edge_ids.append(children.edge_ids.view(-1))
@@ -131,22 +137,27 @@ def sample_tree(
 def _picks(degrees: Tensor, draw_ids: Tensor, width: int, key: int, replace: bool) -> Tensor:
     """[n, width] int64: the first `width` numbers of each id's keyed sequence of numbers below its degree.
 
-    Without replacement this is a Fisher-Yates shuffle, of which only the swaps are kept: swap i moved the value
-    swapped_in[:, i] to the position swapped_from[:, i]. Picks from number `degree` on are meaningless.
+    Without replacement this is a Fisher-Yates shuffle, of which only the swaps are kept: swap i moved the
+    value swap_value[:, i] to the position swap_target[:, i]. Picks from number `degree` on are meaningless.
     """
     picks = torch.zeros(draw_ids.numel(), width, dtype=torch.int64, device=draw_ids.device)
-    swapped_from, swapped_in = torch.full_like(picks, -1), torch.full_like(picks, -1)
+    swap_target = torch.full_like(picks, -1)
+    swap_value = torch.full_like(picks, -1)
     for j in range(width):
         raw = draw(key, draw_ids, j)
         if replace:
             picks[:, j] = bounded(raw, degrees)
             continue
+
         target = j + bounded(raw, (degrees - j).clamp(min=1))
-        at_target, at_j = target.clone(), torch.full_like(target, j)
+        value_at_target = target.clone()
+        value_at_j = torch.full_like(target, j)
         for i in range(j):  # the latest swap into a position says what it holds
-            at_target = torch.where(swapped_from[:, i] == target, swapped_in[:, i], at_target)
-            at_j = torch.where(swapped_from[:, i] == j, swapped_in[:, i], at_j)
-        picks[:, j], swapped_from[:, j], swapped_in[:, j] = at_target, target, at_j
+            value_at_target = torch.where(swap_target[:, i] == target, swap_value[:, i], value_at_target)
+            value_at_j = torch.where(swap_target[:, i] == j, swap_value[:, i], value_at_j)
+        picks[:, j] = value_at_target
+        swap_target[:, j] = target
+        swap_value[:, j] = value_at_j
     return picks
 
 
@@ -156,14 +167,14 @@ def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
     ids: [num_distinct] int64, the distinct nodes: seeds first, then neighbours by first occurrence.
     idx: [len(neighbors)] int32, so that ids[idx] equals `neighbors`.
     """
-    both = torch.cat([seeds.long(), neighbors.long()])
-    unique, inverse = torch.unique(both, return_inverse=True)
-    first = torch.full_like(unique, both.numel())
-    first.scatter_reduce_(0, inverse, torch.arange(both.numel(), device=both.device), "amin")
-    order = torch.argsort(first)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(order.numel(), device=order.device)
-    return unique[order], place[inverse[seeds.numel() :]].int()
+    all_ids = torch.cat([seeds.long(), neighbors.long()])
+    unique, inverse = torch.unique(all_ids, return_inverse=True)
+    first_position = torch.full_like(unique, all_ids.numel())
+    first_position.scatter_reduce_(0, inverse, torch.arange(all_ids.numel(), device=all_ids.device), "amin")
+    order = torch.argsort(first_position)
+    local_of = torch.empty_like(order)
+    local_of[order] = torch.arange(order.numel(), device=order.device)
+    return unique[order], local_of[inverse[seeds.numel() :]].int()
 
 
 def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
@@ -174,7 +185,8 @@ def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
 def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     """(indptr, order): the edges grouped by key, in their old order within a group.
 
-    indptr: [num_groups + 1] int64, the offsets of the groups in `order`. order: [num_edges] int64, edge positions.
+    indptr: [num_groups + 1] int64, the offsets of the groups in `order`. order: [num_edges] int64, edge
+    positions.
     """
     counts = torch.bincount(keys.long(), minlength=num_groups)
     indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
@@ -197,8 +209,9 @@ def reduce_edges(
 ) -> Tensor:
     """Sum, mean or max of the messages of each destination's edges, 0 for a destination without edges.
 
-    Edge e of destination d, with indptr[d] <= e < indptr[d + 1], has the message weight[e] * rows[src_idx[e]]. The
-    result is [num_dst, ...]. With `own` [num_dst] it is [num_dst, 2 * width]: rows[own] follow to the right.
+    Edge e of destination d, with indptr[d] <= e < indptr[d + 1], has the message
+    weight[e] * rows[src_idx[e]]. The result is [num_dst, ...]. With `own` [num_dst] it is
+    [num_dst, 2 * width]: rows[own] follow to the right.
 
     The gradient of max is torch's: shared evenly by the edges that reach it, and by the initial 0 if it is 0.
     """
@@ -222,8 +235,8 @@ def reduce_edges(
 def keyed_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
     """Dropout whose mask depends on (key, node id, column) alone. ids: [n], one for each row of x [n, ...].
 
-    A draw of 64 bits serves four columns, 16 bits each. A column is kept if its number is at least p * 65536, so
-    `p` is rounded to a multiple of 1 / 65536.
+    A draw of 64 bits serves four columns, 16 bits each. A column is kept if its number is at least
+    p * 65536, so `p` is rounded to a multiple of 1 / 65536.
     """
     threshold = round(p * 65536)
     exact = x if x.dtype in (torch.float32, torch.float64) else x.float()  # half types are scaled in float32
@@ -231,21 +244,23 @@ def keyed_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
     column = torch.arange(flat.size(1), device=x.device)
     raw = draw(key, ids[:, None], column // 4)
     lane = (raw >> (16 * (column % 4))) & 0xFFFF
-    keep = (lane >= threshold).to(exact.dtype)
+    mask = (lane >= threshold).to(exact.dtype)
     # With p = 1 nothing is kept, and the scale would be a division by zero.
     scale = 65536 / (65536 - threshold) if threshold < 65536 else 0.0
-    return (flat * (keep * scale)).view_as(x).to(x.dtype)
+    return (flat * (mask * scale)).view_as(x).to(x.dtype)
 
 
 def keyed_dropout_stored(values: Tensor, indptr: Tensor, columns: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
-    """`keyed_dropout` of rows in CSR form, of which only some columns are stored: [num_stored], the new values.
+    """[num_stored]: the values after `keyed_dropout` of rows in CSR form, which store only some columns.
 
     values, columns: [num_stored], row after row. indptr: [n + 1]. ids: [n], the node of each row.
     """
-    threshold, column = round(p * 65536), columns.long()
+    threshold = round(p * 65536)
+    column = columns.long()
     raw = draw(key, ids[_destinations(indptr)], column // 4)
-    keep = ((raw >> (16 * (column % 4))) & 0xFFFF) >= threshold
-    return values * keep * (65536 / (65536 - threshold) if threshold < 65536 else 0.0)
+    is_kept = ((raw >> (16 * (column % 4))) & 0xFFFF) >= threshold
+    scale = 65536 / (65536 - threshold) if threshold < 65536 else 0.0
+    return values * is_kept * scale
 
 
 def _destinations(indptr: Tensor) -> Tensor:
@@ -266,7 +281,10 @@ class SortedIdMap:
         self._ids = torch.empty(0, dtype=torch.int64, device=device)
 
     def add(self, nodes: Tensor) -> Tensor:
-        """[n] int32: the local id of each node. New nodes get the next free ids. Synchronises with the device."""
+        """[n] int32: the local id of each node. New nodes get the next free ids.
+
+        Synchronises with the device.
+        """
         if bool(((nodes < 0) | (nodes >= self.num_nodes)).any()):
             raise ValueError("an edge index is out of range: check the dataset by `hopline verify FOLDER`")
         self._ids, idx = relabel(self.ids(), nodes)

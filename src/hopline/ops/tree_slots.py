@@ -1,16 +1,16 @@
 """The numbering of slots in the tree layout, in which every possible draw of a batch has a slot of its own.
 
-Hop 0 holds the seeds. Hop h + 1 has `fanouts[h]` slots for every slot of hop h. Hops follow one another, and so do
-the children of one slot. Two seeds with the fan-outs (3, 2), for example:
+Hop 0 holds the seeds. Hop h + 1 has `fanouts[h]` slots for every slot of hop h. Hops follow one another,
+and so do the children of one slot. Two seeds with the fan-outs (3, 2), for example:
 
     hop        0        1                  2
     slots      0 1      2 3 4  5 6 7       8 9  10 11  12 13  14 15  16 17  18 19
     parents   -1 -1     0 0 0  1 1 1       2 2   3  3   4  4   5  5   6  6   7  7
     offsets    0        2                  8                                         20
 
-The parent and the first child of a slot follow from its number alone, so no list of edges is needed. Shapes are the
-same in every step, so a step can be captured as a CUDA graph. The price is memory for slots that stay empty, and
-repeated work for nodes that are drawn more than once.
+The parent and the first child of a slot follow from its number alone, so no list of edges is needed. Shapes
+are the same in every step, so a step can be captured as a CUDA graph. The price is memory for slots that
+stay empty, and repeated work for nodes that are drawn more than once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 HOP_BITS = 40
-"""Bits of a slot's number within its hop. The id of a slot is (hop << HOP_BITS) + that number. A rule of thumb."""
+"""Bits of a slot's number within its hop. The id of a slot is (hop << HOP_BITS) + that number.
+A rule of thumb."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,17 @@ class Slots:
     fanouts: tuple[int, ...]
     """Child slots per slot, for each hop from the seeds outwards."""
     first_seed: int = 0
-    """The position of the first of these seeds among all seeds of the step. It enters the ids of the slots."""
+    """The position of the first of these seeds among the step's seeds. It enters the ids of the slots."""
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """[num_hops + 2]: the number of the first slot of each hop, then the number of all slots."""
-        found, size = [0], self.num_seeds
+        offsets = [0]
+        size = self.num_seeds
         for fanout in (*self.fanouts, 0):
-            found.append(found[-1] + size)
+            offsets.append(offsets[-1] + size)
             size *= fanout
-        return tuple(found)
+        return tuple(offsets)
 
     @property
     def num_hops(self) -> int:
@@ -57,8 +59,8 @@ class Slots:
     def ids(self, device: torch.device) -> Tensor:
         """[num_slots] int64: the ids by which the draws of slots are keyed.
 
-        An id counts from the first seed of the whole step. So the draws of a seed's tree do not depend on how the
-        seeds of a step are divided into shares.
+        An id counts from the first seed of the whole step. So the draws of a seed's tree do not depend on
+        how the seeds of a step are divided into shares.
         """
         return _ids(self, device)
 
@@ -79,23 +81,28 @@ def _per_hop(slots: Slots, hop: int, device: torch.device) -> Tensor:
 # The three tensors below are cached, since every step of a run has the same few shapes.
 @lru_cache(maxsize=8)
 def _ids(slots: Slots, device: torch.device) -> Tensor:
-    found, first = [], slots.first_seed
+    """`Slots.ids`, cached by slots and device."""
+    hops = []
+    first = slots.first_seed
     for hop in range(slots.num_hops + 1):
-        found.append((hop << HOP_BITS) + first + _per_hop(slots, hop, device))
+        hops.append((hop << HOP_BITS) + first + _per_hop(slots, hop, device))
         first *= slots.fanouts[hop] if hop < slots.num_hops else 1
-    return torch.cat(found)
+    return torch.cat(hops)
 
 
 @lru_cache(maxsize=8)
 def _first_children(slots: Slots, device: torch.device) -> Tensor:
-    return torch.cat(
-        [slots.offsets[hop + 1] + fanout * _per_hop(slots, hop, device) for hop, fanout in enumerate(slots.fanouts)]
-    ).int()
+    """`Slots.first_children`, cached by slots and device."""
+    hops = []
+    for hop, fanout in enumerate(slots.fanouts):
+        hops.append(slots.offsets[hop + 1] + fanout * _per_hop(slots, hop, device))
+    return torch.cat(hops).int()
 
 
 @lru_cache(maxsize=8)
 def _parents(slots: Slots, device: torch.device) -> Tensor:
-    found = [torch.full((slots.num_seeds,), -1, device=device)]
+    """`Slots.parents`, cached by slots and device."""
+    hops = [torch.full((slots.num_seeds,), -1, device=device)]
     for hop, fanout in enumerate(slots.fanouts):
-        found.append(slots.offsets[hop] + _per_hop(slots, hop + 1, device) // fanout)
-    return torch.cat(found).int()
+        hops.append(slots.offsets[hop] + _per_hop(slots, hop + 1, device) // fanout)
+    return torch.cat(hops).int()

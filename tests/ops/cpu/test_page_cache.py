@@ -111,5 +111,5 @@ def test_neighbouring_pages_are_one_request(
     page, seen = cpu_page_cache._PAGE, []
     monkeypatch.setattr(cpu_page_cache, "_madvise", lambda start, size, advice: seen.append((start, start + size)))
     monkeypatch.setattr(cpu_page_cache, "LARGEST_GAP", 4)
-    cpu_page_cache._ask_for.py_func(16 * page, page // 4, np.array(ids))
+    cpu_page_cache._request_pages.py_func(16 * page, page // 4, np.array(ids))
     assert [((a // page) - 16, (b // page) - 16) for a, b in seen] == requests

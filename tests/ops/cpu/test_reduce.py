@@ -54,6 +54,36 @@ def test_equals_the_reference_in_float64(reduce: str, weighted: bool, shape: tup
 
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_edges_that_indptr_leaves_out_have_no_gradient(reduce: str, weighted: bool) -> None:
+    if reduce == "max" and weighted:
+        pytest.skip("weighted maxima are the reference's")
+    src_idx = torch.tensor([5, 0, 1, 1, 2, 4])
+    indptr = torch.tensor([1, 3, 3, 5])  # edges 0 and 5 belong to no destination
+    weight = randn(6, seed=3) if weighted else None
+
+    rows = randn(6, 3).requires_grad_()
+    found_weight = None if weight is None else weight.clone().requires_grad_()
+    found = cpu_reduce.reduce_edges(rows, indptr, src_idx, reduce, found_weight)
+    (found * randn(3, 3, seed=5)).sum().backward()
+
+    expected_rows = rows.detach().clone().requires_grad_()
+    expected_weight = None if weight is None else weight[1:5].clone().requires_grad_()
+    expected = reference.reduce_edges(expected_rows, indptr - 1, src_idx[1:5], reduce, expected_weight)
+    (expected * randn(3, 3, seed=5)).sum().backward()
+
+    assert_close(found, expected, 1e-12)
+    assert rows.grad is not None
+    assert expected_rows.grad is not None
+    assert_close(rows.grad, expected_rows.grad, 1e-12)
+    if found_weight is not None and expected_weight is not None:
+        assert found_weight.grad is not None
+        assert expected_weight.grad is not None
+        assert_close(found_weight.grad[1:5], expected_weight.grad, 1e-12)
+        assert found_weight.grad[[0, 5]].eq(0).all()
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_float32_outputs_equal_the_reference_bit_for_bit(reduce: str) -> None:
     rows = randn(25, 33, dtype=torch.float32)
     (found, grad, _), (expected, expected_grad, _) = both(rows, reduce)
@@ -148,9 +178,16 @@ def test_own_rows_stand_beside_the_reduced_ones(reduce: str, weighted: bool) -> 
     assert torch.equal(results[0][0][:, 7:], randn(25, 7)[own])
 
 
-@pytest.mark.parametrize(("rows", "own"), [(randn(4, 3), [0]), (randn(4, 3, 2), [0, 1]), (randn(4), [0, 1])])
-def test_own_rows_that_do_not_fit_are_refused(rows: Tensor, own: list[int]) -> None:
-    with pytest.raises(ValueError, match="one id per destination"):
+@pytest.mark.parametrize(
+    ("rows", "own", "message"),
+    [
+        (randn(4, 3), [0], r"one row id per destination: expected shape \[2\], got \[1\]"),
+        (randn(4, 3, 2), [0, 1], r"expected 2 dimensions, got shape \[4, 3, 2\]"),
+        (randn(4), [0, 1], r"expected 2 dimensions, got shape \[4\]"),
+    ],
+)
+def test_own_rows_that_do_not_fit_are_refused(rows: Tensor, own: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         cpu_reduce.reduce_edges(rows, torch.tensor([0, 1, 1]), torch.tensor([0]), "sum", None, torch.tensor(own))
 
 

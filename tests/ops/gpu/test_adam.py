@@ -83,6 +83,6 @@ def test_a_graph_finds_the_table_of_gradients_that_were_there_long_ago(monkeypat
     p.grad = places[1]
     optimizer.prepare()
     monkeypatch.setattr(gpu_loss_and_adam, "_is_capturing", lambda tensor: True)
-    assert optimizer._tables() is not None
+    assert optimizer._group_steps() is not None
     p.grad = places[2]
-    assert optimizer._tables() is None, "what is not there a graph would copy every time"
+    assert optimizer._group_steps() is None, "what is not there a graph would copy every time"

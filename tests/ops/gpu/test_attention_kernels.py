@@ -24,10 +24,10 @@ DEVICE = torch.device(KERNEL_DEVICE)
 @triton.jit
 def _kept_kernel(key, ids, out, HEADS: tl.constexpr, THRESHOLD: tl.constexpr, R: tl.constexpr, E: tl.constexpr):
     d, e = tl.arange(0, R), tl.arange(0, E)
-    states = kernels._states(key, ids, d, d < R, THRESHOLD)
+    states = kernels._load_states(key, ids, d, d < R, THRESHOLD)
     number = tl.broadcast_to(e[None, :], (R, E))
     for head in tl.static_range(HEADS):
-        kept = kernels._kept(states, number, head, HEADS, THRESHOLD, 2.0, tl.float64)
+        kept = kernels._dropout_factors(states, number, head, HEADS, THRESHOLD, 2.0, tl.float64)
         tl.store(out + (d[:, None] * E + e[None, :]) * HEADS + head, kept)
 
 

@@ -32,7 +32,9 @@ def _draw_kernel(key, ids, limits, draws, scaled, T: tl.constexpr):
 @triton.jit
 def _shuffle_kernel(key, ids, degrees, out, FANOUT: tl.constexpr, T: tl.constexpr):
     i = tl.arange(0, T)
-    picks = gpu_runtime.shuffled(gpu_runtime.first_state(tl.load(key), tl.load(ids + i)), tl.load(degrees + i), FANOUT)
+    picks = gpu_runtime.draw_distinct(
+        gpu_runtime.first_state(tl.load(key), tl.load(ids + i)), tl.load(degrees + i), FANOUT
+    )
     for j in tl.static_range(FANOUT):
         tl.store(out + i * FANOUT + j, picks[j])
 
@@ -74,7 +76,7 @@ def test_interpreted_exactly_where_there_is_no_gpu() -> None:
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 def test_kernels_read_device_and_pinned_memory_and_nothing_else() -> None:
     host = torch.ones(3)
-    assert gpu_runtime.readable(host.cuda())
-    assert gpu_runtime.readable(host.pin_memory())
+    assert gpu_runtime.is_readable(host.cuda())
+    assert gpu_runtime.is_readable(host.pin_memory())
     with pytest.raises(ValueError, match="pin it"):
         gpu_runtime.check_readable("the table", host)

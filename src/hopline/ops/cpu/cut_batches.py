@@ -1,12 +1,12 @@
 """Numba kernels that make a sampled batch smaller: by splitting its seeds, or by cutting edges.
 
-A batch is a list of blocks in the order of computation. The destinations of a block are the first of its sources, so
-one local id names a node in every layer. The last block's destinations are the seeds.
+A batch is a list of blocks in the order of computation. The destinations of a block are the first of its
+sources, so one local id names a node in every layer. The last block's destinations are the seeds.
 
 Splitting gives micro-batches that together are the same batch:
 
     groups of seeds  ->  count   nodes and edges of each micro-batch, without making it
-    one group        ->  take    the edges of one block into chosen destinations; block by block, from the seeds on
+    one group        ->  take    the edges of a block into chosen destinations; from the seeds on
 
 Cutting leaves out edges until the rest fits:
 
@@ -16,8 +16,8 @@ Cutting leaves out edges until the rest fits:
     kept_edges                     the edges up to that number, as a new block
 
 Each step costs one or a few passes over the edges, in the calling thread. Ids are not checked: the caller
-gives blocks of a valid batch. `count` and `take` allocate their large arrays by torch, so that a memory meter sees
-them.
+gives blocks of a valid batch. `count` and `take` allocate their large arrays by torch, so that a memory
+meter sees them.
 
 Memory layout of a block
     indptr    [num_dst + 1] int64   destination d has the edges indptr[d] .. indptr[d + 1] - 1
@@ -43,40 +43,42 @@ Edges = tuple[np.ndarray, np.ndarray]
 
 
 @kernel
-def _reach(indptr, src_idx, before, pieces, num_edges):
+def _mark_sources(indptr, src_idx, dst_marks, marks, num_edges):
     """Mark the sources that each group of seeds needs, and add up the edges into its destinations.
 
     Reference:
         for each edge e from s to d:
-            pieces[s] |= before[d]
-            for each bit g of before[d]: num_edges[g] += 1
+            marks[s] |= dst_marks[d]
+            for each bit g of dst_marks[d]: num_edges[g] += 1
 
-    before: [num_dst] uint64, bit g set if group g needs the destination.
-    pieces: [num_src or more] uint64, bit g set if group g needs the source. Bits are added.
+    dst_marks: [num_dst] uint64, bit g set if group g needs the destination.
+    marks: [num_src or more] uint64, bit g set if group g needs the source. Bits are added.
     num_edges: [num_groups] int64, added to.
     """
     for d in range(indptr.shape[0] - 1):
-        word, start, stop = before[d], indptr[d], indptr[d + 1]
-        if word:
+        mark = dst_marks[d]
+        start = indptr[d]
+        stop = indptr[d + 1]
+        if mark:
             for e in range(start, stop):
                 if e + EDGES_AHEAD < src_idx.shape[0]:
-                    prefetch(pieces, src_idx[e + EDGES_AHEAD])
-                pieces[src_idx[e]] |= word
+                    prefetch(marks, src_idx[e + EDGES_AHEAD])
+                marks[src_idx[e]] |= mark
             for g in range(num_edges.shape[0]):
-                num_edges[g] += np.int64((word >> np.uint64(g)) & np.uint64(1)) * (stop - start)
+                num_edges[g] += np.int64((mark >> np.uint64(g)) & np.uint64(1)) * (stop - start)
 
 
 @kernel
-def _count(pieces, num_nodes):
-    """Add the number of nodes that have bit g in `pieces` to num_nodes[g].
+def _count(marks, num_nodes):
+    """Add the number of nodes that have bit g in `marks` to num_nodes[g].
 
-    pieces: [n] uint64; num_nodes: [num_groups] int64.
+    marks: [n] uint64; num_nodes: [num_groups] int64.
     """
-    for i in range(pieces.shape[0]):
-        word = pieces[i]
-        if word:
+    for i in range(marks.shape[0]):
+        mark = marks[i]
+        if mark:
             for g in range(num_nodes.shape[0]):
-                num_nodes[g] += np.int64((word >> np.uint64(g)) & np.uint64(1))
+                num_nodes[g] += np.int64((mark >> np.uint64(g)) & np.uint64(1))
 
 
 def count(blocks: Sequence[Edges], num_nodes: Sequence[int], groups: Sequence[np.ndarray]) -> np.ndarray:
@@ -88,51 +90,54 @@ def count(blocks: Sequence[Edges], num_nodes: Sequence[int], groups: Sequence[np
     num_nodes: the nodes of each layer, from the inputs to the seeds: one more than there are blocks.
     groups: positions of seeds, no seed in two groups.
     """
-    pieces = torch.zeros(num_nodes[0], dtype=torch.int64).numpy().view(np.uint64)
+    marks = torch.zeros(num_nodes[0], dtype=torch.int64).numpy().view(np.uint64)
     out = np.zeros((2 * len(blocks) + 1, len(groups)), dtype=np.int64)
     for first in range(0, len(groups), MAX_COUNTED_AT_ONCE):
-        some = groups[first : first + MAX_COUNTED_AT_ONCE]
-        counts = out[:, first : first + len(some)]
-        pieces[:] = 0
-        for bit, seed_idx in enumerate(some):
-            pieces[seed_idx] = np.uint64(1) << np.uint64(bit)
-        _count(pieces[: num_nodes[-1]], counts[len(blocks)])
+        counted_groups = groups[first : first + MAX_COUNTED_AT_ONCE]
+        counts = out[:, first : first + len(counted_groups)]
+        marks[:] = 0
+        for bit, seed_idx in enumerate(counted_groups):
+            marks[seed_idx] = np.uint64(1) << np.uint64(bit)
+        _count(marks[: num_nodes[-1]], counts[len(blocks)])
         for l in reversed(range(len(blocks))):
             indptr, src_idx = blocks[l]
-            # A copy: a destination may also be a source. Marks that it gets as a source belong to the next hop, and
-            # must not pass on to its own sources in this one.
-            before = torch.from_numpy(pieces[: num_nodes[l + 1]].view(np.int64)).clone().numpy().view(np.uint64)
-            _reach(indptr, src_idx, before, pieces, counts[len(blocks) + 1 + l])
-            _count(pieces[: num_nodes[l]], counts[l])
+            # A copy: a destination may also be a source. Marks that it gets as a source belong to the next
+            # hop, and must not pass on to its own sources in this one.
+            dst_marks = torch.from_numpy(marks[: num_nodes[l + 1]].view(np.int64)).clone().numpy().view(np.uint64)
+            _mark_sources(indptr, src_idx, dst_marks, marks, counts[len(blocks) + 1 + l])
+            _count(marks[: num_nodes[l]], counts[l])
     return out.T
 
 
 @kernel
-def _take(indptr, src_idx, dst_idx, place, nodes, out_indptr, out_src_idx, positions):
+def _take(indptr, src_idx, dst_idx, new_local, nodes, out_indptr, out_src_idx, positions):
     """Fill the block of `take`; returns how many sources it has.
 
-    place: [num_src] int32, all -1 at first: the new local id of an old source; positions: empty if not asked for.
+    new_local: [num_src] int32, all -1 at first: the new local id of each old source.
+    positions: empty if not asked for.
     """
-    size = dst_idx.shape[0]
-    for i in range(size):
+    num_new_src = dst_idx.shape[0]
+    for i in range(num_new_src):
         nodes[i] = dst_idx[i]
-        place[dst_idx[i]] = i
-    at = 0
+        new_local[dst_idx[i]] = i
+
+    num_edges = 0
     for i in range(dst_idx.shape[0]):
         for e in range(indptr[dst_idx[i]], indptr[dst_idx[i] + 1]):
             node = src_idx[e]
-            # No `if new:` here. Both cases write the same three arrays, and a known node rewrites its own values.
-            new = place[node] < 0
-            here = size if new else place[node]
-            nodes[size if new else here] = node
-            place[node] = here
-            size += new
-            out_src_idx[at] = here
+            # No `if is_new:` here. Both cases write the same three arrays, and a known node rewrites its
+            # own values.
+            is_new = new_local[node] < 0
+            local = num_new_src if is_new else new_local[node]
+            nodes[num_new_src if is_new else local] = node
+            new_local[node] = local
+            num_new_src += is_new
+            out_src_idx[num_edges] = local
             if positions.shape[0]:
-                positions[at] = e
-            at += 1
-        out_indptr[i + 1] = at
-    return size
+                positions[num_edges] = e
+            num_edges += 1
+        out_indptr[i + 1] = num_edges
+    return num_new_src
 
 
 def take(
@@ -145,18 +150,20 @@ def take(
     indptr: [n + 1] int64.
     src_idx: [num_edges] int32, new local ids.
     nodes: [num_new_src] int64, the old local id of each new source: destinations, then by first occurrence.
-    positions: [num_edges] int64, each edge's position among the old block's edges; None unless `with_positions`.
+    positions: [num_edges] int64, each edge's position among the old block's edges; None unless
+    `with_positions`.
     """
-    starts, rows = indptr.numpy(), dst_idx.numpy()
-    num_edges = int((starts[rows + 1] - starts[rows]).sum())
-    place = torch.full((num_src,), -1, dtype=torch.int32)
-    nodes = torch.empty(min(num_src, rows.shape[0] + num_edges), dtype=torch.int64)
-    out_indptr = torch.zeros(rows.shape[0] + 1, dtype=torch.int64)
+    block_indptr = indptr.numpy()
+    chosen = dst_idx.numpy()
+    num_edges = int((block_indptr[chosen + 1] - block_indptr[chosen]).sum())
+    new_local = torch.full((num_src,), -1, dtype=torch.int32)
+    nodes = torch.empty(min(num_src, chosen.shape[0] + num_edges), dtype=torch.int64)
+    out_indptr = torch.zeros(chosen.shape[0] + 1, dtype=torch.int64)
     out_src_idx = torch.empty(num_edges, dtype=torch.int32)
     positions = torch.empty(num_edges if with_positions else 0, dtype=torch.int64)
-    found = (place, nodes, out_indptr, out_src_idx, positions)
-    size = _take(starts, src_idx.numpy(), rows, *[t.numpy() for t in found])
-    return out_indptr, out_src_idx, nodes[:size].clone(), positions if with_positions else None
+    filled = (new_local, nodes, out_indptr, out_src_idx, positions)
+    num_new_src = _take(block_indptr, src_idx.numpy(), chosen, *[t.numpy() for t in filled])
+    return out_indptr, out_src_idx, nodes[:num_new_src].clone(), positions if with_positions else None
 
 
 NEVER = np.iinfo(np.int64).max
@@ -214,15 +221,15 @@ def page_rank(blocks: Sequence[Edges], num_nodes: int, damping: float = 0.85, ro
 
         rank[s] = (1 - damping) / num_nodes + damping * sum(rank[d] / in_degree[d] for each edge from s to d)
 
-    Power iteration runs for `rounds` rounds. In-degrees are sums over all blocks. The walk ends at a node without
-    in-edges: its rank is not spread over the other nodes, so ranks may add up to less than 1.
+    Power iteration runs for `rounds` rounds. In-degrees are sums over all blocks. The walk ends at a node
+    without in-edges: its rank is not spread over the other nodes, so ranks may add up to less than 1.
     """
-    reads = np.zeros(num_nodes, dtype=np.float64)
+    in_degree = np.zeros(num_nodes, dtype=np.float64)
     for indptr, _ in blocks:
-        reads[: indptr.shape[0] - 1] += np.diff(indptr)
+        in_degree[: indptr.shape[0] - 1] += np.diff(indptr)
     rank = np.full(num_nodes, 1 / num_nodes)
     for _ in range(rounds):
-        share = damping * rank / np.maximum(reads, 1)
+        share = damping * rank / np.maximum(in_degree, 1)
         rank = np.full(num_nodes, (1 - damping) / num_nodes)
         for edges in blocks:
             _walk_on(*edges, share, rank)
@@ -248,21 +255,24 @@ def _tell_apart(bits, first, key, out):
 
 
 def hub_numbers(blocks: Sequence[Edges], hub: np.ndarray, key: int) -> list[np.ndarray]:
-    """A number for each edge of each block, int64 and not negative: the larger, the larger hubs the edge joins.
+    """A number for each edge of each block, int64 and not negative: larger where the edge joins larger hubs.
 
-    The upper 32 bits are the product of both ends' `hub`, as the bits of a float32. For floats that are not negative,
-    the order of the bits is the order of the values. The lower 32 bits break ties by a hash of the edge's position,
-    so that no two edges have the same number.
+    The upper 32 bits are the product of both ends' `hub`, as the bits of a float32. For floats that are not
+    negative, the order of the bits is the order of the values. The lower 32 bits break ties by a hash of
+    the edge's position, so that no two edges have the same number.
 
     hub: [num_nodes] float64, not negative, by local id.
     """
-    numbers, first = [], 0
+    numbers = []
+    first = 0
     for edges in blocks:
-        weight, out = np.empty(edges[1].shape[0], dtype=np.float32), np.empty(edges[1].shape[0], dtype=np.int64)
+        num_edges = edges[1].shape[0]
+        weight = np.empty(num_edges, dtype=np.float32)
+        out = np.empty(num_edges, dtype=np.int64)
         _weigh(*edges, hub, weight)
         _tell_apart(weight.view(np.int32), first, np.int64(key & 0xFFFFFFFF), out)
         numbers.append(out)
-        first += out.shape[0]
+        first += num_edges
     return numbers
 
 
@@ -281,17 +291,19 @@ def _enter(indptr, src_idx, number, dst_entry, src_entry, edge_entry):
 def entries(edges: Edges, number: np.ndarray, dst_entry: np.ndarray, num_src: int) -> tuple[np.ndarray, np.ndarray]:
     """(src_entry [num_src], edge_entry [num_edges]), int64: the entries of a block's sources and edges.
 
-    Suppose that a batch starts with its seeds and takes edges in the order of their numbers. The *entry* of a node or
-    an edge is the number at which the batch first computes with it:
+    Suppose that a batch starts with its seeds and takes edges in the order of their numbers. The *entry* of
+    a node or an edge is the number at which the batch first computes with it:
 
         edge_entry[e] = max(number[e], dst_entry[d])              an edge needs its destination
         src_entry[s]  = min(edge_entry of the edges from s)       a source is needed by any of its edges,
                         or dst_entry[s] if that is less           or because it is a destination itself
 
-    So the batch cut at a number is all nodes and edges with an entry up to that number. Blocks are handled from the
-    last to the first: `src_entry` of one is `dst_entry` of the block before. Seeds have the entry -1.
+    So the batch cut at a number is all nodes and edges with an entry up to that number. Blocks are handled
+    from the last to the first: `src_entry` of one is `dst_entry` of the block before. Seeds have the entry
+    -1.
     """
-    src_entry, edge_entry = np.full(num_src, NEVER), np.empty(number.shape[0], dtype=np.int64)
+    src_entry = np.full(num_src, NEVER)
+    edge_entry = np.empty(number.shape[0], dtype=np.int64)
     _enter(*edges, number, dst_entry, src_entry, edge_entry)
     return src_entry, edge_entry
 
@@ -302,58 +314,67 @@ def _to_front(values, kinds, first, stop, pivot, counts):
 
     `kinds` moves along with `values`. counts[k] is increased by the number of values of kind k in the front.
     """
-    at = first
+    front_end = first
     for i in range(first, stop):
         if values[i] <= pivot:
             counts[kinds[i]] += 1
-            values[i], values[at] = values[at], values[i]
-            kinds[i], kinds[at] = kinds[at], kinds[i]
-            at += 1
-    return at
+            values[i], values[front_end] = values[front_end], values[i]
+            kinds[i], kinds[front_end] = kinds[front_end], kinds[i]
+            front_end += 1
+    return front_end
 
 
 def last_that_fits(entries: Sequence[np.ndarray], fits: Callable[[np.ndarray], bool]) -> int:
     """The largest value v such that all values up to v fit together, or -1 if none does.
 
     entries: the values, one array for each kind: each layer's nodes and each block's edges.
-    fits: whether the given number of values of each kind fits, [num_kinds] int64. More values never fit better.
+    fits: whether the given number of values of each kind fits, [num_kinds] int64. More values never fit
+    better.
 
-    The search is a quickselect: each round about halves the range first .. stop - 1 of undecided values. So its time
-    is about linear in the number of values.
+    The search is a quickselect: each round about halves the range first .. stop - 1 of undecided values. So
+    its time is about linear in the number of values.
 
-        values   [ fit, counted in `known` | undecided | do not fit ]
-                                            first       stop
+        values   [ fit, counted in `num_fitting` | undecided | do not fit ]
+                                                  first       stop
     """
     values = np.concatenate(entries)
     kinds = np.repeat(np.arange(len(entries), dtype=np.uint8), [len(e) for e in entries])
-    known, last, first, stop = np.zeros(len(entries), dtype=np.int64), -1, 0, values.shape[0]
+    num_fitting = np.zeros(len(entries), dtype=np.int64)
+    last = -1
+    first = 0
+    stop = values.shape[0]
+
     while first < stop:
         sample = values[first : stop : max(1, (stop - first) // _SAMPLE)]
         pivot = np.partition(sample, sample.shape[0] // 2)[sample.shape[0] // 2]
-        counts = np.zeros_like(known)
+        counts = np.zeros_like(num_fitting)
         middle = _to_front(values, kinds, first, stop, pivot, counts)
-        if fits(known + counts):
-            known, last, first = known + counts, int(pivot), middle
+        if fits(num_fitting + counts):
+            num_fitting = num_fitting + counts
+            last = int(pivot)
+            first = middle
         else:
             # Values equal to the pivot do not fit either. Without them the range shrinks in every round.
-            stop = _to_front(values, kinds, first, middle, pivot - 1, np.zeros_like(known))
+            stop = _to_front(values, kinds, first, middle, pivot - 1, np.zeros_like(num_fitting))
     return last
 
 
 @kernel
-def _keep(indptr, src_idx, edge_entry, dst_entry, place, last, out_indptr, out_src, out_edges):
-    """Fill the block of `kept_edges`; returns its number of edges. place: [num_src] int32, the new local ids."""
-    row, at = 0, 0
+def _keep(indptr, src_idx, edge_entry, dst_entry, new_local, last, out_indptr, out_src, out_edges):
+    """Fill the block of `kept_edges`; returns its number of edges. new_local: [num_src], new local ids."""
+    num_dst = 0
+    num_edges = 0
     for d in range(indptr.shape[0] - 1):
         if dst_entry[d] > last:
             continue
         for e in range(indptr[d], indptr[d + 1]):
             if edge_entry[e] <= last:
-                out_src[at], out_edges[at] = place[src_idx[e]], e
-                at += 1
-        row += 1
-        out_indptr[row] = at
-    return at
+                out_src[num_edges] = new_local[src_idx[e]]
+                out_edges[num_edges] = e
+                num_edges += 1
+        num_dst += 1
+        out_indptr[num_dst] = num_edges
+    return num_edges
 
 
 def kept_edges(
@@ -365,10 +386,11 @@ def kept_edges(
     src_idx: [num_kept_edges] int32, local ids among the kept sources, whose order does not change.
     edges: [num_kept_edges] int64, each edge's position among the old block's edges.
     """
-    # The number of kept sources before each one. It means nothing for a source that is not kept, and is not read for
-    # such a source: the entry of a source is never after that of its edges.
-    place = (np.cumsum(src_entry <= last) - 1).astype(np.int32)
+    # The number of kept sources before each one. It means nothing for a source that is not kept, and is not
+    # read for such a source: the entry of a source is never after that of its edges.
+    new_local = (np.cumsum(src_entry <= last) - 1).astype(np.int32)
     indptr = np.zeros(np.count_nonzero(dst_entry <= last) + 1, dtype=np.int64)
-    src_idx, kept = np.empty(edge_entry.shape[0], dtype=np.int32), np.empty(edge_entry.shape[0], dtype=np.int64)
-    count = _keep(*edges, edge_entry, dst_entry, place, last, indptr, src_idx, kept)
-    return indptr, src_idx[:count], kept[:count]
+    src_idx = np.empty(edge_entry.shape[0], dtype=np.int32)
+    positions = np.empty(edge_entry.shape[0], dtype=np.int64)
+    num_edges = _keep(*edges, edge_entry, dst_entry, new_local, last, indptr, src_idx, positions)
+    return indptr, src_idx[:num_edges], positions[:num_edges]

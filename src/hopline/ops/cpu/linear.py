@@ -1,16 +1,16 @@
 """Linear layers on the CPU, divided by rows over hopline's own threads.
 
-Inside `runtime.own_threads`, torch's own operations run in one thread. A linear layer is too long for that, so its
-rows are divided into ranges of `ROWS`, and hopline's threads take the ranges. Each range is one call of torch's `mm`
-or `addmm`:
+Inside `runtime.own_threads`, torch's own operations run in one thread. A linear layer is too long for that,
+so its rows are divided into ranges of `ROWS`, and hopline's threads take the ranges. Each range is one call
+of torch's `mm` or `addmm`:
 
     forward    out[a:b]    = x[a:b] @ weight.T + bias
     backward   grad_x[a:b] = grad[a:b] @ weight
                grad_weight = sum over ranges of grad[a:b].T @ x[a:b]
                grad_bias   = sum over ranges of grad[a:b].sum(0)
 
-Ranges do not depend on the number of threads, and neither does any result. The price is memory in the backward pass:
-a gradient of the weight and of the bias for each range, until they are added up.
+Ranges do not depend on the number of threads, and neither does any result. The price is memory in the
+backward pass: a gradient of the weight and of the bias for each range, until they are added up.
 
 `SpreadLinear` puts `linear` in the place of `torch.nn.functional.linear`, so that models need not change.
 """
@@ -38,15 +38,16 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        rows, columns = x.detach(), weight.detach().t()
-        add = None if bias is None else bias.detach()
+        rows = x.detach()
+        columns = weight.detach().t()
+        bias_row = None if bias is None else bias.detach()
         out = torch.empty(x.size(0), weight.size(0), dtype=x.dtype)
 
         def run(a: int, b: int) -> None:
-            if add is None:
+            if bias_row is None:
                 torch.mm(rows[a:b], columns, out=out[a:b])
             else:
-                torch.addmm(add, rows[a:b], columns, out=out[a:b])
+                torch.addmm(bias_row, rows[a:b], columns, out=out[a:b])
 
         _in_ranges(run, x.size(0))
         return out
@@ -57,47 +58,52 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         wants_bias = wants_bias and ctx.has_bias
-        # Each range writes a gradient of its own, and these are added up at the end. If threads added to one sum, the
-        # result would depend on which range is finished first.
+        # Each range writes a gradient of its own, and these are added up at the end. If threads added to
+        # one sum, the result would depend on which range is finished first.
         num_ranges = -(-x.size(0) // ROWS)
         grad_x = torch.empty_like(x) if wants_x else None
-        weights = torch.empty(num_ranges, *weight.shape, dtype=weight.dtype) if wants_weight else None
-        biases = torch.empty(num_ranges, weight.size(0), dtype=weight.dtype) if wants_bias else None
-        rows, columns, grad = x.detach(), weight.detach(), grad.detach()
+        weight_parts = torch.empty(num_ranges, *weight.shape, dtype=weight.dtype) if wants_weight else None
+        bias_parts = torch.empty(num_ranges, weight.size(0), dtype=weight.dtype) if wants_bias else None
+        rows = x.detach()
+        columns = weight.detach()
+        grad = grad.detach()
 
         def run(a: int, b: int) -> None:
             if grad_x is not None:
                 torch.mm(grad[a:b], columns, out=grad_x[a:b])
-            if weights is not None:
-                torch.mm(grad[a:b].t(), rows[a:b], out=weights[a // ROWS])
-            if biases is not None:
-                torch.sum(grad[a:b], 0, out=biases[a // ROWS])
+            if weight_parts is not None:
+                torch.mm(grad[a:b].t(), rows[a:b], out=weight_parts[a // ROWS])
+            if bias_parts is not None:
+                torch.sum(grad[a:b], 0, out=bias_parts[a // ROWS])
 
         _in_ranges(run, x.size(0))
-        return grad_x, None if weights is None else weights.sum(0), None if biases is None else biases.sum(0)
+        grad_weight = None if weight_parts is None else weight_parts.sum(0)
+        grad_bias = None if bias_parts is None else bias_parts.sum(0)
+        return grad_x, grad_weight, grad_bias
 
 
 def _in_ranges(run: Callable[[int, int], object], size: int) -> None:
     """Call run(a, b) for each range of `ROWS` rows of 0 .. size - 1, in threads."""
 
-    def one(number: int) -> None:
-        # Inference mode belongs to a thread, and helpers do not have the caller's. Modes that watch what torch's
-        # operations allocate, such as hopline's memory meter, need not see these products: they write into tensors
-        # that are allocated already.
+    def run_range(number: int) -> None:
+        # Inference mode belongs to a thread, and helpers do not have the caller's. Modes that watch what
+        # torch's operations allocate, such as hopline's memory meter, need not see these products: they
+        # write into tensors that are allocated already.
         with torch.inference_mode(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             run(number * ROWS, min((number + 1) * ROWS, size))
 
-    in_threads(one, -(-size // ROWS))
+    in_threads(run_range, -(-size // ROWS))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias, as `torch.nn.functional.linear`, in threads where that is possible and pays.
 
-    torch's own function is called if there is only one range of rows, on a GPU, under autocast, and for mixed dtypes.
-    It is also called if x has other than two dimensions.
+    torch's own function is called if there is only one range of rows, on a GPU, under autocast, and for
+    mixed dtypes. It is also called if x has other than two dimensions.
     """
-    dtypes = {x.dtype, weight.dtype} | (set() if bias is None else {bias.dtype})
-    if x.dim() != 2 or x.size(0) <= ROWS or len(dtypes) > 1 or x.is_cuda or torch.is_autocast_enabled("cpu"):
+    dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
+    is_small = x.dim() != 2 or x.size(0) <= ROWS
+    if is_small or len(dtypes) > 1 or x.is_cuda or torch.is_autocast_enabled("cpu"):
         return torch.nn.functional.linear(x, weight, bias)
     out = _Linear.apply(x, weight, bias)
     assert isinstance(out, Tensor)

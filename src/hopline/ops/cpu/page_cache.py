@@ -1,4 +1,4 @@
-"""Reading rows of a memory-mapped file that are still on disk: pages are requested before a kernel reads them.
+"""Reading rows of a memory-mapped file from disk: pages are requested before a kernel reads them.
 
 A kernel that touches a page which is not in memory waits for the disk, one page at a time. The system reads
 many pages in parallel if it is told of all pages of a batch at once, in the order of the file:
@@ -9,9 +9,10 @@ many pages in parallel if it is told of all pages of a batch at once, in the ord
                             request piece 1,  give piece 0 to the caller, who reads it
                             request piece 2,  give piece 1 to the caller, ...
 
-The requests are `madvise` with MADV_WILLNEED, which does not wait for the disk. `mincore` says which
-pages are in memory. Both are called from Numba kernels, without the GIL. Only Linux is supported: on other systems
-`is_cold` is always False, and rows are read page by page. Failed requests are ignored, since they only cost time.
+The requests are `madvise` with MADV_WILLNEED, which does not wait for the disk. `mincore` says which pages
+are in memory. Both are called from Numba kernels, without the GIL. Only Linux is supported: on other
+systems `is_cold` is always False, and rows are read page by page. Failed requests are ignored, since they
+only cost time.
 """
 
 from __future__ import annotations
@@ -35,22 +36,25 @@ SMALLEST_BYTES = 1 << 26
 LOOKED_AT = 32
 """Rows, or up to twice as many, whose pages `is_cold` looks up. A rule of thumb."""
 LARGEST_GAP = 4
-"""Pages. Two needed pages with a gap up to this are requested together, and the gap is read too. A rule of thumb."""
+"""Pages. Two needed pages with a gap up to this are requested together, and the gap is read too.
+A rule of thumb."""
 
 BYTES_AT_ONCE = 1 << 26
-"""Bytes of one piece: enough to keep the disk busy, and few enough to stay in memory until they are read. A rule of
-thumb."""
+"""Bytes of one piece: enough to keep the disk busy, and few enough to stay in memory until they are read.
+A rule of thumb."""
 
 _PAGE = mmap.PAGESIZE
-# 0 on systems that lack a name, where `is_cold` is False and neither is used.
-_RANDOM, _WILL_NEED = (np.int64(getattr(mmap, name, 0)) for name in ("MADV_RANDOM", "MADV_WILLNEED"))
+"""Bytes of a page."""
+# Advice for `madvise`. 0 on systems that lack a name, where `is_cold` is False and neither is used.
+_RANDOM = np.int64(getattr(mmap, "MADV_RANDOM", 0))
+_WILL_NEED = np.int64(getattr(mmap, "MADV_WILLNEED", 0))
 
 
 def _c_function(name: str) -> Any:
     """A function of the C library with the signature int name(address, size, last), for kernels to call.
 
-    All arguments are declared as int64. For `madvise` the last one is an int, for `mincore` a pointer: in the calling
-    conventions of 64-bit systems, each takes a whole register.
+    All arguments are declared as int64. For `madvise` the last one is an int, for `mincore` a pointer: in
+    the calling conventions of 64-bit systems, each takes a whole register.
     """
 
     @intrinsic
@@ -66,38 +70,44 @@ def _c_function(name: str) -> Any:
     return call
 
 
-_madvise, _mincore = _c_function("madvise"), _c_function("mincore")
+_madvise = _c_function("madvise")
+_mincore = _c_function("mincore")
 
 
 @kernel
-def _all_in_memory(address, row_bytes, ids, looked_at):
-    """Whether the first pages of about `looked_at` of the rows, evenly spread over `ids`, are in memory."""
+def _all_in_memory(address, row_bytes, ids, num_probes):
+    """Whether the first pages of about `num_probes` of the rows, evenly spread over `ids`, are in memory."""
     state = np.zeros(1, dtype=np.uint8)
-    step = max(1, ids.shape[0] // looked_at)
+    step = max(1, ids.shape[0] // num_probes)
     for i in range(0, ids.shape[0], step):
         page = (address + np.int64(ids[i]) * row_bytes) // _PAGE * _PAGE
-        # A system that does not tell, or a call that fails, counts as "in memory": rows are then read page by page.
-        if _mincore(page, np.int64(_PAGE), np.int64(state.ctypes.data)) == 0 and not state[0] & 1:
+        # A system that does not tell, or a call that fails, counts as "in memory": rows are then read page
+        # by page.
+        has_answer = _mincore(page, np.int64(_PAGE), np.int64(state.ctypes.data)) == 0
+        if has_answer and not state[0] & 1:
             return False
     return True
 
 
 @kernel
-def _ask_for(address, row_bytes, ids):
-    """Request the pages of the rows `ids`, which ascend. Pages that are close to each other make one request."""
+def _request_pages(address, row_bytes, ids):
+    """Request the pages of the rows `ids`, which ascend.
+
+    Pages that are close to each other make one request.
+    """
     # start, stop: the addresses of the run of pages that is not requested yet. It is empty at first.
     start = address // _PAGE * _PAGE
     stop = start
     for i in range(ids.shape[0]):
         first = (address + np.int64(ids[i]) * row_bytes) // _PAGE * _PAGE
-        past = (address + (np.int64(ids[i]) + 1) * row_bytes + _PAGE - 1) // _PAGE * _PAGE
+        end = (address + (np.int64(ids[i]) + 1) * row_bytes + _PAGE - 1) // _PAGE * _PAGE
         if first > stop + LARGEST_GAP * _PAGE:
             if stop > start:
                 _madvise(start, stop - start, _WILL_NEED)
             start = first
         elif stop == start:
             start = first
-        stop = max(stop, past)
+        stop = max(stop, end)
     if stop > start:
         _madvise(start, stop - start, _WILL_NEED)
 
@@ -126,13 +136,14 @@ def is_cold(rows: Tensor, ids: np.ndarray) -> bool:
 def in_order_of_file(rows: Tensor, ids: np.ndarray) -> Iterator[np.ndarray]:
     """Yield the positions 0 .. len(ids) - 1 in pieces, sorted by id, that is by position in the file.
 
-    When a piece is given out, its pages have been requested, and those of the next piece as well. So the disk reads
-    the next piece while the caller copies this one.
+    When a piece is given out, its pages have been requested, and those of the next piece as well. So the
+    disk reads the next piece while the caller copies this one.
 
     rows, ids: as in `is_cold`.
     """
     num_bytes = rows.numel() * rows.element_size()
-    address, row_bytes = rows.data_ptr(), num_bytes // rows.size(0)
+    address = rows.data_ptr()
+    row_bytes = num_bytes // rows.size(0)
     _expect_random_reads(address, num_bytes)
     order = np.argsort(ids, kind="stable")
     # A row is read in whole pages: about one page more than its bytes.
@@ -140,7 +151,7 @@ def in_order_of_file(rows: Tensor, ids: np.ndarray) -> Iterator[np.ndarray]:
     pieces = [order[i : i + rows_per_piece] for i in range(0, order.shape[0], rows_per_piece)]
     for piece, following in itertools.zip_longest(pieces, pieces[1:]):
         if piece is pieces[0]:
-            _ask_for(address, row_bytes, ids[piece])
+            _request_pages(address, row_bytes, ids[piece])
         if following is not None:
-            _ask_for(address, row_bytes, ids[following])
+            _request_pages(address, row_bytes, ids[following])
         yield piece

@@ -1,7 +1,7 @@
 """Numba kernels that aggregate messages over edges, and for keyed dropout; both with gradients.
 
-PyG gathers a row per edge, multiplies by weights, and scatters the messages to destinations. The kernels here do all
-three at once and never build a matrix with a row per edge:
+PyG gathers a row per edge, multiplies by weights, and scatters the messages to destinations. The kernels
+here do all three at once and never build a matrix with a row per edge:
 
     out[d] = sum, mean or max over the edges e into d of (weight[e] *) rows[src_idx[e]]
     with `own`: out[d] = (the above | rows[own[d]]), twice as wide; both inputs of a SAGE layer in one matrix
@@ -9,19 +9,19 @@ three at once and never build a matrix with a row per edge:
 `reference.py` defines both operations in plain torch.
 
 Memory layout
-    rows      [num_rows, width]      float32 or float64, row-major; half types are converted to float32 and back
+    rows      [num_rows, width]      float32 or float64, row-major; half types are summed in float32
     indptr    [num_dst + 1] int64    edges are sorted by destination (CSC)
     src_idx   [num_edges]            int32 or int64: the row of each edge's source
     weight    [num_edges]            of the dtype of rows; an empty array means no weights
-    own       [num_dst]              int32 or int64: the row of each destination; an empty array means no own rows
+    own       [num_dst]              int32 or int64: the row of each destination; empty: no own rows
     out       [num_dst, width]       or [num_dst, 2 * width] with `own`
 
-How the work is divided. Threads own ranges start .. stop - 1 of destinations in the forward pass, and ranges of
-sources in the backward pass. So no two threads write the same number, and every sum runs in the order of the edges.
-Results are the same bits for any number of threads.
+How the work is divided. Threads own ranges start .. stop - 1 of destinations in the forward pass, and
+ranges of sources in the backward pass. So no two threads write the same number, and every sum runs in the
+order of the edges. Results are the same bits for any number of threads.
 
-Gradients. The gradient of a gather is a scatter-add, which in threads would need atomics. Instead, edges are sorted
-by source, and the gradients of rows are sums over each source's out-edges:
+Gradients. The gradient of a gather is a scatter-add, which in threads would need atomics. Instead, edges
+are sorted by source, and the gradients of rows are sums over each source's out-edges:
 
     sum       grad_rows[s]   = sum over the edges e from s of weight[e] * grad_out[dst(e)]
     mean      as sum, with grad_out[d] divided by the in-degree of d first
@@ -30,11 +30,11 @@ by source, and the gradients of rows are sums over each source's out-edges:
 
 Second derivatives of reductions are not supported. Weighted maxima are left to `reference.py`.
 
-Loops over columns run on views of rows: `row[c]` and not `rows[s, c]`. In Numba an index such as s may be negative,
-which would keep the compiler from vectorising the loop.
+Loops over columns run on views of rows: `row[c]` and not `rows[s, c]`. In Numba an index such as s may be
+negative, which would keep the compiler from vectorising the loop.
 
-Bad input. An edge whose source is not a row, or an indptr that does not fit the edges, raises an IndexError before
-any kernel reads a row.
+Bad input. An edge whose source is not a row, or an indptr that does not fit the edges, raises an IndexError
+before any kernel reads a row.
 """
 
 from __future__ import annotations
@@ -50,13 +50,19 @@ from torch.autograd.function import once_differentiable
 from hopline.ops import reference
 from hopline.ops.cpu.runtime import GOLDEN, kernel, mix, over_ranges, prefetch
 
-EDGES_AHEAD, NODES_AHEAD = 16, 4
-"""Iterations between the prefetch of a row and its use, over edges and over destinations. A rule of thumb."""
+EDGES_AHEAD = 16
+"""Edges between the prefetch of a source row and its use. A rule of thumb."""
+NODES_AHEAD = 4
+"""Destinations between the prefetch of an own row and its use. A rule of thumb."""
 
-_NO_WEIGHT, _NO_OWN = np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int64)
-"""Empty arrays that stand for None in calls of kernels."""
-_U16, _LANE = np.uint64(16), np.uint64(0xFFFF)
-"""The bits of a draw that decide about one column of dropout, as a shift and as a mask."""
+_NO_WEIGHT = np.empty(0, dtype=np.float32)
+"""An empty array, which stands for None as the weight of a kernel."""
+_NO_OWN = np.empty(0, dtype=np.int64)
+"""An empty array, which stands for None as the own rows of a kernel."""
+_U16 = np.uint64(16)
+"""Bits of a draw that decide about one column of dropout."""
+_LANE = np.uint64(0xFFFF)
+"""The mask of the 16 bits of a draw that decide about one column of dropout."""
 
 
 @kernel
@@ -70,20 +76,21 @@ def _prefetch_row(rows, row):
 @kernel
 def _edges_fit(indptr, src_idx, num_rows):
     """Whether indptr ascends within the edges, and every edge's source is one of the rows."""
-    fit = indptr.shape[0] > 0 and indptr[0] >= 0 and indptr[-1] <= src_idx.shape[0]
+    is_valid = indptr.shape[0] > 0 and indptr[0] >= 0 and indptr[-1] <= src_idx.shape[0]
     for d in range(indptr.shape[0] - 1):
-        fit &= indptr[d] <= indptr[d + 1]
+        is_valid &= indptr[d] <= indptr[d + 1]
     for e in range(src_idx.shape[0]):
-        fit &= (src_idx[e] >= 0) & (src_idx[e] < num_rows)
-    return fit
+        is_valid &= (src_idx[e] >= 0) & (src_idx[e] < num_rows)
+    return is_valid
 
 
 @kernel
-def _put_own(rows, own, d, out):
+def _copy_own(rows, own, d, out):
     """out[d, width:] = rows[own[d]]."""
     if d + NODES_AHEAD < own.shape[0]:
         _prefetch_row(rows, own[d + NODES_AHEAD])
-    right, row = out[d][rows.shape[1] :], rows[own[d]]
+    right = out[d][rows.shape[1] :]
+    row = rows[own[d]]
     for c in range(row.shape[0]):
         right[c] = row[c]
 
@@ -92,8 +99,8 @@ def _put_own(rows, own, d, out):
 def _sum(rows, indptr, src_idx, weight, mean, own, out, start, stop):
     """out[d, :width] = sum or mean of (weight[e] *) rows[src_idx[e]] over the edges e of d.
 
-    Destinations are d = start .. stop - 1. A destination without edges gets zeros. With `own`, the destination's own
-    row follows to the right.
+    Destinations are d = start .. stop - 1. A destination without edges gets zeros. With `own`, the
+    destination's own row follows to the right.
     """
     num_edges = src_idx.shape[0]
     for d in range(start, stop):
@@ -104,9 +111,9 @@ def _sum(rows, indptr, src_idx, weight, mean, own, out, start, stop):
                 _prefetch_row(rows, np.int64(src_idx[e + EDGES_AHEAD]))
             row = rows[src_idx[e]]
             if weight.shape[0]:
-                w = weight[e]
+                edge_weight = weight[e]
                 for c in range(total.shape[0]):
-                    total[c] += w * row[c]
+                    total[c] += edge_weight * row[c]
             else:
                 for c in range(total.shape[0]):
                     total[c] += row[c]
@@ -115,7 +122,7 @@ def _sum(rows, indptr, src_idx, weight, mean, own, out, start, stop):
             for c in range(total.shape[0]):
                 total[c] /= degree
         if own.shape[0]:
-            _put_own(rows, own, d, out)
+            _copy_own(rows, own, d, out)
 
 
 @kernel
@@ -135,50 +142,52 @@ def _weight_backward(rows, grad_out, indptr, src_idx, grad_weight, start, stop):
 def _max(rows, indptr, src_idx, own, out, start, stop):
     """out[d, :width] = the maximum of rows[src_idx[e]] over the edges e of d, by column.
 
-    Destinations are d = start .. stop - 1. A destination without edges gets zeros. With `own`, the destination's own
-    row follows to the right.
+    Destinations are d = start .. stop - 1. A destination without edges gets zeros. With `own`, the
+    destination's own row follows to the right.
     """
     num_edges = src_idx.shape[0]
     for d in range(start, stop):
-        most = out[d][: rows.shape[1]]
+        maximum = out[d][: rows.shape[1]]
         first = indptr[d]
         if first == indptr[d + 1]:
-            most[:] = 0
+            maximum[:] = 0
         for e in range(first, indptr[d + 1]):
             if e + EDGES_AHEAD < num_edges:
                 _prefetch_row(rows, np.int64(src_idx[e + EDGES_AHEAD]))
             row = rows[src_idx[e]]
             if e == first:
                 for c in range(row.shape[0]):
-                    most[c] = row[c]
+                    maximum[c] = row[c]
             else:
                 for c in range(row.shape[0]):
                     value = row[c]
-                    # A NaN becomes the maximum, as in torch: `value != value` is true for NaN alone. It stays the
-                    # maximum, since no value compares as greater than NaN.
-                    most[c] = value if value > most[c] or value != value else most[c]
+                    # A NaN becomes the maximum, as in torch: `value != value` is true for NaN alone. It
+                    # stays the maximum, since no value compares as greater than NaN.
+                    maximum[c] = value if value > maximum[c] or value != value else maximum[c]
         if own.shape[0]:
-            _put_own(rows, own, d, out)
+            _copy_own(rows, own, d, out)
 
 
 @kernel
 def _max_shares(rows, indptr, src_idx, out, grad_out, shares, start, stop):
-    """shares[d] = grad_out[d] / ties[d]: the gradient that each edge which reaches the maximum of d gets, by column.
+    """shares[d] = grad_out[d] / ties[d]: the gradient of each edge that reaches the maximum of d, by column.
 
-    The rule is that of torch's `scatter_reduce`: all edges that reach the maximum share its gradient evenly. If the
-    maximum is 0, the initial 0 of the output counts as one more tie, and its share is lost.
+    The rule is that of torch's `scatter_reduce`: all edges that reach the maximum share its gradient
+    evenly. If the maximum is 0, the initial 0 of the output counts as one more tie, and its share is lost.
 
     out: [num_dst, width], the maxima; ties: [width], for the current destination.
     """
     ties = np.empty(rows.shape[1], dtype=rows.dtype)
     for d in range(start, stop):
-        most, grad, share = out[d], grad_out[d], shares[d]
+        maximum = out[d]
+        grad = grad_out[d]
+        share = shares[d]
         for c in range(ties.shape[0]):
-            ties[c] = 1 if most[c] == 0 else 0
+            ties[c] = 1 if maximum[c] == 0 else 0
         for e in range(indptr[d], indptr[d + 1]):
             row = rows[src_idx[e]]
             for c in range(ties.shape[0]):
-                ties[c] += 1 if row[c] == most[c] else 0
+                ties[c] += 1 if row[c] == maximum[c] else 0
         for c in range(ties.shape[0]):
             share[c] = grad[c] / ties[c]
 
@@ -190,46 +199,56 @@ def _max_backward(rows, out, shares, src_indptr, dst_idx, grad_rows, start, stop
     src_indptr, dst_idx: the edges sorted by source; s is in start .. stop - 1.
     """
     for s in range(start, stop):
-        row, grad = rows[s], grad_rows[s]
+        row = rows[s]
+        grad = grad_rows[s]
         grad[:] = 0
         for e in range(src_indptr[s], src_indptr[s + 1]):
-            most, share = out[dst_idx[e]], shares[dst_idx[e]]
+            maximum = out[dst_idx[e]]
+            share = shares[dst_idx[e]]
             for c in range(row.shape[0]):
-                grad[c] += share[c] if row[c] == most[c] else 0
+                grad[c] += share[c] if row[c] == maximum[c] else 0
 
 
 @kernel
-def _by_source(indptr, src_idx, src_indptr, dst_idx, edge_idx):
+def _sort_by_source(indptr, src_idx, src_indptr, dst_idx, edge_idx):
     """Sort edges by source, with a counting sort. Edges of one source keep their order.
 
-    src_indptr: [num_rows + 1] int64, zeros at first, filled; dst_idx: [num_edges] int32, each edge's destination,
-    filled; edge_idx: [num_edges] int64, each edge's position in the old order, filled; or empty, if not needed.
+    Only the edges indptr[0] .. indptr[-1] - 1 are sorted: the others have no destination, and no gradient.
+
+    src_indptr: [num_rows + 1] int64, zeros at first, filled.
+    dst_idx: [indptr[-1] - indptr[0]] int32, filled: the destination of each edge.
+    edge_idx: [indptr[-1] - indptr[0]] int64, filled: the position of each edge in `src_idx`. Empty if not
+    needed.
     """
-    for e in range(src_idx.shape[0]):
+    for e in range(indptr[0], indptr[-1]):
         src_indptr[src_idx[e] + 1] += 1
     for s in range(src_indptr.shape[0] - 1):
         src_indptr[s + 1] += src_indptr[s]
-    place = src_indptr.copy()
+    cursor = src_indptr.copy()
     for d in range(indptr.shape[0] - 1):
         for e in range(indptr[d], indptr[d + 1]):
-            at = place[src_idx[e]]
-            place[src_idx[e]] = at + 1
-            dst_idx[at] = d
+            position = cursor[src_idx[e]]
+            cursor[src_idx[e]] = position + 1
+            dst_idx[position] = d
             if edge_idx.shape[0]:
-                edge_idx[at] = e
+                edge_idx[position] = e
 
 
 @kernel
 def _add_to_rows(rows, ids, added):
     """rows[ids[d]] += added[d], one after the other: ids may repeat."""
     for d in range(ids.shape[0]):
-        row, more = rows[ids[d]], added[d]
+        row = rows[ids[d]]
+        addend = added[d]
         for c in range(row.shape[0]):
-            row[c] += more[c]
+            row[c] += addend[c]
 
 
 class _ReduceEdges(torch.autograd.Function):
-    """Sum, mean or max over edges, as in the module's docstring. The input is valid: `reduce_edges` checks it."""
+    """Sum, mean or max over edges, as in the module's docstring.
+
+    The input is valid: `reduce_edges` checks it.
+    """
 
     @staticmethod
     def forward(
@@ -242,20 +261,24 @@ class _ReduceEdges(torch.autograd.Function):
         own: Tensor | None,
     ) -> Tensor:
         flat = _as_matrix(rows)
-        num_dst, width = indptr.numel() - 1, flat.shape[1]
+        num_dst = indptr.numel() - 1
+        width = flat.shape[1]
         # Allocated in its final shape: torch forbids in-place work on a view made inside a Function.
         shape = rows.shape[1:] if own is None else (2 * width,)
         out = torch.empty(num_dst, *shape, dtype=rows.dtype)
         target = out.view(num_dst, math.prod(shape)).numpy()
-        edges, work = (indptr.numpy(), src_idx.numpy()), src_idx.numel() * width
-        beside = _NO_OWN if own is None else own.numpy()
+        edges = (indptr.numpy(), src_idx.numpy())
+        work = src_idx.numel() * width
+        own_ids = _NO_OWN if own is None else own.numpy()
         if reduce == "max":
-            over_ranges(lambda a, b: _max(flat, *edges, beside, target, a, b), num_dst, work)
+            over_ranges(lambda a, b: _max(flat, *edges, own_ids, target, a, b), num_dst, work)
         else:
-            scale, mean = _as_numpy(weight), reduce == "mean"
-            over_ranges(lambda a, b: _sum(flat, *edges, scale, mean, beside, target, a, b), num_dst, work)
+            edge_weight = _as_numpy(weight)
+            mean = reduce == "mean"
+            over_ranges(lambda a, b: _sum(flat, *edges, edge_weight, mean, own_ids, target, a, b), num_dst, work)
         # The gradient of a sum needs the edges alone. Rows are kept alive only if the gradient reads them.
-        ctx.reduce, ctx.shape = reduce, rows.shape
+        ctx.reduce = reduce
+        ctx.shape = rows.shape
         needs_rows = reduce == "max" or (weight is not None and weight.requires_grad)
         maxima = out if reduce == "max" else None
         ctx.save_for_backward(rows if needs_rows else None, indptr, src_idx, weight, own, maxima)
@@ -267,51 +290,53 @@ class _ReduceEdges(torch.autograd.Function):
         rows, indptr, src_idx, weight, own, out = ctx.saved_tensors
         width = math.prod(ctx.shape[1:])
         grad = grad.reshape(grad.size(0), width if own is None else 2 * width)
-        of_own, grad = grad[:, width:], grad[:, :width]
+        grad_own = grad[:, width:]
+        grad = grad[:, :width]
         if ctx.reduce == "mean":
             grad = grad / indptr.diff().clamp(min=1).to(grad.dtype)[:, None]
-        grad_out, edges = _as_matrix(grad), (indptr.numpy(), src_idx.numpy())
+
+        grad_out = _as_matrix(grad)
+        edges = (indptr.numpy(), src_idx.numpy())
         flat = None if rows is None else _as_matrix(rows)
-        grad_rows = grad_weight = None
+
+        grad_rows = None
         if ctx.needs_input_grad[0]:
             grad_rows = torch.empty(ctx.shape, dtype=grad.dtype)
-            spread = grad_rows.view(ctx.shape[0], width)
+            target = grad_rows.view(ctx.shape[0], width)
             if ctx.reduce == "max":
                 assert flat is not None
-                _spread_max(
-                    flat,
-                    _as_matrix(out.view(grad.size(0), math.prod(out.shape[1:]))[:, :width]),
-                    grad_out,
-                    edges,
-                    spread.numpy(),
-                )
+                maxima = _as_matrix(out.view(grad.size(0), math.prod(out.shape[1:]))[:, :width])
+                _gradient_of_max(flat, maxima, grad_out, edges, target.numpy())
             else:
-                _spread_sum(grad_out, edges, weight, spread.numpy())
+                _gradient_of_sum(grad_out, edges, weight, target.numpy())
             if own is not None:
-                _add_to_rows(spread.numpy(), own.numpy(), _as_matrix(of_own))
+                _add_to_rows(target.numpy(), own.numpy(), _as_matrix(grad_own))
+
+        grad_weight = None
         if weight is not None and ctx.needs_input_grad[4]:
             grad_weight = torch.zeros_like(weight)
-            dots = (flat, grad_out, *edges, grad_weight.numpy())
-            over_ranges(lambda a, b: _weight_backward(*dots, a, b), grad.size(0), src_idx.numel() * width)
+            args = (flat, grad_out, *edges, grad_weight.numpy())
+            over_ranges(lambda a, b: _weight_backward(*args, a, b), grad.size(0), src_idx.numel() * width)
         return grad_rows, None, None, None, grad_weight, None
 
 
-def _spread_sum(
+def _gradient_of_sum(
     grad_out: np.ndarray, edges: tuple[np.ndarray, np.ndarray], weight: Tensor | None, target: np.ndarray
 ) -> None:
     """target[s] = the sum of (weight[e] *) grad_out[dst(e)] over the edges e from s: the gradient of a sum.
 
-    It is a sum over edges itself, with sources and destinations swapped. So the kernel of the forward pass does it.
+    It is a sum over edges itself, with sources and destinations swapped. So the kernel of the forward pass
+    does it.
 
     edges: (indptr, src_idx), sorted by destination; target: [num_rows, width].
     """
-    src_indptr, dst_idx, edge_idx = _sorted_by_source(edges, target.shape[0], with_edges=weight is not None)
-    scale = _as_numpy(None if weight is None else weight[torch.from_numpy(edge_idx)])
-    args = (grad_out, src_indptr, dst_idx, scale, False, _NO_OWN, target)
+    src_indptr, dst_idx, edge_idx = _edges_by_source(edges, target.shape[0], with_edges=weight is not None)
+    edge_weight = _as_numpy(None if weight is None else weight[torch.from_numpy(edge_idx)])
+    args = (grad_out, src_indptr, dst_idx, edge_weight, False, _NO_OWN, target)
     over_ranges(lambda a, b: _sum(*args, a, b), target.shape[0], dst_idx.size * target.shape[1])
 
 
-def _spread_max(
+def _gradient_of_max(
     rows: np.ndarray,
     out: np.ndarray,
     grad_out: np.ndarray,
@@ -324,24 +349,28 @@ def _spread_max(
 
     out: [num_dst, width], the maxima; edges: (indptr, src_idx), sorted by destination.
     """
-    src_indptr, dst_idx, _ = _sorted_by_source(edges, target.shape[0], with_edges=False)
-    shares, work = np.empty_like(grad_out), dst_idx.size * target.shape[1]
+    src_indptr, dst_idx, _ = _edges_by_source(edges, target.shape[0], with_edges=False)
+    shares = np.empty_like(grad_out)
+    work = dst_idx.size * target.shape[1]
     over_ranges(lambda a, b: _max_shares(rows, *edges, out, grad_out, shares, a, b), out.shape[0], work)
     args = (rows, out, shares, src_indptr, dst_idx, target)
     over_ranges(lambda a, b: _max_backward(*args, a, b), target.shape[0], work)
 
 
-def _sorted_by_source(
+def _edges_by_source(
     edges: tuple[np.ndarray, np.ndarray], num_rows: int, with_edges: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(src_indptr, dst_idx, edge_idx): the edges sorted by source, see `_by_source`.
+    """(src_indptr, dst_idx, edge_idx): the edges sorted by source, see `_sort_by_source`.
 
-    edges: (indptr, src_idx), sorted by destination; with_edges: whether `edge_idx` is filled; else it is empty.
+    edges: (indptr, src_idx), sorted by destination; with_edges: whether `edge_idx` is filled; else it is
+    empty.
     """
+    indptr, src_idx = edges
     src_indptr = np.zeros(num_rows + 1, dtype=np.int64)
-    num_edges = edges[1].shape[0]
-    dst_idx, edge_idx = np.empty(num_edges, dtype=np.int32), np.empty(num_edges if with_edges else 0, dtype=np.int64)
-    _by_source(*edges, src_indptr, dst_idx, edge_idx)
+    num_edges = int(indptr[-1] - indptr[0])
+    dst_idx = np.empty(num_edges, dtype=np.int32)
+    edge_idx = np.empty(num_edges if with_edges else 0, dtype=np.int64)
+    _sort_by_source(indptr, src_idx, src_indptr, dst_idx, edge_idx)
     return src_indptr, dst_idx, edge_idx
 
 
@@ -363,15 +392,17 @@ def reduce_edges(
     weight: Tensor | None = None,
     own: Tensor | None = None,
 ) -> Tensor:
-    """The "sum", "mean" or "max" over each destination's edges of (weight *) rows[src_idx]; 0 where it has no edges.
+    """The "sum", "mean" or "max" of (weight *) rows[src_idx] over each destination's edges, 0 without edges.
 
-    With `own`, the result is [num_dst, 2 * width], with rows[own] on the right. The function is differentiable in
-    `rows` and `weight`. It is defined in `reference.reduce_edges`.
+    With `own`, the result is [num_dst, 2 * width], with rows[own] on the right. The function is
+    differentiable in `rows` and `weight`. It is defined in `reference.reduce_edges`.
     """
     if not _edges_fit(indptr.numpy(), src_idx.numpy(), rows.size(0)):
         raise IndexError(f"an edge's source is outside 0 .. {rows.size(0) - 1}, or indptr does not fit the edges")
     if weight is not None and weight.shape != src_idx.shape:
-        raise ValueError(f"there are {weight.numel()} weights for {src_idx.numel()} edges: give one per edge")
+        raise ValueError(
+            f"weight must hold one number per edge: expected shape {list(src_idx.shape)}, got {list(weight.shape)}"
+        )
     if own is not None:
         check_own(rows, indptr, own)
     if rows.dtype not in (torch.float32, torch.float64):  # half types are summed in float32
@@ -379,7 +410,8 @@ def reduce_edges(
     if weight is not None:
         weight = weight.to(rows.dtype).contiguous()
     if weight is not None and reduce == "max":
-        # The gradient of a weighted maximum needs the product of every edge. Convs ask for it too rarely to fuse it.
+        # The gradient of a weighted maximum needs the product of every edge. Convs ask for it too rarely to
+        # fuse it.
         return reference.reduce_edges(rows, indptr, src_idx, reduce, weight, own)
     out = _ReduceEdges.apply(rows, indptr, src_idx, reduce, weight, own)
     assert isinstance(out, Tensor)
@@ -388,8 +420,12 @@ def reduce_edges(
 
 def check_own(rows: Tensor, indptr: Tensor, own: Tensor) -> None:
     """Raise an error unless rows are a matrix and `own` has the id of a row for each destination."""
-    if rows.dim() != 2 or own.shape != (indptr.numel() - 1,):
-        raise ValueError("own rows stand beside a matrix's reduced ones: give one id per destination")
+    if rows.dim() != 2:
+        raise ValueError(f"own needs rows that are a matrix: expected 2 dimensions, got shape {list(rows.shape)}")
+    if own.shape != (indptr.numel() - 1,):
+        raise ValueError(
+            f"own must hold one row id per destination: expected shape [{indptr.numel() - 1}], got {list(own.shape)}"
+        )
     if own.numel() and not 0 <= int(own.min()) <= int(own.max()) < rows.size(0):
         raise IndexError(f"an own row is outside 0 .. {rows.size(0) - 1}")
 
@@ -414,17 +450,17 @@ def _dropout(x, ids, key, threshold, scale, out, start, stop):
             state += GOLDEN
             raw = mix(state)
             for c in range(4 * word, min(4 * word + 4, width)):
-                keep = (raw & _LANE) >= threshold
+                is_kept = (raw & _LANE) >= threshold
                 raw >>= _U16
-                out[i, c] = x[i, c] * scale if keep else x[i, c] * 0
+                out[i, c] = x[i, c] * scale if is_kept else x[i, c] * 0
 
 
 @kernel
 def _dropout_stored(values, indptr, columns, ids, key, threshold, scale, out, start, stop):
-    """Drop the stored elements of sparse rows start .. stop - 1, by the draws of `_dropout` for the same columns.
+    """Drop stored elements of the sparse rows start .. stop - 1, by the draws of `_dropout`.
 
-    The generator's state after k draws is its first state plus k * GOLDEN. So the draw of any column is computed
-    directly, without those of the columns before it.
+    The generator's state after k draws is its first state plus k * GOLDEN. So the draw of any column is
+    computed directly, without those of the columns before it.
 
     values, columns: [num_stored], row after row; indptr: [n + 1] int64; ids: [n], the node of each row.
     """
@@ -433,8 +469,8 @@ def _dropout_stored(values, indptr, columns, ids, key, threshold, scale, out, st
         for e in range(indptr[i], indptr[i + 1]):
             column = np.uint64(columns[e])
             raw = mix(first + (column // np.uint64(4) + np.uint64(1)) * GOLDEN)
-            keep = ((raw >> (_U16 * (column % np.uint64(4)))) & _LANE) >= threshold
-            out[e] = values[e] * scale if keep else values[e] * 0
+            is_kept = ((raw >> (_U16 * (column % np.uint64(4)))) & _LANE) >= threshold
+            out[e] = values[e] * scale if is_kept else values[e] * 0
 
 
 def keyed_dropout_stored(values: Tensor, indptr: Tensor, columns: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
@@ -445,27 +481,30 @@ def keyed_dropout_stored(values: Tensor, indptr: Tensor, columns: Tensor, p: flo
     """
     if values.dtype not in (torch.float32, torch.float64):
         return keyed_dropout_stored(values.float(), indptr, columns, p, key, ids).to(values.dtype)
-    values, out = values.contiguous(), torch.empty_like(values)
+    out = torch.empty_like(values)
+    values = values.contiguous()
     threshold = round(p * 65536)
     scale = values.numpy().dtype.type(65536 / (65536 - threshold) if threshold < 65536 else 0.0)
-    where = indptr.contiguous().numpy(), columns.contiguous().numpy(), ids.contiguous().numpy()
-    draws = np.int64(key), np.uint64(threshold), scale
-    over_ranges(
-        lambda a, b: _dropout_stored(values.numpy(), *where, *draws, out.numpy(), a, b), ids.numel(), values.numel()
+    args = (
+        *(values.numpy(), indptr.contiguous().numpy(), columns.contiguous().numpy(), ids.contiguous().numpy()),
+        *(np.int64(key), np.uint64(threshold), scale, out.numpy()),
     )
+    over_ranges(lambda a, b: _dropout_stored(*args, a, b), ids.numel(), values.numel())
     return out
 
 
 class _KeyedDropout(torch.autograd.Function):
     """Keyed dropout with its gradient: the same mask on the gradient.
 
-    The mask depends on the key, the node and the column alone, so the backward pass draws it again and no mask is
-    stored. The backward pass is itself differentiable.
+    The mask depends on the key, the node and the column alone, so the backward pass draws it again and no
+    mask is stored. The backward pass is itself differentiable.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
-        ctx.p, ctx.key, ctx.ids = p, key, ids
+        ctx.p = p
+        ctx.key = key
+        ctx.ids = ids
         return _apply_dropout(x, p, key, ids)
 
     @staticmethod

@@ -6,16 +6,16 @@ start .. stop - 1 of its output, and `over_ranges` divides the work:
     over_ranges(run, size, work)     0 .. size - 1 in ranges, four for each thread
       in_threads(run, count)         the caller and helpers of a pool take the next range until none is left
 
-Ranges are taken by whichever thread is free, so a kernel must give the same result for any division. The kernels do:
-each number of the output is computed by one range alone, or is a sum of integers.
+Ranges are taken by whichever thread is free, so a kernel must give the same result for any division. The
+kernels do: each number of the output is computed by one range alone, or is a sum of integers.
 
-The number of threads is that of torch, `torch.get_num_threads()`, unless the calling thread has set another one by
-`serial_here` or `own_threads`.
+The number of threads is that of torch, `torch.get_num_threads()`, unless the calling thread has set another
+one by `serial_here` or `own_threads`.
 
 Random numbers are those of `ops.random`: draw j of a node is mix(mix(key ^ node) + (j + 1) * GOLDEN).
 
-After editing this file run `make clean`. Numba caches each kernel by the file it is in, and does not notice that a
-function which it inlines from here has changed.
+After editing this file run `make clean`. Numba caches each kernel by the file it is in, and does not notice
+that a function which it inlines from here has changed.
 """
 
 from __future__ import annotations
@@ -40,12 +40,20 @@ from hopline.ops import random
 # Numba turns a product of uint64 and int64 into float64, so every constant of the generator is a uint64.
 GOLDEN = np.uint64(random.GOLDEN)
 """The step of SplitMix64's state between two draws."""
-_MIX_1, _MIX_2 = np.uint64(random.MIX_1), np.uint64(random.MIX_2)
-_U27, _U30, _U31, _U32 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(32)
+_MIX_1 = np.uint64(random.MIX_1)
+"""First multiplier of SplitMix64's finaliser."""
+_MIX_2 = np.uint64(random.MIX_2)
+"""Second multiplier of SplitMix64's finaliser."""
+# Shifts, in bits.
+_U27 = np.uint64(27)
+_U30 = np.uint64(30)
+_U31 = np.uint64(31)
+_U32 = np.uint64(32)
 _LOW_HALF = np.uint64(0xFFFFFFFF)
+"""The mask of the lower 32 bits."""
 
 kernel = numba.njit(nogil=True, cache=True, error_model="numpy")
-"""Decorator of every kernel: runs without the GIL, is cached on disk, and does not check for division by zero."""
+"""Decorator of every kernel: no GIL, cached on disk, no check for division by zero."""
 inlined = numba.njit(nogil=True, cache=True, error_model="numpy", inline="always")
 """Decorator of small functions that kernels call: `kernel`, and inlined by Numba."""
 
@@ -68,8 +76,8 @@ def _prefetch(typingctx, array, index):
             ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *[ir.IntType(32)] * 3]),
             "llvm.prefetch.p0",
         )
-        # Into the second-level cache. The first-level cache can have only a few lines under way, and these are left
-        # to the loads.
+        # Into the second-level cache. The first-level cache can have only a few lines under way, and these
+        # are left to the loads.
         read, second_level, data_cache = (ir.Constant(ir.IntType(32), v) for v in (0, 2, 1))
         builder.call(function, [address, read, second_level, data_cache])
         return context.get_dummy_value()
@@ -104,10 +112,12 @@ _local = threading.local()
 It is set by `serial_here`, and inside `own_threads`. If it is missing or None, torch's number counts.
 """
 _WORK_PER_THREAD = 1 << 18
-"""Numbers to add up (edges times columns, for example) for which waking another thread pays. A rule of thumb."""
+"""Numbers to add up (edges times columns, for example) for which waking another thread pays.
+A rule of thumb."""
 _RANGES_PER_THREAD = 4
-"""Ranges for each thread. Threads take them one by one, so a thread that lost its core for a while does not hold up
-the others. The number is a rule of thumb."""
+"""Ranges for each thread. Threads take them one by one, so a thread that lost its core for a while does not
+hold up the others. The number is a rule of thumb.
+"""
 
 
 def serial_here() -> None:
@@ -116,41 +126,44 @@ def serial_here() -> None:
     For threads of a pool, which work in parallel already.
     """
     _local.threads = 1
-    # The first call of get_num_threads in a thread sets the thread's number, so it must come before set_num_threads.
+    # The first call of get_num_threads in a thread sets the thread's number, so it must come before
+    # set_num_threads.
     torch.get_num_threads()
     torch.set_num_threads(1)  # of this thread only
 
 
 @contextlib.contextmanager
 def own_threads(threads: int) -> Generator[None, None, None]:
-    """Make kernels called from this thread use `threads` threads of hopline, and torch's operations a single one.
+    """Give kernels called from this thread `threads` threads of hopline, and torch's operations one.
 
-    At the end of every operation torch's threads wait for each other, at first by spinning. While other threads
-    prepare batches, that costs more than it gains, if the long operations are hopline's kernels.
+    At the end of every operation torch's threads wait for each other, at first by spinning. While other
+    threads prepare batches, that costs more than it gains, if the long operations are hopline's kernels.
     """
-    before, torch_threads = getattr(_local, "threads", None), torch.get_num_threads()
+    previous_threads = getattr(_local, "threads", None)
+    torch_threads = torch.get_num_threads()
     _local.threads = threads
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(torch_threads)
-        _local.threads = before
+        _local.threads = previous_threads
 
 
 def start_threads(count: int, name: str, begin: Callable[[], object] = serial_here) -> ThreadPoolExecutor:
     """A pool of `count` threads, each of which has already started and called `begin`.
 
-    A thread that asks torch for its number of threads for the first time gets the number that any thread set last. So
-    all threads of the pool set theirs before this function returns, and then the caller's number is set again.
+    A thread that asks torch for its number of threads for the first time gets the number that any thread
+    set last. So all threads of the pool set theirs before this function returns, and then the caller's
+    number is set again.
     """
     torch_threads = torch.get_num_threads()
-    begun = threading.Barrier(count + 1)
+    all_started = threading.Barrier(count + 1)
     pool = ThreadPoolExecutor(count, thread_name_prefix=name, initializer=begin)
     # A task that waits holds its thread, so `count` such tasks make the pool start all of its threads.
     for _ in range(count):
-        pool.submit(begun.wait)
-    begun.wait()
+        pool.submit(all_started.wait)
+    all_started.wait()
     torch.set_num_threads(torch_threads)
     return pool
 
@@ -158,9 +171,9 @@ def start_threads(count: int, name: str, begin: Callable[[], object] = serial_he
 class _KernelThreads:
     """The pool of threads that help with kernels.
 
-    This module owns the only instance, `_kernel_threads`: the cores belong to the process, and so does the pool. The
-    threads start with the first kernel that needs them, and wait for work until the process ends. Any thread may ask
-    for the pool.
+    This module owns the only instance, `_kernel_threads`: the cores belong to the process, and so does the
+    pool. The threads start with the first kernel that needs them, and wait for work until the process ends.
+    Any thread may ask for the pool.
     """
 
     def __init__(self) -> None:
@@ -169,9 +182,13 @@ class _KernelThreads:
         self._lock = threading.Lock()
 
     def submit(self, task: Callable[[], None], count: int) -> list[Future[None]]:
-        """Give the pool a task `count` times. A pool of fewer than `count` threads is replaced by a larger one."""
-        # Held until the pool has the tasks: another thread that needs a larger pool shuts this one down, and a pool
-        # that is shut down takes no task. The lock also keeps two threads from starting a pool each.
+        """Give the pool a task `count` times.
+
+        A pool of fewer than `count` threads is replaced by a larger one.
+        """
+        # Held until the pool has the tasks: another thread that needs a larger pool shuts this one down,
+        # and a pool that is shut down takes no task. The lock also keeps two threads from starting a pool
+        # each.
         with self._lock:
             if self._pool is None or self._size < count:
                 if self._pool is not None:
@@ -184,7 +201,7 @@ class _KernelThreads:
 _kernel_threads = _KernelThreads()
 
 
-def _allowed() -> int:
+def _max_threads() -> int:
     """The number of threads that a kernel may use if it is called from this thread."""
     return getattr(_local, "threads", None) or torch.get_num_threads()
 
@@ -195,7 +212,7 @@ def over_ranges(run: Callable[[int, int], object], size: int, work: int) -> None
     run: a kernel that releases the GIL, whose result does not depend on how 0 .. size - 1 is divided.
     work: the numbers to add up in all. It decides how many threads are used (see `_WORK_PER_THREAD`).
     """
-    threads = min(_allowed(), size, 1 + work // _WORK_PER_THREAD)
+    threads = min(_max_threads(), size, 1 + work // _WORK_PER_THREAD)
     if threads <= 1:
         run(0, size)
         return
@@ -207,28 +224,30 @@ def over_ranges(run: Callable[[int, int], object], size: int, work: int) -> None
 def in_threads(run: Callable[[int], object], count: int, threads: int | None = None) -> None:
     """Call run(0) .. run(count - 1), each once, in this thread and in idle threads of the pool.
 
-    Returns when all calls have ended. An exception of any call is raised here. `threads` counts the calling thread;
-    None means as many as this thread may use.
+    Returns when all calls have ended. An exception of any call is raised here. `threads` counts the calling
+    thread; None means as many as this thread may use.
 
     The caller takes numbers as well, so the work is done even if no helper is free.
     """
     numbers = itertools.count()  # next() on it is atomic, so no number is taken twice
-    work = [run]  # a list, so that it can be emptied below
+    held_run = [run]  # a list, so that it can be emptied below
 
-    def take() -> None:
+    def run_numbers() -> None:
+        """Take the next number and run it, until none is left."""
         while (number := next(numbers)) < count:
-            work[0](number)
+            held_run[0](number)
 
-    num_helpers = min(threads or _allowed(), count) - 1
-    helpers = _kernel_threads.submit(take, num_helpers) if num_helpers > 0 else []
+    num_helpers = min(threads or _max_threads(), count) - 1
+    helpers = _kernel_threads.submit(run_numbers, num_helpers) if num_helpers > 0 else []
     try:
-        take()
+        run_numbers()
     finally:
-        # Either all numbers are taken, or `run` has failed in this thread. In both cases a helper that has not begun
-        # is not needed. The others are waited for, since they may still use the arrays of `run`.
-        waiting = [helper for helper in helpers if not helper.cancel()]
-        concurrent.futures.wait(waiting)
-        # A cancelled helper stays in the pool's queue for a while, and must not keep the tensors of `run` alive.
-        work.clear()
-    for helper in waiting:
+        # Either all numbers are taken, or `run` has failed in this thread. In both cases a helper that has
+        # not begun is not needed. The others are waited for, since they may still use the arrays of `run`.
+        running = [helper for helper in helpers if not helper.cancel()]
+        concurrent.futures.wait(running)
+        # A cancelled helper stays in the pool's queue for a while, and must not keep the tensors of `run`
+        # alive.
+        held_run.clear()
+    for helper in running:
         helper.result()

@@ -1,7 +1,7 @@
 """Numba kernels that sample neighbours, relabel nodes, gather rows and group edges.
 
-`reference.py` defines each public function in plain torch; results here are equal to the bit. A sampled block is made
-in three steps:
+`reference.py` defines each public function in plain torch; results here are equal to the bit. A sampled
+block is made in three steps:
 
     sample_neighbors              IdMap.add                          gather_rows
     nodes -> sampled edges   ->   global ids -> local ids       ->   the rows of the batch's nodes
@@ -9,9 +9,9 @@ in three steps:
 
 `sample_tree` makes the tree layout instead: a slot for every possible draw, and no relabelling.
 
-Random numbers. A node's draws depend only on (key, node id), or on (key, slot) in a tree. They are the outputs of a
-SplitMix64 generator that starts at mix(key ^ id). So a sample does not depend on threads or on the other nodes of the
-batch. A smaller fan-out gives the first draws of a larger one.
+Random numbers. A node's draws depend only on (key, node id), or on (key, slot) in a tree. They are the
+outputs of a SplitMix64 generator that starts at mix(key ^ id). So a sample does not depend on threads or on
+the other nodes of the batch. A smaller fan-out gives the first draws of a larger one.
 
 Memory layout
     indptr     [num_nodes + 1] int64   edges are sorted by destination (CSC)
@@ -19,12 +19,12 @@ Memory layout
     nodes      [n]                     int32 or int64: the nodes to sample for
     edge_ids   [num_sampled] int64     positions in `indices`
 
-Speed. Ids come in no order, so a read is likely to miss the processor's caches. So loops prefetch the cache line that
-they will need some iterations later. Every kernel runs in the calling thread.
+Speed. Ids come in no order, so a read is likely to miss the processor's caches. So loops prefetch the cache
+line that they will need some iterations later. Every kernel runs in the calling thread.
 
 Bad input. A node id out of range, or an indptr that does not fit the edges, raises a ValueError. A row id
-or a group number out of range raises an IndexError. No memory outside the arrays is read before. `self_loops` does
-not check its indptr.
+or a group number out of range raises an IndexError. No memory outside the arrays is read before.
+`self_loops` does not check its indptr.
 """
 
 from __future__ import annotations
@@ -39,11 +39,18 @@ from hopline.ops.cpu.runtime import GOLDEN, bounded, kernel, mix, prefetch
 from hopline.ops.reference import Children, Neighbors
 from hopline.ops.tree_slots import Slots
 
-NODES_AHEAD, EDGES_AHEAD, ROWS_AHEAD = 16, 24, 8
-"""Iterations between the prefetch of a cache line and its use, by what a loop runs over. A rule of thumb."""
+# ---- iterations between the prefetch of a cache line and its use, by what a loop runs over. Rules of thumb.
+
+NODES_AHEAD = 16
+"""Nodes between a prefetch and its use."""
+EDGES_AHEAD = 24
+"""Edges between a prefetch and its use."""
+ROWS_AHEAD = 8
+"""Rows between a prefetch and its use."""
 
 DENSE_MAP_BYTES = 1 << 29
-"""Bytes up to which an `IdMap` is an array over all nodes of the graph; beyond, it is a hash map. A rule of thumb."""
+"""Bytes up to which an `IdMap` is an array over all nodes of the graph; beyond, it is a hash map.
+A rule of thumb."""
 
 
 @kernel
@@ -63,7 +70,8 @@ def _count(indptr, nodes, num_edges, fanout, replace, out_indptr):
             prefetch(indptr, nodes[i + NODES_AHEAD])
         if nodes[i] < 0 or nodes[i] + 1 >= indptr.shape[0]:
             return False
-        start, stop = indptr[nodes[i]], indptr[nodes[i] + 1]
+        start = indptr[nodes[i]]
+        stop = indptr[nodes[i] + 1]
         if start < 0 or stop < start or stop > num_edges:
             return False
         degree = stop - start
@@ -76,7 +84,10 @@ def _count(indptr, nodes, num_edges, fanout, replace, out_indptr):
 
 
 def _row_starts(indptr: Tensor, nodes: Tensor, num_edges: int, fanout: int, replace: bool) -> np.ndarray:
-    """[num_nodes + 1] int64: the start of each node's sampled edges. Raises ValueError if the input is not valid."""
+    """[num_nodes + 1] int64: the start of each node's sampled edges.
+
+    Raises ValueError if the input is not valid.
+    """
     out_indptr = np.zeros(nodes.numel() + 1, dtype=np.int64)
     if not _count(indptr.numpy(), nodes.numpy(), num_edges, fanout, replace, out_indptr):
         raise ValueError(
@@ -109,10 +120,10 @@ def _draw_with_replacement(indptr, nodes, key, out_indptr, edge_ids):
 
 @kernel
 def _shuffle_small(degree, count, state, order, out):
-    """Draw `count` of the positions 0 .. degree - 1, all different: the first steps of a Fisher-Yates shuffle.
+    """Draw `count` different positions of 0 .. degree - 1: the first steps of a Fisher-Yates shuffle.
 
-    Step j swaps position j with a random one from j on, and draws the value that comes to j. Only half of the swap is
-    written: position j is not read again.
+    Step j swaps position j with a random one from j on, and draws the value that comes to j. Only half of
+    the swap is written: position j is not read again.
 
     order: [degree or more] int64, scratch; out: [count] int64. Costs O(degree), so it is for small degrees.
     """
@@ -126,7 +137,7 @@ def _shuffle_small(degree, count, state, order, out):
 
 
 @kernel
-def _shuffle_large(degree, count, state, slots, moved_to, moved, out):
+def _shuffle_large(degree, count, state, slots, swap_target, swap_value, out):
     """Draw the same positions as `_shuffle_small` at a cost of O(count), for any degree.
 
     Reference:
@@ -136,26 +147,30 @@ def _shuffle_large(degree, count, state, slots, moved_to, moved, out):
             out[j] = held.get(target, target)
             held[target] = held.get(j, j)      # half of the swap
 
-    `held` is a hash table with linear probing. Swap j has the key moved_to[j], a position, and the value moved[j].
-    A slot holds the number of the latest swap into its position, or -1 if it is empty. There are at least twice as
-    many slots as swaps, so probing ends soon. The table is left empty for the next node.
+    `held` is a hash table with linear probing. Swap j has the key swap_target[j], a position, and the value
+    swap_value[j]. A slot holds the number of the latest swap into its position, or -1 if it is empty. There
+    are at least twice as many slots as swaps, so probing ends soon. The table is left empty for the next
+    node.
 
-    slots: [power of two, 2 * count or more] int64, all -1; moved_to, moved: [count or more] int64, scratch.
+    slots: [power of two, 2 * count or more] int64, all -1; swap_target, swap_value: [count or more] int64,
+    scratch.
     """
     mask = slots.shape[0] - 1  # the size is a power of two, so `& mask` is the modulo
     for j in range(count):
         state += GOLDEN
         target = j + bounded(mix(state), degree - j)
-        slot = (target * 0x9E3779B1) & mask  # multiplicative hashing, by 2**32 / golden ratio
-        while slots[slot] >= 0 and moved_to[slots[slot]] != target:
-            slot = (slot + 1) & mask
-        out[j] = moved[slots[slot]] if slots[slot] >= 0 else target
-        own = (j * 0x9E3779B1) & mask
-        while slots[own] >= 0 and moved_to[slots[own]] != j:
-            own = (own + 1) & mask
-        moved[j] = moved[slots[own]] if slots[own] >= 0 else j
-        moved_to[j] = target
-        slots[slot] = j
+
+        target_slot = (target * 0x9E3779B1) & mask  # multiplicative hashing, by 2**32 / golden ratio
+        while slots[target_slot] >= 0 and swap_target[slots[target_slot]] != target:
+            target_slot = (target_slot + 1) & mask
+        out[j] = swap_value[slots[target_slot]] if slots[target_slot] >= 0 else target
+
+        j_slot = (j * 0x9E3779B1) & mask
+        while slots[j_slot] >= 0 and swap_target[slots[j_slot]] != j:
+            j_slot = (j_slot + 1) & mask
+        swap_value[j] = swap_value[slots[j_slot]] if slots[j_slot] >= 0 else j
+        swap_target[j] = target
+        slots[target_slot] = j
     slots[:] = -1
 
 
@@ -167,7 +182,8 @@ def _draw_without_replacement(indptr, nodes, fanout, key, out_indptr, edge_ids):
         num_slots *= 2
     order = np.empty(4 * fanout, dtype=np.int64)
     slots = np.full(num_slots, -1, dtype=np.int64)
-    moved_to, moved = np.empty(fanout, dtype=np.int64), np.empty(fanout, dtype=np.int64)
+    swap_target = np.empty(fanout, dtype=np.int64)
+    swap_value = np.empty(fanout, dtype=np.int64)
     num_nodes = nodes.shape[0]
     for i in range(num_nodes):
         if i + NODES_AHEAD < num_nodes:
@@ -176,11 +192,12 @@ def _draw_without_replacement(indptr, nodes, fanout, key, out_indptr, edge_ids):
         degree = indptr[nodes[i] + 1] - start
         out = edge_ids[out_indptr[i] : out_indptr[i + 1]]
         state = mix(np.uint64(key) ^ np.uint64(nodes[i]))
-        # Both give the same draws. Up to four times the fan-out (a rule of thumb) an array is used, and no hashing.
+        # Both give the same draws. Up to four times the fan-out (a rule of thumb) an array is used, and no
+        # hashing.
         if degree <= order.shape[0]:
             _shuffle_small(degree, out.shape[0], state, order, out)
         else:
-            _shuffle_large(degree, out.shape[0], state, slots, moved_to, moved, out)
+            _shuffle_large(degree, out.shape[0], state, slots, swap_target, swap_value, out)
         for j in range(out.shape[0]):
             out[j] += start
 
@@ -198,72 +215,79 @@ def _take(values, positions, out):
 def sample_neighbors(
     indptr: Tensor, indices: Tensor, nodes: Tensor, fanout: int, key: int, replace: bool = False
 ) -> Neighbors:
-    """Up to `fanout` in-edges of each node, or all of them if it is -1; defined in `reference.sample_neighbors`."""
-    starts, ids = indptr.numpy(), nodes.numpy()
+    """Up to `fanout` in-edges of each node, all of them with -1; as `reference.sample_neighbors`."""
+    graph_indptr = indptr.numpy()
+    node_ids = nodes.numpy()
     out_indptr = _row_starts(indptr, nodes, indices.numel(), fanout, replace)
-    edge_ids = np.empty(out_indptr[-1], dtype=np.int64)
+    positions = np.empty(out_indptr[-1], dtype=np.int64)
     if fanout < 0:
-        _all_edges(starts, ids, out_indptr, edge_ids)
+        _all_edges(graph_indptr, node_ids, out_indptr, positions)
     elif replace:
-        _draw_with_replacement(starts, ids, np.int64(key), out_indptr, edge_ids)
+        _draw_with_replacement(graph_indptr, node_ids, np.int64(key), out_indptr, positions)
     else:
-        _draw_without_replacement(starts, ids, fanout, np.int64(key), out_indptr, edge_ids)
-    found = torch.from_numpy(edge_ids)
-    return Neighbors(torch.from_numpy(out_indptr), gather_rows(indices, found), found)
+        _draw_without_replacement(graph_indptr, node_ids, fanout, np.int64(key), out_indptr, positions)
+    edge_ids = torch.from_numpy(positions)
+    return Neighbors(torch.from_numpy(out_indptr), gather_rows(indices, edge_ids), edge_ids)
 
 
 def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
     """(indptr [n + 1], positions [num_entries]), int64: all entries of the given rows of a CSR structure."""
-    starts, ids = indptr.numpy(), nodes.numpy()
+    graph_indptr = indptr.numpy()
+    node_ids = nodes.numpy()
     out_indptr = _row_starts(indptr, nodes, int(indptr[-1]), -1, False)
     positions = np.empty(out_indptr[-1], dtype=np.int64)
-    _all_edges(starts, ids, out_indptr, positions)
+    _all_edges(graph_indptr, node_ids, out_indptr, positions)
     return torch.from_numpy(out_indptr), torch.from_numpy(positions)
 
 
 @kernel
-def _add_dense(place, ids, size, nodes, idx):
+def _add_to_array(local_of, node_ids, size, nodes, idx):
     """Add nodes to a map that is an array; returns its new size, or -1 - size if a node is out of range.
 
-    place: [num_nodes] int32, the local id of each node, or -1; ids: [size + n + 1 or more] int64, the node of each
-    local id; idx: [n] int32, the local ids of `nodes`. Nodes before a bad one are added, and counted in `size`.
+    local_of: [num_nodes] int32, the local id of each node, or -1.
+    node_ids: [size + n + 1 or more] int64, the node of each local id.
+    idx: [n] int32, filled: the local ids of `nodes`.
+
+    Nodes before a bad one are added, and counted in `size`.
     """
     num = nodes.shape[0]
     for e in range(num):
         if e + EDGES_AHEAD < num:
-            prefetch(place, nodes[e + EDGES_AHEAD])
+            prefetch(local_of, nodes[e + EDGES_AHEAD])
         node = nodes[e]
-        if node < 0 or node >= place.shape[0]:
+        if node < 0 or node >= local_of.shape[0]:
             return -1 - size
-        # No `if is_new:` here. Whether a node is new is a coin toss, and a branch would be predicted wrongly half the
-        # time. A known node's write to ids[size] does no harm: the next new node overwrites it, or it is past the
-        # end.
-        at = place[node]
-        is_new = at < 0
-        at = size if is_new else at
-        ids[size] = node
-        place[node] = at
-        idx[e] = at
+
+        # No `if is_new:` here. Whether a node is new is a coin toss, and a branch would be predicted
+        # wrongly half the time. A known node's write to node_ids[size] does no harm: the next new node
+        # overwrites it, or it lies past the end.
+        local = local_of[node]
+        is_new = local < 0
+        local = size if is_new else local
+        node_ids[size] = node
+        local_of[node] = local
+        idx[e] = local
         size += is_new
     return size
 
 
 @kernel
-def _clear_dense(place, ids, size):
-    """Set `place` of the first `size` of `ids` back to -1."""
+def _clear_array(local_of, node_ids, size):
+    """Set `local_of` of the first `size` of `node_ids` back to -1."""
     for i in range(size):
         if i + EDGES_AHEAD < size:
-            prefetch(place, ids[i + EDGES_AHEAD])
-        place[ids[i]] = -1
+            prefetch(local_of, node_ids[i + EDGES_AHEAD])
+        local_of[node_ids[i]] = -1
 
 
 @kernel
-def _add_hashed(slots, ids, size, num_nodes, nodes, idx):
+def _add_to_hash_table(slots, node_ids, size, num_nodes, nodes, idx):
     """Add nodes to a map that is a hash table; returns its new size, or -1 - size if a node is out of range.
 
-    slots: [power of two] int32, a hash table with linear probing. A slot holds a local id, or -1 if it is empty; the
-    key is the node ids[local id]. At least half of the slots stay empty, so probing ends.
-    ids: [size + n or more] int64, the node of each local id; idx: [n] int32, the local ids of `nodes`.
+    slots: [power of two] int32, a hash table with linear probing. A slot holds a local id, or -1 if it is
+    empty; the key is the node node_ids[local id]. At least half of the slots stay empty, so probing ends.
+    node_ids: [size + n or more] int64, the node of each local id.
+    idx: [n] int32, filled: the local ids of `nodes`.
     """
     mask = np.uint64(slots.shape[0] - 1)
     num = nodes.shape[0]
@@ -274,11 +298,11 @@ def _add_hashed(slots, ids, size, num_nodes, nodes, idx):
         if node < 0 or node >= num_nodes:
             return -1 - size
         slot = mix(np.uint64(node)) & mask
-        while slots[slot] >= 0 and ids[slots[slot]] != node:
+        while slots[slot] >= 0 and node_ids[slots[slot]] != node:
             slot = (slot + np.uint64(1)) & mask
         if slots[slot] < 0:
             slots[slot] = size
-            ids[size] = node
+            node_ids[size] = node
             size += 1
         idx[e] = slots[slot]
     return size
@@ -289,9 +313,9 @@ class IdMap:
 
     A map is made once and used for many batches, with `clear` between them. One thread at a time may use it.
 
-    Up to `DENSE_MAP_BYTES` the map is *dense*: an array with an entry for every node of the graph. `clear` resets
-    only the entries that were set, so the time of a batch depends on its own nodes alone. In a larger graph the map
-    is a hash table, which grows with the largest batch and is cleared as a whole.
+    Up to `DENSE_MAP_BYTES` the map is *dense*: an array with an entry for every node of the graph. `clear`
+    resets only the entries that were set, so the time of a batch depends on its own nodes alone. In a
+    larger graph the map is a hash table, which grows with the largest batch and is cleared as a whole.
     """
 
     def __init__(self, num_nodes: int, dense: bool | None = None) -> None:
@@ -306,15 +330,16 @@ class IdMap:
 
         Raises ValueError if a node is outside the graph.
         """
-        new = nodes.numpy()
-        # One more than can be needed: `_add_dense` also writes at position `size`.
-        self._reserve(self.size + new.shape[0] + 1)
-        idx = np.empty(new.shape[0], dtype=np.int32)
+        new_nodes = nodes.numpy()
+        # One more than can be needed: `_add_to_array` also writes at position `size`.
+        self._reserve(self.size + new_nodes.shape[0] + 1)
+        idx = np.empty(new_nodes.shape[0], dtype=np.int32)
         if self.dense:
-            size = _add_dense(self._map, self._ids, self.size, new, idx)
+            size = _add_to_array(self._map, self._ids, self.size, new_nodes, idx)
         else:
-            size = _add_hashed(self._map, self._ids, self.size, self._num_nodes, new, idx)
-        # Nodes added before a bad one count as well: a dense map must know them, or `clear` would leave their marks.
+            size = _add_to_hash_table(self._map, self._ids, self.size, self._num_nodes, new_nodes, idx)
+        # Nodes added before a bad one count as well: a dense map must know them, or `clear` would leave
+        # their marks.
         self.size = size if size >= 0 else -1 - size
         if size < 0:
             raise ValueError("an edge index is out of range: check the dataset by `hopline verify FOLDER`")
@@ -328,8 +353,9 @@ class IdMap:
             self._ids = np.concatenate([self._ids[: self.size], np.empty(size, dtype=np.int64)])
         if not self.dense and 2 * size > self._map.shape[0]:
             self._map = np.full(1 << (2 * size).bit_length(), -1, dtype=np.int32)
-            known = self._ids[: self.size].copy()
-            _add_hashed(self._map, self._ids, 0, self._num_nodes, known, np.empty(known.shape[0], dtype=np.int32))
+            old_ids = self._ids[: self.size].copy()
+            old_idx = np.empty(old_ids.shape[0], dtype=np.int32)
+            _add_to_hash_table(self._map, self._ids, 0, self._num_nodes, old_ids, old_idx)
 
     def ids(self) -> Tensor:
         """[size] int64: the global id of each local id, a copy."""
@@ -338,44 +364,49 @@ class IdMap:
     def clear(self) -> None:
         """Forget all nodes, for the next batch."""
         if self.dense:
-            _clear_dense(self._map, self._ids, self.size)
+            _clear_array(self._map, self._ids, self.size)
         else:
             self._map.fill(-1)
         self.size = 0
 
 
 def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
-    """(ids [num_distinct] int64, idx [num_neighbors] int32): the distinct nodes, and the neighbours' local ids.
+    """(ids [num_distinct] int64, idx [num_neighbors] int32): distinct nodes, and neighbours' local ids.
 
     Seeds come first in `ids`, then neighbours by first occurrence.
     """
-    # An array up to the largest id, where it is not much larger than the input (a factor of 16 is a rule of thumb).
-    top = max((int(t.max()) for t in (seeds, neighbors) if t.numel()), default=0)
-    id_map = IdMap(top + 1, dense=top < 16 * (seeds.numel() + neighbors.numel()))
+    # An array up to the largest id, where it is not much larger than the input (a factor of 16 is a rule of
+    # thumb).
+    largest = max((int(t.max()) for t in (seeds, neighbors) if t.numel()), default=0)
+    id_map = IdMap(largest + 1, dense=largest < 16 * (seeds.numel() + neighbors.numel()))
     id_map.add(seeds.long())
     idx = id_map.add(neighbors)
     return id_map.ids(), idx
 
 
 @kernel
-def _in_range(ids, size):
+def _are_in_range(ids, size):
     """Whether all ids are within 0 .. size - 1."""
-    inside = True
+    is_inside = True
     for i in range(ids.shape[0]):
-        inside &= (ids[i] >= 0) & (ids[i] < size)
-    return inside
+        is_inside &= (ids[i] >= 0) & (ids[i] < size)
+    return is_inside
 
 
 @kernel
 def _gather(rows, ids, out):
-    """out[i] = rows[ids[i]], with all cache lines of a row (64 bytes each) prefetched `ROWS_AHEAD` rows before."""
+    """out[i] = rows[ids[i]].
+
+    All cache lines of a row (64 bytes each) are prefetched ROWS_AHEAD rows before.
+    """
     num, width = out.shape
     for i in range(num):
         if i + ROWS_AHEAD < num:
-            first = np.int64(ids[i + ROWS_AHEAD]) * width
+            first_word = np.int64(ids[i + ROWS_AHEAD]) * width
             for word in range(0, width, max(1, 64 // rows.itemsize)):
-                prefetch(rows, first + word)
-        row, target = rows[ids[i]], out[i]
+                prefetch(rows, first_word + word)
+        row = rows[ids[i]]
+        target = out[i]
         for c in range(width):
             target[c] = row[c]
 
@@ -384,7 +415,8 @@ def _gather(rows, ids, out):
 def _gather_piece(rows, ids, piece, out):
     """out[i] = rows[ids[i]] for the positions i in `piece`."""
     for i in piece:
-        row, target = rows[ids[i]], out[i]
+        row = rows[ids[i]]
+        target = out[i]
         for c in range(row.shape[0]):
             target[c] = row[c]
 
@@ -392,34 +424,38 @@ def _gather_piece(rows, ids, piece, out):
 def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
     """rows[ids], for any dtype. ids: [n] int32 or int64.
 
-    Rows are copied as machine words, the widest that divides a row, so one kernel serves every dtype. Rows of a
-    mapped file that are not in memory are read in the order of the file (see `page_cache`). Raises IndexError if an
-    id is out of range.
+    Rows are copied as machine words, the widest that divides a row, so one kernel serves every dtype. Rows
+    of a mapped file that are not in memory are read in the order of the file (see `page_cache`). Raises
+    IndexError if an id is out of range.
     """
     if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"row ids must be a 1-D int64 tensor, not {list(ids.shape)} {ids.dtype}")
-    if not _in_range(ids.numpy(), rows.size(0)):
+    if not _are_in_range(ids.numpy(), rows.size(0)):
         raise IndexError(f"a row id is outside 0 .. {rows.size(0) - 1}")
     if not rows.is_contiguous() or (rows.requires_grad and torch.is_grad_enabled()):
         # Not rows[ids]: in threads, its gradient is added up in any order.
         return rows.index_select(0, ids.long().to(rows.device))
     out = torch.empty((ids.numel(), *rows.shape[1:]), dtype=rows.dtype)
-    row_bytes = rows.element_size() * (rows[:1].numel() if rows.size(0) else 0)
     if out.numel() == 0:
         return out
+
+    row_bytes = rows.element_size() * rows[:1].numel()
     word = next(w for w in (torch.int64, torch.int32, torch.int16, torch.uint8) if row_bytes % w.itemsize == 0)
     # A tensor may start at an address that is not a multiple of the word.
     if rows.data_ptr() % word.itemsize or out.data_ptr() % word.itemsize:
         word = torch.uint8
     width = row_bytes // word.itemsize
-    source, places, target = _words(rows, word).reshape(-1, width), ids.numpy(), _words(out, word).reshape(-1, width)
-    if is_cold(rows, places):
-        for piece in in_order_of_file(rows, places):
-            _gather_piece(source, places, piece, target)
+
+    source = _words(rows, word).reshape(-1, width)
+    row_ids = ids.numpy()
+    target = _words(out, word).reshape(-1, width)
+    if is_cold(rows, row_ids):
+        for piece in in_order_of_file(rows, row_ids):
+            _gather_piece(source, row_ids, piece, target)
     elif width == 1:
-        _take(source.reshape(-1), places, target.reshape(-1))
+        _take(source.reshape(-1), row_ids, target.reshape(-1))
     else:
-        _gather(source, places, target)
+        _gather(source, row_ids, target)
     return out
 
 
@@ -450,10 +486,11 @@ def _histogram(keys, counts):
 def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     """(indptr [num_groups + 1], order [num_edges]), int64: a stable counting sort of edges by their keys.
 
-    Group g has the edges order[indptr[g] : indptr[g + 1]]. Raises IndexError if a key is outside 0 .. num_groups - 1.
+    Group g has the edges order[indptr[g] : indptr[g + 1]]. Raises IndexError if a key is outside
+    0 .. num_groups - 1.
     """
     groups = keys.numpy()
-    if not _in_range(groups, num_groups):
+    if not _are_in_range(groups, num_groups):
         raise IndexError(f"a group is outside 0 .. {num_groups - 1}")
     indptr = np.zeros(num_groups + 1, dtype=np.int64)
     _histogram(groups, indptr[1:])
@@ -479,27 +516,29 @@ def _find_self_loops(indptr, indices, out):
 def self_loops(indptr: Tensor, indices: Tensor) -> Tensor:
     """[num_loops] int64: the positions of the edges from a node to itself, ascending."""
     # The first call only counts, so that the second has an array of the right size to write to.
-    none = np.empty(0, dtype=np.int64)
-    found = np.empty(_find_self_loops(indptr.numpy(), indices.numpy(), none), dtype=np.int64)
-    if found.shape[0]:
-        _find_self_loops(indptr.numpy(), indices.numpy(), found)
-    return torch.from_numpy(found)
+    nothing = np.empty(0, dtype=np.int64)
+    num_loops = _find_self_loops(indptr.numpy(), indices.numpy(), nothing)
+    positions = np.empty(num_loops, dtype=np.int64)
+    if num_loops:
+        _find_self_loops(indptr.numpy(), indices.numpy(), positions)
+    return torch.from_numpy(positions)
 
 
 @kernel
-def _draw(indptr, num_edges, nodes, slots, fanout, key, replace, counts, edge_ids):
+def _draw_children(indptr, num_edges, nodes, slots, fanout, key, replace, counts, edge_ids):
     """Fill `counts` and `edge_ids` of `sample_children`; returns whether the input is valid.
 
-    It draws as the kernels for blocks do, but from (key, slot): a node in two slots of a tree has different draws in
-    them. An empty slot, with the node -1, gets no draws. The input is not valid if a node is not in the graph, or if
-    its edge range is not within the `num_edges` edges.
+    It draws as the kernels for blocks do, but from (key, slot): a node in two slots of a tree has different
+    draws in them. An empty slot, with the node -1, gets no draws. The input is not valid if a node is not
+    in the graph, or if its edge range is not within the `num_edges` edges.
     """
     num_slots = 4
     while num_slots < 2 * fanout:
         num_slots *= 2
     order = np.empty(4 * fanout, dtype=np.int64)
-    table = np.full(num_slots, -1, dtype=np.int64)
-    moved_to, moved = np.empty(fanout, dtype=np.int64), np.empty(fanout, dtype=np.int64)
+    hash_slots = np.full(num_slots, -1, dtype=np.int64)
+    swap_target = np.empty(fanout, dtype=np.int64)
+    swap_value = np.empty(fanout, dtype=np.int64)
     for i in range(nodes.shape[0]):
         if i + NODES_AHEAD < nodes.shape[0]:
             prefetch(indptr, nodes[i + NODES_AHEAD])
@@ -509,12 +548,14 @@ def _draw(indptr, num_edges, nodes, slots, fanout, key, replace, counts, edge_id
             continue
         if node + 1 >= indptr.shape[0]:
             return False
-        start, stop = indptr[node], indptr[node + 1]
+        start = indptr[node]
+        stop = indptr[node + 1]
         if start < 0 or stop < start or stop > num_edges:
             return False
         degree = stop - start
         if degree == 0:
             continue
+
         state = mix(np.uint64(key) ^ np.uint64(slots[i]))
         count = fanout if replace else min(degree, fanout)
         counts[i] = count
@@ -526,7 +567,7 @@ def _draw(indptr, num_edges, nodes, slots, fanout, key, replace, counts, edge_id
         elif degree <= order.shape[0]:
             _shuffle_small(degree, count, state, order, out)
         else:
-            _shuffle_large(degree, count, state, table, moved_to, moved, out)
+            _shuffle_large(degree, count, state, hash_slots, swap_target, swap_value, out)
         for j in range(count):
             out[j] += start
     return True
@@ -539,9 +580,9 @@ def _take_edges(indices, counts, edge_ids, out):
     flat = edge_ids.reshape(-1)
     for i in range(counts.shape[0]):
         for j in range(fanout):
-            at = i * fanout + j
-            if at + EDGES_AHEAD < flat.shape[0]:
-                prefetch(indices, flat[at + EDGES_AHEAD])
+            position = i * fanout + j
+            if position + EDGES_AHEAD < flat.shape[0]:
+                prefetch(indices, flat[position + EDGES_AHEAD])
             out[i, j] = indices[edge_ids[i, j]] if j < counts[i] else -1
 
 
@@ -552,8 +593,11 @@ def sample_children(
     counts = torch.empty(nodes.numel(), dtype=torch.int32)
     edge_ids = torch.zeros(nodes.numel(), fanout, dtype=torch.int64)
     ids = torch.empty(nodes.numel(), fanout, dtype=indices.dtype)
-    asked = (nodes.numpy(), slots.numpy(), fanout, np.int64(key), replace)
-    if not _draw(indptr.numpy(), indices.numel(), *asked, counts.numpy(), edge_ids.numpy()):
+    is_valid = _draw_children(
+        *(indptr.numpy(), indices.numel(), nodes.numpy(), slots.numpy()),
+        *(fanout, np.int64(key), replace, counts.numpy(), edge_ids.numpy()),
+    )
+    if not is_valid:
         raise ValueError(
             f"a node id is outside 0 .. {indptr.numel() - 2}, or the graph's indptr is damaged: "
             "check the ids, and the dataset by `hopline verify FOLDER`"

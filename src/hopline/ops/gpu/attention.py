@@ -1,26 +1,29 @@
-"""Triton kernels of graph attention (GATConv, GATv2Conv) on blocks and on the tree layout, with their gradients.
+"""Triton kernels of graph attention (GATConv, GATv2Conv) on blocks and trees, with their gradients.
 
 For one head, let x_j be the projected row of source j and own_i that of destination i. The kernels compute
 
     z_ij  = <att, x_j> + <att_own, own_i>        e_ij = leaky_relu(z_ij)               GATConv   (V2 false)
     z_ij  = x_j + own_i                          e_ij = <att, leaky_relu(z_ij)>        GATv2Conv (V2 true)
     a_ij  = softmax of e_ij over the in-edges of i
-    out_i = sum over j of kept_ij * a_ij * x_j   kept_ij: the dropout factor, 0 or 1 / (1 - p)
+    out_i = sum over j of f_ij * a_ij * x_j      f_ij: the dropout factor, 0 or 1 / (1 - p)
 
-PyG builds scores, weights and messages of all edges. These kernels compute the softmax online: they read the source
-row of each edge once, and update a maximum, a sum of exponentials and a weighted sum of rows. Neither messages nor
-attention weights are stored in the forward pass. For backward it saves, with its inputs and its output, only the
-log-sum-exp S_i of each destination and head.
+PyG builds scores, weights and messages of all edges. These kernels compute the softmax online: they read
+the source row of each edge once, and update a maximum, a sum of exponentials and a weighted sum of rows.
+Neither messages nor attention weights are stored in the forward pass. For backward it saves, with its
+inputs and its output, only the log-sum-exp S_i of each destination and head.
 
 Gradients. Let g_i be the gradient of out_i. Backward recomputes the weights and applies the chain rule:
 
     a_ij             = exp(e_ij - S_i)
     delta_i          = <g_i, out_i>
-    gradient of e_ij = a_ij * (kept_ij * <x_j, g_i> - delta_i)
+    gradient of e_ij = a_ij * (f_ij * <x_j, g_i> - delta_i)
 
-The gradient of x_j is a sum over the out-edges of j. It is computed without atomics, and so is bitwise reproducible:
-- Tree layout: every slot but a seed's has one parent. The program of the parent writes the gradient of the child.
-- Block: a first kernel writes two numbers per edge and head. A second kernel sums over edges grouped by source.
+The gradient of x_j is a sum over the out-edges of j. It is computed without atomics, and so is bitwise
+reproducible:
+- Tree layout: every slot but a seed's has one parent. The program of the parent writes the gradient of the
+  child.
+- Block: a first kernel writes two numbers per edge and head. A second kernel sums over edges grouped by
+  source.
 
 Memory layout (C is the number of columns of a head; CP is C padded to a power of two, at least MIN_TILE_COLUMNS)
     x           [num_src, HEADS * C]   row-major. The destinations are the first sources
@@ -31,19 +34,19 @@ Memory layout (C is the number of columns of a head; CP is C padded to a power o
     sources     block: [num_edges] each edge's source, edges sorted by destination. Tree: [num_src] the node at each
                 slot, -1 if it is empty. An edge of a tree is numbered by the slot of its source
 
-Division of the work. A program owns one head of R destinations (of R sources in `gather_kernel`), and takes E of
-their edges at a time: tiles of [R, E, CP] numbers. Program p owns head p % HEADS of tile p // HEADS.
+Division of the work. A program owns one head of R destinations (of R sources in `gather_kernel`), and takes
+E of their edges at a time: tiles of [R, E, CP] numbers. Program p owns head p % HEADS of tile p // HEADS.
 
-Bad input. In a block an index out of range raises a flag (`runtime.report`), and its edge is left out. The indices of
-a tree follow from its shape and are not checked. Half types are summed in float32. Nothing in this file synchronises
-with the device.
+Bad input. In a block an index out of range raises a flag (`runtime.report`), and its edge is left out. The
+indices of a tree follow from its shape and are not checked. Half types are summed in float32. Nothing in
+this file synchronises with the device.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -58,7 +61,7 @@ from hopline.ops.gpu.runtime import (
     first_state,
     is_interpreted,
     key_on,
-    launching,
+    launch_on,
     mix,
     report,
 )
@@ -73,20 +76,20 @@ def _leaky(z, SLOPE: tl.constexpr):
 
 
 @triton.jit
-def _rows(rows, row, there, head, HEADS: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, ACC: tl.constexpr):
-    """[..., CP]: one head of rows[row], 0 where `there` is false. row: [R] or [R, E] row numbers."""
+def _load_rows(rows, row, is_row, head, HEADS: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, ACC: tl.constexpr):
+    """[..., CP]: one head of rows[row], 0 where `is_row` is false. row: [R] or [R, E] row numbers."""
     column = tl.arange(0, CP)
     if len(row.shape) == 1:
-        at = rows + (row.to(tl.int64) * (HEADS * C) + head * C)[:, None] + column[None, :]
-        value = tl.load(at, mask=there[:, None] & (column < C)[None, :], other=0).to(ACC)
+        pointers = rows + (row.to(tl.int64) * (HEADS * C) + head * C)[:, None] + column[None, :]
+        values = tl.load(pointers, mask=is_row[:, None] & (column < C)[None, :], other=0).to(ACC)
     else:
-        at = rows + (row.to(tl.int64) * (HEADS * C) + head * C)[:, :, None] + column[None, None, :]
-        value = tl.load(at, mask=there[:, :, None] & (column < C)[None, None, :], other=0).to(ACC)
-    return value
+        pointers = rows + (row.to(tl.int64) * (HEADS * C) + head * C)[:, :, None] + column[None, None, :]
+        values = tl.load(pointers, mask=is_row[:, :, None] & (column < C)[None, None, :], other=0).to(ACC)
+    return values
 
 
 @triton.jit
-def _att(att, head, C: tl.constexpr, CP: tl.constexpr, ACC: tl.constexpr):
+def _load_att(att, head, C: tl.constexpr, CP: tl.constexpr, ACC: tl.constexpr):
     """[CP]: the attention vector of one head, padded with zeros."""
     column = tl.arange(0, CP)
     return tl.load(att + head * C + column, mask=column < C, other=0).to(ACC)
@@ -94,12 +97,12 @@ def _att(att, head, C: tl.constexpr, CP: tl.constexpr, ACC: tl.constexpr):
 
 @triton.jit
 def _own_score(own, att_own, head, V2: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, ACC: tl.constexpr):
-    """[R]: <att_own, own_i>, the destination's part of z in GATConv. 0 in GATv2Conv, where own_i itself is added."""
-    return tl.sum(own, 1) * 0 if V2 else tl.sum(own * _att(att_own, head, C, CP, ACC)[None, :], 1)
+    """[R]: <att_own, own_i>, the destination's part of z in GATConv. 0 in GATv2Conv, which adds own_i."""
+    return tl.sum(own, 1) * 0 if V2 else tl.sum(own * _load_att(att_own, head, C, CP, ACC)[None, :], 1)
 
 
 @triton.jit
-def _before_leaky(x, own, own_score, att, V2: tl.constexpr):
+def _pre_activation(x, own, own_score, att, V2: tl.constexpr):
     """z_ij, the input of LeakyReLU: [R, E, CP] in GATv2Conv, [R, E] in GATConv."""
     return x + own[:, None, :] if V2 else tl.sum(x * att[None, None, :], 2) + own_score[:, None]
 
@@ -111,70 +114,74 @@ def _scores(z, att, V2: tl.constexpr, SLOPE: tl.constexpr):
 
 
 @triton.jit
-def _kept(states, number, head, HEADS: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr):
+def _dropout_factors(
+    states, number, head, HEADS: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr
+):
     """[R, E]: the dropout factor of each edge and head, 0 or SCALE.
 
-    number: [R, E] the index of the edge among those of its destination, from 1 on. The added self-loop is number 0.
-    The draw is keyed by (key, destination, number, head), so backward draws the same factors again.
+    number: [R, E] the index of the edge among those of its destination, from 1 on. The added self-loop is
+    number 0. The draw is keyed by (key, destination, number, head), so backward draws the same factors
+    again.
     """
     if THRESHOLD > 0:
         raw = mix(states[:, None] + (number * HEADS + head + 1).to(tl.uint64) * GOLDEN)
-        keep = (raw >> 48).to(tl.int32) >= THRESHOLD
-        factor = tl.where(keep, tl.full((1, 1), SCALE, ACC), tl.full((1, 1), 0.0, ACC))
+        is_kept = (raw >> 48).to(tl.int32) >= THRESHOLD
+        factors = tl.where(is_kept, tl.full((1, 1), SCALE, ACC), tl.full((1, 1), 0.0, ACC))
     else:
-        factor = tl.full(number.shape, 1.0, ACC)
-    return factor
+        factors = tl.full(number.shape, 1.0, ACC)
+    return factors
 
 
 @triton.jit
-def _states(key, ids, d, there, THRESHOLD: tl.constexpr):
-    """[R] uint64: the random state of each destination. Without dropout a placeholder, which `_kept` does not use."""
+def _load_states(key, ids, dst, is_dst, THRESHOLD: tl.constexpr):
+    """[R] uint64: the random state of each destination. Without dropout a placeholder that nobody reads."""
     if THRESHOLD > 0:
-        states = first_state(tl.load(key), tl.load(ids + d, mask=there, other=0).to(tl.int64))
+        states = first_state(tl.load(key), tl.load(ids + dst, mask=is_dst, other=0).to(tl.int64))
     else:
-        states = d.to(tl.uint64)
+        states = dst.to(tl.uint64)
     return states
 
 
 @triton.jit
-def _range(starts, stops, sources, d, inside, flags, num_edges, TREE: tl.constexpr):
-    """(first edge, number of edges, node, whether it exists), each [R], for the destinations d.
+def _load_edge_ranges(starts, stops, sources, dst, is_dst, flags, num_edges, TREE: tl.constexpr):
+    """(first edge, number of edges, node, whether it exists), each [R], for the destinations dst.
 
-    node: what `_sources` compares sources with to find self-loops. In a tree the node at slot d, in a block d itself.
-    A destination of a block with a damaged indptr raises a flag and gets no edges.
+    node: what `_load_sources` compares sources with to find self-loops. In a tree the node at slot dst, in
+    a block dst itself. A destination of a block with a damaged indptr raises a flag and gets no edges.
     """
-    start = tl.load(starts + d, mask=inside, other=0).to(tl.int64)
+    start = tl.load(starts + dst, mask=is_dst, other=0).to(tl.int64)
     if TREE:
-        count = tl.load(stops + d, mask=inside, other=0).to(tl.int32)
-        node = tl.load(sources + d, mask=inside, other=-1).to(tl.int64)
+        count = tl.load(stops + dst, mask=is_dst, other=0).to(tl.int32)
+        node = tl.load(sources + dst, mask=is_dst, other=-1).to(tl.int64)
     else:
-        stop = tl.load(stops + d, mask=inside, other=0)
-        wrong = (start < 0) | (stop < start) | (stop > num_edges)
-        report(flags, EDGE_ERROR, wrong)
-        count = tl.where(wrong, 0, stop - start).to(tl.int32)
-        node = tl.where(inside, d, -1).to(tl.int64)
+        stop = tl.load(stops + dst, mask=is_dst, other=0)
+        is_wrong = (start < 0) | (stop < start) | (stop > num_edges)
+        report(flags, EDGE_ERROR, is_wrong)
+        count = tl.where(is_wrong, 0, stop - start).to(tl.int32)
+        node = tl.where(is_dst, dst, -1).to(tl.int64)
     return start, count, node, node >= 0
 
 
 @triton.jit
-def _sources(sources, edge, is_edge, node, flags, num_src, LOOPS: tl.constexpr, TREE: tl.constexpr):
-    """(row of the source in x, whether the edge counts), each [R, E].
+def _load_sources(sources, edge, is_edge, node, flags, num_src, LOOPS: tl.constexpr, TREE: tl.constexpr):
+    """(row of the source in x, whether the edge is used), each [R, E].
 
-    Edges do not count if their slot is empty or their source is out of range, which raises a flag. With LOOPS, edges
-    from a node to itself do not count either: one self-loop per destination replaces them, as in PyG.
+    Edges are not used if their slot is empty or their source is out of range, which raises a flag. With
+    LOOPS, edges from a node to itself are not used either: one self-loop per destination replaces them, as
+    in PyG.
     """
-    found = tl.load(sources + edge, mask=is_edge, other=0).to(tl.int64)
+    source_ids = tl.load(sources + edge, mask=is_edge, other=0).to(tl.int64)
     if TREE:
         src = edge
-        counts = is_edge & (found >= 0)
+        is_used = is_edge & (source_ids >= 0)
     else:
-        src = found
-        wrong = is_edge & ((src < 0) | (src >= num_src))
-        report(flags, EDGE_ERROR, wrong)
-        counts = is_edge & (wrong == 0)
+        src = source_ids
+        is_wrong = is_edge & ((src < 0) | (src >= num_src))
+        report(flags, EDGE_ERROR, is_wrong)
+        is_used = is_edge & (is_wrong == 0)
     if LOOPS:
-        counts = counts & (found != node[:, None])
-    return src, counts
+        is_used = is_used & (source_ids != node[:, None])
+    return src, is_used
 
 
 # ---- forward
@@ -189,53 +196,60 @@ def attend_kernel(
 ):  # fmt: skip
     """The rows of `out` and the log-sum-exp of R destinations, for one head.
 
-    The softmax is online. Over the edges seen so far, `most` is the largest e_ij, `weights` the sum of
-    exp(e_ij - most), and `total` the sum of kept_ij * exp(e_ij - most) * x_j. When a step raises `most`, both sums
-    are multiplied by exp(old most - new most). A destination without edges gets 0.
+    The softmax is online. Over the edges seen so far, `maximum` is the largest e_ij, `exp_sum` the sum of
+    exp(e_ij - maximum), and `total` the sum of f_ij * exp(e_ij - maximum) * x_j. When a step raises
+    `maximum`, both sums are multiplied by exp(old maximum - new maximum). A destination without edges gets
+    0.
     """
     head = tl.program_id(0) % HEADS
-    d = tl.program_id(0) // HEADS * R + tl.arange(0, R)
-    inside = d < num_dst
-    start, count, node, there = _range(starts, stops, sources, d, inside, flags, num_edges, TREE)
-    own = _rows(own_rows, d, there, head, HEADS, C, CP, ACC)
-    vector = _att(att, head, C, CP, ACC)
+    tile = tl.program_id(0) // HEADS
+    dst = tile * R + tl.arange(0, R)
+    is_dst = dst < num_dst
+    start, count, node, has_node = _load_edge_ranges(starts, stops, sources, dst, is_dst, flags, num_edges, TREE)
+    own = _load_rows(own_rows, dst, has_node, head, HEADS, C, CP, ACC)
+    head_att = _load_att(att, head, C, CP, ACC)
     own_score = _own_score(own, att_own, head, V2, C, CP, ACC)
-    states = _states(key, ids, d, there, THRESHOLD)
-    most = tl.full((R,), float("-inf"), ACC)
-    weights = tl.zeros((R,), ACC)
+    states = _load_states(key, ids, dst, has_node, THRESHOLD)
+
+    maximum = tl.full((R,), float("-inf"), ACC)
+    exp_sum = tl.zeros((R,), ACC)
     total = tl.zeros((R, CP), ACC)
     if LOOPS:
         # The self-loop comes first: its score is the first maximum, so its exponential is exp(0) = 1.
-        loop = _rows(x, d, there, head, HEADS, C, CP, ACC)
-        loop_z = _before_leaky(loop[:, None, :], own, own_score, vector, V2)
-        most = tl.where(there, tl.sum(_scores(loop_z, vector, V2, SLOPE), 1), most)
-        weights = there.to(ACC)
-        total = loop * _kept(states, tl.zeros((R, 1), tl.int32), head, HEADS, THRESHOLD, SCALE, ACC)
+        loop_rows = _load_rows(x, dst, has_node, head, HEADS, C, CP, ACC)
+        loop_z = _pre_activation(loop_rows[:, None, :], own, own_score, head_att, V2)
+        maximum = tl.where(has_node, tl.sum(_scores(loop_z, head_att, V2, SLOPE), 1), maximum)
+        exp_sum = has_node.to(ACC)
+        total = loop_rows * _dropout_factors(states, tl.zeros((R, 1), tl.int32), head, HEADS, THRESHOLD, SCALE, ACC)
+
     for step in range(0, tl.max(count, 0), E):
         number = step + tl.arange(0, E)
         is_edge = number[None, :] < count[:, None]
-        src, is_edge = _sources(sources, start[:, None] + number, is_edge, node, flags, num_src, LOOPS, TREE)
-        rows = _rows(x, src, is_edge, head, HEADS, C, CP, ACC)
-        z = _before_leaky(rows, own, own_score, vector, V2)
-        e = tl.where(is_edge, _scores(z, vector, V2, SLOPE), float("-inf"))
-        higher = tl.maximum(most, tl.max(e, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # no edge yet: avoids -inf - -inf
-        shrink = tl.exp(most - base)
-        a = tl.exp(e - base[:, None])
-        kept = _kept(states, tl.broadcast_to(number[None, :] + 1, (R, E)), head, HEADS, THRESHOLD, SCALE, ACC)
-        weights = weights * shrink + tl.sum(a, 1)
-        total = total * shrink[:, None] + tl.sum(rows * (a * kept)[:, :, None], 1)
-        most = higher
-    any_edge = weights > 0
-    total = total / tl.where(any_edge, weights, 1.0)[:, None]
+        src, is_used = _load_sources(sources, start[:, None] + number, is_edge, node, flags, num_src, LOOPS, TREE)
+        src_rows = _load_rows(x, src, is_used, head, HEADS, C, CP, ACC)
+        z = _pre_activation(src_rows, own, own_score, head_att, V2)
+        scores = tl.where(is_used, _scores(z, head_att, V2, SLOPE), float("-inf"))
+
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # no edge yet: avoids -inf - -inf
+        shrink = tl.exp(maximum - base)
+        powers = tl.exp(scores - base[:, None])
+        edge_number = tl.broadcast_to(number[None, :] + 1, (R, E))
+        factors = _dropout_factors(states, edge_number, head, HEADS, THRESHOLD, SCALE, ACC)
+        exp_sum = exp_sum * shrink + tl.sum(powers, 1)
+        total = total * shrink[:, None] + tl.sum(src_rows * (powers * factors)[:, :, None], 1)
+        maximum = new_maximum
+
+    has_edge = exp_sum > 0
+    total = total / tl.where(has_edge, exp_sum, 1.0)[:, None]
     column = tl.arange(0, CP)
-    at = (d.to(tl.int64) * (HEADS * C) + head * C)[:, None] + column[None, :]
-    mask = inside[:, None] & (column < C)[None, :]
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
+    offset = (dst.to(tl.int64) * (HEADS * C) + head * C)[:, None] + column[None, :]
+    mask = is_dst[:, None] & (column < C)[None, :]
+    tl.store(out + offset, total.to(out.dtype.element_ty), mask=mask)
     if out.dtype.element_ty != ACC:
-        tl.store(exact + at, total, mask=mask)
-    log_sum = tl.where(any_edge, most, 0.0) + tl.log(tl.where(any_edge, weights, 1.0))
-    tl.store(sums + d.to(tl.int64) * HEADS + head, log_sum, mask=inside)
+        tl.store(exact + offset, total, mask=mask)
+    log_sum = tl.where(has_edge, maximum, 0.0) + tl.log(tl.where(has_edge, exp_sum, 1.0))
+    tl.store(sums + dst.to(tl.int64) * HEADS + head, log_sum, mask=is_dst)
 
 
 # ---- backward
@@ -243,11 +257,11 @@ def attend_kernel(
 
 @triton.jit
 def _edge_gradients(
-    x, is_edge, own, own_score, att, grad, log_sum, delta, kept, V2: tl.constexpr, SLOPE: tl.constexpr
+    x, is_edge, own, own_score, att, grad, log_sum, delta, factors, V2: tl.constexpr, SLOPE: tl.constexpr
 ):  # fmt: skip
     """Gradients through [R, E] edges, by the formulas at the head of this file. Returns a tuple of five:
 
-    weight  [R, E]      a_ij * kept_ij, the factor of g_i in the gradient of x_j
+    weight  [R, E]      a_ij * f_ij, the factor of g_i in the gradient of x_j
     of_z    [R, E]      GATConv: the gradient of z_ij. GATv2Conv: that of e_ij
     of_x    [R, E, CP]  the edge's part of the gradient of x_j
     of_own  [R, CP]     GATv2Conv: the gradient of own_i. GATConv: [R, 1], that of <att_own, own_i>
@@ -255,16 +269,16 @@ def _edge_gradients(
 
     Edges that are masked by `is_edge` have a_ij = 0 and add nothing.
     """
-    z = _before_leaky(x, own, own_score, att, V2)
+    z = _pre_activation(x, own, own_score, att, V2)
     a = tl.exp(tl.where(is_edge, _scores(z, att, V2, SLOPE) - log_sum[:, None], float("-inf")))
-    passed = tl.sum(x * grad[:, None, :], 2)
-    of_score = a * (kept * passed - delta[:, None])
-    weight = a * kept
+    dots = tl.sum(x * grad[:, None, :], 2)
+    of_score = a * (factors * dots - delta[:, None])
+    weight = a * factors
     if V2:
         of_z = of_score
-        through = of_score[:, :, None] * tl.where(z > 0, att[None, None, :], att[None, None, :] * SLOPE)
-        of_x = weight[:, :, None] * grad[:, None, :] + through
-        of_own = tl.sum(through, 1)
+        through_z = of_score[:, :, None] * tl.where(z > 0, att[None, None, :], att[None, None, :] * SLOPE)
+        of_x = weight[:, :, None] * grad[:, None, :] + through_z
+        of_own = tl.sum(through_z, 1)
         of_att = tl.sum(of_score[:, :, None] * _leaky(z, SLOPE), 1)
     else:
         of_z = tl.where(z > 0, of_score, of_score * SLOPE)
@@ -284,75 +298,82 @@ def backward_kernel(
 ):  # fmt: skip
     """Gradients of one head of R destinations, out of `num` destinations from `first_dst` on.
 
-    Tree: writes to grad_x the gradients of all children of its destinations. Block: writes, for `gather_kernel`,
-    `weight` and `of_z` of each edge to `weights` and `of_scores`, both [num_edges, HEADS].
+    Tree: writes to grad_x the gradients of all children of its destinations. Block: writes, for
+    `gather_kernel`, `weight` and `of_z` of each edge to `weights` and `of_scores`, both [num_edges, HEADS].
 
-    Both: write the gradient of each destination's row to grad_x, through its self-loop and, if SHARED, as own_i. If
-    not SHARED, the gradient of own_i goes to grad_own. With ADD, grad_x already holds what the launch of the hop
-    before wrote for the same slots as children, and this kernel adds to it. Launches run one after the other, and in
-    each one a single program writes a slot's head, so no atomics are needed.
+    Both: write the gradient of each destination's row to grad_x, through its self-loop and, if SHARED, as
+    own_i. If not SHARED, the gradient of own_i goes to grad_own. With ADD, grad_x already holds what the
+    launch of the hop before wrote for the same slots as children, and this kernel adds to it. Launches run
+    one after the other, and in each one a single program writes a slot's head, so no atomics are needed.
 
-    att_parts, own_parts: [num_tiles, HEADS, C], the gradients of att and att_own from each tile. `_Attend` adds up
-    the tiles.
+    att_parts, own_parts: [num_tiles, HEADS, C], the gradients of att and att_own from each tile. `_Attend`
+    adds up the tiles.
     """
     head = tl.program_id(0) % HEADS
     tile = tl.program_id(0) // HEADS
-    inside = tile * R + tl.arange(0, R) < num
-    d = first_dst + tile * R + tl.arange(0, R)
-    start, count, node, there = _range(starts, stops, sources, d, inside, flags, num_edges, TREE)
+    is_dst = tile * R + tl.arange(0, R) < num
+    dst = first_dst + tile * R + tl.arange(0, R)
+    start, count, node, has_node = _load_edge_ranges(starts, stops, sources, dst, is_dst, flags, num_edges, TREE)
     column = tl.arange(0, CP)
-    own = _rows(own_rows, d, there, head, HEADS, C, CP, ACC)
-    vector = _att(att, head, C, CP, ACC)
+    own = _load_rows(own_rows, dst, has_node, head, HEADS, C, CP, ACC)
+    head_att = _load_att(att, head, C, CP, ACC)
     own_score = _own_score(own, att_own, head, V2, C, CP, ACC)
-    states = _states(key, ids, d, there, THRESHOLD)
-    gradient = _rows(grad, d, there, head, HEADS, C, CP, ACC)
-    delta = tl.sum(gradient * _rows(exact, d, there, head, HEADS, C, CP, ACC), 1)
-    log_sum = tl.load(sums + d.to(tl.int64) * HEADS + head, mask=there, other=0)
+    states = _load_states(key, ids, dst, has_node, THRESHOLD)
+    gradient = _load_rows(grad, dst, has_node, head, HEADS, C, CP, ACC)
+    delta = tl.sum(gradient * _load_rows(exact, dst, has_node, head, HEADS, C, CP, ACC), 1)
+    log_sum = tl.load(sums + dst.to(tl.int64) * HEADS + head, mask=has_node, other=0)
+
     of_row = tl.zeros((R, CP), ACC)
     of_own = tl.zeros((R, CP if V2 else 1), ACC)
     of_att = tl.zeros((R, CP), ACC)
     if LOOPS:
-        loop = _rows(x, d, there, head, HEADS, C, CP, ACC)[:, None, :]
-        loop_kept = _kept(states, tl.zeros((R, 1), tl.int32), head, HEADS, THRESHOLD, SCALE, ACC)
-        _, _, of_loop, more_own, of_att = _edge_gradients(
-            loop, there[:, None], own, own_score, vector, gradient, log_sum, delta, loop_kept, V2, SLOPE
+        loop_rows = _load_rows(x, dst, has_node, head, HEADS, C, CP, ACC)[:, None, :]
+        loop_factors = _dropout_factors(states, tl.zeros((R, 1), tl.int32), head, HEADS, THRESHOLD, SCALE, ACC)
+        _, _, of_loop, added_own, of_att = _edge_gradients(
+            loop_rows, has_node[:, None], own, own_score, head_att, gradient, log_sum, delta, loop_factors, V2, SLOPE
         )
         of_row = tl.sum(of_loop, 1)
-        of_own += more_own
+        of_own += added_own
+
     for step in range(0, FANOUT if TREE else tl.max(count, 0), E):
         number = step + tl.arange(0, E)
         edge = start[:, None] + number
         is_edge = number[None, :] < count[:, None]
-        src, counts = _sources(sources, edge, is_edge, node, flags, num_src, LOOPS, TREE)
-        rows = _rows(x, src, counts, head, HEADS, C, CP, ACC)
-        kept = _kept(states, tl.broadcast_to(number[None, :] + 1, (R, E)), head, HEADS, THRESHOLD, SCALE, ACC)
-        weight, of_z, of_rows, more_own, more_att = _edge_gradients(
-            rows, counts, own, own_score, vector, gradient, log_sum, delta, kept, V2, SLOPE
+        src, is_used = _load_sources(sources, edge, is_edge, node, flags, num_src, LOOPS, TREE)
+        src_rows = _load_rows(x, src, is_used, head, HEADS, C, CP, ACC)
+        edge_number = tl.broadcast_to(number[None, :] + 1, (R, E))
+        factors = _dropout_factors(states, edge_number, head, HEADS, THRESHOLD, SCALE, ACC)
+        weight, of_z, of_rows, added_own, added_att = _edge_gradients(
+            src_rows, is_used, own, own_score, head_att, gradient, log_sum, delta, factors, V2, SLOPE
         )
-        of_own += more_own
-        of_att += more_att
-        # The loop of a tree runs over all FANOUT slots, since grad_x is not initialised: empty slots get zeros.
+        of_own += added_own
+        of_att += added_att
+
+        # The loop of a tree runs over all FANOUT slots, since grad_x is not initialised: empty slots get
+        # zeros.
         if TREE:
-            at = grad_x + (edge * (HEADS * C) + head * C)[:, :, None] + column[None, None, :]
-            slot = (inside[:, None] & (number < FANOUT)[None, :])[:, :, None] & (column < C)[None, None, :]
-            tl.store(at, of_rows.to(grad_x.dtype.element_ty), mask=slot)
+            pointers = grad_x + (edge * (HEADS * C) + head * C)[:, :, None] + column[None, None, :]
+            slot_mask = (is_dst[:, None] & (number < FANOUT)[None, :])[:, :, None] & (column < C)[None, None, :]
+            tl.store(pointers, of_rows.to(grad_x.dtype.element_ty), mask=slot_mask)
         else:
             tl.store(weights + edge * HEADS + head, weight, mask=is_edge)
             tl.store(of_scores + edge * HEADS + head, of_z, mask=is_edge)
-    parts = (first_tile + tile).to(tl.int64) * (HEADS * C) + head * C + column
-    tl.store(att_parts + parts, tl.sum(of_att, 0), mask=column < C)
+
+    part_offset = (first_tile + tile).to(tl.int64) * (HEADS * C) + head * C + column
+    tl.store(att_parts + part_offset, tl.sum(of_att, 0), mask=column < C)
     if not V2:
-        tl.store(own_parts + parts, tl.sum(of_own * own, 0), mask=column < C)
-        of_own = of_own * _att(att_own, head, C, CP, ACC)[None, :]
-    at = (d.to(tl.int64) * (HEADS * C) + head * C)[:, None] + column[None, :]
-    mask = inside[:, None] & (column < C)[None, :]
+        tl.store(own_parts + part_offset, tl.sum(of_own * own, 0), mask=column < C)
+        of_own = of_own * _load_att(att_own, head, C, CP, ACC)[None, :]
+
+    offset = (dst.to(tl.int64) * (HEADS * C) + head * C)[:, None] + column[None, :]
+    mask = is_dst[:, None] & (column < C)[None, :]
     if SHARED:
         of_row += of_own
     else:
-        tl.store(grad_own + at, of_own.to(grad_own.dtype.element_ty), mask=mask)
+        tl.store(grad_own + offset, of_own.to(grad_own.dtype.element_ty), mask=mask)
     if ADD:
-        of_row += tl.load(grad_x + at, mask=mask, other=0).to(ACC)
-    tl.store(grad_x + at, of_row.to(grad_x.dtype.element_ty), mask=mask)
+        of_row += tl.load(grad_x + offset, mask=mask, other=0).to(ACC)
+    tl.store(grad_x + offset, of_row.to(grad_x.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_src", "num_dst"])
@@ -363,18 +384,20 @@ def gather_kernel(
 ):  # fmt: skip
     """grad_x[s] += the gradients of all out-edges of s, for one head of R sources of a block.
 
-    The edges of source s are order[src_indptr[s] : src_indptr[s + 1]]. Each adds weight * g_i and, through its score,
-    of_z * att (GATConv) or of_z * att * leaky_relu'(z) (GATv2Conv). `backward_kernel` has written the rows of the
-    destinations, which are the first sources. Rows of other sources start from 0.
+    The edges of source s are order[src_indptr[s] : src_indptr[s + 1]]. Each adds weight * g_i and, through
+    its score, of_z * att (GATConv) or of_z * att * leaky_relu'(z) (GATv2Conv). `backward_kernel` has
+    written the rows of the destinations, which are the first sources. Rows of other sources start from 0.
     """
     head = tl.program_id(0) % HEADS
-    s = tl.program_id(0) // HEADS * R + tl.arange(0, R)
-    inside = s < num_src
-    start = tl.load(src_indptr + s, mask=inside, other=0)
-    count = (tl.load(src_indptr + s + 1, mask=inside, other=0) - start).to(tl.int32)
+    tile = tl.program_id(0) // HEADS
+    src = tile * R + tl.arange(0, R)
+    is_src = src < num_src
+    start = tl.load(src_indptr + src, mask=is_src, other=0)
+    count = (tl.load(src_indptr + src + 1, mask=is_src, other=0) - start).to(tl.int32)
     column = tl.arange(0, CP)
-    vector = _att(att, head, C, CP, ACC)
-    row = _rows(x, s, inside, head, HEADS, C, CP, ACC) if V2 else tl.zeros((R, CP), ACC)
+    head_att = _load_att(att, head, C, CP, ACC)
+    src_rows = _load_rows(x, src, is_src, head, HEADS, C, CP, ACC) if V2 else tl.zeros((R, CP), ACC)
+
     total = tl.zeros((R, CP), ACC)
     of_score = tl.zeros((R,), ACC)
     for step in range(0, tl.max(count, 0), E):
@@ -384,19 +407,20 @@ def gather_kernel(
         dst = tl.load(dst_idx + edge, mask=is_edge, other=0)
         weight = tl.load(weights + edge * HEADS + head, mask=is_edge, other=0)
         of_z = tl.load(of_scores + edge * HEADS + head, mask=is_edge, other=0)
-        values = weight[:, :, None] * _rows(grad, dst, is_edge, head, HEADS, C, CP, ACC)
+        gradients = weight[:, :, None] * _load_rows(grad, dst, is_edge, head, HEADS, C, CP, ACC)
         if V2:
-            z = row[:, None, :] + _rows(own_rows, dst, is_edge, head, HEADS, C, CP, ACC)
-            values += of_z[:, :, None] * tl.where(z > 0, vector[None, None, :], vector[None, None, :] * SLOPE)
+            z = src_rows[:, None, :] + _load_rows(own_rows, dst, is_edge, head, HEADS, C, CP, ACC)
+            gradients += of_z[:, :, None] * tl.where(z > 0, head_att[None, None, :], head_att[None, None, :] * SLOPE)
         else:
             of_score += tl.sum(of_z, 1)
-        total += tl.sum(values, 1)
+        total += tl.sum(gradients, 1)
     if not V2:
-        total += of_score[:, None] * vector[None, :]
-    at = grad_x + (s.to(tl.int64) * (HEADS * C) + head * C)[:, None] + column[None, :]
-    mask = inside[:, None] & (column < C)[None, :]
-    total += tl.load(at, mask=mask & (s < num_dst)[:, None], other=0).to(ACC)
-    tl.store(at, total.to(grad_x.dtype.element_ty), mask=mask)
+        total += of_score[:, None] * head_att[None, :]
+
+    pointers = grad_x + (src.to(tl.int64) * (HEADS * C) + head * C)[:, None] + column[None, :]
+    mask = is_src[:, None] & (column < C)[None, :]
+    total += tl.load(pointers, mask=mask & (src < num_dst)[:, None], other=0).to(ACC)
+    tl.store(pointers, total.to(grad_x.dtype.element_ty), mask=mask)
 
 
 TILE = 2048
@@ -405,20 +429,22 @@ EDGES_AT_ONCE = 8
 """Edges per destination and step in a tree, and the least in a block. A rule of thumb."""
 MAX_EDGES_AT_ONCE = 32
 """Most edges per destination and step, for blocks with a large mean degree. A rule of thumb."""
-MIN_TILE_COLUMNS, MAX_TILE_ROWS = 8, 32
-"""Least columns and most rows of a tile on a GPU, chosen so that no thread holds two rows of a tile.
-
-With 1 column and 256 rows, four warps of an H200 summed some rows wrongly under Triton 3.6. With 128 rows, or with
-eight warps, they did not.
-"""
+# The next two numbers are chosen so that no thread holds two rows of a tile. With 1 column and 256 rows,
+# four warps of an H200 summed some rows wrongly under Triton 3.6. With 128 rows, or with eight warps, they
+# did not.
+MIN_TILE_COLUMNS = 8
+"""Least columns of a tile."""
+MAX_TILE_ROWS = 32
+"""Most rows of a tile on a GPU."""
 
 
 @dataclass(frozen=True, eq=False)
 class Edges:
     """The edges over which destinations attend to sources, of a block or of a tree.
 
-    Destinations are the first sources. In a block, edges are sorted by destination. In a tree, an edge is numbered by
-    the slot of its source. Tensors of a tree may be longer than stated: kernels read only their first elements.
+    Destinations are the first sources. In a block, edges are sorted by destination. In a tree, an edge is
+    numbered by the slot of its source. Tensors of a tree may be longer than stated: kernels read only their
+    first elements.
     """
 
     num_src: int
@@ -440,18 +466,27 @@ class Edges:
 
 
 def tree_edges(slots: Slots, hop: int, nodes: Tensor, counts: Tensor) -> Edges:
-    """The edges of a tree whose destinations are the slots of hops 0 .. hop, and whose sources those of 0 .. hop + 1.
+    """The edges of a tree from the slots of hops 0 .. hop + 1 to those of hops 0 .. hop.
 
     nodes: the node at each slot, -1 if it is empty. counts: the number of children drawn for each slot.
     """
-    num_dst, device = slots.up_to(hop), nodes.device
-    first = slots.first_children(device)
-    return Edges(slots.up_to(hop + 1), num_dst, first, counts, slots.ids(device), nodes, slots, hop)
+    return Edges(
+        num_src=slots.up_to(hop + 1),
+        num_dst=slots.up_to(hop),
+        starts=slots.first_children(nodes.device),
+        stops=counts,
+        ids=slots.ids(nodes.device),
+        sources=nodes,
+        slots=slots,
+        hop=hop,
+    )
 
 
 def block_edges(indptr: Tensor, src_idx: Tensor, num_src: int, ids: Tensor) -> Edges:
     """The edges of a block in CSC form. ids: what dropout is keyed by, one per destination at least."""
-    return Edges(num_src, indptr.numel() - 1, indptr[:-1], indptr[1:], ids, src_idx)
+    return Edges(
+        num_src=num_src, num_dst=indptr.numel() - 1, starts=indptr[:-1], stops=indptr[1:], ids=ids, sources=src_idx
+    )
 
 
 @dataclass(frozen=True)
@@ -470,9 +505,9 @@ class _Plan:
     """Dropout probability of the attention weights."""
 
     def constants(self, x: Tensor, with_draws: bool = True) -> dict[str, Any]:
-        """The compile-time constants of a launch by name. with_draws: include those of dropout and self-loops."""
+        """The compile-time constants of a launch by name. with_draws: add those of dropout and loops."""
         columns = x.size(1) // self.heads
-        found = {
+        constants = {
             "HEADS": self.heads,
             "C": columns,
             "CP": max(MIN_TILE_COLUMNS, triton.next_power_of_2(columns)),
@@ -483,8 +518,8 @@ class _Plan:
         if with_draws:
             threshold = round(self.p * 65536)
             scale = 65536 / (65536 - threshold) if threshold < 65536 else 0.0
-            found |= {"LOOPS": self.loops, "THRESHOLD": threshold, "SCALE": scale}
-        return found
+            constants |= {"LOOPS": self.loops, "THRESHOLD": threshold, "SCALE": scale}
+        return constants
 
 
 def _tile(columns: int, edges: int) -> dict[str, int]:
@@ -492,21 +527,25 @@ def _tile(columns: int, edges: int) -> dict[str, int]:
 
     Wide heads take many registers, so eight warps share a tile of 256 columns or more.
     """
-    # The interpreter's time depends on the number of steps, not on their size.
-    tile, most = (64 * TILE, 512) if is_interpreted() else (TILE, MAX_TILE_ROWS)
+    tile = TILE
+    max_rows = MAX_TILE_ROWS
+    if is_interpreted():  # the interpreter's time depends on the number of steps, not on their size
+        tile = 64 * TILE
+        max_rows = 512
     edges = min(edges, max(1, tile // columns))
-    return {"R": max(1, min(most, tile // (columns * edges))), "E": edges, "num_warps": 4 if columns < 256 else 8}
+    rows = max(1, min(max_rows, tile // (columns * edges)))
+    return {"R": rows, "E": edges, "num_warps": 4 if columns < 256 else 8}
 
 
-def _edges_at_once(edges: Edges, num_rows: int) -> int:
-    """E for a kernel that owns `num_rows` rows: in a block about their mean degree, within the limits above."""
+def _edges_per_step(edges: Edges, num_rows: int) -> int:
+    """E for a kernel that owns `num_rows` rows: in a block about their mean degree, within limits."""
     if edges.slots is not None:
         return EDGES_AT_ONCE
     mean = triton.next_power_of_2(triton.cdiv(edges.sources.numel(), num_rows))
     return min(max(mean, EDGES_AT_ONCE), MAX_EDGES_AT_ONCE)
 
 
-def _exact(x: Tensor) -> torch.dtype:
+def _sum_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which x is summed: float64 for float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
@@ -514,8 +553,8 @@ def _exact(x: Tensor) -> torch.dtype:
 class _Attend(torch.autograd.Function):
     """`attend` after its checks. Backward is not differentiable again.
 
-    If `own` is None, the first rows of x are the own rows. If `att_own` is None, att takes its place in the launch:
-    a kernel needs some address, and with V2 it never reads this one.
+    If `own` is None, the first rows of x are the own rows. If `att_own` is None, att takes its place in the
+    launch: a kernel needs some address, and with V2 it never reads this one.
     """
 
     @staticmethod
@@ -523,81 +562,115 @@ class _Attend(torch.autograd.Function):
         ctx: Any, x: Tensor, own: Tensor | None, att: Tensor, att_own: Tensor | None, key: Tensor, edges: Edges,
         plan: _Plan,
     ) -> Tensor:  # fmt: skip
-        x, own = x.contiguous(), None if own is None else own.contiguous()
+        x = x.contiguous()
+        own = None if own is None else own.contiguous()
         out = torch.empty(edges.num_dst, x.size(1), dtype=x.dtype, device=x.device)
-        # Backward sums differences from <g_i, out_i> that nearly cancel. An output rounded to half precision would
-        # show in these sums, so half types keep a float32 copy of it.
-        exact = out if x.dtype == _exact(x) else torch.empty_like(out, dtype=_exact(x))
-        sums = torch.empty(edges.num_dst, plan.heads, dtype=_exact(x), device=x.device)
+        # Backward sums differences from <g_i, out_i> that nearly cancel. An output rounded to half
+        # precision would show in these sums, so half types keep a float32 copy of it.
+        exact = out if x.dtype == _sum_dtype(x) else torch.empty_like(out, dtype=_sum_dtype(x))
+        sums = torch.empty(edges.num_dst, plan.heads, dtype=_sum_dtype(x), device=x.device)
         constants = plan.constants(x)
-        tile = _tile(constants["CP"], _edges_at_once(edges, edges.num_dst))
-        with launching(x.device):
+        tile = _tile(constants["CP"], _edges_per_step(edges, edges.num_dst))
+        own_rows = x if own is None else own
+        att_own_or_any = att if att_own is None else att_own
+        with launch_on(x.device):
             attend_kernel[(triton.cdiv(edges.num_dst, tile["R"]) * plan.heads,)](
-                x, x if own is None else own, att, att if att_own is None else att_own,
+                x, own_rows, att, att_own_or_any,
                 edges.starts, edges.stops, edges.sources, edges.ids, key, out, exact, sums, error_flags(x.device),
                 edges.num_dst, edges.num_src, edges.sources.numel(), TREE=edges.slots is not None, **constants, **tile,
             )  # fmt: skip
-        ctx.edges, ctx.plan = edges, plan
+        ctx.edges = edges
+        ctx.plan = plan
         ctx.save_for_backward(x, own, att, att_own, key, exact, sums)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
-        x, own, att, att_own, key, out, sums = ctx.saved_tensors
-        edges, plan, grad, exact = ctx.edges, ctx.plan, grad.contiguous(), _exact(x)
-        grad_x, grad_own = torch.empty_like(x), None if own is None else torch.empty_like(own)
-        rows, is_tree, constants = x if own is None else own, edges.slots is not None, plan.constants(x)
-        per_edge = torch.empty(2, 0 if is_tree else edges.sources.numel(), plan.heads, dtype=exact, device=x.device)
+        x, own, att, att_own, key, exact, sums = ctx.saved_tensors
+        edges = ctx.edges
+        plan = ctx.plan
+        grad = grad.contiguous()
+        sum_dtype = _sum_dtype(x)
+        grad_x = torch.empty_like(x)
+        grad_own = None if own is None else torch.empty_like(own)
+        own_rows = x if own is None else own
+        is_tree = edges.slots is not None
+        constants = plan.constants(x)
+        per_edge = torch.empty(2, 0 if is_tree else edges.sources.numel(), plan.heads, dtype=sum_dtype, device=x.device)
         launches = _launches(edges, constants["CP"])
-        num_tiles = sum(triton.cdiv(num, tile["R"]) for _, num, _, tile in launches)
-        parts = torch.empty(1 if plan.v2 else 2, num_tiles, *att.shape, dtype=exact, device=x.device)
+        num_tiles = sum(launch.num_tiles for launch in launches)
+        parts = torch.empty(1 if plan.v2 else 2, num_tiles, *att.shape, dtype=sum_dtype, device=x.device)
+
+        # Without such a tensor a kernel neither reads nor writes it, but needs some address.
+        att_own_or_any = att if att_own is None else att_own
+        grad_own_or_any = grad_x if grad_own is None else grad_own
         first_tile = 0
-        with launching(x.device):
-            for first, num, fanout, tile in launches:
-                tiles = triton.cdiv(num, tile["R"])
-                backward_kernel[(tiles * plan.heads,)](
-                    x, rows, att, att if att_own is None else att_own, edges.starts, edges.stops, edges.sources,
-                    edges.ids, key, out, sums, grad, grad_x, grad_x if grad_own is None else grad_own,
-                    per_edge[0], per_edge[1], parts[0], parts[-1], error_flags(x.device), first, num, edges.num_src,
-                    edges.sources.numel(), first_tile, TREE=is_tree, SHARED=own is None, ADD=first > 0, FANOUT=fanout,
-                    **constants, **tile,
+        with launch_on(x.device):
+            for launch in launches:
+                backward_kernel[(launch.num_tiles * plan.heads,)](
+                    x, own_rows, att, att_own_or_any, edges.starts, edges.stops, edges.sources,
+                    edges.ids, key, exact, sums, grad, grad_x, grad_own_or_any,
+                    per_edge[0], per_edge[1], parts[0], parts[-1], error_flags(x.device),
+                    launch.first_dst, launch.num_dst, edges.num_src, edges.sources.numel(), first_tile,
+                    TREE=is_tree, SHARED=own is None, ADD=launch.first_dst > 0, FANOUT=launch.fanout,
+                    **constants, **launch.tile,
                 )  # fmt: skip
-                first_tile += tiles
+                first_tile += launch.num_tiles
         if not is_tree:
-            _gather(x, rows, att, edges, plan, per_edge, grad, grad_x)
+            _gather(x, own_rows, att, edges, plan, per_edge, grad, grad_x)
+
         of_att = parts.sum(1)
         of_att_own = None if att_own is None else of_att[1].to(att_own.dtype)
         return grad_x, grad_own, of_att[0].to(att.dtype), of_att_own, None, None, None
 
 
-def _launches(edges: Edges, columns: int) -> list[tuple[int, int, int, dict[str, int]]]:
-    """(first destination, number of destinations, fan-out, tile) of each launch of `backward_kernel`, in order.
+class _Launch(NamedTuple):
+    """One launch of `backward_kernel`."""
 
-    A block takes one launch. A tree takes one per hop, from the seeds on: a hop adds to gradients that the hop before
-    has written.
+    first_dst: int
+    """The first destination."""
+    num_dst: int
+    """Number of destinations."""
+    fanout: int
+    """Slots of each destination's children. 0 in a block."""
+    tile: dict[str, int]
+    """R, E and num_warps, from `_tile`."""
+
+    @property
+    def num_tiles(self) -> int:
+        """Number of tiles of R destinations. Each has a program per head."""
+        return triton.cdiv(self.num_dst, self.tile["R"])
+
+
+def _launches(edges: Edges, columns: int) -> list[_Launch]:
+    """The launches of `backward_kernel`, in order.
+
+    A block takes one launch. A tree takes one per hop, from the seeds on: a hop adds to gradients that the
+    hop before has written.
     """
     if edges.slots is None:
-        return [(0, edges.num_dst, 0, _tile(columns, _edges_at_once(edges, edges.num_dst)))]
-    offsets, found = edges.slots.offsets, []
+        return [_Launch(0, edges.num_dst, 0, _tile(columns, _edges_per_step(edges, edges.num_dst)))]
+    offsets = edges.slots.offsets
+    launches = []
     for hop, fanout in enumerate(edges.slots.fanouts[: edges.hop + 1]):
         tile = _tile(columns, min(EDGES_AT_ONCE, triton.next_power_of_2(fanout)))
-        found.append((offsets[hop], offsets[hop + 1] - offsets[hop], fanout, tile))
-    return found
+        launches.append(_Launch(offsets[hop], offsets[hop + 1] - offsets[hop], fanout, tile))
+    return launches
 
 
 def _gather(
     x: Tensor, own: Tensor, att: Tensor, edges: Edges, plan: _Plan, per_edge: Tensor, grad: Tensor, grad_x: Tensor
 ) -> None:
-    """Launch `gather_kernel`: add the gradients of all edges to grad_x, where destinations have their own already."""
+    """Launch `gather_kernel`: add all edges' gradients to grad_x, which has those of destinations already."""
     src_indptr, order = group_edges(edges.sources, edges.num_src)
-    # `repeat_interleave` would synchronise with the device to learn its output's size. This search does not, and the
-    # clamp keeps its result in range for any indptr.
+    # `repeat_interleave` would synchronise with the device to learn its output's size. This search does
+    # not, and the clamp keeps its result in range for any indptr.
     positions = torch.arange(edges.sources.numel(), device=x.device)
     dst_idx = torch.searchsorted(edges.stops, positions, right=True, out_int32=True).clamp(max=edges.num_dst - 1)
     constants = plan.constants(x, with_draws=False)
-    tile = _tile(constants["CP"], _edges_at_once(edges, edges.num_src))
-    with launching(x.device):
+    tile = _tile(constants["CP"], _edges_per_step(edges, edges.num_src))
+    with launch_on(x.device):
         gather_kernel[(triton.cdiv(edges.num_src, tile["R"]) * plan.heads,)](
             x, own, att, src_indptr, order, dst_idx, per_edge[0], per_edge[1], grad, grad_x,
             edges.num_src, edges.num_dst, **constants, **tile,
@@ -608,7 +681,9 @@ def attend(
     x: Tensor, own: Tensor | None, att: Tensor, att_own: Tensor | None, edges: Edges,
     *, slope: float = 0.2, loops: bool = True, p: float = 0.0, key: int | Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """[num_dst, heads * columns]: the sum of each destination's sources, weighted by attention. Differentiable.
+    """[num_dst, heads * columns]: the sum of each destination's sources, weighted by attention.
+
+    Differentiable.
 
     x: [num_src, heads * columns], the projected rows of the sources.
     own: [num_dst, heads * columns], the projected rows of the destinations. None: the first rows of x.
@@ -624,12 +699,12 @@ def attend(
     assert x.size(0) == edges.num_src, "one row per source"
     if edges.num_dst == 0 or x.numel() == 0:
         return x[: edges.num_dst] * 0  # the product keeps x in autograd's graph
-    plan = _Plan(att.size(0), att_own is None, slope, loops, p)
+    plan = _Plan(heads=att.size(0), v2=att_own is None, slope=slope, loops=loops, p=p)
     # Without dropout no key is read, and any tensor will do.
     device_key = edges.ids if not p or key is None else key_on(x.device, key)
     assert not p or key is not None, "dropout needs a key"
-    out = _Attend.apply(
-        x, own, att.contiguous(), None if att_own is None else att_own.contiguous(), device_key, edges, plan
-    )
+    if att_own is not None:
+        att_own = att_own.contiguous()
+    out = _Attend.apply(x, own, att.contiguous(), att_own, device_key, edges, plan)
     assert isinstance(out, Tensor)
     return out

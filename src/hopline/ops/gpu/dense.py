@@ -1,4 +1,4 @@
-"""Triton kernels of a hidden layer in the tree layout: linear, ReLU, dropout, and the next layer's aggregation.
+"""Triton kernels of a hidden layer in the tree layout: linear, ReLU, dropout, the next aggregation.
 
 One autograd function goes from one layer's aggregated rows to the next layer's:
 
@@ -8,25 +8,26 @@ One autograd function goes from one layer's aggregated rows to the next layer's:
       |  sum or mean over the children of each slot; the slot's own row of h to the right
     out [num_dst, 2 * N]  the input of the next layer's linear
 
-Fusing saves memory traffic twice. The dropout mask is drawn in the epilogue of the product and never stored: in
-backward, h > 0 tells where a gradient passes. If A needs no gradient, as in the first layer, the gradient of h is
-computed inside the kernel of the weight gradient and never written.
+Fusing saves memory traffic twice. The dropout mask is drawn in the epilogue of the product and never
+stored: in backward, h > 0 tells where a gradient passes. If A needs no gradient, as in the first layer, the
+gradient of h is computed inside the kernel of the weight gradient and never written.
 
 Memory layout
     a, h             row-major in half precision; row r belongs to slot `slots[r]` (see `tree.RowMap`)
-    total_rows       [1] int32 in device memory: the number of rows in use. Later rows hold no meaningful numbers
+    total_rows       [1] int32 in device memory: the number of rows in use. Later rows are meaningless
     slots, parents   int32: each row's slot, and the slot of its parent, -1 if it has none
     counts           int32: the number of children drawn for each slot
     grad             [num_dst, 2 * N]: the gradient of `out`
 
-Gradient. The row r of h, at slot s with parent p, is read by its parent's aggregation and as the own row of s:
+Gradient. The row r of h, at slot s with parent p, is read twice: by its parent's aggregation, and as the own
+row of s:
 
     grad_h[r] = grad[p, :N] (/ counts[p] for a mean)  +  grad[s, N:] if s is a destination
     grad_z[r] = scale * grad_h[r] where h[r] > 0, else 0           (z = A W^T + b, scale of the dropout)
     grad_W    = grad_z^T A          grad_b = sum of grad_z over rows          grad_A = grad_z W
 
-A slot has one parent, so grad_h is a gather and needs no atomics. The kernels sum in float32. They check no indices:
-those of a tree follow from its shape. Nothing in this file synchronises with the device.
+A slot has one parent, so grad_h is a gather and needs no atomics. The kernels sum in float32. They check no
+indices: those of a tree follow from its shape. Nothing in this file synchronises with the device.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
@@ -46,16 +47,22 @@ from hopline.ops.gpu.runtime import GOLDEN, first_state, is_interpreted, mix
 from hopline.ops.gpu.tree import RowMap, reduce_rows
 from hopline.ops.tree_slots import Slots
 
-BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 128, 128, 64
-"""Tile of `_hidden_kernel`: rows and columns of h per program, and terms of the product per step. Rules of thumb."""
+BLOCK_ROWS = 128
+"""Rows of h per program of `_hidden_kernel`. A rule of thumb."""
+BLOCK_COLUMNS = 128
+"""Columns of h per program of `_hidden_kernel`. A rule of thumb."""
+BLOCK_DEPTH = 64
+"""Terms of the product that a program of `_hidden_kernel` adds up per step. A rule of thumb."""
 SPLITS = 66
 """Row ranges whose weight gradients are summed separately by `_weight_kernel`, and then added up.
 
 The number is fixed, so that the order of summation is the same every time. Its value is a rule of thumb.
 """
-FEW_ROWS, ROWS_SUMMED = 1024, 256
-"""Limits of `_column_sums`, in rows: up to FEW_ROWS are summed by one kernel. More are first summed by programs of
-ROWS_SUMMED rows each. Rules of thumb."""
+FEW_ROWS = 1024
+"""Most rows that `_column_sums` sums by one kernel. More rows take two kernels. A rule of thumb."""
+ROWS_SUMMED = 256
+"""Rows per program of `_partial_sums_kernel`, which runs first if there are more than FEW_ROWS.
+A rule of thumb."""
 GRADIENT_ROWS = 32
 """Rows per program of `_gradient_kernel`. A rule of thumb."""
 
@@ -64,39 +71,42 @@ GRADIENT_ROWS = 32
 def _pack_kernel(left, right, out, num, LEFT: tl.constexpr, RIGHT: tl.constexpr, T: tl.constexpr):
     """out = [left | right], converted to the dtype of `out`. A program writes T of its `num` numbers."""
     i = tl.program_id(0) * T + tl.arange(0, T)
-    row, column = i // (LEFT + RIGHT), i % (LEFT + RIGHT)
-    inside, is_left = i < num, column < LEFT
-    value = tl.load(left + row * LEFT + column, mask=inside & is_left, other=0)
-    other = tl.load(right + row * RIGHT + column - LEFT, mask=inside & (column >= LEFT), other=0)
-    tl.store(out + i, tl.where(is_left, value, other).to(out.dtype.element_ty), mask=inside)
+    row = i // (LEFT + RIGHT)
+    column = i % (LEFT + RIGHT)
+    is_element = i < num
+    is_left = column < LEFT
+    left_value = tl.load(left + row * LEFT + column, mask=is_element & is_left, other=0)
+    right_value = tl.load(right + row * RIGHT + column - LEFT, mask=is_element & (column >= LEFT), other=0)
+    tl.store(out + i, tl.where(is_left, left_value, right_value).to(out.dtype.element_ty), mask=is_element)
 
 
-def _packed(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+def _pack_weights(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """[N, LEFT + RIGHT] of `dtype`: [left | right], concatenated and converted by one kernel."""
     out = torch.empty(left.size(0), left.size(1) + right.size(1), dtype=dtype, device=left.device)
     num = out.numel()
     # The kernel knows no strides. A weight may be a view, for example of another module's.
-    left, right = left.contiguous(), right.contiguous()
+    left = left.contiguous()
+    right = right.contiguous()
     _pack_kernel[(triton.cdiv(num, 1024),)](left, right, out, num, left.size(1), right.size(1), 1024)
     return out
 
 
 @triton.jit
-def _kept(states, first_column, threshold, R: tl.constexpr, C: tl.constexpr):
+def _is_kept(states, first_column, threshold, R: tl.constexpr, C: tl.constexpr):
     """[R, C]: whether dropout keeps each element. Draws as `reference.keyed_dropout` does.
 
-    A draw of 64 bits serves four columns with 16 bits each. The two joins split it into halves, and these into
-    quarters. The reshape puts the four quarters, lowest first, into four neighbouring columns.
+    A draw of 64 bits serves four columns with 16 bits each. The two joins split it into halves, and these
+    into quarters. The reshape puts the four quarters, lowest first, into four neighbouring columns.
     """
     group = (first_column // 4 + tl.arange(0, C // 4) + 1).to(tl.uint64)
     raw = mix(states[:, None] + group[None, :] * GOLDEN)
     halves = tl.join(raw.to(tl.uint32), (raw >> 32).to(tl.uint32))
-    lanes = tl.join((halves & 0xFFFF).to(tl.int32) >= threshold, (halves >> 16).to(tl.int32) >= threshold)
-    return tl.reshape(lanes, (R, C))
+    is_kept = tl.join((halves & 0xFFFF).to(tl.int32) >= threshold, (halves >> 16).to(tl.int32) >= threshold)
+    return tl.reshape(is_kept, (R, C))
 
 
 @triton.jit
-def _product(left, right, total, UPCAST: tl.constexpr):
+def _add_product(left, right, total, UPCAST: tl.constexpr):
     """total + left @ right in float32. UPCAST: whether the interpreter runs it."""
     if UPCAST:  # the interpreter would multiply the bit patterns of bfloat16, not its values
         product = tl.dot(left.to(tl.float32), right.to(tl.float32), total, input_precision="ieee")
@@ -113,58 +123,67 @@ def _hidden_kernel(
 ):  # fmt: skip
     """h = dropout(relu(a weight^T + bias)), written to `out`: [rows, N].
 
-    A program owns R rows x C columns of h and adds up D terms of the product per step. Tiles of the same rows are
-    neighbours in the grid. Dropout is keyed by the id of a row's slot.
+    A program owns R rows x C columns of h and adds up D terms of the product per step. Tiles of the same
+    rows are neighbours in the grid. Dropout is keyed by the id of a row's slot.
     """
-    # The host does not know the number of rows and launches a program for every possible one: the rest end at once.
-    num = tl.load(total_rows)
-    tiles: tl.constexpr = (N + C - 1) // C
-    if tl.program_id(0) // tiles * R >= num:
+    # The host does not know the number of rows and launches a program for every possible one: the rest end
+    # at once.
+    num_rows = tl.load(total_rows)
+    column_tiles: tl.constexpr = (N + C - 1) // C
+    first_row = tl.program_id(0) // column_tiles * R
+    if first_row >= num_rows:
         return
-    row = tl.program_id(0) // tiles * R + tl.arange(0, R)
-    first_column = tl.program_id(0) % tiles * C
+    row = first_row + tl.arange(0, R)
+    first_column = tl.program_id(0) % column_tiles * C
     column = first_column + tl.arange(0, C)
-    inside = row < num
+    is_row = row < num_rows
+
     total = tl.zeros((R, C), tl.float32)
-    left = a + row.to(tl.int64)[:, None] * K + tl.arange(0, D)[None, :]
-    right = weight + column[None, :] * K + tl.arange(0, D)[:, None]
+    a_pointers = a + row.to(tl.int64)[:, None] * K + tl.arange(0, D)[None, :]
+    weight_pointers = weight + column[None, :] * K + tl.arange(0, D)[:, None]
     for k in range(0, K, D):
-        depth = k + tl.arange(0, D) < K
-        rows = tl.load(left + k, mask=inside[:, None] & depth[None, :], other=0)
-        columns = tl.load(right + k, mask=depth[:, None] & (column < N)[None, :], other=0)
-        total = _product(rows, columns, total, UPCAST)
+        is_depth = k + tl.arange(0, D) < K
+        a_tile = tl.load(a_pointers + k, mask=is_row[:, None] & is_depth[None, :], other=0)
+        weight_tile = tl.load(weight_pointers + k, mask=is_depth[:, None] & (column < N)[None, :], other=0)
+        total = _add_product(a_tile, weight_tile, total, UPCAST)
+
     total += tl.load(bias + column, mask=column < N, other=0).to(tl.float32)[None, :]
     # ReLU by a comparison: `tl.maximum` would turn NaN into 0, and torch keeps it.
     total = tl.where(total < 0, 0.0, total)
     if DROP:
-        slot = tl.load(slots + row, mask=inside, other=0)
-        states = first_state(tl.load(key), tl.load(ids + slot, mask=inside, other=0))
-        total = tl.where(_kept(states, first_column, threshold, R, C), total * scale, 0.0)
+        slot = tl.load(slots + row, mask=is_row, other=0)
+        states = first_state(tl.load(key), tl.load(ids + slot, mask=is_row, other=0))
+        total = tl.where(_is_kept(states, first_column, threshold, R, C), total * scale, 0.0)
+
     target = out + row.to(tl.int64)[:, None] * N + column[None, :]
-    tl.store(target, total.to(out.dtype.element_ty), mask=inside[:, None] & (column < N)[None, :])
+    tl.store(target, total.to(out.dtype.element_ty), mask=is_row[:, None] & (column < N)[None, :])
 
 
 @triton.jit
-def _hidden_gradient(
-    grad, h, slots, parents, counts, row, column, inside, num_dst, scale, N: tl.constexpr, MEAN: tl.constexpr
+def _load_hidden_gradient(
+    grad, h, slots, parents, counts, row, column, is_row, num_dst, scale, N: tl.constexpr, MEAN: tl.constexpr
 ):
-    """[rows, columns] float32: grad_z, the gradient before ReLU and dropout, as defined at the head of this file."""
-    ok = (column < N)[None, :]
-    parent = tl.load(parents + row, mask=inside, other=-1).to(tl.int64)
-    there = parent >= 0
-    total = tl.load(grad + parent[:, None] * (2 * N) + column[None, :], mask=there[:, None] & ok, other=0)
-    total = total.to(tl.float32)
+    """[rows, columns] float32: grad_z, the gradient before ReLU and dropout; see the head of this file."""
+    is_column = (column < N)[None, :]
+    parent = tl.load(parents + row, mask=is_row, other=-1).to(tl.int64)
+    has_parent = parent >= 0
+    mask = has_parent[:, None] & is_column
+    gradient = tl.load(grad + parent[:, None] * (2 * N) + column[None, :], mask=mask, other=0)
+    gradient = gradient.to(tl.float32)
     if MEAN:
-        total = total / tl.maximum(tl.load(counts + parent, mask=there, other=1), 1).to(tl.float32)[:, None]
-    # Rows are in the order of their slots, so slots[r] >= r: a row from num_dst on cannot be a destination's, and its
-    # slot need not be read.
-    near = inside & (row < num_dst)
-    slot = tl.load(slots + row, mask=near, other=num_dst)
-    own = slot.to(tl.int64)[:, None] * (2 * N) + N + column[None, :]
-    total += tl.load(grad + own, mask=(slot < num_dst)[:, None] & ok, other=0).to(tl.float32)
-    value = tl.load(h + row.to(tl.int64)[:, None] * N + column[None, :], mask=inside[:, None] & ok, other=0)
+        count = tl.maximum(tl.load(counts + parent, mask=has_parent, other=1), 1)
+        gradient = gradient / count.to(tl.float32)[:, None]
+
+    # Rows are in the order of their slots, so slots[r] >= r: a row from num_dst on cannot be a
+    # destination's, and its slot need not be read.
+    may_be_dst = is_row & (row < num_dst)
+    slot = tl.load(slots + row, mask=may_be_dst, other=num_dst)
+    own_offset = slot.to(tl.int64)[:, None] * (2 * N) + N + column[None, :]
+    gradient += tl.load(grad + own_offset, mask=(slot < num_dst)[:, None] & is_column, other=0).to(tl.float32)
+
+    hidden = tl.load(h + row.to(tl.int64)[:, None] * N + column[None, :], mask=is_row[:, None] & is_column, other=0)
     # Zero where ReLU or dropout gave zero. At NaN the gradient passes, as in torch.
-    return tl.where(value <= 0, 0.0, total * scale)
+    return tl.where(hidden <= 0, 0.0, gradient * scale)
 
 
 @triton.jit(do_not_specialize=["num", "num_dst"])
@@ -172,15 +191,15 @@ def _gradient_kernel(
     grad, h, slots, parents, counts, total_rows, out, bias_sums, num, num_dst, scale,
     N: tl.constexpr, MEAN: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Write grad_z to `out`, [num, N], and its sum over each program's R rows to `bias_sums`, [programs, N]."""
+    """Write grad_z to `out`, [num, N], and its sums over each program's rows to bias_sums, [programs, N]."""
     row = tl.program_id(0) * R + tl.arange(0, R)
     column = tl.program_id(1) * C + tl.arange(0, C)
-    inside = row < tl.load(total_rows)
-    total = _hidden_gradient(grad, h, slots, parents, counts, row, column, inside, num_dst, scale, N, MEAN)
+    is_row = row < tl.load(total_rows)
+    grad_z = _load_hidden_gradient(grad, h, slots, parents, counts, row, column, is_row, num_dst, scale, N, MEAN)
     target = out + row.to(tl.int64)[:, None] * N + column[None, :]
     # Rows beyond the last one in use get zeros: torch's products of the caller run over all `num` rows.
-    tl.store(target, total.to(out.dtype.element_ty), mask=(row < num)[:, None] & (column < N)[None, :])
-    tl.store(bias_sums + tl.program_id(0) * N + column, tl.sum(total, 0), mask=column < N)
+    tl.store(target, grad_z.to(out.dtype.element_ty), mask=(row < num)[:, None] & (column < N)[None, :])
+    tl.store(bias_sums + tl.program_id(0) * N + column, tl.sum(grad_z, 0), mask=column < N)
 
 
 @triton.jit(do_not_specialize=["num_dst", "splits"])
@@ -189,27 +208,30 @@ def _weight_kernel(
     N: tl.constexpr, K: tl.constexpr, MEAN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of weight and bias from one range of rows, with grad_z computed on the way and never written.
+    """The gradients of weight and bias from one range of rows. grad_z is computed, and never written.
 
-    Program (c, d, s) owns C columns of z x D columns of `a`, and row range s. It writes its tile of sums[s], [N, K].
-    Programs with d = 0 also write bias_sums[s], [N]. Other kernels add up the ranges: `_summed` and `_column_sums`.
+    Program (c, d, s) owns C columns of z x D columns of `a`, and row range s. It writes its tile of
+    sums[s], [N, K]. Programs with d = 0 also write bias_sums[s], [N]. Other kernels add up the ranges:
+    `_sum_splits` and `_column_sums`.
     """
     column = tl.program_id(0) * C + tl.arange(0, C)
     depth = tl.program_id(1) * D + tl.arange(0, D)
     split = tl.program_id(2)
+    num_rows = tl.load(total_rows)
+    rows_per_split = tl.cdiv(tl.cdiv(num_rows, splits), R) * R
+    first = split * rows_per_split
+
     total = tl.zeros((C, D), tl.float32)
     bias_total = tl.zeros((C,), tl.float32)
-    num = tl.load(total_rows)
-    rows_per_split = tl.cdiv(tl.cdiv(num, splits), R) * R
-    first = split * rows_per_split
-    for r in range(first, tl.minimum(first + rows_per_split, num), R):
+    for r in range(first, tl.minimum(first + rows_per_split, num_rows), R):
         row = r + tl.arange(0, R)
-        inside = row < num
-        made = _hidden_gradient(grad, h, slots, parents, counts, row, column, inside, num_dst, scale, N, MEAN)
-        place = a + row.to(tl.int64)[:, None] * K + depth[None, :]
-        rows = tl.load(place, mask=inside[:, None] & (depth < K)[None, :], other=0)
-        total = _product(tl.trans(made.to(rows.dtype)), rows, total, UPCAST)
-        bias_total += tl.sum(made, 0)
+        is_row = row < num_rows
+        grad_z = _load_hidden_gradient(grad, h, slots, parents, counts, row, column, is_row, num_dst, scale, N, MEAN)
+        pointers = a + row.to(tl.int64)[:, None] * K + depth[None, :]
+        a_rows = tl.load(pointers, mask=is_row[:, None] & (depth < K)[None, :], other=0)
+        total = _add_product(tl.trans(grad_z.to(a_rows.dtype)), a_rows, total, UPCAST)
+        bias_total += tl.sum(grad_z, 0)
+
     target = sums + (split * N + column).to(tl.int64)[:, None] * K + depth[None, :]
     tl.store(target, total, mask=(column < N)[:, None] & (depth < K)[None, :])
     if tl.program_id(1) == 0:
@@ -223,8 +245,8 @@ def _column_sums_kernel(rows, out, num, N: tl.constexpr, R: tl.constexpr, C: tl.
     total = tl.zeros((R, C), tl.float32)
     for first in range(0, num, R):
         row = first + tl.arange(0, R)
-        ok = (row < num)[:, None] & (column < N)[None, :]
-        total += tl.load(rows + row[:, None] * N + column[None, :], mask=ok, other=0).to(tl.float32)
+        mask = (row < num)[:, None] & (column < N)[None, :]
+        total += tl.load(rows + row[:, None] * N + column[None, :], mask=mask, other=0).to(tl.float32)
     tl.store(out + column, tl.sum(total, 0).to(out.dtype.element_ty), mask=column < N)
 
 
@@ -232,23 +254,26 @@ def _column_sums_kernel(rows, out, num, N: tl.constexpr, R: tl.constexpr, C: tl.
 def _partial_sums_kernel(rows, out, num, N: tl.constexpr, PER: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     """out[p] = the column sums of rows p * PER .. (p + 1) * PER - 1. Program (p, c) owns C columns of it."""
     column = tl.program_id(1) * C + tl.arange(0, C)
-    begin = tl.program_id(0).to(tl.int64) * PER
+    first_row = tl.program_id(0).to(tl.int64) * PER
     total = tl.zeros((R, C), tl.float32)
-    for first in range(0, PER, R):
-        row = begin + first + tl.arange(0, R)
-        ok = (row < num)[:, None] & (column < N)[None, :]
-        total += tl.load(rows + row[:, None] * N + column[None, :], mask=ok, other=0).to(tl.float32)
+    for step in range(0, PER, R):
+        row = first_row + step + tl.arange(0, R)
+        mask = (row < num)[:, None] & (column < N)[None, :]
+        total += tl.load(rows + row[:, None] * N + column[None, :], mask=mask, other=0).to(tl.float32)
     tl.store(out + tl.program_id(0) * N + column, tl.sum(total, 0), mask=column < N)
 
 
 def _column_sums(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N] of `dtype`: rows.sum(0) in float32 and in a fixed order. Replaces torch's sum, which takes longer."""
+    """[N] of `dtype`: rows.sum(0) in float32 and in a fixed order.
+
+    Replaces torch's sum, which takes longer.
+    """
     if rows.size(0) > FEW_ROWS:
         programs = triton.cdiv(rows.size(0), ROWS_SUMMED)
-        some = torch.empty(programs, rows.size(1), dtype=torch.float32, device=rows.device)
+        partial_sums = torch.empty(programs, rows.size(1), dtype=torch.float32, device=rows.device)
         grid = (programs, triton.cdiv(rows.size(1), 128))
-        _partial_sums_kernel[grid](rows, some, rows.size(0), rows.size(1), ROWS_SUMMED, 32, 128)
-        rows = some
+        _partial_sums_kernel[grid](rows, partial_sums, rows.size(0), rows.size(1), ROWS_SUMMED, 32, 128)
+        rows = partial_sums
     out = torch.empty(rows.size(1), dtype=dtype, device=rows.device)
     grid = (triton.cdiv(rows.size(1), 16),)
     _column_sums_kernel[grid](rows, out, rows.size(0), rows.size(1), 128, 16)
@@ -263,19 +288,21 @@ def _sum_kernel(sums, left, right, num, splits, LEFT: tl.constexpr, RIGHT: tl.co
     """
     i = tl.program_id(0) * T + tl.arange(0, T)
     total = tl.zeros((T,), tl.float32)
-    place = sums + i
+    pointers = sums + i
     for _ in range(splits):
-        total += tl.load(place, mask=i < num, other=0).to(tl.float32)
-        place += num
-    row, column = i // (LEFT + RIGHT), i % (LEFT + RIGHT)
+        total += tl.load(pointers, mask=i < num, other=0).to(tl.float32)
+        pointers += num
+
+    row = i // (LEFT + RIGHT)
+    column = i % (LEFT + RIGHT)
     is_left = column < LEFT
     tl.store(left + row * LEFT + column, total.to(left.dtype.element_ty), mask=(i < num) & is_left)
-    of_right = right + row * RIGHT + column - LEFT
-    tl.store(of_right, total.to(right.dtype.element_ty), mask=(i < num) & (column >= LEFT))
+    right_pointers = right + row * RIGHT + column - LEFT
+    tl.store(right_pointers, total.to(right.dtype.element_ty), mask=(i < num) & (column >= LEFT))
 
 
-def _summed(sums: Tensor, widths: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(gradient of left, gradient of right): sums, [splits, N, K], added up, and split into `widths` columns."""
+def _sum_splits(sums: Tensor, widths: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(gradient of left, gradient of right): sums, [splits, N, K], added up and split into widths columns."""
     left, right = (torch.empty(sums.size(1), w, dtype=dtype, device=sums.device) for w in widths)
     num = sums.size(1) * sum(widths)
     block = 1024 if is_interpreted() else 128
@@ -302,10 +329,12 @@ class _Hidden(torch.autograd.Function):
         p: float,
         key: Tensor | None,
     ) -> Tensor:
-        w, (threshold, scale) = _packed(left, right, a.dtype), dropout_numbers(p)
+        w = _pack_weights(left, right, a.dtype)
+        threshold, scale = dropout_numbers(p)
         n, k = w.shape
         h = torch.empty(a.size(0), n, dtype=a.dtype, device=a.device)
-        ids, drops = slots.ids(a.device), key is not None and p > 0
+        ids = slots.ids(a.device)
+        drops = key is not None and p > 0
         grid = (triton.cdiv(a.size(0), BLOCK_ROWS) * triton.cdiv(n, BLOCK_COLUMNS),)
         _hidden_kernel[grid](
             a, w, bias, h, ids, rows.slots, key if drops else ids, rows.total, threshold, scale,
@@ -319,35 +348,46 @@ class _Hidden(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
         slots, hop, how, scale, widths, dtype = ctx.plan
-        a, w, h, counts, *rows, total = ctx.saved_tensors
-        grad, num, (n, k) = grad.contiguous(), a.size(0), w.shape
-        given, num_dst, mean = (*rows, counts, total), slots.up_to(hop), how == "mean"
+        a, w, h, counts, row_slots, row_parents, total_rows = ctx.saved_tensors
+        grad = grad.contiguous()
+        num = a.size(0)
+        n, k = w.shape
+        tree = (row_slots, row_parents, counts, total_rows)
+        num_dst = slots.up_to(hop)
+        mean = how == "mean"
+
         # The gradient of `a` needs grad_z as a matrix, so it is written once, and torch's products
         # use it for both gradients.
         if ctx.needs_input_grad[0]:
-            made, programs = torch.empty_like(h), triton.cdiv(num, GRADIENT_ROWS)
+            grad_z = torch.empty_like(h)
+            programs = triton.cdiv(num, GRADIENT_ROWS)
             bias_sums = torch.empty(programs, n, dtype=torch.float32, device=a.device)
             grid = (programs, triton.cdiv(n, 128))
-            _gradient_kernel[grid](grad, h, *given, made, bias_sums, num, num_dst, scale, n, mean, GRADIENT_ROWS, 128)
-            of_weights = _summed((made.t() @ a)[None], widths, dtype)
-            return made @ w, *of_weights, _column_sums(bias_sums, dtype), *[None] * 8
+            _gradient_kernel[grid](grad, h, *tree, grad_z, bias_sums, num, num_dst, scale, n, mean, GRADIENT_ROWS, 128)
+            grad_weights = _sum_splits((grad_z.t() @ a)[None], widths, dtype)
+            return grad_z @ w, *grad_weights, _column_sums(bias_sums, dtype), *[None] * 8
+
         sums = torch.empty(SPLITS, n, k, dtype=torch.float32, device=a.device)
         bias_sums = torch.empty(SPLITS, n, dtype=torch.float32, device=a.device)
         _weight_kernel[(triton.cdiv(n, 64), triton.cdiv(k, 256), SPLITS)](
-            a, grad, h, *given, sums, bias_sums, num_dst, SPLITS, scale,
+            a, grad, h, *tree, sums, bias_sums, num_dst, SPLITS, scale,
             n, k, mean, 64, 64, min(256, max(16, triton.next_power_of_2(k))), is_interpreted(), num_warps=4,
         )  # fmt: skip
-        return None, *_summed(sums, widths, dtype), _column_sums(bias_sums, dtype), *[None] * 8
+        return None, *_sum_splits(sums, widths, dtype), _column_sums(bias_sums, dtype), *[None] * 8
 
 
 class _TwoPartLinear(torch.autograd.Function):
-    """`two_part_linear`. Products are torch's; packing and sums are kernels of this file. Differentiable once."""
+    """`two_part_linear`. Products are torch's; packing and sums are kernels of this file.
+
+    Differentiable once.
+    """
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, left: Tensor, right: Tensor, bias: Tensor) -> Tensor:
-        w = _packed(left, right, a.dtype)
+        w = _pack_weights(left, right, a.dtype)
         ctx.save_for_backward(a, w)
-        ctx.widths, ctx.dtype = (left.size(1), right.size(1)), left.dtype
+        ctx.widths = (left.size(1), right.size(1))
+        ctx.dtype = left.dtype
         return torch.addmm(bias.to(a.dtype), a, w.t())
 
     @staticmethod
@@ -355,16 +395,18 @@ class _TwoPartLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
         a, w = ctx.saved_tensors
         grad = grad.contiguous()
-        of_weights = _summed((grad.t() @ a)[None], ctx.widths, ctx.dtype)
-        of_rows = grad @ w if ctx.needs_input_grad[0] else None
-        return of_rows, *of_weights, _column_sums(grad, ctx.dtype)
+        grad_weights = _sum_splits((grad.t() @ a)[None], ctx.widths, ctx.dtype)
+        grad_a = grad @ w if ctx.needs_input_grad[0] else None
+        return grad_a, *grad_weights, _column_sums(grad, ctx.dtype)
 
 
 def two_part_linear(a: Tensor, left: Tensor, right: Tensor, bias: Tensor) -> Tensor:
-    """a [left | right]^T + bias in the precision of `a`: a linear layer of rows (reduced | own). Differentiable once.
+    """a [left | right]^T + bias in the precision of `a`: a linear layer of rows (reduced | own).
 
-    a: [rows, K]. left, right: [N, K1] and [N, K2] with K1 + K2 = K. bias: [N]. Concatenating and converting the
-    weights, and splitting their gradients, take one kernel each.
+    Differentiable once.
+
+    a: [rows, K]. left, right: [N, K1] and [N, K2] with K1 + K2 = K. bias: [N]. Concatenating and converting
+    the weights, and splitting their gradients, take one kernel each.
     """
     out = _TwoPartLinear.apply(a, left, right, bias)
     assert isinstance(out, Tensor)

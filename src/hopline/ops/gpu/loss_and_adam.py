@@ -8,23 +8,24 @@ Cross entropy. For n rows of scores s_i with labels y_i, the kernel computes in 
 The gradient is kept for backward, which only multiplies it by the gradient of the loss. Scores may have any
 precision up to float32. A program owns R rows with all their columns.
 
-Adam. Graph models are small, and a launch per parameter would take longer than its work. So one launch per parameter
-group updates all parameters of the group. A kernel takes a fixed number of arguments, so the addresses of the tensors
-are in a table in device memory, with one row per program:
+Adam. Graph models are small, and a launch per parameter would take longer than its work. So one launch per
+parameter group updates all parameters of the group. A kernel takes a fixed number of arguments, so the
+addresses of the tensors are in a table in device memory, with one row per program:
 
-    parameter | gradient | exp_avg | exp_avg_sq | step | first element | number of elements        [programs, 7] int64
+    [programs, 7] int64
+    parameter | gradient | exp_avg | exp_avg_sq | step | first element | number of elements
 
     program p:  updates CHUNK elements of one parameter, from its first element on
 
-The optimizer's state is torch's own, so a checkpoint of either optimizer can be loaded into the other. Steps that the
-kernel cannot take are left to torch: see `_OneKernel._tables`.
+The optimizer's state is torch's own, so a checkpoint of either optimizer can be loaded into the other.
+Steps that the kernel cannot take are left to torch: see `_OneKernel._group_steps`.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,46 +36,53 @@ from torch.autograd.function import once_differentiable
 from hopline.ops.gpu.runtime import is_interpreted
 
 MAX_CLASSES = 4096
-"""Most classes, in columns, that `ops.cross_entropy` gives to this kernel, as a program holds whole rows. A rule of
-thumb; with more classes the loss is torch's."""
+"""Most classes, in columns, that `ops.cross_entropy` gives to this kernel, as a program holds whole rows.
+With more classes the loss is torch's. A rule of thumb.
+"""
 
 
 @triton.jit(do_not_specialize=["num"])
 def _forward_kernel(scores, labels, losses, grads, num, CLASSES: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """losses[i], [num]: the part of row i in the mean loss. grads[i], [num, CLASSES]: the gradient of the mean.
+    """losses[i], [num]: row i's part of the mean loss. grads[i], [num, CLASSES]: the gradient of the mean.
 
-    Both come from one read of the scores. C is CLASSES padded to a power of two. A label outside 0 .. CLASSES - 1 makes
-    its row's loss and gradient NaN: a kernel cannot raise, and any number would be a wrong one.
+    Both come from one read of the scores. C is CLASSES padded to a power of two. A label outside
+    0 .. CLASSES - 1 makes its row's loss and gradient NaN: a kernel cannot raise, and any number would be a
+    wrong one.
     """
     row = tl.program_id(0) * R + tl.arange(0, R)
     column = tl.arange(0, C)
-    inside = row < num
-    ok = inside[:, None] & (column < CLASSES)[None, :]
-    at = row.to(tl.int64)[:, None] * CLASSES + column[None, :]
+    is_row = row < num
+    mask = is_row[:, None] & (column < CLASSES)[None, :]
+    offset = row.to(tl.int64)[:, None] * CLASSES + column[None, :]
     # Padded columns get a score so low that its exponential is 0.
-    score = tl.load(scores + at, mask=ok, other=-1e30).to(tl.float32)
-    label = tl.load(labels + row, mask=inside, other=0)
-    most = tl.max(score, 1)
-    powers = tl.exp(score - most[:, None])
+    score = tl.load(scores + offset, mask=mask, other=-1e30).to(tl.float32)
+    label = tl.load(labels + row, mask=is_row, other=0)
+
+    maximum = tl.max(score, 1)
+    powers = tl.exp(score - maximum[:, None])
     total = tl.sum(powers, 1)
     is_label = column[None, :] == label[:, None]
     is_class = (label >= 0) & (label < CLASSES)
-    chosen = tl.where(is_class, tl.sum(tl.where(is_label, score, 0.0), 1), float("nan"))
-    tl.store(losses + row, (most + tl.log(total) - chosen) / num, mask=inside)
+    label_score = tl.where(is_class, tl.sum(tl.where(is_label, score, 0.0), 1), float("nan"))
+    tl.store(losses + row, (maximum + tl.log(total) - label_score) / num, mask=is_row)
+
     gradient = (powers / total[:, None] - tl.where(is_label, 1.0, 0.0)) / num
     gradient = tl.where(is_class[:, None], gradient, float("nan"))
-    tl.store(grads + at, gradient.to(grads.dtype.element_ty), mask=ok)
+    tl.store(grads + offset, gradient.to(grads.dtype.element_ty), mask=mask)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """`cross_entropy`. The gradient is computed in forward, so the scores are not saved. Differentiable once."""
+    """`cross_entropy`. The gradient is computed in forward, so the scores are not saved.
+
+    Differentiable once.
+    """
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, labels: Tensor) -> Tensor:
         num, classes = scores.shape
         losses = torch.empty(num, dtype=torch.float32, device=scores.device)
-        # In float32, also for half types: the gradient of a mean over many rows is small. Backward scales it by the
-        # loss's gradient before it rounds it to the precision of the scores.
+        # In float32, also for half types: the gradient of a mean over many rows is small. Backward scales
+        # it by the loss's gradient before it rounds it to the precision of the scores.
         grads = torch.empty(num, classes, dtype=torch.float32, device=scores.device)
         columns = triton.next_power_of_2(classes)
         rows = 64 if is_interpreted() else max(1, 1024 // columns)
@@ -93,8 +101,8 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
     """A scalar in float32: `torch.nn.functional.cross_entropy(scores, labels)`, the mean over rows.
 
-    scores: [n, classes], with 0 < classes <= MAX_CLASSES and n > 0. labels: [n] integers in 0 .. classes - 1; any
-    other makes the loss NaN. There is no `ignore_index`.
+    scores: [n, classes], with 0 < classes <= MAX_CLASSES and n > 0. labels: [n] integers in
+    0 .. classes - 1; any other makes the loss NaN. There is no `ignore_index`.
     """
     out = _CrossEntropy.apply(scores.contiguous(), labels)
     assert isinstance(out, Tensor)
@@ -104,24 +112,29 @@ def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
 CHUNK = 1024
 """Elements of a parameter that one program of Adam updates. A rule of thumb."""
 MAX_TABLES = 8
-"""Most tables that an optimizer caches. A rule of thumb: either gradients alternate between a few addresses, or they
-have new ones in every step, and then no cache helps."""
+"""Most tables that an optimizer caches. A rule of thumb: either gradients alternate between a few
+addresses, or they have new ones in every step, and then no cache helps.
+"""
 COLUMNS = tl.constexpr(7)
 """Columns of the table of addresses: five addresses, the first element, and the number of elements."""
 
 
 @triton.jit
 def _adam_kernel(table, lr, log2_beta1, log2_beta2, new1, new2, eps, decay, DECOUPLED: tl.constexpr, T: tl.constexpr):
-    """One step of Adam, or of AdamW if DECOUPLED, on T elements of one parameter. With gradient g and step number t:
+    """One step of Adam, or of AdamW if DECOUPLED, on T elements of one parameter.
+
+    With gradient g and step number t:
 
         g  = g + decay * p                (Adam)        p = p - lr * decay * p          (AdamW)
         m  = m + new1 * (g - m)                         v = v + new2 * (g * g - v)
         p  = p - lr / (1 - beta1 ** t) * m / (sqrt(v) / sqrt(1 - beta2 ** t) + eps)
 
-    table: [programs, 7] int64, see the head of this file. All tensors that it points to are float32 and contiguous.
+    table: [programs, 7] int64, see the head of this file. All tensors that it points to are float32 and
+    contiguous.
     lr: one float32 in device memory, so that a captured step sees its changes.
     log2_beta1, log2_beta2: beta ** t is computed as exp2(t * log2(beta)).
-    new1, new2: 1 - beta1 and 1 - beta2. The host computes them in float64: in float32 the difference loses digits.
+    new1, new2: 1 - beta1 and 1 - beta2. The host computes them in float64: in float32 the difference loses
+    digits.
     """
     row = table + tl.program_id(0) * COLUMNS
     parameter = tl.load(row).to(tl.pointer_type(tl.float32))
@@ -130,31 +143,60 @@ def _adam_kernel(table, lr, log2_beta1, log2_beta2, new1, new2, eps, decay, DECO
     second_moment = tl.load(row + 3).to(tl.pointer_type(tl.float32))
     step = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.float32)))
     i = tl.load(row + 5) + tl.arange(0, T)
-    inside = i < tl.load(row + 6)
+    is_element = i < tl.load(row + 6)
+
     rate = tl.load(lr)
-    p = tl.load(parameter + i, mask=inside, other=0)
-    g = tl.load(gradient + i, mask=inside, other=0)
+    p = tl.load(parameter + i, mask=is_element, other=0)
+    g = tl.load(gradient + i, mask=is_element, other=0)
     if DECOUPLED:
         p = p * (1 - rate * decay)
     else:
         g += decay * p
-    m = tl.load(first_moment + i, mask=inside, other=0)
-    v = tl.load(second_moment + i, mask=inside, other=0)
+
+    m = tl.load(first_moment + i, mask=is_element, other=0)
+    v = tl.load(second_moment + i, mask=is_element, other=0)
     m += (g - m) * new1
     v += (g * g - v) * new2
-    unbiased1 = 1 - tl.exp2(step * log2_beta1)
-    unbiased2 = 1 - tl.exp2(step * log2_beta2)
-    p -= rate / unbiased1 * m / (tl.sqrt(v) / tl.sqrt(unbiased2) + eps)
-    tl.store(parameter + i, p, mask=inside)
-    tl.store(first_moment + i, m, mask=inside)
-    tl.store(second_moment + i, v, mask=inside)
+    bias_correction1 = 1 - tl.exp2(step * log2_beta1)
+    bias_correction2 = 1 - tl.exp2(step * log2_beta2)
+    p -= rate / bias_correction1 * m / (tl.sqrt(v) / tl.sqrt(bias_correction2) + eps)
+
+    tl.store(parameter + i, p, mask=is_element)
+    tl.store(first_moment + i, m, mask=is_element)
+    tl.store(second_moment + i, v, mask=is_element)
+
+
+class _ParameterTensors(NamedTuple):
+    """The tensors that a step of one parameter reads and writes, in the order of the table's columns."""
+
+    parameter: Tensor
+    """The parameter, any shape."""
+    gradient: Tensor
+    """Its gradient."""
+    exp_avg: Tensor
+    """The first moment."""
+    exp_avg_sq: Tensor
+    """The second moment."""
+    step: Tensor
+    """A scalar: the number of steps taken."""
+
+
+class _GroupStep(NamedTuple):
+    """One launch of `_adam_kernel`: the step of one parameter group."""
+
+    group: dict[str, Any]
+    """torch's parameter group, with its settings."""
+    table: Tensor
+    """[programs, 7] int64: the addresses, see the head of this file."""
+    step_counters: list[Tensor]
+    """`step` of each parameter of the group."""
 
 
 class _OneKernel:
     """Base of `Adam` and `AdamW`: replaces `step`. Everything else is torch's.
 
-    The optimizer owns a cache of address tables, `_known`. It also owns `_captured`, the tables that captured CUDA
-    graphs read. Both are made on first use and live in `__dict__`.
+    The optimizer owns a cache of address tables, `_cached_tables`. It also owns `_captured_tables`, the
+    tables that captured CUDA graphs read. Both are made on first use and live in `__dict__`.
     """
 
     param_groups: list[dict[str, Any]]
@@ -164,14 +206,14 @@ class _OneKernel:
     decoupled: bool
     """Whether weight decay is applied to the parameter (AdamW), not to the gradient (Adam)."""
 
-    def _tables(self) -> list[tuple[dict[str, Any], Tensor, list[Tensor]]] | None:
-        """(group, table of addresses, step counters) of each group, or None if torch must take this step.
+    def _group_steps(self) -> list[_GroupStep] | None:
+        """The launch of each parameter group, or None if torch must take this step.
 
-        The kernel needs in every group at least one gradient, the state that torch's first step creates, a learning
-        rate in a tensor, and contiguous float32 tensors. It knows neither `amsgrad` nor `maximize`. While a graph is
-        captured, it also needs tables that exist.
+        The kernel needs in every group at least one gradient, the state that torch's first step creates, a
+        learning rate in a tensor, and contiguous float32 tensors. It knows neither `amsgrad` nor
+        `maximize`. While a graph is captured, it also needs tables that exist.
         """
-        found = []
+        group_steps = []
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             states = [self.state.get(p) for p in parameters]
@@ -180,7 +222,7 @@ class _OneKernel:
             if group["amsgrad"] or group["maximize"]:
                 return None
             rows = [
-                (p, p.grad, s["exp_avg"], s["exp_avg_sq"], s["step"])
+                _ParameterTensors(p, p.grad, s["exp_avg"], s["exp_avg_sq"], s["step"])
                 for p, s in zip(parameters, states, strict=True)
                 if s
             ]
@@ -189,44 +231,54 @@ class _OneKernel:
             table = self._table_of(rows)
             if table is None:
                 return None
-            found.append((group, table, [row[4] for row in rows]))
-        return found
+            group_steps.append(_GroupStep(group, table, [row.step for row in rows]))
+        return group_steps
 
-    def _table_of(self, rows: list[tuple[Tensor, ...]]) -> Tensor | None:
-        """The table of these addresses, from the cache or new. None if a graph is being captured and has none.
+    def _table_of(self, rows: list[_ParameterTensors]) -> Tensor | None:
+        """The table of these addresses, from the cache or new.
 
-        A table made during a capture would be part of the graph, and every replay would copy it to the device again.
-        The addresses are a sufficient key: the sizes of an optimizer's parameters do not change.
+        None if a graph is being captured and has none.
+
+        A table made during a capture would be part of the graph, and every replay would copy it to the
+        device again. The addresses are a sufficient key: the sizes of an optimizer's parameters do not
+        change.
         """
-        known: dict[tuple[int, ...], Tensor] = self.__dict__.setdefault("_known", {})
-        captured: list[Tensor] = self.__dict__.setdefault("_captured", [])
+        cache: dict[tuple[int, ...], Tensor] = self.__dict__.setdefault("_cached_tables", {})
+        captured: list[Tensor] = self.__dict__.setdefault("_captured_tables", [])
         key = tuple(t.data_ptr() for row in rows for t in row)
-        if _is_capturing(rows[0][0]):
-            if key in known:
-                captured.append(known[key])  # replays read it, so it must outlive its place in the cache
-            return known.get(key)
-        if key not in known:
+        if _is_capturing(rows[0].parameter):
+            if key in cache:
+                # Replays read it, so it must live longer than its entry in the cache.
+                captured.append(cache[key])
+            return cache.get(key)
+        if key not in cache:
             # The oldest table goes first: a dict keeps the order of insertion.
-            while len(known) >= MAX_TABLES:
-                del known[next(iter(known))]
-            known[key] = _table(rows)
-        return known[key]
+            while len(cache) >= MAX_TABLES:
+                del cache[next(iter(cache))]
+            cache[key] = _make_table(rows)
+        return cache[key]
 
     def prepare(self) -> None:
-        """Make the tables for the gradients at their present addresses. Call it before a graph of `step` is captured.
+        """Make the tables for the gradients at their present addresses.
 
-        A capture cannot make them. Without them it would record torch's step, whose results differ in the last bits.
+        Call it before a graph of `step` is captured.
+
+        A capture cannot make them. Without them it would record torch's step, whose results differ in the
+        last bits.
         """
-        self._tables()
+        self._group_steps()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Take one step: by one launch per group if possible, else by torch. A closure is always left to torch."""
-        groups = self._tables() if closure is None else None
-        if groups is None:
+        """Take one step: by one launch per group if possible, else by torch.
+
+        A closure is always left to torch.
+        """
+        group_steps = self._group_steps() if closure is None else None
+        if group_steps is None:
             return super().step(closure)  # type: ignore[misc]
-        for group, table, steps in groups:
-            torch._foreach_add_(steps, 1)
+        for group, table, step_counters in group_steps:
+            torch._foreach_add_(step_counters, 1)
             beta1, beta2 = group["betas"]
             _adam_kernel[(table.size(0),)](
                 table, group["lr"], math.log2(beta1), math.log2(beta2), 1 - beta1, 1 - beta2, group["eps"],
@@ -236,13 +288,19 @@ class _OneKernel:
 
 
 class Adam(_OneKernel, torch.optim.Adam):
-    """torch's Adam with a step of one launch per group. The first step, which creates the state, is torch's."""
+    """torch's Adam with a step of one launch per group.
+
+    The first step, which creates the state, is torch's.
+    """
 
     decoupled = False
 
 
 class AdamW(_OneKernel, torch.optim.AdamW):
-    """torch's AdamW with a step of one launch per group. The first step, which creates the state, is torch's."""
+    """torch's AdamW with a step of one launch per group.
+
+    The first step, which creates the state, is torch's.
+    """
 
     decoupled = True
 
@@ -252,18 +310,17 @@ def _is_capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _table(rows: list[tuple[Tensor, ...]]) -> Tensor:
+def _make_table(rows: list[_ParameterTensors]) -> Tensor:
     """[programs, 7] int64 on the device of the parameters: the table that `_adam_kernel` reads.
 
-    rows: (parameter, gradient, exp_avg, exp_avg_sq, step) of each parameter. The copy goes through pinned memory, so
-    the host does not wait for it.
+    The copy goes through pinned memory, so the host does not wait for it.
     """
-    entries = [
-        [*(t.data_ptr() for t in row), start, row[0].numel()]
-        for row in rows
-        for start in range(0, row[0].numel(), CHUNK)
-    ]
-    device = rows[0][0].device
+    entries = []
+    for row in rows:
+        addresses = [t.data_ptr() for t in row]
+        for start in range(0, row.parameter.numel(), CHUNK):
+            entries.append([*addresses, start, row.parameter.numel()])
+    device = rows[0].parameter.device
     if device.type != "cuda":
         return torch.tensor(entries, dtype=torch.int64)
     return torch.tensor(entries, dtype=torch.int64).pin_memory().to(device, non_blocking=True)

@@ -2,10 +2,11 @@
 
 `ops/reference.py` defines the same functions in plain torch. Aggregation computes, for every destination d,
 
-    out[d] = sum, mean or max over the in-edges e of d   of   weight[e] * rows[src_idx[e]]        (0 without edges)
+    out[d] = sum, mean or max over the in-edges e of d of weight[e] * rows[src_idx[e]]      (0 without edges)
 
-PyG gathers a message per edge into a matrix and scatters it. These kernels read each source row straight from its
-table and add it up in registers, so no matrix with a row per edge exists (but see `_weighted_max`).
+PyG gathers a message per edge into a matrix and scatters it. These kernels read each source row straight
+from its table and add it up in registers, so no matrix with a row per edge exists (but see
+`_weighted_max`).
 
 Memory layout
     rows      [num_rows, WIDTH]    row-major, in device memory or in pinned host memory (a zero-copy read)
@@ -18,22 +19,23 @@ Memory layout
 Division of the work. Program (p, c) of the grid owns a tile of DSTS destinations x COLUMNS columns of `out`:
 
     for step in range(0, largest in-degree of the tile, EDGES):
-        messages = rows[src_idx[the next EDGES edges of each destination]]     # [DSTS, EDGES, COLUMNS], masked
-        total += messages.sum(axis=1)                                          # [DSTS, COLUMNS]
+        messages = rows[src_idx[the next EDGES edges of each destination]]  # [DSTS, EDGES, COLUMNS]
+        total += messages.sum(axis=1)                                       # [DSTS, COLUMNS]
 
-Gradients. The gradient of a gather is a scatter-add. With atomics its result would vary from run to run. Instead,
-edges are sorted by source, and a kernel of the same form sums over each source's out-edges:
+Gradients. The gradient of a gather is a scatter-add. With atomics its result would vary from run to run.
+Instead, edges are sorted by source, and a kernel of the same form sums over each source's out-edges:
 
     grad_rows[s]   = sum(weight[e] * grad_out[dst(e)] for e with src_idx[e] == s)
     grad_weight[e] = dot(rows[src_idx[e]], grad_out[dst(e)])
 
 No two threads add to the same number, so results are bitwise reproducible. Half types are summed in float32.
 
-Bad input. An index out of range is never followed. It raises a flag in device memory (`runtime.report`), and the host
-raises the error when it next reads the flags. Nothing in this file synchronises with the device.
+Bad input. An index out of range is never followed. It raises a flag in device memory (`runtime.report`),
+and the host raises the error when it next reads the flags. Nothing in this file synchronises with the
+device.
 
-Dropout draws its mask in the kernel, draws it again in backward, and never stores it. After a ReLU the second draw is
-not needed: the gradient passes where the output is above zero.
+Dropout draws its mask in the kernel, draws it again in backward, and never stores it. After a ReLU the
+second draw is not needed: the gradient passes where the output is above zero.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
@@ -56,7 +58,7 @@ from hopline.ops.gpu.runtime import (
     first_state,
     is_interpreted,
     key_on,
-    launching,
+    launch_on,
     mix,
     report,
 )
@@ -77,22 +79,23 @@ def _divide(a, b):
 
 
 @triton.jit
-def _rows_of_edges(indptr, flags, num_dst, num_edges, DSTS: tl.constexpr):
+def _load_edge_ranges(indptr, flags, num_dst, num_edges, DSTS: tl.constexpr):
     """(destination, first edge, end of its edges), each [DSTS], for the destinations of this program.
 
     A destination with a damaged indptr raises a flag and gets an empty range: its edges are not read.
     """
-    d = tl.program_id(0) * DSTS + tl.arange(0, DSTS)
-    there = d < num_dst
-    start = tl.load(indptr + d, mask=there, other=0)
-    stop = tl.load(indptr + d + 1, mask=there, other=0)
-    wrong = (start < 0) | (stop < start) | (stop > num_edges)
-    report(flags, EDGE_ERROR, wrong)
-    return d, start, tl.where(wrong, start, stop)
+    dst = tl.program_id(0) * DSTS + tl.arange(0, DSTS)
+    is_dst = dst < num_dst
+    start = tl.load(indptr + dst, mask=is_dst, other=0)
+    stop = tl.load(indptr + dst + 1, mask=is_dst, other=0)
+
+    is_wrong = (start < 0) | (stop < start) | (stop > num_edges)
+    report(flags, EDGE_ERROR, is_wrong)
+    return dst, start, tl.where(is_wrong, start, stop)
 
 
 @triton.jit
-def _sources(src_idx, flags, start, stop, step, num_rows, EDGES: tl.constexpr):
+def _load_sources(src_idx, flags, start, stop, step, num_rows, EDGES: tl.constexpr):
     """(edge, source, whether it may be read), each [DSTS, EDGES]: the next EDGES edges of each destination.
 
     A source out of range raises a flag and is masked, as are edges beyond the destination's last one.
@@ -100,27 +103,28 @@ def _sources(src_idx, flags, start, stop, step, num_rows, EDGES: tl.constexpr):
     edge = start[:, None] + step + tl.arange(0, EDGES)[None, :]
     is_edge = edge < stop[:, None]
     src = tl.load(src_idx + edge, mask=is_edge, other=0).to(tl.int64)
-    wrong = is_edge & ((src < 0) | (src >= num_rows))
-    report(flags, EDGE_ERROR, wrong)
-    return edge, src, is_edge & (wrong == 0)
+    is_wrong = is_edge & ((src < 0) | (src >= num_rows))
+    report(flags, EDGE_ERROR, is_wrong)
+    return edge, src, is_edge & (is_wrong == 0)
 
 
 @triton.jit
-def _read(rows, row, mask, column, WIDTH: tl.constexpr, ACC: tl.constexpr):
-    """rows[row][column] in the precision of the sum: [DSTS, EDGES, COLUMNS], 0 where `mask` is false."""
-    mask = mask[:, :, None] & (column < WIDTH)[None, None, :]
+def _load_rows(rows, row, is_edge, column, WIDTH: tl.constexpr, ACC: tl.constexpr):
+    """rows[row][column] in the precision of the sum: [DSTS, EDGES, COLUMNS], 0 where `is_edge` is false."""
+    mask = is_edge[:, :, None] & (column < WIDTH)[None, None, :]
     return tl.load(rows + row[:, :, None] * WIDTH + column[None, None, :], mask=mask, other=0).to(ACC)
 
 
 @triton.jit
-def _put_own(rows, own, out, flags, d, there, column, num_rows, WIDTH: tl.constexpr):
+def _copy_own(rows, own, out, flags, dst, is_dst, column, num_rows, WIDTH: tl.constexpr):
     """out[d, WIDTH:] = rows[own[d]]. An id out of range raises a flag, and its half row stays unwritten."""
-    row = tl.load(own + d, mask=there, other=0).to(tl.int64)
-    wrong = there & ((row < 0) | (row >= num_rows))
-    report(flags, EDGE_ERROR, wrong)
-    mask = (there & (wrong == 0))[:, None] & (column < WIDTH)[None, :]
-    values = tl.load(rows + row[:, None] * WIDTH + column[None, :], mask=mask, other=0)
-    tl.store(out + d.to(tl.int64)[:, None] * (2 * WIDTH) + WIDTH + column[None, :], values, mask=mask)
+    row = tl.load(own + dst, mask=is_dst, other=0).to(tl.int64)
+    is_wrong = is_dst & ((row < 0) | (row >= num_rows))
+    report(flags, EDGE_ERROR, is_wrong)
+
+    mask = (is_dst & (is_wrong == 0))[:, None] & (column < WIDTH)[None, :]
+    own_rows = tl.load(rows + row[:, None] * WIDTH + column[None, :], mask=mask, other=0)
+    tl.store(out + dst.to(tl.int64)[:, None] * (2 * WIDTH) + WIDTH + column[None, :], own_rows, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_dst", "num_edges", "num_rows"])
@@ -131,25 +135,29 @@ def _sum_kernel(
 ):  # fmt: skip
     """out[d, :WIDTH] = sum or mean over the edges e of d of (weight[e] *) rows[src_idx[e]].
 
-    With `own`, rows[own[d]] goes to the right half of out[d]. The mean divides by the number of edges, also if
-    they have weights.
+    With `own`, rows[own[d]] goes to the right half of out[d]. The mean divides by the number of edges, also
+    if they have weights.
     """
-    d, start, stop = _rows_of_edges(indptr, flags, num_dst, num_edges, DSTS)
+    dst, start, stop = _load_edge_ranges(indptr, flags, num_dst, num_edges, DSTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+
     total = tl.zeros((DSTS, COLUMNS), ACC)
-    for step in range(0, tl.max(stop - start, axis=0), EDGES):
-        edge, src, is_edge = _sources(src_idx, flags, start, stop, step, num_rows, EDGES)
-        values = _read(rows, src, is_edge, column, WIDTH, ACC)
+    longest = tl.max(stop - start, axis=0)
+    for step in range(0, longest, EDGES):
+        edge, src, is_edge = _load_sources(src_idx, flags, start, stop, step, num_rows, EDGES)
+        messages = _load_rows(rows, src, is_edge, column, WIDTH, ACC)
         if weight is not None:
-            values *= tl.load(weight + edge, mask=is_edge, other=0).to(ACC)[:, :, None]
-        total += tl.sum(values, axis=1)
+            messages *= tl.load(weight + edge, mask=is_edge, other=0).to(ACC)[:, :, None]
+        total += tl.sum(messages, axis=1)
     if MEAN:
-        total = _divide(total, tl.maximum(stop - start, 1).to(ACC)[:, None])
-    there = d < num_dst
-    mask = there[:, None] & (column < WIDTH)[None, :]
-    tl.store(out + d.to(tl.int64)[:, None] * STRIDE + column[None, :], total, mask=mask)
+        degree = tl.maximum(stop - start, 1).to(ACC)
+        total = _divide(total, degree[:, None])
+
+    is_dst = dst < num_dst
+    mask = is_dst[:, None] & (column < WIDTH)[None, :]
+    tl.store(out + dst.to(tl.int64)[:, None] * STRIDE + column[None, :], total, mask=mask)
     if own is not None:
-        _put_own(rows, own, out, flags, d, there, column, num_rows, WIDTH)
+        _copy_own(rows, own, out, flags, dst, is_dst, column, num_rows, WIDTH)
 
 
 @triton.jit(do_not_specialize=["num_dst", "num_edges", "num_rows"])
@@ -160,27 +168,30 @@ def _max_kernel(
 ):  # fmt: skip
     """out[d, :WIDTH] = maximum over the edges e of d of rows[src_idx[e]], 0 without edges.
 
-    With `own`, rows[own[d]] goes to the right half of out[d]. A NaN among the sources makes the maximum NaN, as in
-    torch.
+    With `own`, rows[own[d]] goes to the right half of out[d]. A NaN among the sources makes the maximum
+    NaN, as in torch.
     """
-    d, start, stop = _rows_of_edges(indptr, flags, num_dst, num_edges, DSTS)
+    dst, start, stop = _load_edge_ranges(indptr, flags, num_dst, num_edges, DSTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    most = tl.full((DSTS, COLUMNS), float("-inf"), ACC)
-    is_nan = tl.full((DSTS, COLUMNS), 0, tl.int32)
-    for step in range(0, tl.max(stop - start, axis=0), EDGES):
-        _, src, is_edge = _sources(src_idx, flags, start, stop, step, num_rows, EDGES)
-        values = _read(rows, src, is_edge, column, WIDTH, ACC)
+
+    maximum = tl.full((DSTS, COLUMNS), float("-inf"), ACC)
+    has_nan = tl.full((DSTS, COLUMNS), 0, tl.int32)
+    longest = tl.max(stop - start, axis=0)
+    for step in range(0, longest, EDGES):
+        _, src, is_edge = _load_sources(src_idx, flags, start, stop, step, num_rows, EDGES)
+        messages = _load_rows(rows, src, is_edge, column, WIDTH, ACC)
         # `tl.max` drops NaN, where torch returns it. So NaN is noted apart and put back after the loop.
-        is_nan = tl.maximum(is_nan, tl.max((values != values).to(tl.int32), axis=1))
-        numbers = tl.where(is_edge[:, :, None] & (values == values), values, float("-inf"))
-        most = tl.maximum(most, tl.max(numbers, axis=1))
-    most = tl.where((stop > start)[:, None], most, 0)
-    most = tl.where(is_nan > 0, float("nan"), most)
-    there = d < num_dst
-    mask = there[:, None] & (column < WIDTH)[None, :]
-    tl.store(out + d.to(tl.int64)[:, None] * STRIDE + column[None, :], most, mask=mask)
+        has_nan = tl.maximum(has_nan, tl.max((messages != messages).to(tl.int32), axis=1))
+        candidates = tl.where(is_edge[:, :, None] & (messages == messages), messages, float("-inf"))
+        maximum = tl.maximum(maximum, tl.max(candidates, axis=1))
+    maximum = tl.where((stop > start)[:, None], maximum, 0)
+    maximum = tl.where(has_nan > 0, float("nan"), maximum)
+
+    is_dst = dst < num_dst
+    mask = is_dst[:, None] & (column < WIDTH)[None, :]
+    tl.store(out + dst.to(tl.int64)[:, None] * STRIDE + column[None, :], maximum, mask=mask)
     if own is not None:
-        _put_own(rows, own, out, flags, d, there, column, num_rows, WIDTH)
+        _copy_own(rows, own, out, flags, dst, is_dst, column, num_rows, WIDTH)
 
 
 @triton.jit(do_not_specialize=["num_dst", "num_edges", "num_rows"])
@@ -191,23 +202,28 @@ def _max_shares_kernel(
 ):  # fmt: skip
     """shares[d] = grad[d] / ties[d]: the gradient that each edge which reaches the maximum gets.
 
-    ties[d, c] is the number of edges of d whose source equals out[d, c]. As in torch, the 0 from which the maximum
-    starts counts as one more tie if the maximum is 0.
+    ties[d, c] is the number of edges of d whose source equals out[d, c]. As in torch, the 0 from which the
+    maximum starts counts as one more tie if the maximum is 0.
     """
-    d, start, stop = _rows_of_edges(indptr, flags, num_dst, num_edges, DSTS)
+    dst, start, stop = _load_edge_ranges(indptr, flags, num_dst, num_edges, DSTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = (d < num_dst)[:, None] & (column < WIDTH)[None, :]
-    place = d.to(tl.int64)[:, None]
-    most = tl.load(out + place * STRIDE + column[None, :], mask=mask, other=0).to(ACC)
-    ties = (most == 0).to(tl.int32)
-    for step in range(0, tl.max(stop - start, axis=0), EDGES):
-        _, src, is_edge = _sources(src_idx, flags, start, stop, step, num_rows, EDGES)
-        values = _read(rows, src, is_edge, column, WIDTH, ACC)
-        ties += tl.sum((is_edge[:, :, None] & (values == most[:, None, :])).to(tl.int32), axis=1)
-    whole = tl.load(grad + place * STRIDE + column[None, :], mask=mask, other=0).to(ACC)
-    # Nothing equals NaN, so a maximum that is NaN has 0 ties. The 1 only avoids a division by 0: for the same reason
-    # no source equals that maximum in `_max_backward_kernel`, so its share is never used.
-    tl.store(shares + place * WIDTH + column[None, :], _divide(whole, tl.maximum(ties, 1).to(ACC)), mask=mask)
+    mask = (dst < num_dst)[:, None] & (column < WIDTH)[None, :]
+    dst_row = dst.to(tl.int64)[:, None]
+    maximum = tl.load(out + dst_row * STRIDE + column[None, :], mask=mask, other=0).to(ACC)
+
+    ties = (maximum == 0).to(tl.int32)
+    longest = tl.max(stop - start, axis=0)
+    for step in range(0, longest, EDGES):
+        _, src, is_edge = _load_sources(src_idx, flags, start, stop, step, num_rows, EDGES)
+        messages = _load_rows(rows, src, is_edge, column, WIDTH, ACC)
+        is_tie = is_edge[:, :, None] & (messages == maximum[:, None, :])
+        ties += tl.sum(is_tie.to(tl.int32), axis=1)
+
+    gradient = tl.load(grad + dst_row * STRIDE + column[None, :], mask=mask, other=0).to(ACC)
+    # Nothing equals NaN, so a maximum that is NaN has 0 ties. The 1 only avoids a division by 0: for the
+    # same reason no source equals that maximum in `_max_backward_kernel`, so its share is never used.
+    target = shares + dst_row * WIDTH + column[None, :]
+    tl.store(target, _divide(gradient, tl.maximum(ties, 1).to(ACC)), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_src", "num_edges", "num_dst"])
@@ -220,19 +236,23 @@ def _max_backward_kernel(
 
     Edges are sorted by source: src_indptr [num_src + 1], dst_idx [num_edges]. A program owns DSTS sources.
     """
-    s, start, stop = _rows_of_edges(src_indptr, flags, num_src, num_edges, DSTS)
+    src, start, stop = _load_edge_ranges(src_indptr, flags, num_src, num_edges, DSTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = (s < num_src)[:, None] & (column < WIDTH)[None, :]
-    place = s.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    row = tl.load(rows + place, mask=mask, other=0).to(ACC)
+    mask = (src < num_src)[:, None] & (column < WIDTH)[None, :]
+    offset = src.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    src_rows = tl.load(rows + offset, mask=mask, other=0).to(ACC)
+
     total = tl.zeros((DSTS, COLUMNS), ACC)
-    for step in range(0, tl.max(stop - start, axis=0), EDGES):
-        _, dst, is_edge = _sources(dst_idx, flags, start, stop, step, num_dst, EDGES)
-        share = _read(shares, dst, is_edge, column, WIDTH, ACC)
-        inside = is_edge[:, :, None] & (column < WIDTH)[None, None, :]
-        most = tl.load(out + dst[:, :, None] * STRIDE + column[None, None, :], mask=inside, other=0).to(ACC)
-        total += tl.sum(tl.where(most == row[:, None, :], share, 0), axis=1)
-    tl.store(grad_rows + place, total, mask=mask)
+    longest = tl.max(stop - start, axis=0)
+    for step in range(0, longest, EDGES):
+        _, dst, is_edge = _load_sources(dst_idx, flags, start, stop, step, num_dst, EDGES)
+        shares_of_dst = _load_rows(shares, dst, is_edge, column, WIDTH, ACC)
+        edge_mask = is_edge[:, :, None] & (column < WIDTH)[None, None, :]
+        maximum = tl.load(out + dst[:, :, None] * STRIDE + column[None, None, :], mask=edge_mask, other=0).to(ACC)
+        is_maximum = maximum == src_rows[:, None, :]
+        total += tl.sum(tl.where(is_maximum, shares_of_dst, 0), axis=1)
+
+    tl.store(grad_rows + offset, total, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_edges", "num_rows", "num_dst"])
@@ -249,13 +269,16 @@ def _dots_kernel(
     is_edge = edge < num_edges
     src = tl.load(src_idx + edge, mask=is_edge, other=0).to(tl.int64)
     dst = tl.load(dst_idx + edge, mask=is_edge, other=0).to(tl.int64)
-    fits = is_edge & (src >= 0) & (src < num_rows) & (dst >= 0) & (dst < num_dst)
+    is_valid = is_edge & (src >= 0) & (src < num_rows) & (dst >= 0) & (dst < num_dst)
+
     total = tl.zeros((EDGES,), ACC)
     for first in range(0, WIDTH, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
-        mask = fits[:, None] & (column < WIDTH)[None, :]
-        values = tl.load(rows + src[:, None] * WIDTH + column[None, :], mask=mask, other=0).to(ACC)
-        total += tl.sum(values * tl.load(grad + dst[:, None] * WIDTH + column[None, :], mask=mask, other=0), axis=1)
+        mask = is_valid[:, None] & (column < WIDTH)[None, :]
+        messages = tl.load(rows + src[:, None] * WIDTH + column[None, :], mask=mask, other=0).to(ACC)
+        gradient = tl.load(grad + dst[:, None] * WIDTH + column[None, :], mask=mask, other=0)
+        total += tl.sum(messages * gradient, axis=1)
+
     tl.store(dots + edge, total, mask=is_edge)
 
 
@@ -265,14 +288,21 @@ def _tile(num_rows: int, num_edges: int, width: int, warp: bool = False) -> tupl
     warp: give each program a single warp and WARP_COLUMNS numbers of the output, if a row is narrow enough.
     """
     columns = min(triton.next_power_of_2(width), COLUMNS_AT_ONCE)
-    edges, tile, more = 16 if num_edges > 4 * num_rows else 8, TILE, {}
+    edges = 16 if num_edges > 4 * num_rows else 8
+    tile = TILE
+    options = {}
+
     if is_interpreted():  # the interpreter's time depends on the number of steps, not on their size
-        edges, tile = 64, 64 * TILE
+        edges = 64
+        tile = 64 * TILE
     elif warp and columns <= WARP_COLUMNS:
-        edges, tile, more = 16, 16 * WARP_COLUMNS, {"num_warps": 1}
-    at_once = max(1, tile // (columns * edges))
-    grid = (triton.cdiv(num_rows, at_once), triton.cdiv(width, columns))
-    return grid, {"DSTS": at_once, "EDGES": edges, "COLUMNS": columns, **more}
+        edges = 16
+        tile = 16 * WARP_COLUMNS
+        options = {"num_warps": 1}
+
+    dsts = max(1, tile // (columns * edges))
+    grid = (triton.cdiv(num_rows, dsts), triton.cdiv(width, columns))
+    return grid, {"DSTS": dsts, "EDGES": edges, "COLUMNS": columns, **options}
 
 
 def _accumulator(dtype: torch.dtype) -> tuple[torch.dtype, Any]:
@@ -284,11 +314,12 @@ def _run_sum(
     rows: Tensor, indptr: Tensor, src_idx: Tensor, weight: Tensor | None, own: Tensor | None, mean: bool, out: Tensor
 ) -> None:
     """Launch `_sum_kernel`: write sums or means to out[:, :width], and rows[own] to out[:, width:]."""
-    num_dst, width = indptr.numel() - 1, rows.size(1)
+    num_dst = indptr.numel() - 1
+    width = rows.size(1)
     if out.numel() == 0:
         return
     grid, blocks = _tile(num_dst, src_idx.numel(), width, warp=True)
-    with launching(out.device):
+    with launch_on(out.device):
         _sum_kernel[grid](
             *(rows, indptr, src_idx, weight, own, out, error_flags(out.device)),
             *(num_dst, src_idx.numel(), rows.size(0)),
@@ -302,11 +333,12 @@ def _run_sum(
 
 def _run_max(rows: Tensor, indptr: Tensor, src_idx: Tensor, own: Tensor | None, out: Tensor) -> None:
     """Launch `_max_kernel`: write maxima to out[:, :width], and rows[own] to out[:, width:]."""
-    num_dst, width = indptr.numel() - 1, rows.size(1)
+    num_dst = indptr.numel() - 1
+    width = rows.size(1)
     if out.numel() == 0:
         return
     grid, blocks = _tile(num_dst, src_idx.numel(), width)
-    with launching(out.device):
+    with launch_on(out.device):
         _max_kernel[grid](
             *(rows, indptr, src_idx, own, out, error_flags(out.device)),
             *(num_dst, src_idx.numel(), rows.size(0)),
@@ -320,7 +352,7 @@ def _run_max(rows: Tensor, indptr: Tensor, src_idx: Tensor, own: Tensor | None, 
 def _sum_backward(
     grad: Tensor, dst_idx: Tensor, src_idx: Tensor, weight: Tensor | None, num_rows: int, dtype: torch.dtype
 ) -> Tensor:
-    """[num_rows, width]: the gradient of each row, the sum of (weight *) grad over its out-edges' destinations.
+    """[num_rows, width]: the gradient of each row, a sum of (weight *) grad[dst] over its out-edges.
 
     grad: [num_dst, width]. dst_idx, src_idx: [num_edges] in any order; they are sorted by source first.
     """
@@ -336,13 +368,17 @@ def _max_backward(rows: Tensor, indptr: Tensor, src_idx: Tensor, dst_idx: Tensor
 
     out, grad: [num_dst, width], or [num_dst, 2 * width] with own rows on the right, which are not read.
     """
-    (num_dst, stride), width, num_edges = out.shape, rows.size(1), src_idx.numel()
-    exact, accumulator = _accumulator(rows.dtype)
-    shares = torch.empty(num_dst, width, dtype=exact, device=grad.device)
+    num_dst, stride = out.shape
+    width = rows.size(1)
+    num_edges = src_idx.numel()
+    sum_dtype, triton_sum_dtype = _accumulator(rows.dtype)
+    shares = torch.empty(num_dst, width, dtype=sum_dtype, device=grad.device)
     grad_rows = torch.empty(rows.shape, dtype=rows.dtype, device=grad.device)
     src_indptr, order = group_edges(src_idx, rows.size(0))
-    flags, sizes = error_flags(grad.device), {"WIDTH": width, "STRIDE": stride, "ACC": accumulator}
-    with launching(grad.device):
+    flags = error_flags(grad.device)
+    sizes = {"WIDTH": width, "STRIDE": stride, "ACC": triton_sum_dtype}
+
+    with launch_on(grad.device):
         if shares.numel():
             grid, blocks = _tile(num_dst, num_edges, width)
             edges = (rows, indptr, src_idx, out, grad, shares, flags, num_dst, num_edges, rows.size(0))
@@ -356,12 +392,13 @@ def _max_backward(rows: Tensor, indptr: Tensor, src_idx: Tensor, dst_idx: Tensor
 
 def _dots(rows: Tensor, grad: Tensor, src_idx: Tensor, dst_idx: Tensor, dtype: torch.dtype) -> Tensor:
     """[num_edges] of `dtype`: the gradient of each edge's weight; see `_dots_kernel`."""
-    num_edges, width = src_idx.numel(), rows.size(1)
+    num_edges = src_idx.numel()
+    width = rows.size(1)
     dots = torch.empty(num_edges, dtype=dtype, device=grad.device)
     if num_edges and width:
         columns = min(triton.next_power_of_2(width), COLUMNS_AT_ONCE)
         edges = max(1, TILE // columns)
-        with launching(grad.device):
+        with launch_on(grad.device):
             _dots_kernel[(triton.cdiv(num_edges, edges),)](
                 *(rows, grad, src_idx, dst_idx, dots, num_edges, rows.size(0), grad.size(0)),
                 WIDTH=width,
@@ -391,7 +428,8 @@ class _ReduceEdges(torch.autograd.Function):
         own: Tensor | None,
     ) -> Tensor:
         flat = _as_matrix(rows)
-        num_dst, width = indptr.numel() - 1, flat.size(1)
+        num_dst = indptr.numel() - 1
+        width = flat.size(1)
         shape = rows.shape[1:] if own is None else (2 * width,)
         out = torch.empty(num_dst, *shape, dtype=rows.dtype, device=src_idx.device)
         target = out.view(num_dst, math.prod(shape))
@@ -399,7 +437,9 @@ class _ReduceEdges(torch.autograd.Function):
             _run_max(flat, indptr, src_idx, own, target)
         else:
             _run_sum(flat, indptr, src_idx, weight, own, reduce == "mean", target)
-        ctx.reduce, ctx.shape, ctx.dtype = reduce, rows.shape, rows.dtype
+        ctx.reduce = reduce
+        ctx.shape = rows.shape
+        ctx.dtype = rows.dtype
         needs_rows = reduce == "max" or (weight is not None and weight.requires_grad)
         maxima = out if reduce == "max" else None
         ctx.save_for_backward(rows if needs_rows else None, indptr, src_idx, weight, own, maxima)
@@ -409,50 +449,62 @@ class _ReduceEdges(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
         rows, indptr, src_idx, weight, own, out = ctx.saved_tensors
-        (num_rows, *_), width, num_dst = ctx.shape, math.prod(ctx.shape[1:]), grad.size(0)
+        num_rows = ctx.shape[0]
+        width = math.prod(ctx.shape[1:])
+        num_dst = grad.size(0)
         grad = grad.reshape(num_dst, width if own is None else 2 * width).contiguous()
-        left, right = grad[:, :width], grad[:, width:]
+        grad_reduced = grad[:, :width]
+        grad_own = grad[:, width:]  # no columns without `own`
         if ctx.reduce == "mean":
             # Divided in the accumulator's precision: half types would round here, before the sum.
-            exact = _accumulator(ctx.dtype)[0]
-            left, right = left.to(exact) / indptr.diff().clamp(min=1).to(exact)[:, None], right.to(exact)
+            sum_dtype = _accumulator(ctx.dtype)[0]
+            degree = indptr.diff().clamp(min=1).to(sum_dtype)
+            grad_reduced = grad_reduced.to(sum_dtype) / degree[:, None]
+            grad_own = grad_own.to(sum_dtype)
+
         dst_idx = _destinations(indptr, src_idx.numel())
-        grad_rows = grad_weight = None
+        grad_rows = None
         if ctx.needs_input_grad[0] and ctx.reduce == "max":
             maxima = out.view(num_dst, grad.size(1))
             grad_rows = _max_backward(_as_matrix(rows), indptr, src_idx, dst_idx, maxima, grad)
             if own is not None:
-                beside = torch.arange(num_dst, device=grad.device)
-                grad_rows += _sum_backward(right.contiguous(), beside, own, None, num_rows, ctx.dtype)
+                own_dst_idx = torch.arange(num_dst, device=grad.device)
+                grad_rows += _sum_backward(grad_own.contiguous(), own_dst_idx, own, None, num_rows, ctx.dtype)
         elif ctx.needs_input_grad[0]:
-            edges = (left.contiguous(), dst_idx, src_idx, weight)
+            edges = (grad_reduced.contiguous(), dst_idx, src_idx, weight)
             if own is not None:
-                edges = _with_own_edges(left, right, dst_idx, src_idx, weight, own)
+                edges = _with_own_edges(grad_reduced, grad_own, dst_idx, src_idx, weight, own)
             grad_rows = _sum_backward(*edges, num_rows, ctx.dtype)
+        if grad_rows is not None:
+            grad_rows = grad_rows.view(ctx.shape)
+
+        grad_weight = None
         if weight is not None and ctx.needs_input_grad[4]:
-            grad_weight = _dots(_as_matrix(rows), left.contiguous(), src_idx, dst_idx, weight.dtype)
-        shaped = None if grad_rows is None else grad_rows.view(ctx.shape)
-        return shaped, None, None, None, grad_weight, None
+            grad_weight = _dots(_as_matrix(rows), grad_reduced.contiguous(), src_idx, dst_idx, weight.dtype)
+        return grad_rows, None, None, None, grad_weight, None
 
 
 def _with_own_edges(
-    left: Tensor, right: Tensor, dst_idx: Tensor, src_idx: Tensor, weight: Tensor | None, own: Tensor
+    grad_reduced: Tensor, grad_own: Tensor, dst_idx: Tensor, src_idx: Tensor, weight: Tensor | None, own: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(grad, dst_idx, src_idx, weight) in which the own rows are further edges, so that one sum does both gradients.
+    """(grad, dst_idx, src_idx, weight) with the own rows as further edges: one sum does both gradients.
 
-    grad becomes [2 * num_dst, width]: the left halves, then the right halves. The own row of destination d is an edge
-    of weight 1 from row own[d] to row num_dst + d of this grad.
+    grad becomes [2 * num_dst, width]: the left halves, then the right halves. The own row of destination d
+    is an edge of weight 1 from row own[d] to row num_dst + d of this grad.
     """
-    beside = torch.arange(own.numel(), 2 * own.numel(), device=own.device)
-    scale = None if weight is None else torch.cat([weight, weight.new_ones(own.numel())])
-    return torch.cat([left, right]), torch.cat([dst_idx, beside]), torch.cat([src_idx.to(own.dtype), own]), scale
+    own_dst_idx = torch.arange(own.numel(), 2 * own.numel(), device=own.device)
+    both_grads = torch.cat([grad_reduced, grad_own])
+    both_dst_idx = torch.cat([dst_idx, own_dst_idx])
+    both_src_idx = torch.cat([src_idx.to(own.dtype), own])
+    both_weights = None if weight is None else torch.cat([weight, weight.new_ones(own.numel())])
+    return both_grads, both_dst_idx, both_src_idx, both_weights
 
 
 def _destinations(indptr: Tensor, num_edges: int) -> Tensor:
     """[num_edges] int32: the destination of each edge.
 
-    `repeat_interleave` would synchronise with the device to learn its output's size. This search does not. From a
-    damaged indptr it may return numbers out of range, which the kernels check.
+    `repeat_interleave` would synchronise with the device to learn its output's size. This search does not.
+    From a damaged indptr it may return numbers out of range, which the kernels check.
     """
     edges = torch.arange(num_edges, device=indptr.device)
     return torch.searchsorted(indptr, edges, right=True, out_int32=True) - 1
@@ -471,16 +523,24 @@ def reduce_edges(
     weight: Tensor | None = None,
     own: Tensor | None = None,
 ) -> Tensor:
-    """[num_dst, ...], or [num_dst, 2 * width] with `own`: as defined by `reference.reduce_edges`. Differentiable.
+    """[num_dst, ...], or [num_dst, 2 * width] with `own`: as defined by `reference.reduce_edges`.
 
-    Wrong shapes raise at once. A source, an own row or an indptr out of range raises when the host next reads the
-    flags: see `runtime.check_device_errors`.
+    Differentiable.
+
+    Wrong shapes raise at once. A source, an own row or an indptr out of range raises when the host next
+    reads the flags: see `runtime.check_device_errors`.
     """
     check_readable("the table of rows", rows)
     if weight is not None and weight.shape != src_idx.shape:
-        raise ValueError(f"there are {weight.numel()} weights for {src_idx.numel()} edges: give one per edge")
-    if own is not None and (rows.dim() != 2 or own.shape != (indptr.numel() - 1,)):
-        raise ValueError("own rows stand beside a matrix's reduced ones: give one id per destination")
+        raise ValueError(
+            f"weight must hold one number per edge: expected shape {list(src_idx.shape)}, got {list(weight.shape)}"
+        )
+    if own is not None and rows.dim() != 2:
+        raise ValueError(f"own needs rows that are a matrix: expected 2 dimensions, got shape {list(rows.shape)}")
+    if own is not None and own.shape != (indptr.numel() - 1,):
+        raise ValueError(
+            f"own must hold one row id per destination: expected shape [{indptr.numel() - 1}], got {list(own.shape)}"
+        )
     if weight is not None and reduce == "max":
         return _weighted_max(rows, indptr, src_idx, weight, own)
     if weight is not None:
@@ -494,12 +554,12 @@ def reduce_edges(
 def _weighted_max(rows: Tensor, indptr: Tensor, src_idx: Tensor, weight: Tensor, own: Tensor | None) -> Tensor:
     """`reduce_edges` of a maximum with weights. The exception in this file: it builds a message per edge.
 
-    Backward needs the product weight[e] * rows[src_idx[e]] of every edge. No conv asks for weighted maxima often
-    enough to justify a fused kernel.
+    Backward needs the product weight[e] * rows[src_idx[e]] of every edge. No conv asks for weighted maxima
+    often enough to justify a fused kernel.
     """
-    exact = _accumulator(rows.dtype)[0]
-    scale = weight.to(exact).view(-1, *[1] * (rows.dim() - 1))
-    messages = gather_rows(rows, src_idx).to(exact) * scale
+    sum_dtype = _accumulator(rows.dtype)[0]
+    factor = weight.to(sum_dtype).view(-1, *[1] * (rows.dim() - 1))
+    messages = gather_rows(rows, src_idx).to(sum_dtype) * factor
     edges = torch.arange(src_idx.numel(), device=src_idx.device)
     out = reduce_edges(messages, indptr, edges, "max").to(rows.dtype)
     return out if own is None else torch.cat([out, gather_rows(rows, own)], dim=1)
@@ -517,48 +577,60 @@ def _dropout_kernel(
 ):  # fmt: skip
     """out[i, c] = x[i, c] * SCALE where the element is kept, else 0; with RELU, of relu(x).
 
-    x, out: [num, WIDTH]. ids: [num], the node id of each row. key: [1] int64 in device memory. A draw of 64 bits
-    serves four columns with 16 bits each, so that the mask depends on (key, node id, column) alone:
+    x, out: [num, WIDTH]. ids: [num], the node id of each row. key: [1] int64 in device memory. A draw of 64
+    bits serves four columns with 16 bits each, so that the mask depends on (key, node id, column) alone:
 
         state = first_state(key, ids[i])
-        bits  = mix(state + (c // 4 + 1) * GOLDEN) >> 16 * (c % 4) & 0xFFFF
-        keep  = bits >= THRESHOLD
+        bits = mix(state + (c // 4 + 1) * GOLDEN) >> 16 * (c % 4) & 0xFFFF
+        keep = bits >= THRESHOLD
 
     A program owns ROWS rows and DRAWS draws of each: a tile of [ROWS, DRAWS, 4] numbers.
     """
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    word = tl.program_id(1) * DRAWS + tl.arange(0, DRAWS)
+    draw = tl.program_id(1) * DRAWS + tl.arange(0, DRAWS)
     lane = tl.arange(0, 4)
+
     state = first_state(tl.load(key), tl.load(ids + i, mask=i < num, other=0).to(tl.int64))
-    raw = mix(state[:, None] + (word + 1).to(tl.uint64)[None, :] * GOLDEN)
-    bits = (raw[:, :, None] >> (16 * lane).to(tl.uint64)[None, None, :]) & 0xFFFF
-    # SCALE is a compile-time constant: Triton would pass a float argument as float32, too coarse for float64 rows.
-    factor = tl.where(bits >= THRESHOLD, tl.full((1, 1, 1), SCALE, ACC), tl.full((1, 1, 1), 0.0, ACC))
-    column = word[:, None] * 4 + lane[None, :]
+    drawn_bits = mix(state[:, None] + (draw + 1).to(tl.uint64)[None, :] * GOLDEN)
+    lane_bits = (drawn_bits[:, :, None] >> (16 * lane).to(tl.uint64)[None, None, :]) & 0xFFFF
+    # SCALE is a compile-time constant: Triton would pass a float argument as float32, too coarse for
+    # float64 rows.
+    factor = tl.where(lane_bits >= THRESHOLD, tl.full((1, 1, 1), SCALE, ACC), tl.full((1, 1, 1), 0.0, ACC))
+
+    column = draw[:, None] * 4 + lane[None, :]
     mask = (i < num)[:, None, None] & (column < WIDTH)[None, :, :]
-    place = i.to(tl.int64)[:, None, None] * WIDTH + column[None, :, :]
-    value = tl.load(x + place, mask=mask, other=0).to(ACC)
+    offset = i.to(tl.int64)[:, None, None] * WIDTH + column[None, :, :]
+    value = tl.load(x + offset, mask=mask, other=0).to(ACC)
     if RELU:
         value = tl.where(value <= 0, 0.0, value)  # NaN stays: where(value > 0, value, 0) would lose it
-    tl.store(out + place, value * factor, mask=mask)
+    tl.store(out + offset, value * factor, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num"])
-def _passed_kernel(grad, out, passed, num, SCALE: tl.constexpr, ACC: tl.constexpr, T: tl.constexpr):
-    """passed[i] = grad[i] * SCALE where out[i] is above 0 or NaN, else 0. A program owns T of the `num` numbers."""
+def _masked_gradient_kernel(grad, out, masked, num, SCALE: tl.constexpr, ACC: tl.constexpr, T: tl.constexpr):
+    """masked[i] = grad[i] * SCALE where out[i] is above 0 or NaN, else 0.
+
+    A program owns T of the `num` numbers.
+    """
     i = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
-    value = tl.load(grad + i, mask=i < num, other=0).to(ACC) * tl.full((1,), SCALE, ACC)
-    tl.store(passed + i, tl.where(tl.load(out + i, mask=i < num, other=0) <= 0, 0.0, value), mask=i < num)
+    scaled = tl.load(grad + i, mask=i < num, other=0).to(ACC) * tl.full((1,), SCALE, ACC)
+    target = masked + i
+    # NaN <= 0 is false, so the gradient passes at NaN.
+    is_blocked = tl.load(out + i, mask=i < num, other=0) <= 0
+    tl.store(target, tl.where(is_blocked, 0.0, scaled), mask=i < num)
 
 
 class _KeyedDropout(torch.autograd.Function):
-    """Dropout with a drawn mask. Backward is the same dropout of the gradient, so key and ids are all it saves."""
+    """Dropout with a drawn mask.
+
+    Backward is the same dropout of the gradient, so key and ids are all it saves.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, key: Tensor, ids: Tensor) -> Tensor:
         ctx.p = p
         ctx.save_for_backward(key, ids)
-        return _apply(x, p, key, ids)
+        return _apply_dropout(x, p, key, ids)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
@@ -566,11 +638,15 @@ class _KeyedDropout(torch.autograd.Function):
 
 
 class _ReluDropout(torch.autograd.Function):
-    """ReLU and dropout in one kernel. Backward reads the mask of both off the output, the only tensor it saves."""
+    """ReLU and dropout in one kernel.
+
+    Backward reads the mask of both off the output, the only tensor it saves.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, key: Tensor, ids: Tensor) -> Tensor:
-        ctx.p, out = p, _apply(x, p, key, ids, relu=True)
+        ctx.p = p
+        out = _apply_dropout(x, p, key, ids, relu=True)
         ctx.save_for_backward(out)
         return out
 
@@ -580,20 +656,24 @@ class _ReluDropout(torch.autograd.Function):
 
 
 class _MaskedGradient(torch.autograd.Function):
-    """The backward pass of `_ReluDropout`. A linear function of `grad`, so its own gradient has the same mask."""
+    """The backward pass of `_ReluDropout`.
+
+    A linear function of `grad`, so its own gradient has the same mask.
+    """
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, out: Tensor, p: float) -> Tensor:
         ctx.p = p
         ctx.save_for_backward(out)
-        grad, passed = grad.contiguous(), torch.empty_like(out)
+        grad = grad.contiguous()
+        masked = torch.empty_like(out)
         tile = (16 if is_interpreted() else 1) * DROPOUT_TILE
         if out.numel():
-            with launching(out.device):
-                _passed_kernel[(triton.cdiv(out.numel(), tile),)](
-                    *(grad, out, passed, out.numel()), SCALE=dropout_numbers(p)[1], ACC=_precision(out), T=tile
+            with launch_on(out.device):
+                _masked_gradient_kernel[(triton.cdiv(out.numel(), tile),)](
+                    *(grad, out, masked, out.numel()), SCALE=dropout_numbers(p)[1], ACC=_scale_dtype(out), T=tile
                 )
-        return passed
+        return masked
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
@@ -603,34 +683,37 @@ class _MaskedGradient(torch.autograd.Function):
 def dropout_numbers(p: float) -> tuple[int, float]:
     """(threshold, scale) for a dropout of probability p, which is rounded to a multiple of 1 / 65536.
 
-    An element is kept where its 16 bits are at least the threshold, and is then multiplied by the scale. With p = 1
-    nothing is kept, and the scale is 0.
+    An element is kept where its 16 bits are at least the threshold, and is then multiplied by the scale.
+    With p = 1 nothing is kept, and the scale is 0.
     """
     threshold = round(p * 65536)
     return threshold, 65536 / (65536 - threshold) if threshold < 65536 else 0.0
 
 
-def _precision(x: Tensor) -> Any:
+def _scale_dtype(x: Tensor) -> Any:
     """Triton's dtype in which elements of x are scaled: float64 for float64, else float32."""
     return tl.float64 if x.dtype == torch.float64 else tl.float32
 
 
-def _apply(x: Tensor, p: float, key: Tensor, ids: Tensor, relu: bool = False) -> Tensor:
+def _apply_dropout(x: Tensor, p: float, key: Tensor, ids: Tensor, relu: bool = False) -> Tensor:
     """Launch `_dropout_kernel` on x, or on relu(x)."""
     x = x.detach().contiguous()
     out = torch.empty_like(x)
     if x.numel() == 0:
         return out
-    num, width, (threshold, scale) = x.size(0), math.prod(x.shape[1:]), dropout_numbers(p)
+    num = x.size(0)
+    width = math.prod(x.shape[1:])
+    threshold, scale = dropout_numbers(p)
     draws = min(triton.next_power_of_2(triton.cdiv(width, 4)), DROPOUT_TILE // 4)
-    rows = max(1, (16 if is_interpreted() else 1) * DROPOUT_TILE // (4 * draws))
-    with launching(x.device):
+    tile = (16 if is_interpreted() else 1) * DROPOUT_TILE
+    rows = max(1, tile // (4 * draws))
+    with launch_on(x.device):
         _dropout_kernel[(triton.cdiv(num, rows), triton.cdiv(width, 4 * draws))](
             *(x, ids, key, out, num),
             THRESHOLD=threshold,
             SCALE=scale,
             WIDTH=width,
-            ACC=_precision(x),
+            ACC=_scale_dtype(x),
             RELU=relu,
             ROWS=rows,
             DRAWS=draws,
@@ -647,7 +730,9 @@ def relu_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor:
 
 
 def keyed_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor:
-    """x with a mask drawn from (key, node id, column), as defined by `reference.keyed_dropout`. Differentiable.
+    """x with a mask drawn from (key, node id, column), as defined by `reference.keyed_dropout`.
+
+    Differentiable.
 
     ids: one node id per row of x.
     """

@@ -4,17 +4,19 @@ Random numbers are those of `hopline.ops.random`, bit for bit. Draw j for id v i
 
     mix(mix(key ^ v) + (j + 1) * GOLDEN)
 
-A kernel reads its key from device memory. Passed as a number, it would be compiled into the kernel, once per step.
+A kernel reads its key from device memory. Passed as a number, it would be compiled into the kernel, once
+per step.
 
-Errors. A kernel cannot raise, and asking it after every call would stall the host. So a kernel that checks its ids
-does not follow one that is out of range, and sets a flag in device memory instead:
+Errors. A kernel cannot raise, and asking it after every call would stall the host. So a kernel that checks
+its ids does not follow one that is out of range, and sets a flag in device memory instead:
 
-    kernel                          host
-    report(flags, kind, wrong)  ->  read_with_errors, in calls that synchronise anyway (the size of a sampled block)
-                                ->  check_device_errors, at the ends of epochs and of runs
+    kernel                           host
+    report(flags, kind, is_wrong) -> read_with_errors, in calls that synchronise anyway, such as sampling
+                                  -> check_device_errors, at the ends of epochs and of runs
 
-An error is therefore raised later than the call that caused it. The results of that call are wrong, but no memory
-outside its arrays was touched. Kernels that check no id, such as those of `tree`, say so in their module.
+An error is therefore raised later than the call that caused it. The results of that call are wrong, but no
+memory outside its arrays was touched. Kernels that check no id, such as those of `tree`, say so in their
+module.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
@@ -31,7 +33,11 @@ from torch import Tensor
 from hopline.ops import random
 
 GOLDEN = tl.constexpr(random.GOLDEN)
-_MIX_1, _MIX_2 = tl.constexpr(random.MIX_1), tl.constexpr(random.MIX_2)
+"""Increment of SplitMix64 from draw to draw."""
+_MIX_1 = tl.constexpr(random.MIX_1)
+"""First multiplier of SplitMix64's finaliser."""
+_MIX_2 = tl.constexpr(random.MIX_2)
+"""Second multiplier of SplitMix64's finaliser."""
 
 
 @triton.jit
@@ -44,7 +50,10 @@ def mix(z):
 
 @triton.jit
 def first_state(key, ids):
-    """The first state of each id's sequence, uint64. For every draw add GOLDEN to the state and `mix` the sum."""
+    """The first state of each id's sequence, uint64.
+
+    For every draw add GOLDEN to the state and `mix` the sum.
+    """
     return mix(key.to(tl.uint64) ^ ids.to(tl.uint64))
 
 
@@ -76,43 +85,51 @@ def is_interpreted() -> bool:
 
 
 @triton.jit
-def shuffled(state, degree, FANOUT: tl.constexpr):
-    """The first FANOUT numbers of each lane's keyed shuffle of 0 .. degree - 1: a tuple of FANOUT int32 blocks.
+def draw_distinct(state, degree, FANOUT: tl.constexpr):
+    """A tuple of FANOUT int32 blocks: the first numbers of each lane's keyed shuffle of 0 .. degree - 1.
 
-    Fisher-Yates draws a target in j .. degree - 1 and swaps positions j and target, for j = 0, 1, ... An array of all
-    positions would need `degree` registers. Only the swapped positions differ from the identity, so only these are
-    kept: swap i moved the value `moved[i]` to the position `targets[i]`. That is O(FANOUT) registers for any degree.
-    Picks from number `degree` on are meaningless; the caller masks them.
+    Fisher-Yates draws a target in j .. degree - 1 and swaps positions j and target, for j = 0, 1, ... An
+    array of all positions would need `degree` registers. Only the swapped positions differ from the
+    identity, so only these are held: swap i moved the value `swap_values[i]` to the position
+    `swap_targets[i]`. That is O(FANOUT) registers for any degree. Picks from number `degree` on are
+    meaningless; the caller masks them.
     """
-    picks, targets, moved = (), (), ()
+    picks = ()
+    swap_targets = ()
+    swap_values = ()
     for j in tl.static_range(FANOUT):
         state += GOLDEN
         target = (j + bounded(mix(state), tl.maximum(degree - j, 1))).to(tl.int32)
-        at_target = target
-        at_j = tl.zeros_like(target) + j
+        value_at_target = target
+        value_at_j = tl.zeros_like(target) + j
         for i in tl.static_range(j):  # the latest swap into a position says what it holds
-            at_target = tl.where(targets[i] == target, moved[i], at_target)
-            at_j = tl.where(targets[i] == j, moved[i], at_j)
-        picks, targets, moved = picks + (at_target,), targets + (target,), moved + (at_j,)
+            value_at_target = tl.where(swap_targets[i] == target, swap_values[i], value_at_target)
+            value_at_j = tl.where(swap_targets[i] == j, swap_values[i], value_at_j)
+        picks = picks + (value_at_target,)
+        swap_targets = swap_targets + (target,)
+        swap_values = swap_values + (value_at_j,)
     return picks
 
 
 # ---- memory and launches
 
 
-def readable(tensor: Tensor) -> bool:
+def is_readable(tensor: Tensor) -> bool:
     """Whether kernels can read a tensor: it is in device memory, or in pinned host memory."""
     return tensor.is_cuda or is_interpreted() or tensor.is_pinned()
 
 
 def check_readable(what: str, *tensors: Tensor) -> None:
     """Raise ValueError if kernels cannot read one of the tensors. what: their name in the message."""
-    if not all(map(readable, tensors)):
+    if not all(map(is_readable, tensors)):
         raise ValueError(f"{what} is in host memory that the GPU cannot read: move it there, or pin it (pin_memory())")
 
 
-def launching(device: torch.device) -> AbstractContextManager[object]:
-    """Make `device` the current one inside the block. Triton launches on the current device, not on the tensors'."""
+def launch_on(device: torch.device) -> AbstractContextManager[object]:
+    """Make `device` the current one inside the block.
+
+    Triton launches on the current device, not on the tensors'.
+    """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -124,26 +141,36 @@ _ERRORS: tuple[tuple[type[Exception], str], ...] = (
     (IndexError, "an edge's source is outside the rows, or indptr does not fit the edges"),
     (IndexError, "a group is outside the number of groups"),
 )
-# Positions in `_ERRORS` and in the flags of a device.
-NODE_ERROR, INDEX_ERROR, ROW_ERROR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-EDGE_ERROR, GROUP_ERROR = tl.constexpr(3), tl.constexpr(4)
+
+# ---- kinds of errors: positions in `_ERRORS` and in the flags of a device
+
+NODE_ERROR = tl.constexpr(0)
+"""A node id is outside the graph, or its indptr is damaged."""
+INDEX_ERROR = tl.constexpr(1)
+"""An edge index is out of range."""
+ROW_ERROR = tl.constexpr(2)
+"""A row id is outside its table."""
+EDGE_ERROR = tl.constexpr(3)
+"""An edge's source is outside the rows, or indptr does not fit the edges."""
+GROUP_ERROR = tl.constexpr(4)
+"""A group is outside the number of groups."""
 
 _flags: dict[torch.device, Tensor] = {}
 """The error flags of each device: [number of kinds] int32. Owned by this module, for the life of the process.
 
-Captured CUDA graphs have the address of the flags, so a tensor is never replaced. If two threads make the flags of
-one device at the same time, `setdefault` keeps the first.
+Captured CUDA graphs have the address of the flags, so a tensor is never replaced. If two threads make the
+flags of one device at the same time, `setdefault` keeps the first.
 """
 
 
 @triton.jit
-def report(flags, kind: tl.constexpr, wrong):
-    """Set flag number `kind` if any lane is wrong. wrong: a block of booleans.
+def report(flags, kind: tl.constexpr, is_wrong):
+    """Set flag number `kind` if any lane is wrong. is_wrong: a block of booleans.
 
-    The term `* 0` only gives the address the shape of `wrong`, as a masked store needs it. All lanes store 1, so
-    their order does not matter.
+    The term `* 0` only gives the address the shape of `is_wrong`, as a masked store needs it. All lanes
+    store 1, so their order does not matter.
     """
-    tl.store(flags + kind + wrong.to(tl.int32) * 0, 1, mask=wrong)
+    tl.store(flags + kind + is_wrong.to(tl.int32) * 0, 1, mask=is_wrong)
 
 
 def error_flags(device: torch.device) -> Tensor:
@@ -157,7 +184,9 @@ def error_flags(device: torch.device) -> Tensor:
 
 
 def read_with_errors(number: Tensor) -> int:
-    """The value of a tensor [1] on the device. Raises the errors that kernels on this device have reported so far.
+    """The value of a tensor [1] on the device.
+
+    Raises the errors that kernels on this device have reported so far.
 
     Number and flags come in one transfer, so the host synchronises once.
     """
@@ -167,14 +196,17 @@ def read_with_errors(number: Tensor) -> int:
 
 
 def check_device_errors() -> None:
-    """Raise the errors that kernels have reported since the last check. Synchronises with all devices in use."""
+    """Raise the errors that kernels have reported since the last check.
+
+    Synchronises with all devices in use.
+    """
     for device, flags in list(_flags.items()):
         _raise(device, flags.tolist())
 
 
 def _raise(device: torch.device, flags: Sequence[int]) -> None:
     """Raise the first error of `flags`, and clear all flags of the device."""
-    for raised, (error, message) in zip(flags, _ERRORS, strict=True):
-        if raised:
+    for is_set, (error, message) in zip(flags, _ERRORS, strict=True):
+        if is_set:
             error_flags(device).zero_()  # once reported, later calls may be right
             raise error(message)

@@ -1,36 +1,38 @@
 """Triton kernels that sample neighbours, gather rows and map global ids to local ids.
 
-`hopline.ops.reference` defines every function of this file in plain torch. Edges are grouped by torch's own sort.
+`hopline.ops.reference` defines every function of this file in plain torch. Edges are grouped by torch's own
+sort.
 
 Memory layout
     indptr    [num_nodes + 1] int64  CSC: node v has the in-edges indptr[v] .. indptr[v + 1] - 1
     indices   [num_edges]            int32 or int64, the source node of each edge
     rows      [num_rows, ...]        any dtype, row-major
 
-These arrays are in device memory, or in pinned host memory, which kernels read directly (zero-copy). Ids and results
-are always in device memory.
+These arrays are in device memory, or in pinned host memory, which kernels read directly (zero-copy). Ids
+and results are always in device memory.
 
 Sampling takes three passes, because the size of the result depends on the degrees:
 
     _count_kernel            cumsum, one read by the host       _distinct_kernel or _replace_kernel
     degrees of the nodes ->  offsets and number of edges   ->   draws, and writes to its own offsets
 
-The host synchronises once per call, in the second pass, since it must allocate the result. One lane of a program
-draws for one node: O(fanout) registers and O(fanout ** 2) comparisons, whatever the degree.
+The host synchronises once per call, in the second pass, since it must allocate the result. One lane of a
+program draws for one node: O(fanout) registers and O(fanout ** 2) comparisons, whatever the degree.
 
 `DeviceIdMap` maps global ids to local ids without a hash table. One int64 *stamp* per node of the graph holds
 
     bits 32 and up   the step in which the node was last seen
-    bits 0 to 30     LATEST - place, where place says how early the node came in that step
+    bits 0 to 30     LATEST - arrival, where a smaller arrival says that the node came earlier in that step
 
-`atomic_max` keeps the newest step, and within it the first occurrence. Stamps of older steps lose against any new
-one, so the map is never cleared. The local ids follow the order of the input, whatever the order in which threads
-run.
+`atomic_max` keeps the newest step, and within it the first occurrence. Stamps of older steps lose against
+any new one, so the map is never cleared. The local ids follow the order of the input, whatever the order in
+which threads run.
 
-Bad input. A kernel never follows an id out of range. It raises an error flag in device memory (see `runtime`), and
-the next call that synchronises raises the Python error.
+Bad input. A kernel never follows an id out of range. It raises an error flag in device memory (see
+`runtime`), and the next call that synchronises raises the Python error.
 
-Nothing in this file is differentiable by a kernel: `gather_rows` falls back to torch where a gradient is needed.
+Nothing in this file is differentiable by a kernel: `gather_rows` falls back to torch where a gradient is
+needed.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
@@ -51,15 +53,15 @@ from hopline.ops.gpu.runtime import (
     ROW_ERROR,
     bounded,
     check_readable,
+    draw_distinct,
     error_flags,
     first_state,
+    is_readable,
     key_on,
-    launching,
+    launch_on,
     mix,
     read_with_errors,
-    readable,
     report,
-    shuffled,
 )
 from hopline.ops.reference import Neighbors, SortedIdMap
 
@@ -69,11 +71,14 @@ NODES_AT_ONCE = 128
 UNROLLED_FANOUT = 25
 """Largest fan-out whose shuffle is unrolled, with one register per swap. A rule of thumb.
 
-Larger fan-outs use `_distinct_many_kernel`, which has a loop and keeps the swaps of a node in a row of a 2-D block.
+Larger fan-outs use `_distinct_many_kernel`, which has a loop and keeps the swaps of a node in a row of a
+2-D block.
 """
 
-GATHER_WORDS, GATHER_COLUMNS = 2048, 512
-"""Machine words that a program of `gather_rows` loads at once, and the most of them from one row. Rules of thumb."""
+GATHER_WORDS = 2048
+"""Machine words that a program of `gather_rows` loads at once. A rule of thumb."""
+GATHER_COLUMNS = 512
+"""Most machine words of one row that a program of `gather_rows` loads at once. A rule of thumb."""
 
 SELF_LOOP_EDGES = 1 << 24
 """Edges per round of `self_loops`, which needs an int64 destination for each of them. A rule of thumb."""
@@ -89,19 +94,22 @@ def _count_kernel(
     A node outside the graph, or with a damaged indptr, raises NODE_ERROR and counts as a node without edges.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = i < num
-    node = tl.load(nodes + i, mask=there, other=0).to(tl.int64)
-    inside = there & (node >= 0) & (node < num_nodes)
-    start = tl.load(indptr + node, mask=inside, other=0)
-    stop = tl.load(indptr + node + 1, mask=inside, other=0)
-    fits = inside & (start >= 0) & (stop >= start) & (stop <= num_edges)
-    report(flags, NODE_ERROR, there & (fits == 0))
-    degree = tl.where(fits, stop - start, 0)
+    is_node = i < num
+    node = tl.load(nodes + i, mask=is_node, other=0).to(tl.int64)
+
+    is_in_graph = is_node & (node >= 0) & (node < num_nodes)
+    start = tl.load(indptr + node, mask=is_in_graph, other=0)
+    stop = tl.load(indptr + node + 1, mask=is_in_graph, other=0)
+    is_valid = is_in_graph & (start >= 0) & (stop >= start) & (stop <= num_edges)
+    report(flags, NODE_ERROR, is_node & (is_valid == 0))
+
+    degree = tl.where(is_valid, stop - start, 0)
     limit = tl.where(fanout < 0, degree, fanout)
     count = tl.where(degree > 0, limit, 0) if REPLACE else tl.minimum(degree, limit)
-    tl.store(starts + i, tl.where(fits, start, 0), mask=there)
-    tl.store(degrees + i, degree.to(tl.int32), mask=there)
-    tl.store(out_indptr + 1 + i, count, mask=there)
+
+    tl.store(starts + i, tl.where(is_valid, start, 0), mask=is_node)
+    tl.store(degrees + i, degree.to(tl.int32), mask=is_node)
+    tl.store(out_indptr + 1 + i, count, mask=is_node)
 
 
 def _count(
@@ -109,16 +117,18 @@ def _count(
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """(starts, degrees, out_indptr, total) for n nodes. Synchronises with the device, to read `total`.
 
-    starts: [n] int64, the first in-edge of each node. degrees: [n] int32, its number of in-edges. out_indptr: [n + 1]
-    int64, the offsets of the draws of each node. total: the number of draws of all nodes.
+    starts: [n] int64, the first in-edge of each node. degrees: [n] int32, its number of in-edges.
+    out_indptr: [n + 1] int64, the offsets of the draws of each node. total: the number of draws of all
+    nodes.
     """
-    num, device = nodes.numel(), nodes.device
+    num = nodes.numel()
+    device = nodes.device
     starts = torch.empty(num, dtype=torch.int64, device=device)
     degrees = torch.empty(num, dtype=torch.int32, device=device)
     out_indptr = torch.zeros(num + 1, dtype=torch.int64, device=device)
     if num == 0:
         return starts, degrees, out_indptr, 0
-    with launching(device):
+    with launch_on(device):
         _count_kernel[(triton.cdiv(num, 1024),)](
             *(indptr, nodes, starts, degrees, out_indptr, error_flags(device)),
             *(num, indptr.numel() - 1, num_edges, fanout),
@@ -130,46 +140,51 @@ def _count(
 
 
 @triton.jit
-def _node(nodes, starts, degrees, out_indptr, key, num, BLOCK: tl.constexpr):
+def _load_nodes(nodes, starts, degrees, out_indptr, key, num, BLOCK: tl.constexpr):
     """(first edge, degree, offset in the result, state of the generator) of each node of this program.
 
     Lanes beyond the last node have degree 0, so that every mask by degree leaves them out.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = i < num
-    start = tl.load(starts + i, mask=there, other=0)
-    degree = tl.load(degrees + i, mask=there, other=0)
-    place = tl.load(out_indptr + i, mask=there, other=0)
-    node = tl.load(nodes + i, mask=there, other=0).to(tl.int64)
-    return start, degree, place, first_state(tl.load(key), node)
+    is_node = i < num
+    start = tl.load(starts + i, mask=is_node, other=0)
+    degree = tl.load(degrees + i, mask=is_node, other=0)
+    offset = tl.load(out_indptr + i, mask=is_node, other=0)
+    node = tl.load(nodes + i, mask=is_node, other=0).to(tl.int64)
+    return start, degree, offset, first_state(tl.load(key), node)
 
 
 @triton.jit(do_not_specialize=["num"])
 def _distinct_kernel(
     indices, nodes, starts, degrees, out_indptr, key, ids, edge_ids, num, FANOUT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Draws without replacement, unrolled over FANOUT. Program p draws for nodes p * BLOCK .. (p + 1) * BLOCK - 1."""
-    start, degree, place, state = _node(nodes, starts, degrees, out_indptr, key, num, BLOCK)
-    picks = shuffled(state, degree, FANOUT)
+    """Draws without replacement, unrolled over FANOUT.
+
+    Program p draws for nodes p * BLOCK .. (p + 1) * BLOCK - 1.
+    """
+    start, degree, offset, state = _load_nodes(nodes, starts, degrees, out_indptr, key, num, BLOCK)
+    picks = draw_distinct(state, degree, FANOUT)
+
     # All loads before the first store, so that they are in flight together.
-    found = ()
+    sources = ()
     for j in tl.static_range(FANOUT):
-        found = found + (tl.load(indices + start + picks[j], mask=j < degree, other=0),)
+        sources = sources + (tl.load(indices + start + picks[j], mask=j < degree, other=0),)
     for j in tl.static_range(FANOUT):
-        tl.store(ids + place + j, found[j], mask=j < degree)
-        tl.store(edge_ids + place + j, start + picks[j], mask=j < degree)
+        tl.store(ids + offset + j, sources[j], mask=j < degree)
+        tl.store(edge_ids + offset + j, start + picks[j], mask=j < degree)
 
 
 @triton.jit
-def _latest(targets, moved, columns, position, otherwise):
+def _value_at(swap_targets, swap_values, columns, position, initial):
     """The value at a position of the shuffle after the swaps so far: [BLOCK] int32.
 
-    targets, moved: [BLOCK, COLUMNS] int32. Swap j moved the value `moved[:, j]` to the position `targets[:, j]`. The
-    latest swap into a position decides; without one the position still holds `otherwise`, its first value.
+    swap_targets, swap_values: [BLOCK, COLUMNS] int32. Swap j moved the value `swap_values[:, j]` to the
+    position `swap_targets[:, j]`. The latest swap into a position decides. Without one the position still
+    holds `initial`.
     """
-    swap = tl.max(tl.where(targets == position[:, None], columns[None, :], -1), axis=1)
-    value = tl.sum(tl.where(columns[None, :] == swap[:, None], moved, 0), axis=1)
-    return tl.where(swap >= 0, value, otherwise)
+    latest_swap = tl.max(tl.where(swap_targets == position[:, None], columns[None, :], -1), axis=1)
+    value = tl.sum(tl.where(columns[None, :] == latest_swap[:, None], swap_values, 0), axis=1)
+    return tl.where(latest_swap >= 0, value, initial)
 
 
 @triton.jit(do_not_specialize=["num", "fanout"])
@@ -177,36 +192,43 @@ def _distinct_many_kernel(
     indices, nodes, starts, degrees, out_indptr, key, ids, edge_ids, num, fanout,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Draws without replacement, for fan-outs too large to unroll. COLUMNS is a power of two, at least the fan-out.
+    """Draws without replacement, for fan-outs too large to unroll.
 
-    The swaps of a node are one row of two [BLOCK, COLUMNS] blocks. The picks equal those of `_distinct_kernel`.
+    COLUMNS is a power of two, at least the fan-out.
+
+    The swaps of a node are one row of two [BLOCK, COLUMNS] blocks. The picks equal those of
+    `_distinct_kernel`.
     """
-    start, degree, place, state = _node(nodes, starts, degrees, out_indptr, key, num, BLOCK)
+    start, degree, offset, state = _load_nodes(nodes, starts, degrees, out_indptr, key, num, BLOCK)
     columns = tl.arange(0, COLUMNS)
-    targets = tl.full((BLOCK, COLUMNS), -1, tl.int32)
-    moved = tl.full((BLOCK, COLUMNS), 0, tl.int32)
-    for j in range(tl.minimum(tl.max(degree, axis=0), fanout)):
+    swap_targets = tl.full((BLOCK, COLUMNS), -1, tl.int32)
+    swap_values = tl.full((BLOCK, COLUMNS), 0, tl.int32)
+
+    max_draws = tl.minimum(tl.max(degree, axis=0), fanout)
+    for j in range(max_draws):
         state += GOLDEN
         target = (j + bounded(mix(state), tl.maximum(degree - j, 1))).to(tl.int32)
-        own = tl.zeros_like(target) + j
-        edge = start + _latest(targets, moved, columns, target, target)
-        at_j = _latest(targets, moved, columns, own, own)
+        position_j = tl.zeros_like(target) + j
+        edge = start + _value_at(swap_targets, swap_values, columns, target, target)
+        value_at_j = _value_at(swap_targets, swap_values, columns, position_j, position_j)
+
         is_j = columns[None, :] == j
-        targets = tl.where(is_j, target[:, None], targets)
-        moved = tl.where(is_j, at_j[:, None], moved)
-        tl.store(ids + place + j, tl.load(indices + edge, mask=j < degree, other=0), mask=j < degree)
-        tl.store(edge_ids + place + j, edge, mask=j < degree)
+        swap_targets = tl.where(is_j, target[:, None], swap_targets)
+        swap_values = tl.where(is_j, value_at_j[:, None], swap_values)
+
+        tl.store(ids + offset + j, tl.load(indices + edge, mask=j < degree, other=0), mask=j < degree)
+        tl.store(edge_ids + offset + j, edge, mask=j < degree)
 
 
 @triton.jit(do_not_specialize=["num", "fanout"])
 def _replace_kernel(indices, nodes, starts, degrees, out_indptr, key, ids, edge_ids, num, fanout, BLOCK: tl.constexpr):
     """Draws with replacement: draw j of a node is one bounded number of its keyed sequence."""
-    start, degree, place, state = _node(nodes, starts, degrees, out_indptr, key, num, BLOCK)
+    start, degree, offset, state = _load_nodes(nodes, starts, degrees, out_indptr, key, num, BLOCK)
     for j in range(fanout):
         state += GOLDEN
         edge = start + bounded(mix(state), degree)
-        tl.store(ids + place + j, tl.load(indices + edge, mask=degree > 0, other=0), mask=degree > 0)
-        tl.store(edge_ids + place + j, edge, mask=degree > 0)
+        tl.store(ids + offset + j, tl.load(indices + edge, mask=degree > 0, other=0), mask=degree > 0)
+        tl.store(edge_ids + offset + j, edge, mask=degree > 0)
 
 
 def sample_neighbors(
@@ -214,20 +236,24 @@ def sample_neighbors(
 ) -> Neighbors:
     """`reference.sample_neighbors` on the device. Synchronises once, to learn the number of edges.
 
-    nodes: [n] int32 or int64 on the device. indptr and indices: on the device or in pinned host memory. key: a
-    number, or a tensor [1] int64 on the device.
+    nodes: [n] int32 or int64 on the device. indptr and indices: on the device or in pinned host memory.
+    key: a number, or a tensor [1] int64 on the device.
     """
-    indptr, indices, nodes = indptr.contiguous(), indices.contiguous(), nodes.contiguous()
+    indptr = indptr.contiguous()
+    indices = indices.contiguous()
+    nodes = nodes.contiguous()
     check_readable("the graph", indptr, indices)
     if fanout < 0:
         out_indptr, edge_ids = _row_positions(indptr, nodes, indices.numel())
         return Neighbors(out_indptr, gather_rows(indices, edge_ids), edge_ids)
-    num, device = nodes.numel(), nodes.device
+
+    num = nodes.numel()
+    device = nodes.device
     starts, degrees, out_indptr, total = _count(indptr, nodes, indices.numel(), fanout, replace)
     ids = torch.empty(total, dtype=indices.dtype, device=device)
     edge_ids = torch.empty(total, dtype=torch.int64, device=device)
     arguments = (indices, nodes, starts, degrees, out_indptr, key_on(device, key), ids, edge_ids, num)
-    with launching(device):
+    with launch_on(device):
         if total == 0:
             pass
         elif replace:
@@ -235,7 +261,8 @@ def sample_neighbors(
         elif fanout <= UNROLLED_FANOUT:
             _distinct_kernel[(triton.cdiv(num, NODES_AT_ONCE),)](*arguments, FANOUT=fanout, BLOCK=NODES_AT_ONCE)
         else:
-            # Fewer nodes per program as rows get wider, so that the two blocks of swaps stay at 2048 numbers each.
+            # Fewer nodes per program as rows get wider, so that the two blocks of swaps stay at 2048
+            # numbers each.
             columns = triton.next_power_of_2(fanout)
             block = max(1, 2048 // columns)
             _distinct_many_kernel[(triton.cdiv(num, block),)](*arguments, fanout, COLUMNS=columns, BLOCK=block)
@@ -244,35 +271,39 @@ def sample_neighbors(
 
 def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
     """`reference.row_positions` on the device. Synchronises once, to learn the number of entries."""
-    indptr, nodes = indptr.contiguous(), nodes.contiguous()
+    indptr = indptr.contiguous()
+    nodes = nodes.contiguous()
     check_readable("the graph", indptr)
-    # No array is read at these positions, so there is no number of edges to check against. A row still raises an
-    # error if its end lies before its start.
+    # No array is read at these positions, so there is no number of edges to check against. A row still
+    # raises an error if its end lies before its start.
     return _row_positions(indptr, nodes, (1 << 63) - 1)
 
 
 def _row_positions(indptr: Tensor, nodes: Tensor, num_edges: int) -> tuple[Tensor, Tensor]:
-    """(out_indptr, positions) of all entries of these rows. A row that ends beyond `num_edges` is an error."""
+    """(out_indptr, positions) of all entries of these rows. A row that ends beyond num_edges is an error."""
     starts, _, out_indptr, total = _count(indptr, nodes, num_edges, -1, False)
     shift = torch.repeat_interleave(starts - out_indptr[:-1], out_indptr.diff(), output_size=total)
     return out_indptr, shift + torch.arange(total, device=nodes.device)
 
 
 def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
-    """`reference.relabel` on the device. Synchronises twice: for the range of the ids, and for their number."""
-    both = torch.cat([seeds.long(), neighbors.long()])
-    if both.numel() == 0:
-        return both, both.int()
-    low, top = torch.stack(torch.aminmax(both)).tolist()
-    if low < 0:
+    """`reference.relabel` on the device.
+
+    Synchronises twice: for the range of the ids, and for their number.
+    """
+    all_ids = torch.cat([seeds.long(), neighbors.long()])
+    if all_ids.numel() == 0:
+        return all_ids, all_ids.int()
+    smallest, largest = torch.stack(torch.aminmax(all_ids)).tolist()
+    if smallest < 0:
         raise ValueError("an edge index is out of range: node ids are not negative")
-    # Few ids from a wide range are sorted: a dense map would allocate and clear 8 bytes for every number up to `top`.
-    # The factor is a rule of thumb.
-    if top >= 16 * both.numel():
+    # Few ids from a wide range are sorted: a dense map would allocate and clear 8 bytes for every number up
+    # to the largest. The factor is a rule of thumb.
+    if largest >= 16 * all_ids.numel():
         return reference.relabel(seeds, neighbors)
-    id_map = DeviceIdMap(top + 1, both.device, dense=True)
-    places = id_map.add(both)
-    return id_map.ids(), places[seeds.numel() :]
+    id_map = DeviceIdMap(largest + 1, all_ids.device, dense=True)
+    idx = id_map.add(all_ids)
+    return id_map.ids(), idx[seeds.numel() :]
 
 
 # ---- rows
@@ -282,18 +313,21 @@ def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
 def _gather_kernel(
     rows, ids, out, flags, num, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """out[i] = rows[ids[i]], for rows of WIDTH machine words. An id out of range raises ROW_ERROR and reads row 0.
+    """out[i] = rows[ids[i]], for rows of WIDTH machine words.
 
-    Program (p, c) copies the columns c * COLUMNS .. (c + 1) * COLUMNS - 1 of ROWS rows at a time. It starts at
-    block p and strides by the number of programs, so any number of programs covers all rows.
+    An id out of range raises ROW_ERROR and reads row 0.
+
+    Program (p, c) copies the columns c * COLUMNS .. (c + 1) * COLUMNS - 1 of ROWS rows at a time. It starts
+    at block p and strides by the number of programs, so any number of programs covers all rows.
     """
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     for block in range(tl.program_id(0), tl.cdiv(num, ROWS), tl.num_programs(0)):
         i = block * ROWS + tl.arange(0, ROWS)
         row = tl.load(ids + i, mask=i < num, other=0).to(tl.int64)
-        wrong = (row < 0) | (row >= num_rows)
-        report(flags, ROW_ERROR, wrong)
-        row = tl.where(wrong, 0, row)
+        is_wrong = (row < 0) | (row >= num_rows)
+        report(flags, ROW_ERROR, is_wrong)
+        row = tl.where(is_wrong, 0, row)
+
         mask = (i < num)[:, None] & (column < WIDTH)[None, :]
         words = tl.load(rows + row[:, None] * WIDTH + column[None, :], mask=mask)
         tl.store(out + i.to(tl.int64)[:, None] * WIDTH + column[None, :], words, mask=mask)
@@ -302,16 +336,16 @@ def _gather_kernel(
 def gather_rows(rows: Tensor, ids: Tensor, programs: int | None = None) -> Tensor:
     """rows[ids] on the device of the ids, for any dtype: rows are copied as machine words.
 
-    rows: [num_rows, ...] in device memory, or in host memory. The kernel reads pinned host memory directly; other
-    host memory is gathered by the CPU and then moved. ids: [n] int32 or int64 on the device. An id out of range
-    raises at the next call that synchronises.
+    rows: [num_rows, ...] in device memory, or in host memory. The kernel reads pinned host memory directly;
+    other host memory is gathered by the CPU and then moved. ids: [n] int32 or int64 on the device. An id
+    out of range raises at the next call that synchronises.
 
-    programs: the most programs to launch per column of tiles. While they wait for host memory, the rest of the GPU is
-    free for other kernels. By default one program per tile.
+    programs: the most programs to launch per column of tiles. While they wait for host memory, the rest of
+    the GPU is free for other kernels. By default one program per tile.
     """
     if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"row ids must be a 1-D int64 tensor, not {list(ids.shape)} {ids.dtype}")
-    if not readable(rows) or (not rows.is_contiguous() and not rows.is_cuda):
+    if not is_readable(rows) or (not rows.is_contiguous() and not rows.is_cuda):
         return cpu_sampling.gather_rows(rows, ids.cpu()).to(ids.device)
     if ids.numel() and rows.size(0) == 0:
         raise IndexError("a row id is outside its table, which is empty")
@@ -325,13 +359,13 @@ def gather_rows(rows: Tensor, ids: Tensor, programs: int | None = None) -> Tenso
     word = _widest_word(rows, out)
     width = out[0].numel() * out.element_size() // word.itemsize
     columns = min(triton.next_power_of_2(width), GATHER_COLUMNS)
-    at_once = max(1, GATHER_WORDS // columns)
-    blocks = triton.cdiv(ids.numel(), at_once)
-    with launching(ids.device):
-        _gather_kernel[(min(blocks, programs or blocks), triton.cdiv(width, columns))](
+    rows_per_program = max(1, GATHER_WORDS // columns)
+    num_blocks = triton.cdiv(ids.numel(), rows_per_program)
+    with launch_on(ids.device):
+        _gather_kernel[(min(num_blocks, programs or num_blocks), triton.cdiv(width, columns))](
             *(_words(rows, word), ids, _words(out, word), error_flags(ids.device), ids.numel(), rows.size(0)),
             WIDTH=width,
-            ROWS=at_once,
+            ROWS=rows_per_program,
             COLUMNS=columns,
         )
     return out
@@ -353,33 +387,37 @@ def _words(tensor: Tensor, word: torch.dtype) -> Tensor:
 
 
 def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """`reference.group_edges` on the device, without synchronising. A key out of range raises GROUP_ERROR later."""
-    wrong = error_flags(keys.device)[GROUP_ERROR.value]
-    wrong.logical_or_(((keys < 0) | (keys >= num_groups)).any())
-    narrow = keys.int() if num_groups < 1 << 31 else keys.long()  # half the bits to sort
-    ordered, order = torch.sort(narrow, stable=True)
-    groups = torch.arange(num_groups + 1, dtype=narrow.dtype, device=keys.device)
-    return torch.searchsorted(ordered, groups), order
+    """`reference.group_edges` on the device, without synchronising.
+
+    A key out of range raises GROUP_ERROR later.
+    """
+    error_flag = error_flags(keys.device)[GROUP_ERROR.value]
+    error_flag.logical_or_(((keys < 0) | (keys >= num_groups)).any())
+    sort_keys = keys.int() if num_groups < 1 << 31 else keys.long()  # half the bits to sort
+    sorted_keys, order = torch.sort(sort_keys, stable=True)
+    groups = torch.arange(num_groups + 1, dtype=sort_keys.dtype, device=keys.device)
+    return torch.searchsorted(sorted_keys, groups), order
 
 
 def self_loops(indptr: Tensor, indices: Tensor) -> Tensor:
-    """`reference.self_loops` on the device, in rounds of SELF_LOOP_EDGES edges. Synchronises in each round."""
-    found = [torch.empty(0, dtype=torch.int64, device=indices.device)]
+    """`reference.self_loops` on the device, SELF_LOOP_EDGES edges a round. Synchronises in each round."""
+    positions = [torch.empty(0, dtype=torch.int64, device=indices.device)]
     for first in range(0, indices.numel(), SELF_LOOP_EDGES):
-        part = indices[first : first + SELF_LOOP_EDGES]
-        edges = torch.arange(first, first + part.numel(), device=indices.device)
+        sources = indices[first : first + SELF_LOOP_EDGES]
+        edges = torch.arange(first, first + sources.numel(), device=indices.device)
         destinations = torch.searchsorted(indptr, edges, right=True) - 1
-        found.append((part == destinations).nonzero().view(-1) + first)
-    return torch.cat(found)
+        positions.append((sources == destinations).nonzero().view(-1) + first)
+    return torch.cat(positions)
 
 
 DENSE_MAP_BYTES = 1 << 31
-"""Bytes that the stamps of a map may take (2 GiB). A map of a larger graph sorts ids instead. A rule of thumb."""
+"""Bytes that the stamps of a map may take (2 GiB). A map of a larger graph sorts ids instead.
+A rule of thumb."""
 
 LAST_STEP = (1 << 31) - 1
 """The largest step that fits into a stamp without touching its sign. Also the limit of a batch's nodes."""
 LATEST = tl.constexpr((1 << 31) - 1)
-"""The largest place. A stamp holds LATEST - place, so that `atomic_max` keeps the earliest place."""
+"""The largest arrival. A stamp holds LATEST - arrival, so that `atomic_max` keeps the earliest one."""
 
 BLOCK = 1024
 """Ids per program of the three kernels below. A rule of thumb."""
@@ -387,47 +425,48 @@ BLOCK = 1024
 
 @triton.jit(do_not_specialize=["num", "num_nodes", "size", "step"])
 def _stamp_kernel(stamps, nodes, flags, num, num_nodes, size, step, BLOCK: tl.constexpr):
-    """Pass 1 of 3: stamp every node with this step and its earliest place.
+    """Pass 1 of 3: stamp every node with this step and its earliest arrival.
 
-    The place of a node that already has a local id in this step is that id, which is below `size`. The place of a new
-    node is `size` + the position of its first occurrence in `nodes`. So one maximum serves both cases. A node outside
-    the graph raises INDEX_ERROR and is not stamped.
+    The arrival of a node that already has a local id in this step is that id, which is below `size`. The
+    arrival of a new node is `size` + the position of its first occurrence in `nodes`. So one maximum serves
+    both cases. A node outside the graph raises INDEX_ERROR and is not stamped.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     node = tl.load(nodes + i, mask=i < num, other=0).to(tl.int64)
-    inside = (node >= 0) & (node < num_nodes)
-    report(flags, INDEX_ERROR, inside == 0)
+    is_in_graph = (node >= 0) & (node < num_nodes)
+    report(flags, INDEX_ERROR, is_in_graph == 0)
     stamp = (step.to(tl.int64) << 32) | (LATEST - (size.to(tl.int64) + i))
-    tl.atomic_max(stamps + node, stamp, mask=(i < num) & inside, sem="relaxed")
+    tl.atomic_max(stamps + node, stamp, mask=(i < num) & is_in_graph, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["num", "num_nodes", "size"])
-def _first_kernel(stamps, nodes, places, is_first, num, num_nodes, size, BLOCK: tl.constexpr):
-    """Pass 2 of 3: read the place of each node, and flag (0 or 1) whether this position is its first occurrence.
+def _first_kernel(stamps, nodes, arrivals, is_first, num, num_nodes, size, BLOCK: tl.constexpr):
+    """Pass 2 of 3: read each node's arrival, and flag (0 or 1) whether this position is its first occurrence.
 
     A pass of its own, because a stamp is final only when all programs of pass 1 have ended.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     node = tl.load(nodes + i, mask=i < num, other=0).to(tl.int64)
-    known = (i < num) & (node >= 0) & (node < num_nodes)
-    place = LATEST - (tl.load(stamps + node, mask=known, other=LATEST) & LATEST)
-    tl.store(places + i, place.to(tl.int32), mask=i < num)
-    tl.store(is_first + i, (known & (place == size + i)).to(tl.int32), mask=i < num)
+    is_in_graph = (i < num) & (node >= 0) & (node < num_nodes)
+    arrival = LATEST - (tl.load(stamps + node, mask=is_in_graph, other=LATEST) & LATEST)
+    tl.store(arrivals + i, arrival.to(tl.int32), mask=i < num)
+    tl.store(is_first + i, (is_in_graph & (arrival == size + i)).to(tl.int32), mask=i < num)
 
 
 @triton.jit(do_not_specialize=["num", "size", "step"])
-def _number_kernel(stamps, nodes, places, firsts, ids, idx, num, size, step, BLOCK: tl.constexpr):
+def _number_kernel(stamps, nodes, arrivals, first_counts, ids, idx, num, size, step, BLOCK: tl.constexpr):
     """Pass 3 of 3: write the local ids. Known nodes keep theirs; new ones are numbered by first occurrence.
 
-    firsts: [num] int32, the number of first occurrences up to and including each position. Only the lane of a first
-    occurrence writes the id and the stamp of its node, so no two lanes write to one address.
+    first_counts: [num] int32, the number of first occurrences up to and including each position. Only the
+    lane of a first occurrence writes the id and the stamp of its node, so no two lanes write to one
+    address.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.load(places + i, mask=i < num, other=0)
-    is_new = (i < num) & (place >= size)
-    local = tl.where(is_new, size - 1 + tl.load(firsts + place - size, mask=is_new, other=0), place)
+    arrival = tl.load(arrivals + i, mask=i < num, other=0)
+    is_new = (i < num) & (arrival >= size)
+    local = tl.where(is_new, size - 1 + tl.load(first_counts + arrival - size, mask=is_new, other=0), arrival)
     tl.store(idx + i, local, mask=i < num)
-    is_first = is_new & (place == size + i)
+    is_first = is_new & (arrival == size + i)
     node = tl.load(nodes + i, mask=is_first, other=0).to(tl.int64)
     tl.store(ids + local, node, mask=is_first)
     stamp = (step.to(tl.int64) << 32) | (LATEST - local.to(tl.int64))
@@ -435,12 +474,14 @@ def _number_kernel(stamps, nodes, places, firsts, ids, idx, num, size, step, BLO
 
 
 class DeviceIdMap(SortedIdMap):
-    """Map from global ids to local ids on a GPU, as `cpu.sampling.IdMap` is on the CPU. Reused batch after batch.
+    """Map from global ids to local ids on a GPU, as `cpu.sampling.IdMap` is on the CPU.
+
+    Reused batch after batch.
 
     The map owns its stamps and the list of its ids. One thread at a time may use it, on one stream.
 
-    dense: whether every node of the graph has a stamp of 8 bytes. By default, if they fit into DENSE_MAP_BYTES. A map
-    without stamps sorts, as `SortedIdMap` does.
+    dense: whether every node of the graph has a stamp of 8 bytes. By default, if they fit into
+    DENSE_MAP_BYTES. A map without stamps sorts, as `SortedIdMap` does.
     """
 
     def __init__(self, num_nodes: int, device: torch.device, dense: bool | None = None) -> None:
@@ -450,35 +491,43 @@ class DeviceIdMap(SortedIdMap):
         self._step = 1
 
     def add(self, nodes: Tensor) -> Tensor:
-        """[n] int32: the local id of each node. New nodes get the next free ids. Synchronises with the device."""
+        """[n] int32: the local id of each node. New nodes get the next free ids.
+
+        Synchronises with the device.
+        """
         if self.size + nodes.numel() >= LAST_STEP:
             raise ValueError("a batch may reach at most 2**31 nodes: make batch_size or the fan-outs smaller")
         if not self.dense:
             return super().add(nodes)
-        nodes, num = nodes.contiguous(), nodes.numel()
+        nodes = nodes.contiguous()
+        num = nodes.numel()
         idx = torch.empty(num, dtype=torch.int32, device=self.device)
         if num == 0:
             return idx
-        # Room for the case that all nodes are new: their number is known only after the kernels.
-        places, is_first = torch.empty_like(idx), torch.empty_like(idx)
+        arrivals = torch.empty_like(idx)
+        is_first = torch.empty_like(idx)
+        # For the case that all nodes are new: their number is known only after the kernels.
         self._reserve(self.size + num)
         grid = (triton.cdiv(num, BLOCK),)
-        with launching(self.device):
+        with launch_on(self.device):
             _stamp_kernel[grid](
                 *(self._stamps, nodes, error_flags(self.device), num, self.num_nodes, self.size, self._step),
                 BLOCK=BLOCK,
             )
-            _first_kernel[grid](self._stamps, nodes, places, is_first, num, self.num_nodes, self.size, BLOCK=BLOCK)
-            firsts = is_first.cumsum(0, dtype=torch.int32)
+            _first_kernel[grid](self._stamps, nodes, arrivals, is_first, num, self.num_nodes, self.size, BLOCK=BLOCK)
+            first_counts = is_first.cumsum(0, dtype=torch.int32)
             _number_kernel[grid](
-                *(self._stamps, nodes, places, firsts, self._ids, idx, num, self.size, self._step),
+                *(self._stamps, nodes, arrivals, first_counts, self._ids, idx, num, self.size, self._step),
                 BLOCK=BLOCK,
             )
-        self.size += read_with_errors(firsts[-1:])
+        self.size += read_with_errors(first_counts[-1:])
         return idx
 
     def ids(self) -> Tensor:
-        """[size] int64: the nodes added since the last `clear`, by local id. A copy: the next batch reuses `_ids`."""
+        """[size] int64: the nodes added since the last `clear`, by local id.
+
+        A copy: the next batch reuses `_ids`.
+        """
         return super().ids().clone()
 
     def clear(self) -> None:
