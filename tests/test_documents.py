@@ -33,7 +33,7 @@ FOR_DEVELOPERS = ("design", "convs", "dependencies")
 """Pages about the code itself, or written by a command: they show fragments, which cannot run."""
 NOT_YET = (
     "budget",
-    "data",
+    "tables",
     "engines",
     "evaluation",
     "features",
