@@ -1,4 +1,4 @@
-"""Published accuracies of historical training, run again: writes the table of docs/history.md.
+"""Published accuracies of historical training, run again: writes the table of docs/measurements/history.md.
 
     make reproduce-history                                       # all of it: about an hour on 2 cores
     PYTHONPATH=src python benchmarks/reproduce_history.py --data ../shared/data --only gas-gcn-cora --seeds 3
@@ -29,7 +29,7 @@ from hopline.recipes import RunConfig, find_recipe
 from hopline.run.models import make_model
 from hopline.training.settings import TrainSettings
 
-PAGE = Path(__file__).parents[1] / "docs" / "history.md"
+PAGE = Path(__file__).parents[1] / "docs" / "measurements" / "history.md"
 MARK = "<!-- made by make reproduce-history -->"
 
 
