@@ -197,7 +197,7 @@ def plot(rows: list[dict[str, Any]]) -> str:
         ]
         for graph, model in names
     }
-    return svg_file(series, "limit, % of the largest step without one", least=1.0)
+    return svg_file(series, "limit, % of the largest step without one", always_shown=1.0)
 
 
 # ---- a tenth of the batches over the limit

@@ -188,7 +188,7 @@ def main() -> None:
             for key, text in (("peak_gib", "GiB at most"), ("seconds", "seconds a step"))
         }
         args.plot.write_text(
-            svg_file({name: points for name, points in draw_batches.items() if points}, "shards", least=0.0)
+            svg_file({name: points for name, points in draw_batches.items() if points}, "shards", always_shown=0.0)
         )
 
 

@@ -8,9 +8,13 @@ from hopline.report.charts import line_chart
 from hopline.report.colours import find_colours
 
 
-def svg_file(series: Mapping[str, Sequence[tuple[float, float]]], over: str, least: float | None = None) -> str:
-    """Curves with their names beside them; `over` names what is across."""
-    chart = line_chart("", series, over=over, least=least)
+def svg_file(series: Mapping[str, Sequence[tuple[float, float]]], over: str, always_shown: float | None = None) -> str:
+    """Curves with their names at the right.
+
+    over: title of the horizontal axis.
+    always_shown: a value that the vertical axis includes in any case.
+    """
+    chart = line_chart("", series, over=over, always_shown=always_shown)
     drawing = chart[chart.index("<svg ") + 5 : chart.index("</svg>")]
     colours = [colour.light for colour in find_colours(len(series))]
     variables = "".join(f"--c{i}:{colour};" for i, colour in enumerate(colours))
