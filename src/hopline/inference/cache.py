@@ -81,12 +81,14 @@ class InferenceCache:
         same = self.ids() is ids and self.version == ids._version and self.settings == settings
         return same and self.x() is x and self.x_version == x.version and self.edge_versions == graph.versions
 
-    def get_chunks(self, nodes: Tensor, cut: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """The chunks of `nodes`, made by `cut()` the first time."""
-        known = self.chunks.get(id(nodes))
-        # Two threads may make chunks at the same time. `setdefault` gives both the list that was stored first. They
-        # must agree, because blocks are looked up by the identity of the chunk tensors.
-        return self.chunks.setdefault(id(nodes), cut()) if known is None else known
+    def get_chunks(self, nodes: Tensor, split: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """The chunks of `nodes`, made by `split()` the first time."""
+        chunks = self.chunks.get(id(nodes))
+        if chunks is None:
+            # Two threads may make chunks at the same time. `setdefault` gives both the list that was stored first.
+            # They must agree, because blocks are looked up by the identity of the chunk tensors.
+            chunks = self.chunks.setdefault(id(nodes), split())
+        return chunks
 
     def is_complete(self, num_layers: int) -> bool:
         """Whether the cache has the blocks of all layers, and each layer is a single chunk."""

@@ -51,16 +51,14 @@ from hopline.util.progress import progress
 
 CHUNK_EDGES = 1 << 20
 """Edges per chunk on the CPU, and the fewest on a GPU by default. A rule of thumb."""
-MAX_GPU_EDGES, BYTES_PER_EDGE = 1 << 24, 1 << 13
-"""Limits on a GPU where some conv builds a row per edge. Rules of thumb.
-
-MAX_GPU_EDGES: edges per chunk, at most. BYTES_PER_EDGE: memory of the GPU that is reckoned per edge of a chunk.
-"""
-MAX_GPU_EDGES_FUSED, BYTES_PER_FUSED_EDGE = 1 << 26, 1 << 9
-"""Limits on a GPU where all convs are fused and build no row per edge. Rules of thumb.
-
-MAX_GPU_EDGES_FUSED: edges per chunk, at most. BYTES_PER_FUSED_EDGE: memory of the GPU reckoned per edge of a chunk.
-"""
+MAX_GPU_EDGES = 1 << 24
+"""Most edges per chunk on a GPU if some conv builds a row per edge (GAT, for example). A rule of thumb."""
+GPU_BYTES_PER_EDGE = 8 << 10
+"""Memory of the GPU that is reckoned per edge of such a conv: eight float32 rows of width 256. A rule of thumb."""
+MAX_GPU_EDGES_FUSED = 1 << 26
+"""Most edges per chunk on a GPU if all convs are fused and build no row per edge. A rule of thumb."""
+GPU_BYTES_PER_EDGE_FUSED = 512
+"""Memory of the GPU that is reckoned per edge of fused convs. A rule of thumb."""
 
 # ---- what is computed, where rows are stored, how a chunk is measured
 
@@ -69,8 +67,10 @@ WHOLE_GRAPH_FRACTION = 0.5
 DEVICE_SHARE = 0.25
 """Fraction of the free device memory that one table of embeddings may take. Larger tables go to pinned host memory.
 A rule of thumb."""
-AHEAD, BEHIND = 2, 2
-"""Chunks prefetched before their turn, and chunks computed but not written yet. Rules of thumb."""
+PREFETCH_CHUNKS = 2
+"""Chunks that are prefetched before their turn. A rule of thumb."""
+WRITE_QUEUE_CHUNKS = 2
+"""Chunks that are computed and wait to be written, at most. A rule of thumb."""
 PROBED_NODES = 16
 """Nodes, at most, in the probe that measures a layer's memory for `chunk_bytes`. A rule of thumb."""
 MARGIN = 1.5
@@ -103,10 +103,13 @@ def default_chunk_edges(device: torch.device, data: Dataset, *, fused: bool = Fa
     """
     if device.type != "cuda":
         return CHUNK_EDGES
-    most, per_edge = (MAX_GPU_EDGES_FUSED, BYTES_PER_FUSED_EDGE) if fused else (MAX_GPU_EDGES, BYTES_PER_EDGE)
-    numbers = math.prod(data.x.shape[1:]) if "x" in data.tables else 0
-    per_edge = max(per_edge, 8 * numbers * 4)  # at worst each edge has a source of its own; 8 float32 rows for it
-    return min(max(torch.cuda.get_device_properties(device).total_memory // per_edge, CHUNK_EDGES), most)
+    max_edges = MAX_GPU_EDGES_FUSED if fused else MAX_GPU_EDGES
+    bytes_per_edge = GPU_BYTES_PER_EDGE_FUSED if fused else GPU_BYTES_PER_EDGE
+    # At worst each edge has a source of its own, and needs 8 float32 rows of the features' width for it.
+    width = math.prod(data.x.shape[1:]) if "x" in data.tables else 0
+    bytes_per_edge = max(bytes_per_edge, 8 * width * 4)
+    edges_that_fit = torch.cuda.get_device_properties(device).total_memory // bytes_per_edge
+    return min(max(edges_that_fit, CHUNK_EDGES), max_edges)
 
 
 class InferenceTables(LayerTables):
@@ -118,7 +121,9 @@ class InferenceTables(LayerTables):
 
     def __init__(self, num_rows: int, allocator: Allocator, model: GNN, device: torch.device) -> None:
         super().__init__(num_rows, allocator)
-        self.model, self.device, self.last = model, device, model.num_layers - 1
+        self.model = model
+        self.device = device
+        self.last = model.num_layers - 1
         self.files = allocator if isinstance(allocator, LayerFiles) else None
         if self.files is not None:
             self.tables = self.files.existing()
@@ -138,10 +143,11 @@ class InferenceTables(LayerTables):
         if self.device.type == "cuda" and any(not table.is_cuda for table in self.tables.values()):
             # The GPU writes tables in pinned host memory. The host may read them only after the GPU has finished.
             torch.cuda.current_stream(self.device).synchronize()
-        gone = [k for k in self.tables if k < l and (l == self.last or not self._is_read_later(k))]
+        earlier = [k for k in self.tables if k < l]
+        unneeded = earlier if l == self.last else [k for k in earlier if not self._is_read_later(k)]
         if self.files is not None:
-            self.files.layer_done(gone)  # marks progress first, then removes the files
-        for k in gone:
+            self.files.layer_done(unneeded)  # marks progress first, then removes the files
+        for k in unneeded:
             self.drop(k)
 
     def _is_read_later(self, l: int) -> bool:
@@ -176,13 +182,18 @@ class Chunks(LayerPlan[Tensor]):
         chunk_bytes: int | None = None,
         files: LayerFiles | None = None,
     ) -> None:
-        self.model, self.data, self.device, self.keep = model, data, with_index(device), keep
+        self.model = model
+        self.data = data
+        self.device = with_index(device)
+        self.keep = keep
         self.chunk_edges = chunk_edges or default_chunk_edges(device, data, fused=model.is_fused)
-        self.chunk_bytes, self.files, self.last = chunk_bytes, files, model.num_layers - 1
+        self.chunk_bytes = chunk_bytes
+        self.files = files
+        self.last = model.num_layers - 1
         # With the graph on a GPU the same thread launches all kernels, so nothing is prefetched.
-        self.ahead = AHEAD if data.graph.device.type == "cpu" else 0
+        self.ahead = PREFETCH_CHUNKS if data.graph.device.type == "cpu" else 0
         # On the CPU without files a write is a copy within memory, which is not worth a thread.
-        self.behind = BEHIND if files is not None or device.type != "cpu" else 0
+        self.behind = WRITE_QUEUE_CHUNKS if files is not None or device.type != "cpu" else 0
         self.sampler = NeighborSampler(data.graph, (-1,))
         self.cache: InferenceCache | None = None
         self.everywhere = False
@@ -206,16 +217,16 @@ class Chunks(LayerPlan[Tensor]):
             # Raised once the width of a layer's input is known. Start again with all nodes in every layer.
             if self.everywhere or not self.has_all_edges or self.files is not None:
                 raise
-        self.everywhere, self.cache = True, None
+        self.everywhere = True
+        self.cache = None
         return self._outputs(self.layer_nodes(None), show)
 
     def _outputs(self, layer_nodes: list[Tensor], show: bool) -> Readable:
+        """`outputs` with the nodes of each layer. Resumes after the layers that `files` holds already."""
         first = 0 if self.files is None else self.files.layer
         # New tables for each inference: a captured CUDA graph must not find the tables of another inference.
-        self.needed_at, self.tables = (
-            layer_nodes,
-            InferenceTables(self.data.num_nodes, self._allocator, self.model, self.device),
-        )
+        self.tables = InferenceTables(self.data.num_nodes, self._allocator, self.model, self.device)
+        self.needed_at = layer_nodes
         dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
         layers = Layers(
             self.model,
@@ -239,6 +250,7 @@ class Chunks(LayerPlan[Tensor]):
         return self.tables.of(self.last)
 
     def _keep_rows(self, l: int, piece: Piece, rows: Tensor) -> None:
+        """Calls `keep` with the nodes of a piece, of which the engine knows only the positions."""
         assert self.keep is not None
         self.keep(l, piece.chunk, rows)
 
@@ -250,31 +262,36 @@ class Chunks(LayerPlan[Tensor]):
         """
         if self.files is not None:
             return self.files
-        has_room = self.chunk_bytes is None and self.device.type == "cuda"
-        return DeviceOrPinnedMemory(self.device, int(DEVICE_SHARE * free_bytes(self.device)) if has_room else 0)
+        may_use_gpu = self.chunk_bytes is None and self.device.type == "cuda"
+        max_table_bytes = int(DEVICE_SHARE * free_bytes(self.device)) if may_use_gpu else 0
+        return DeviceOrPinnedMemory(self.device, max_table_bytes)
 
     def layer_nodes(self, ids: Tensor | None) -> list[Tensor]:
         """The nodes whose rows are needed before each layer, and as the last entry the output nodes.
 
         Entry l holds the nodes whose rows layer l reads. Entry 0 is used only where an encoder computes these rows.
         """
-        home = self.data.graph.indptr.device
-        everything = torch.arange(self.data.num_nodes, device=home)
+        num_layers = self.model.num_layers
+        graph_device = self.data.graph.indptr.device
+        all_nodes = torch.arange(self.data.num_nodes, device=graph_device)
         if ids is None:
-            return [everything] * (self.model.num_layers + 1)
-        layer_nodes = [torch.unique(ids.to(home))]
+            return [all_nodes] * (num_layers + 1)
+        output_nodes = torch.unique(ids.to(graph_device))
         if self.keep is not None:
-            return [everything] * self.model.num_layers + layer_nodes  # `keep` is called with rows of all nodes
+            return [all_nodes] * num_layers + [output_nodes]  # `keep` is called with rows of all nodes
         # From half of all nodes on, a GPU computes all of them if they are one chunk: that needs no block.
-        many = WHOLE_GRAPH_FRACTION if self.device.type == "cuda" and self._is_single_chunk(self.chunk_edges) else 1
+        prefers_all = self.device.type == "cuda" and self._is_single_chunk(self.chunk_edges)
+        enough = (WHOLE_GRAPH_FRACTION if prefers_all else 1) * all_nodes.numel()
         # From the output backwards: a layer reads its nodes and their in-neighbours. Without an encoder the first
         # layer reads features, which need not be computed, so that one hop less is followed.
-        for _ in range(self.model.num_layers - (not self.model.encodes)):
-            grown = layer_nodes[0]
-            if grown.numel() < everything.numel():
-                grown = in_neighborhood(self.data.graph, grown)
-            layer_nodes.insert(0, everything if grown.numel() >= many * everything.numel() else grown)
-        return layer_nodes if self.model.encodes else [everything, *layer_nodes]
+        layer_nodes = [output_nodes]
+        num_hops = num_layers if self.model.encodes else num_layers - 1
+        for _ in range(num_hops):
+            nodes = layer_nodes[0]
+            if nodes.numel() < all_nodes.numel():
+                nodes = in_neighborhood(self.data.graph, nodes)
+            layer_nodes.insert(0, nodes if nodes.numel() < enough else all_nodes)
+        return layer_nodes if self.model.encodes else [all_nodes, *layer_nodes]
 
     def _cached_layer_nodes(self, ids: Tensor | None) -> list[Tensor]:
         """`layer_nodes(ids)`, from the cache if the last inference was at the same ids. Sets `self.cache`."""
@@ -302,13 +319,14 @@ class Chunks(LayerPlan[Tensor]):
 
     def block(self, nodes: Tensor) -> Block:
         """The block of all in-edges of `nodes`, from the cache if it has it."""
-        known = None if self.cache is None else self.cache.block(nodes, self.data.graph)
-        if known is not None:
-            return known
-        everything = nodes.numel() == self.data.num_nodes
-        return whole_block(self.data.graph) if everything else full_block(self.sampler, nodes)
+        cached = None if self.cache is None else self.cache.block(nodes, self.data.graph)
+        if cached is not None:
+            return cached
+        if nodes.numel() == self.data.num_nodes:
+            return whole_block(self.data.graph)
+        return full_block(self.sampler, nodes)
 
-    def _moved(self, block: Block) -> Block:
+    def _block_to_device(self, block: Block) -> Block:
         """The block on the device. A block of all nodes is copied once and serves all layers."""
         if not self._is_whole(block):
             return block.to(self.device)
@@ -321,7 +339,8 @@ class Chunks(LayerPlan[Tensor]):
 
     def probe_nodes(self, nodes: Tensor) -> Tensor:
         """A few of the nodes, evenly spaced, at which a layer's memory is measured."""
-        return nodes[:: -(-nodes.numel() // PROBED_NODES)].contiguous()
+        step = -(-nodes.numel() // PROBED_NODES)  # rounded up, so that the probe has no more nodes than that
+        return nodes[::step].contiguous()
 
     # ---- a conv that must see the whole graph
 
@@ -351,16 +370,18 @@ class Chunks(LayerPlan[Tensor]):
 
     def chunks_of(self, l: int) -> list[Tensor]:
         nodes = self.needed_at[l + 1]
-        edges = 0 if self.files is None else self.files.chunk_edges
+        # A resumed run has the chunk size that it was begun with: the chunks that it has done are counted.
+        chunk_edges = 0 if self.files is None else self.files.chunk_edges
         if self._over_graph is not None:
-            edges, chunks = edges or self.chunk_edges, [nodes]
+            chunk_edges = chunk_edges or self.chunk_edges
+            chunks = [nodes]
         else:
-            edges = edges or self._edges_of_a_chunk(l, nodes)
-            cut = partial(self.chunks, nodes, edges)
-            chunks = cut() if self.cache is None else self.cache.get_chunks(nodes, cut)
-        done = 0 if self.files is None else self.files.begin(l, edges)
-        self.bar.advance(sum(chunk.numel() for chunk in chunks[:done]))
-        return chunks[done:]
+            chunk_edges = chunk_edges or self._edges_of_a_chunk(l, nodes)
+            split = partial(self.chunks, nodes, chunk_edges)
+            chunks = split() if self.cache is None else self.cache.get_chunks(nodes, split)
+        num_done = 0 if self.files is None else self.files.begin(l, chunk_edges)
+        self.bar.advance(sum(chunk.numel() for chunk in chunks[:num_done]))
+        return chunks[num_done:]
 
     def piece(self, l: int, chunk: Tensor) -> Piece:
         block = self.block(chunk) if self._over_graph is None else self._over_graph
@@ -388,13 +409,12 @@ class Chunks(LayerPlan[Tensor]):
             return rows if not on_cpu and rows.is_near(self.device) else self._read(rows, CPU, whole)
 
         h = Rows(self._source(l), block.src_ids)
-        x0 = Rows(self.tables.of(ENCODED), block.dst_ids) if self.model.keeps_x0 else None
-        jumped = range(-1 if self.model.jk_encoder else 0, l) if l == self.last and self.model.keeps_jk else range(0)
-        piece.ahead = LayerInput(
-            h if on_cpu else read(h),
-            None if x0 is None else read(x0),
-            [read(Rows(self.tables.of(k), block.dst_ids)) for k in jumped],
-        )
+        x0 = read(Rows(self.tables.of(ENCODED), block.dst_ids)) if self.model.keeps_x0 else None
+        jumping_layers = range(0)
+        if l == self.last and self.model.keeps_jk:
+            jumping_layers = range(ENCODED if self.model.jk_encoder else 0, l)
+        jk = [read(Rows(self.tables.of(k), block.dst_ids)) for k in jumping_layers]
+        piece.ahead = LayerInput(h=h if on_cpu else read(h), x0=x0, jk=jk)
 
     def _source(self, l: int) -> Readable:
         """The table of the rows that layer `l` reads at its sources."""
@@ -407,9 +427,12 @@ class Chunks(LayerPlan[Tensor]):
         """
         if self._over_graph is not None:
             return self._state(piece.ahead, whole=True)
-        piece.block = block = self._moved(piece.block)
-        ahead = piece.ahead
-        state = State(ahead) if isinstance(ahead, ReducedRows) else self._state(ahead, self._is_whole(block))
+        block = self._block_to_device(piece.block)
+        piece.block = block
+        if isinstance(piece.ahead, ReducedRows):
+            state = State(piece.ahead)
+        else:
+            state = self._state(piece.ahead, self._is_whole(block))
         if l == 0 and not isinstance(state.h, ReducedRows):
             reduced = self.model.reduced_input(state.h, block)
             if reduced is not None:
@@ -424,15 +447,16 @@ class Chunks(LayerPlan[Tensor]):
     def written(self, l: int, piece: Piece) -> None:
         self.bar.advance(piece.block.num_dst)
 
-    def _state(self, read: LayerInput, whole: bool) -> State:
-        """The rows of `read` on the device, with handles read there."""
+    def _state(self, layer_input: LayerInput, whole: bool) -> State:
+        """The rows of a layer's input on the device, with handles read there."""
 
         def on_device(rows: Rows | Tensor) -> Tensor:
             return self._read(rows, self.device, whole) if isinstance(rows, Rows) else rows.to(self.device)
 
-        h = read.h if self.device.type == "cpu" else on_device(read.h)
-        jk = [on_device(rows) for rows in read.jk]
-        return State(h, None if read.x0 is None else on_device(read.x0), torch.cat(jk, dim=1) if jk else None)
+        h = layer_input.h if self.device.type == "cpu" else on_device(layer_input.h)
+        x0 = None if layer_input.x0 is None else on_device(layer_input.x0)
+        jk = [on_device(rows) for rows in layer_input.jk]
+        return State(h, x0, torch.cat(jk, dim=1) if jk else None)
 
     def _is_whole(self, block: Block) -> bool:
         """Whether the destinations are all nodes, in their order.
@@ -443,8 +467,10 @@ class Chunks(LayerPlan[Tensor]):
 
     def _read(self, rows: Rows, device: torch.device, whole: bool) -> Tensor:
         """The rows on a device. whole: all rows in order, so that a table on that device needs no copy."""
-        stored = rows.table.storage() if whole else None
-        return stored if stored is not None and stored.device == device else rows.read_on(device)
+        storage = rows.table.storage() if whole else None
+        if storage is not None and storage.device == device:
+            return storage
+        return rows.read_on(device)
 
     def _encode(self, nodes: Tensor) -> None:
         """Write the rows after the encoder into their table, chunk by chunk.
@@ -462,16 +488,17 @@ class Chunks(LayerPlan[Tensor]):
         """Edges per chunk of layer l: `chunk_edges`, or as many as a probe finds to fit in `chunk_bytes`."""
         if self.chunk_bytes is None:
             return self.chunk_edges
-        few = self.probe_nodes(nodes)
+        nodes = self.probe_nodes(nodes)
         with meter_of(self.device) as preparing:
-            piece = self.piece(l, few)
+            piece = self.piece(l, nodes)
             self.read_ahead(l, piece)
         with meter_of(self.device) as computing:
             rows = layer_rows(self.model, l, self.state(l, piece), piece)
         # In memory at once: the chunk in use and those prefetched, one computation, and outputs not written yet.
-        most = (1 + AHEAD) * preparing.peak_bytes + computing.peak_bytes + BEHIND * rows.nbytes
-        cost = int(self.data.graph.in_degrees(few).sum()) + few.numel()
-        return max(1, int(self.chunk_bytes * cost / (MARGIN * max(1, most))))
+        prepared_bytes = (1 + PREFETCH_CHUNKS) * preparing.peak_bytes
+        probe_bytes = prepared_bytes + computing.peak_bytes + WRITE_QUEUE_CHUNKS * rows.nbytes
+        num_edges_and_nodes = int(self.data.graph.in_degrees(nodes).sum()) + nodes.numel()
+        return max(1, int(self.chunk_bytes * num_edges_and_nodes / (MARGIN * max(1, probe_bytes))))
 
     def chunks(self, nodes: Tensor, chunk_edges: int) -> list[Tensor]:
         """Contiguous slices of `nodes`, each with at most `chunk_edges` in-edges and nodes together.
@@ -480,11 +507,13 @@ class Chunks(LayerPlan[Tensor]):
         """
         if self._is_single_chunk(chunk_edges):
             return [nodes]
+        # cost[i]: in-edges and nodes of the first i + 1 nodes together.
         cost = (self.data.graph.in_degrees(nodes) + 1).cumsum(0)
-        chunks, start = [], 0
+        chunks = []
+        start = 0
         while start < nodes.numel():
-            spent = int(cost[start - 1]) if start else 0
-            stop = int(torch.searchsorted(cost, spent + chunk_edges, right=True))
+            cost_before = int(cost[start - 1]) if start else 0
+            stop = int(torch.searchsorted(cost, cost_before + chunk_edges, right=True))
             stop = max(stop, start + 1)
             chunks.append(nodes[start:stop])
             start = stop
