@@ -18,7 +18,7 @@ from hopline import infer
 from hopline.data.dataset import Dataset
 from hopline.device.meter import TensorMeter
 from hopline.inference import layerwise_chunks
-from hopline.inference.layerwise_chunks import AHEAD
+from hopline.inference.layerwise_chunks import PREFETCH_CHUNKS
 from hopline.layerwise import engine
 from hopline.nn import GNN
 from hopline.pipeline.stages import Pipeline
@@ -62,7 +62,7 @@ def test_chunks_are_made_ahead_but_not_too_many(monkeypatch: pytest.MonkeyPatch)
     model = Slow([SAGEConv(8, 8), SAGEConv(8, 4)])
     infer.exact(model, data, chunk_edges=300)
     assert len(ahead) == len(made) > 20
-    assert 2 <= max(ahead) <= AHEAD + 1
+    assert 2 <= max(ahead) <= PREFETCH_CHUNKS + 1
     assert threading.main_thread().name not in threads
     threads.clear()
     infer.exact(model, data, torch.arange(3))  # of a single chunk there is nothing to make ahead
