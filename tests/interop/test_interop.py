@@ -162,6 +162,15 @@ def test_features_take_ids_of_any_kind_and_share_the_array():
         features[[4]]
 
 
+def test_a_read_only_array_is_not_written():
+    rows = np.zeros((3, 2))
+    rows.flags.writeable = False
+    features = interop.table(rows, to="numpy")
+    with pytest.raises(TypeError, match="read-only"):
+        features.write([0], np.ones((1, 2)))
+    assert features[[0]].tolist() == [[0, 0]]
+
+
 def test_features_are_a_table_like_any_other(data: hl.Dataset):
     table = interop.table(data.x)
     assert table.below is data.x

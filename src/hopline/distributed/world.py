@@ -44,7 +44,8 @@ LEAVE_S = 5.0
 
 A rule of thumb.
 """
-RESUME = "start the same command again with resume=true to go on from the last checkpoint"
+RESUME = "start the same command again with resume=true to resume from the last checkpoint"
+"""Advice of every error about a lost rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

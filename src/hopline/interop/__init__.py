@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -503,7 +504,11 @@ def table(rows: Any, to: str = "torch") -> Features:
         csr = rows.tocsr()
         sparse = SparseTable(from_any(csr.indptr).long(), from_any(csr.indices), from_any(csr.data), csr.shape[1])
         return Features(sparse, to)
-    return Features(rows if isinstance(rows, Table) else TensorTable(from_any(rows)), to)
+    if isinstance(rows, Table):
+        return Features(rows, to)
+    # Torch has no read-only tensors, so the table refuses to write into a read-only array.
+    read_only = isinstance(rows, np.ndarray) and not rows.flags.writeable
+    return Features(TensorTable(from_any(rows), read_only=read_only), to)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

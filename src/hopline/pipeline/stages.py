@@ -1,7 +1,7 @@
 """`Pipeline`: threads prepare batches, or other results, before they are needed, and deliver them in order.
 
     requests --> thread 1: stage a, stage b, ... --+
-             --> thread 2: stage a, stage b, ... --+--> at most `look_ahead` results --> the caller, in order
+             --> thread 2: stage a, stage b, ... --+--> up to `look_ahead` results --> the caller, in order
              --> ...                             --+
 
 One thread takes one request through all stages, so that threads share nothing.
