@@ -102,7 +102,8 @@ def _check_nodes(shards: list[Shard], num_nodes: int, num_edges: int) -> Tensor:
     for shard in shards:
         nodes = shard.nodes
         num_own = int(shard.ptr[shard.rank + 1] - shard.ptr[shard.rank])
-        _require(_are_within(nodes, num_nodes) and shard.num_own == num_own, shard, "nodes")
+        _require(shard.num_own == num_own, shard, f"it has {shard.num_own} nodes, and ptr says {num_own}")
+        _require(_are_within(nodes, num_nodes), shard, f"a node is not in 0 .. {num_nodes - 1}")
         check_indptr(shard.indptr, shard.edge_ids.numel(), f"{shard.folder}/indptr.npy")
         is_ascending = (nodes[1:] > nodes[:-1]).all()
         _require(is_ascending and (first_edges[nodes + 1] < 0).all(), shard, "a node is there twice")
@@ -110,7 +111,8 @@ def _check_nodes(shards: list[Shard], num_nodes: int, num_edges: int) -> Tensor:
     first_edges[0] = 0
     _require((first_edges >= 0).all(), shards[0], "a node is in no shard")
     first_edges.cumsum_(0)
-    _require(int(first_edges[-1]) == num_edges, shards[0], f"the degrees make {int(first_edges[-1])} edges")
+    total = int(first_edges[-1])
+    _require(total == num_edges, shards[0], f"the degrees of all shards make {total} edges, not {num_edges}")
     return first_edges
 
 
