@@ -35,8 +35,11 @@ def plan_within(method: Method, outline: RunOutline, budget: Budget) -> Plan:
     try:
         return plan_or_raise(method, outline, budget)
     except DoesNotFit as error:
-        names = [_as_typed(other) for other in alternatives(method, outline) if _fits(other, outline, budget)]
-        tip = f"with this budget {names[0]} fits" if names else "no other method fits this budget either"
+        fitting = [other for other in alternatives(method, outline) if _fits(other, outline, budget)]
+        if fitting:
+            tip = f"with this budget {_settings_to_type(fitting[0])} fits"
+        else:
+            tip = "no other method fits this budget either"
         raise DoesNotFit(f"{error}; {tip}", error.smallest_bytes) from None
 
 
@@ -45,10 +48,12 @@ def plan_or_raise(method: Method, outline: RunOutline, budget: Budget) -> Plan:
     plan = _find_plan(method, outline, budget)
     if plan.fits:
         return plan
-    by_host = outline.compute_place == "host" and budget.host is not None
-    by_host = by_host and parse_size(budget.host or 0) == budget.bytes_on(outline.device)
-    smallest = _smallest_that_does(method, outline, budget, plan.missing)
-    raise plan.refusal(smallest, "budget.host" if by_host else "budget")
+    smallest = _find_sufficient_limits(method, outline, budget, plan.missing)
+    budget_key = "budget"
+    if outline.compute_place == "host" and budget.host is not None:
+        is_limited_by_host = parse_size(budget.host or 0) == budget.bytes_on(outline.device)
+        budget_key = "budget.host" if is_limited_by_host else "budget"
+    raise plan.refusal(smallest, budget_key)
 
 
 def plan_of(method: Method, outline: RunOutline, budget: Budget) -> Plan:
@@ -66,7 +71,8 @@ def plan_of(method: Method, outline: RunOutline, budget: Budget) -> Plan:
 def learn(outline: RunOutline, num_blocks: int | None, limit: float = math.inf) -> Predictor:
     """The predictor of steps over so many blocks, taught by sampled batches."""
     assert num_blocks is not None
-    predictor, method = outline.predictor(num_blocks), Sampled(fanouts=(PROBED_FANOUT,) * num_blocks)
+    predictor = outline.predictor(num_blocks)
+    method = Sampled(fanouts=(PROBED_FANOUT,) * num_blocks)
 
     def draw(num_seeds: int) -> Batch:
         return next(draw_batches(method, outline, num_seeds))
@@ -80,27 +86,29 @@ def _is_sure(plan: Plan, outline: RunOutline) -> bool:
     return plan.num_blocks is None or outline.predictor(plan.num_blocks).is_sure
 
 
-def _smallest_that_does(
+def _find_sufficient_limits(
     method: Method, outline: RunOutline, budget: Budget, smallest: dict[Place, int]
 ) -> dict[Place, int]:
     """Limits by which the method fits, from those that it seems to need: tried as one who types them would find it, who
     knows nothing of the steps measured here."""
-    found: dict[Place, int] | None = None
+    sufficient: dict[Place, int] | None = None
     for _ in range(MAX_TRIED_BUDGETS):
-        anew = replace(outline, predictors={})
-        tried = _find_plan(method, anew, _raise_limits(budget, smallest, outline))
-        if not tried.fits:
-            if found is not None:
+        new_outline = replace(outline, predictors={})
+        plan = _find_plan(method, new_outline, _raise_limits(budget, smallest, outline))
+        if not plan.fits:
+            if sufficient is not None:
                 break
-            smallest = {place: max(smallest.get(place, 0), tried.missing.get(place, 0)) for place in PLACES}
+            smallest = {place: max(smallest.get(place, 0), plan.missing.get(place, 0)) for place in PLACES}
             smallest = {place: size for place, size in smallest.items() if size}
             continue
-        if not _is_sure(tried, anew):
-            learn(anew, tried.num_blocks, tried.limit_bytes)
-        found, smallest = smallest, plan_of(method, anew, budget).missing  # which may be less, by what was learnt
-        if not any(size < found.get(place, 0) for place, size in smallest.items()):
+        if not _is_sure(plan, new_outline):
+            learn(new_outline, plan.num_blocks, plan.limit_bytes)
+        sufficient = smallest
+        smallest = plan_of(method, new_outline, budget).missing  # which may be less, by what was learnt
+        is_less = any(size < sufficient.get(place, 0) for place, size in smallest.items())
+        if not is_less:
             break
-    return smallest if found is None else found
+    return smallest if sufficient is None else sufficient
 
 
 def _find_plan(method: Method, outline: RunOutline, budget: Budget) -> Plan:
@@ -108,16 +116,17 @@ def _find_plan(method: Method, outline: RunOutline, budget: Budget) -> Plan:
     plan = plan_of(method, outline, budget)
     if plan.fits or _is_sure(plan, outline):
         return plan
-    learn(outline, plan.num_blocks, plan_of(method, outline, _raise_limits(budget, plan.missing, outline)).limit_bytes)
+    sufficient_plan = plan_of(method, outline, _raise_limits(budget, plan.missing, outline))
+    learn(outline, plan.num_blocks, sufficient_plan.limit_bytes)
     return plan_of(method, outline, budget)
 
 
 def _raise_limits(budget: Budget, smallest: Mapping[Place, int], outline: RunOutline) -> Budget:
     """The budget with limits that are at least these; on a CPU the device's is the host's."""
-    found = {place: str(size) for place, size in smallest.items()}
-    if "host" in found and outline.compute_place == "host":
-        found["device"] = found["host"]
-    return replace(budget, **found)
+    limits = {place: str(size) for place, size in smallest.items()}
+    if "host" in limits and outline.compute_place == "host":
+        limits["device"] = limits["host"]
+    return replace(budget, **limits)
 
 
 def _fits(method: Method, outline: RunOutline, budget: Budget) -> bool:
@@ -129,18 +138,18 @@ def _fits(method: Method, outline: RunOutline, budget: Budget) -> bool:
 
 def alternatives(method: Method | None, outline: RunOutline) -> list[Method]:
     """The library's other methods, each with its usual settings."""
-    found: list[Method] = []
-    num_nodes, layers = outline.data.num_nodes, getattr(outline.model, "num_layers", 3)
+    num_layers = getattr(outline.model, "num_layers", 3)
+    methods: list[Method] = [Sampled(fanouts=usual_fanouts(num_layers))]
     if isinstance(outline.model, GNN):
-        cut = "metis" if importlib.util.find_spec("pymetis") else "streaming"
-        parts = Historical(partition=cut).for_graph(num_nodes)
-        whole = FullBatch(num_shards=1, partition=cut)
-        found = [parts, whole, replace(parts, folder=FOLDER), replace(whole, folder=FOLDER)]
-    found.insert(0, Sampled(fanouts=usual_fanouts(layers)))
-    return [other for other in found if type(other) is not type(method)]
+        partition = "metis" if importlib.util.find_spec("pymetis") else "streaming"
+        historical = Historical(partition=partition).for_graph(outline.data.num_nodes)
+        full_batch = FullBatch(num_shards=1, partition=partition)
+        methods += [historical, full_batch, replace(historical, folder=FOLDER), replace(full_batch, folder=FOLDER)]
+    return [other for other in methods if type(other) is not type(method)]
 
 
-def _as_typed(method: Method) -> str:
+def _settings_to_type(method: Method) -> str:
     """How a method is asked for."""
     folder = getattr(method, "folder", None)
-    return f"method={kind_of(type(method))}" + ("" if folder is None else f" method.folder={folder}")
+    folder_setting = "" if folder is None else f" method.folder={folder}"
+    return f"method={kind_of(type(method))}{folder_setting}"

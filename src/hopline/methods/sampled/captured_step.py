@@ -43,25 +43,28 @@ class DeviceBatches:
         self.ids = loader.ids.to(device)
         self.order = torch.empty_like(self.ids)
         self.state = torch.zeros(3, dtype=torch.int64, device=device)  # as the kernel `next_step` reads it
-        self.ahead = torch.zeros_like(self.state)  # the same, of batches that are looked at before their turn
+        self.prefetch_state = torch.zeros_like(self.state)  # the same, of batches that are looked at before their turn
 
     def start(self, epoch: int, done: int, seeds_done: int) -> None:
         """Stand at a place of an epoch."""
         key = ops.derive_key(self.loader.seed, epoch)
-        draws = ops.gpu_kernels("tree").start_epoch(self.state, self.ahead, self.ids.numel(), key, done, seeds_done)
+        draws = ops.gpu_kernels("tree").start_epoch(
+            self.state, self.prefetch_state, self.ids.numel(), key, step=done, position=seeds_done
+        )
         if self.loader.method.shuffle:
             torch.index_select(self.ids, 0, draws.argsort(stable=True), out=self.order)
         else:
             self.order.copy_(self.ids)
 
-    def keep_alive(self, num_seeds: int, first: int) -> list[Tensor]:
+    def slot_tensors(self, num_seeds: int, first: int) -> list[Tensor]:
         """What every batch of that size reads beside its own tensors."""
-        slots, device = Slots(num_seeds, self.sampler.fanouts, first), self.loader.device
+        device = self.loader.device
+        slots = Slots(num_seeds, self.sampler.fanouts, first)
         return [slots.ids(device), slots.parents(device), slots.first_children(device)]
 
-    def nodes_ahead(self, num_seeds: int, first: int, total: int) -> Tensor:
+    def prefetch_nodes(self, num_seeds: int, first: int, total: int) -> Tensor:
         """The nodes of the next batch that was not looked at yet."""
-        seeds, keys = ops.gpu_kernels("tree").next_step(self.ahead, self.order, num_seeds, first, total)
+        seeds, keys = ops.gpu_kernels("tree").next_step(self.prefetch_state, self.order, num_seeds, first, total)
         return self.sampler.sample(seeds, keys, first)[0].tree.nodes
 
     def next(self, num_seeds: int, first: int, total: int) -> Batch:
@@ -74,27 +77,37 @@ class DeviceBatches:
         x: Rows | Tensor | None = rows.pop("x", None)
         if x is not None and not self.loader.keeps_handle:
             x = x.table.read(x.ids.cpu()).to(self.loader.device)
-        return Batch(seeds, blocks, x, self.loader.labels(seeds), rows, keys, total)
+        return Batch(
+            seeds=seeds,
+            blocks=blocks,
+            x=x,
+            y=self.loader.labels(seeds),
+            tables=rows,
+            key=keys,
+            total_seeds=total,
+        )
 
 
 class CapturedWork(Work):
     """Sampled training of one job on one GPU."""
 
     def __init__(self, job: Job, loader: Loader) -> None:
-        self.job, self.loader = job, loader
+        self.job = job
+        self.loader = loader
         self.batches = DeviceBatches(loader)
         self.steps: dict[int, CapturedStep | None] = {}
         """By their number of seeds; None where it cannot be captured."""
         self.parameters = list(job.module.parameters())
-        self.trained = self._trained_now()
+        self.is_trained = self._find_trained()
         """Which parameters have gradients in these steps."""
-        self.look_ahead = self._look_ahead()
+        self.prefetcher = self._make_prefetcher()
         self.guard: Guard | None = None
         self.step_bytes = 0.0  # what a plan promised of a step
 
     def guarded(self, guard: Guard, plan: Plan) -> CapturedWork:
         """This work, whose steps are measured: their shapes never change, so there is nothing to cut."""
-        self.guard, self.step_bytes = guard, plan.step_bytes
+        self.guard = guard
+        self.step_bytes = plan.step_bytes
         return self
 
     def describe(self) -> WorkDescription:
@@ -107,63 +120,80 @@ class CapturedWork(Work):
     def _units(self, epoch: int, done: int, examples: int) -> Iterator[Unit]:
         loader = self.loader
         size = loader.method.batch_size
-        per_step, left = size * loader.size, loader.ids.numel() - examples
+        per_step = size * loader.size
+        num_full, num_remaining = divmod(loader.ids.numel() - examples, per_step)
         self.batches.start(epoch, done, examples)
-        if self.trained != self._trained_now():
-            self.steps, self.trained = {}, self._trained_now()
-        if left >= per_step and per_step not in self.steps:
-            self.steps[per_step] = capture(self.job, self.batches, size, loader.rank * size, per_step)
-        yield from self._full_steps(left // per_step, size, per_step)
-        rest = left % per_step
-        if rest and not loader.method.drop_last:
-            yield self._last_step(rest, epoch)
 
-    def _last_step(self, rest: int, epoch: int) -> Unit:
+        is_trained = self._find_trained()
+        if self.is_trained != is_trained:
+            self.steps = {}
+            self.is_trained = is_trained
+        if num_full > 0 and per_step not in self.steps:
+            self.steps[per_step] = capture(self.job, self.batches, size, loader.rank * size, per_step)
+
+        yield from self._full_steps(num_full, size, per_step)
+        if num_remaining and not loader.method.drop_last:
+            yield self._last_step(num_remaining, epoch)
+
+    def _last_step(self, per_step: int, epoch: int) -> Unit:
         """The last step of an epoch, which is smaller: worth a graph from the second epoch on.
 
         The epoch alone decides: a capture waits for an evaluation beside training that has the turn, so that what is
         run does not depend on how long that takes, or on where a run was interrupted.
         """
-        loader, job, batches = self.loader, self.job, self.batches
-        first, stop = (rest * r // loader.size for r in (loader.rank, loader.rank + 1))
-        size, others = stop - first, list(self.steps.values())
-        worth = size and epoch > 1 and None not in others and self.trained == self._trained_now()
-        if rest not in self.steps and worth:
-            self.steps[rest] = capture(job, batches, size, first, rest, others[0] if others else None)
-        step = self._captured_step(rest)
-        return EagerUnit(job, batches, size, first, rest) if step is None else CapturedUnit(step, size, rest)
+        loader = self.loader
+        first = per_step * loader.rank // loader.size
+        stop = per_step * (loader.rank + 1) // loader.size
+        size = stop - first
 
-    def _captured_step(self, num_seeds: int) -> CapturedStep | None:
+        other_steps = list(self.steps.values())
+        can_capture = None not in other_steps and self.is_trained == self._find_trained()
+        if per_step not in self.steps and size > 0 and epoch > 1 and can_capture:
+            shared_pool_step = other_steps[0] if other_steps else None
+            self.steps[per_step] = capture(self.job, self.batches, size, first, per_step, shared_pool_step)
+
+        step = self._captured_step(per_step)
+        if step is not None:
+            return CapturedUnit(step, size, per_step)
+        return EagerUnit(job=self.job, batches=self.batches, size=size, first=first, total=per_step)
+
+    def _captured_step(self, per_step: int) -> CapturedStep | None:
         """The captured step of that size, unless a callback has frozen parameters since, or trains more of them."""
-        return self.steps.get(num_seeds) if self.trained == self._trained_now() else None
+        return self.steps.get(per_step) if self.is_trained == self._find_trained() else None
 
-    def _trained_now(self) -> list[bool]:
+    def _find_trained(self) -> list[bool]:
         return [p.requires_grad for p in self.parameters]
 
     def _full_steps(self, num_steps: int, size: int, per_step: int) -> Iterator[Unit]:
-        ahead = self.look_ahead
-        if ahead is not None:
-            ahead.start(num_steps)
+        prefetcher = self.prefetcher
+        if prefetcher is not None:
+            prefetcher.start(num_steps)
         for number in range(num_steps):
             step = self._captured_step(per_step)
-            first = partial(ahead.before_step, number) if ahead is not None else None
+            before = partial(prefetcher.before_step, number) if prefetcher is not None else None
             if step is not None:
-                yield CapturedUnit(step, size, per_step, first)
+                yield CapturedUnit(step=step, size=size, total=per_step, before=before)
             else:
-                yield EagerUnit(self.job, self.batches, size, self.loader.rank * size, per_step, first)
-        if ahead is not None:
-            ahead.end()
+                first = self.loader.rank * size
+                yield EagerUnit(
+                    job=self.job, batches=self.batches, size=size, first=first, total=per_step, before=before
+                )
+        if prefetcher is not None:
+            prefetcher.end()
 
-    def _look_ahead(self) -> RowPrefetcher | None:
+    def _make_prefetcher(self) -> RowPrefetcher | None:
         """For tables with rows in host memory."""
-        loader, batches = self.loader, self.batches
-        size, method = loader.method.batch_size, loader.method
-        steps = STEPS if method.look_ahead == "auto" else method.look_ahead
-        slots = Slots(size, method.fanout_per_layer).offsets[-1]
+        loader = self.loader
+        method = loader.method
+        size = method.batch_size
+        num_steps = STEPS if method.look_ahead == "auto" else method.look_ahead
+        num_slots = Slots(size, method.fanout_per_layer).offsets[-1]
         tables = loader.data.tables.values() if loader.keeps_handle else ()
-        stagings = stage_tables(tables, loader.device, slots, steps, loader.data.graph.indices.dtype)
-        draw = partial(batches.nodes_ahead, size, loader.rank * size, size * loader.size)
-        return RowPrefetcher(stagings, loader.device, steps, draw) if stagings else None
+        stagings = stage_tables(tables, loader.device, num_slots, num_steps, loader.data.graph.indices.dtype)
+        if not stagings:
+            return None
+        draw = partial(self.batches.prefetch_nodes, size, loader.rank * size, size * loader.size)
+        return RowPrefetcher(stagings, loader.device, num_steps, draw)
 
 
 @dataclass
@@ -218,7 +248,7 @@ def capture(
     shared_pool_step: another, in whose memory it may compute. It keeps what that leaves, while what it leaves is
     written over.
     """
-    step = CapturedStep(job, batches, size, first, per_step)
+    step = CapturedStep(job=job, batches=batches, size=size, first=first, per_step=per_step)
     return step if step.capture(shared_pool_step) else None
 
 
@@ -226,12 +256,15 @@ class CapturedStep:
     """Everything from the seeds to the gradients of a full batch, as a CUDA graph."""
 
     def __init__(self, job: Job, batches: DeviceBatches, size: int, first: int, per_step: int) -> None:
-        self.job, self.batches = job, batches
-        self.size, self.first, self.per_step = size, first, per_step
+        self.job = job
+        self.batches = batches
+        self.size = size
+        self.first = first
+        self.per_step = per_step
         self.parameters = [p for p in job.module.parameters() if p.requires_grad]
-        precision = torch.promote_types(self.parameters[0].dtype, torch.float32)
+        dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
         # Of the step's seeds, by which its gradient is weighted.
-        self.share = torch.ones((), dtype=precision, device=job.device)
+        self.share = torch.ones((), dtype=dtype, device=job.device)
         self.total = size
         self.captured: CapturedCall[Tensor] = CapturedCall(
             job.device, purpose="steps", subject="steps are", say=job.say
@@ -239,9 +272,8 @@ class CapturedStep:
 
     def capture(self, shared_pool_step: CapturedStep | None) -> bool:
         """Whether it is captured now."""
-        return self.captured.capture(
-            self._warm_up(), pool_of=None if shared_pool_step is None else shared_pool_step.captured
-        )
+        pool_of = None if shared_pool_step is None else shared_pool_step.captured
+        return self.captured.capture(self._warm_up(), pool_of=pool_of)
 
     @contextmanager
     def _warm_up(self) -> Iterator[Callable[[], Tensor]]:
@@ -250,25 +282,25 @@ class CapturedStep:
         state = self.batches.state
         with _preserve_state(self.job.module, state, self.job.device):
             try:
-                begin = state.clone()
+                start = state.clone()
                 self._run()  # compiles, and asks the host whatever is asked only once
                 with no_waiting():
                     for _ in range(WARM_UP_STEPS - 1):
-                        state.copy_(begin)  # the epoch may have no more steps than one
+                        state.copy_(start)  # the epoch may have no more steps than one
                         self._run()
-                self._forget_gradients()
+                self._drop_gradients()
                 yield self._run
                 self.gradients = [p.grad for p in self.parameters]
                 # The graph knows only where they are.
-                self.keep_alive = self.batches.keep_alive(self.size, self.first)
+                self.keep_alive = self.batches.slot_tensors(self.size, self.first)
             finally:
-                self._forget_gradients()
+                self._drop_gradients()
 
     def _run(self) -> Tensor:
-        self._forget_gradients()
-        job, batch = self.job, self.batches.next(self.size, self.first, self.per_step)
-        with autocast(job):
-            loss = job.train_step(job.model, batch)
+        self._drop_gradients()
+        batch = self.batches.next(self.size, self.first, self.per_step)
+        with autocast(self.job):
+            loss = self.job.train_step(self.job.model, batch)
         (loss * self.share).backward()
         return loss.detach() * self.size
 
@@ -277,15 +309,20 @@ class CapturedStep:
         if total != self.total:
             self.share.fill_(self.size / total)
             self.total = total
-        before = [p.grad for p in self.parameters]
-        # What an earlier unit left in the graph's own memory would be written over.
-        kept = [g.clone() if g is not None and g is own else g for g, own in zip(before, self.gradients, strict=True)]
+        earlier_gradients = []
+        for parameter, buffer in zip(self.parameters, self.gradients, strict=True):
+            earlier = parameter.grad
+            # What an earlier unit left in the graph's own memory would be written over.
+            if earlier is not None and earlier is buffer:
+                earlier = earlier.clone()
+            earlier_gradients.append(earlier)
+
         loss = self.captured.replay()
-        for parameter, earlier, own in zip(self.parameters, kept, self.gradients, strict=True):
-            parameter.grad = own if earlier is None or own is None else earlier + own
+        for parameter, earlier, buffer in zip(self.parameters, earlier_gradients, self.gradients, strict=True):
+            parameter.grad = buffer if earlier is None or buffer is None else earlier + buffer
         return loss.clone()
 
-    def _forget_gradients(self) -> None:
+    def _drop_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -297,10 +334,11 @@ def renew_accumulators(parameters: Iterable[nn.Parameter]) -> None:
     leads to it, and the traceback of a step that failed may hold one.
     """
     for parameter in parameters:
-        own = parameter.data
+        values = parameter.data
         # A node is of one type of numbers: with another one in between, the next use makes a new node.
-        parameter.data = own.new_empty(0, dtype=torch.float32 if own.dtype != torch.float32 else torch.float64)
-        parameter.data = own
+        other_dtype = torch.float32 if values.dtype != torch.float32 else torch.float64
+        parameter.data = values.new_empty(0, dtype=other_dtype)
+        parameter.data = values
 
 
 @contextmanager
@@ -319,13 +357,14 @@ def no_waiting() -> Iterator[None]:
 @contextmanager
 def _preserve_state(module: nn.Module, state: Tensor, device: torch.device) -> Iterator[None]:
     """What warming up changes is put back: running statistics, the place in the epoch, torch's generator."""
-    buffers = [(b, b.detach().clone()) for b in module.buffers()]
-    place, random_state = state.clone(), torch.cuda.get_rng_state(device)
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    epoch_state = state.clone()
+    random_state = torch.cuda.get_rng_state(device)
     try:
         yield
     finally:
         torch.cuda.synchronize(device)
         torch.cuda.set_rng_state(random_state, device)
-        state.copy_(place)
+        state.copy_(epoch_state)
         for buffer, before in buffers:
             buffer.data.copy_(before)

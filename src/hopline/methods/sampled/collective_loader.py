@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -88,38 +88,47 @@ class CollectiveLoader:
     ) -> None:
         if method.layout == "tree":
             raise ValueError("layout=tree draws every slot by itself, which shards cannot: set layout=block")
-        self.shard, self.method, self.seed, self.device = shard, method, seed, torch.device(device)
+        self.shard = shard
+        self.method = method
+        self.seed = seed
+        self.device = torch.device(device)
         self.channel = Channel(world) if channel is None else channel
         self.sampler = CollectiveSampler(
             shard, self.channel, method.fanout_per_layer, replace=method.replace, one_list=one_list
         )
-        self.tables = _chosen(shard.tables, tables)
-        self.positions = self._find(ids if isinstance(ids, str) else torch.as_tensor(ids))
+        self.tables = _choose_tables(shard.tables, tables)
+        self.positions = self._find_positions(ids if isinstance(ids, str) else torch.as_tensor(ids))
         settings = f"{to_dict(method)} {seed} {list(self.tables)}".encode()
         self.channel.check_same(settings + self.positions.numpy().tobytes(), "the seeds, the method or the tables")
         if self.positions.numel() == 0:
             raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
         self._next_epoch = 1
 
-    def _find(self, ids: Tensor | str) -> Tensor:
+    def _find_positions(self, ids: Tensor | str) -> Tensor:
         """[n] int64: the places of the seeds, in the order of their ids or as they are given."""
         shard = self.shard
         if isinstance(ids, str):
             if ids not in shard.splits:
                 raise ValueError(f"there is no split {ids!r}: choose one of {', '.join(shard.splits)}")
-            own = shard.splits[ids]
-            both = self.channel.all(torch.stack([own, shard.rows_of(own) + shard.ptr[shard.rank]], 1))
-            return both[both[:, 0].argsort(), 1].contiguous()
+            own_ids = shard.splits[ids]
+            own_positions = shard.rows_of(own_ids) + shard.ptr[shard.rank]
+            ids_and_positions = self.channel.all(torch.stack([own_ids, own_positions], 1))
+            order = ids_and_positions[:, 0].argsort()
+            return ids_and_positions[order, 1].contiguous()
+
         check_ids(ids, shard.num_nodes)
         rows = torch.searchsorted(shard.nodes, ids).clamp(max=shard.num_own - 1)
-        return self.channel.max(torch.where(shard.nodes[rows] == ids, rows + shard.ptr[shard.rank], -1))
+        is_own = shard.nodes[rows] == ids
+        return self.channel.max(torch.where(is_own, rows + shard.ptr[shard.rank], -1))
 
     def __len__(self) -> int:
-        full, rest = divmod(self.positions.numel(), self.method.batch_size * self.channel.size)
-        return full + (rest > 0 and not self.method.drop_last)
+        num_full, num_remaining = divmod(self.positions.numel(), self.method.batch_size * self.channel.size)
+        has_smaller_batch = num_remaining > 0 and not self.method.drop_last
+        return num_full + 1 if has_smaller_batch else num_full
 
     def __iter__(self) -> Iterator[Batch]:
-        epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
+        epoch = self._next_epoch
+        self._next_epoch += 1
         return self.epoch(epoch)
 
     def epoch(self, epoch: int, done: int = 0, seeds_done: int = 0) -> Generator[Batch, None, None]:
@@ -141,10 +150,10 @@ class CollectiveLoader:
         return WorkDescription(workers=int(self.method.workers != 0), is_sampled=True)
 
     def _requests(self, epoch: int, done: int, seeds_done: int) -> Iterator[_Request]:
-        epoch_key, rank, size = ops.derive_key(self.seed, epoch), self.channel.rank, self.channel.size
+        epoch_key = ops.derive_key(self.seed, epoch)
         steps = seed_batches(
             self.positions,
-            self.method.batch_size * size,
+            self.method.batch_size * self.channel.size,
             epoch_key,
             shuffle=self.method.shuffle,
             drop_last=self.method.drop_last,
@@ -152,21 +161,29 @@ class CollectiveLoader:
         )
         for step, positions in enumerate(steps, start=done):
             # In the order of their places the shares are of own nodes where the shards have equally many seeds.
-            share = share_of(positions.sort().values if self.method.shuffle else positions, rank, size)
+            in_order = positions.sort().values if self.method.shuffle else positions
+            share = share_of(in_order, self.channel.rank, self.channel.size)
             yield _Request(share, positions.numel(), ops.derive_key(epoch_key, step))
 
     def _prepare(self, request: _Request) -> Batch:
-        blocks, question, of_seeds = self.sampler.sample(request.seeds, request.key)
+        blocks, input_request, seed_request = self.sampler.sample(request.seeds, request.key)
         if self.method.scale_sums:
             blocks = tuple(block.scaling_sums(True) for block in blocks)
         trace.count("edges.sampled", sum(block.num_edges for block in blocks))
-        rows = {name: fetch_dense(question, table) for name, table in self.tables.items()}
-        x = rows.pop("x", None)
-        batch = Batch(blocks[-1].dst_ids, blocks, x, None, rows, key=request.key, total_seeds=request.total)
-        return batch if self.shard.y is None else replace(batch, y=fetch_dense(of_seeds, self.shard.y))
+        rows = {name: fetch_dense(input_request, table) for name, table in self.tables.items()}
+        labels = None if self.shard.y is None else fetch_dense(seed_request, self.shard.y)
+        return Batch(
+            seeds=blocks[-1].dst_ids,
+            blocks=blocks,
+            x=rows.pop("x", None),
+            y=labels,
+            tables=rows,
+            key=request.key,
+            total_seeds=request.total,
+        )
 
 
-def _chosen(tables: Mapping[str, Table], names: Sequence[str] | None) -> dict[str, Table]:
+def _choose_tables(tables: Mapping[str, Table], names: Sequence[str] | None) -> dict[str, Table]:
     for name in names or ():
         if name not in tables:
             raise ValueError(f"there is no table {name!r}: choose from {', '.join(tables) or 'none'}")

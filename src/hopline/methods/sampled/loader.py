@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,15 @@ if TYPE_CHECKING:
 
 MAX_TREE_SLOTS = 1 << 24
 """Of a tree, where the graph has fewer nodes: above, a block that has each of them once is the smaller work."""
+
+
+class _Request(NamedTuple):
+    """One step, as the pipeline's first stage gets it."""
+
+    all_seeds: Tensor
+    """[n] int64: the seeds of all ranks."""
+    key: int
+    """Of the step's random draws."""
 
 
 class Loader:
@@ -82,39 +91,57 @@ class Loader:
     ) -> None:
         if ids.numel() == 0:
             raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
-        self.data, self.ids, self.method, self.seed, self.device = data, ids, method, seed, device
+        self.data = data
+        self.ids = ids
+        self.method = method
+        self.seed = seed
+        self.device = device
+        self.model = model
+        self.world = world
+        self.split_ahead = split_ahead
+        self.batches_on_host = batches_on_host
+
         self.on_gpu = data.graph.indptr.device.type != "cpu"
         self.layout = resolve_layout(method, data, device, model)
         if self.layout == "tree":
             self.sampler = TreeSampler(data.graph, method.fanout_per_layer, replace=method.replace)
         else:
-            one_list = isinstance(model, Whole)
             self.sampler = NeighborSampler(
-                data.graph, method.fanout_per_layer, replace=method.replace, one_list=one_list
+                data.graph, method.fanout_per_layer, replace=method.replace, one_list=isinstance(model, Whole)
             )
         self.read_by_gpu = self._is_read_by_gpu()
-        self.keeps_handle = self._keeps_handle(model)
-        self.model = model
-        self.world = world
-        own_world = World.alone(device) if world is None else world
-        self.rank, self.size = own_world.rank, own_world.size  # of the ranks that share each step's seeds
-        self.num_cores = own_world.num_cores
-        self.split_ahead, self.batches_on_host = split_ahead, batches_on_host
+        self.keeps_handle = self._can_keep_handle()
+
+        ranks = World.alone(device) if world is None else world
+        self.rank = ranks.rank
+        self.size = ranks.size  # of the ranks that share each step's seeds
+        self.num_cores = ranks.num_cores
         self.load: Load | None = None  # of the last epoch, if threads prepared it
         self._threads = Threads(method.workers, method.look_ahead, self.num_cores, by_gpu=self.on_gpu)
         self._next_epoch = 1
 
     def with_budget(self, split_ahead: Callable[[Batch], Batch] | None, *, batches_on_host: bool) -> Loader:
         """A loader of the same batches, prepared for a budget's guard."""
-        given = self.data, self.ids, self.method, self.seed, self.device, self.model, self.world
-        return Loader(*given, split_ahead=split_ahead, batches_on_host=batches_on_host)
+        return Loader(
+            data=self.data,
+            ids=self.ids,
+            method=self.method,
+            seed=self.seed,
+            device=self.device,
+            model=self.model,
+            world=self.world,
+            split_ahead=split_ahead,
+            batches_on_host=batches_on_host,
+        )
 
     def __len__(self) -> int:
-        full, rest = divmod(self.ids.numel(), self.method.batch_size * self.size)
-        return full + (rest > 0 and not self.method.drop_last)
+        num_full, num_remaining = divmod(self.ids.numel(), self.method.batch_size * self.size)
+        has_smaller_batch = num_remaining > 0 and not self.method.drop_last
+        return num_full + 1 if has_smaller_batch else num_full
 
     def __iter__(self) -> Iterator[Batch]:
-        epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
+        epoch = self._next_epoch
+        self._next_epoch += 1
         return self.epoch(epoch)
 
     def epoch(self, epoch: int, done: int = 0, seeds_done: int = 0) -> Generator[Batch, None, None]:
@@ -122,12 +149,16 @@ class Loader:
 
         After `done` batches of `seeds_done` seeds it goes on, also where these were batches of another size.
         """
-        self.load, (workers, look_ahead) = None, self.threads
-        mover = None if self._stays else Mover(self.device, look_ahead)
+        self.load = None
+        workers, look_ahead = self.threads
+        mover = None if self._stays_on_host else Mover(self.device, look_ahead)
         stages = [Stage("sample", self._sample), Stage("gather", self._gather)]
-        stages += [Stage("divide", self.split_ahead)] if self.split_ahead is not None and workers else []
-        stages += [] if mover is None else [Stage("move", mover.move)]
+        if self.split_ahead is not None and workers:
+            stages.append(Stage("divide", self.split_ahead))
+        if mover is not None:
+            stages.append(Stage("move", mover.move))
         pipeline = Pipeline(stages, workers=workers, look_ahead=look_ahead)
+
         epoch_key = ops.derive_key(self.seed, epoch)
         seeds = seed_batches(
             self.ids,
@@ -137,24 +168,26 @@ class Loader:
             drop_last=self.method.drop_last,
             done=seeds_done,
         )
-        requests = ((s, ops.derive_key(epoch_key, step)) for step, s in enumerate(seeds, start=done))
+        requests = (
+            _Request(step_seeds, ops.derive_key(epoch_key, step)) for step, step_seeds in enumerate(seeds, start=done)
+        )
         with closing(pipeline.run(requests)) as batches:
             for batch in batches:
-                yield batch if mover is None else self._moved(mover, batch)
+                yield batch if mover is None else self._finish_move(mover, batch)
         self.load = pipeline.load
         self._threads.learn(self.load)
 
     @property
-    def _stays(self) -> bool:
+    def _stays_on_host(self) -> bool:
         """Whether batches stay on the host although they are for a GPU."""
         return self.batches_on_host and not self.on_gpu and self.device.type != "cpu"
 
-    def _moved(self, mover: Mover, prepared: Batch | PendingBatch[Batch]) -> Batch:
+    def _finish_move(self, mover: Mover, prepared: Batch | PendingBatch[Batch]) -> Batch:
         """The batch where steps are. Without room for it there it stays, if there is a budget whose guard copes."""
         batch = prepared
         try:
             batch = mover.ready(prepared)
-            return self._with_near_rows(batch)
+            return self._add_rows_on_gpu(batch)
         except torch.OutOfMemoryError:
             if self.split_ahead is None:
                 raise
@@ -162,7 +195,9 @@ class Loader:
         assert isinstance(batch, Batch)
         batch = batch.to("cpu")
         free_memory(self.device)
-        return replace(batch, x=self.data.tables["x"].read(batch.input_ids)) if self.read_by_gpu else batch
+        if not self.read_by_gpu:
+            return batch
+        return replace(batch, x=self.data.tables["x"].read(batch.input_ids))
 
     @property
     def threads(self) -> tuple[int, int]:
@@ -172,7 +207,11 @@ class Loader:
     def describe(self) -> WorkDescription:
         """How the batches of the last epoch were prepared; before the first one, how they will be."""
         load = self.load
-        workers, look_ahead = self.threads if load is None else (load.workers, load.look_ahead)
+        if load is None:
+            workers, look_ahead = self.threads
+        else:
+            workers = load.workers
+            look_ahead = load.look_ahead
         return WorkDescription(
             workers=workers,
             look_ahead=look_ahead,
@@ -182,37 +221,39 @@ class Loader:
             prepare_s={} if load is None else load.stages,
         )
 
-    def _sample(self, request: tuple[Tensor, int]) -> Batch:
-        all_seeds, key = request
-        first = all_seeds.numel() * self.rank // self.size
-        seeds = share_of(all_seeds, self.rank, self.size)
-        seeds = seeds.to(self.device) if self.on_gpu else seeds
+    def _sample(self, request: _Request) -> Batch:
+        seeds = share_of(request.all_seeds, self.rank, self.size)
+        if self.on_gpu:
+            seeds = seeds.to(self.device)
+
         if isinstance(self.sampler, TreeSampler):
-            blocks: tuple[Block, ...] = self.sampler.sample(seeds, key, first)
+            first_seed = request.all_seeds.numel() * self.rank // self.size
+            blocks: tuple[Block, ...] = self.sampler.sample(seeds, request.key, first_seed)
         else:
-            blocks = self.sampler.sample(seeds, key)
+            blocks = self.sampler.sample(seeds, request.key)
         if self.method.scale_sums:
             blocks = tuple(block.scaling_sums(True) for block in blocks)
         if not self.on_gpu:
-            trace.count("edges.sampled", sum(b.num_edges for b in blocks))
+            trace.count("edges.sampled", sum(block.num_edges for block in blocks))
+
         # A loader that was told of no ranks may be one of several, each with seeds of its own.
-        total = None if self.world is None else all_seeds.numel()
-        return Batch(seeds, blocks, None, None, key=key, total_seeds=total)
+        total = None if self.world is None else request.all_seeds.numel()
+        return Batch(seeds, blocks, x=None, y=None, key=request.key, total_seeds=total)
 
     def _gather(self, batch: Batch) -> Batch:
         handles = {name: batch.blocks[0].handle(table) for name, table in self.data.tables.items()}
         x: Rows | Tensor | None = handles.pop("x", None)
-        if self.read_by_gpu and not self._stays:
+        if self.read_by_gpu and not self._stays_on_host:
             x = None  # until the ids are there
-        elif isinstance(x, Rows) and self.keeps_handle and not self._stays:
-            reads = isinstance(self.model, GNN) and not self.on_gpu and type(x) is Rows
-            x = self.model.read_ahead(x, batch.blocks[0]) if reads else x  # type: ignore[union-attr]
+        elif isinstance(x, Rows) and self.keeps_handle and not self._stays_on_host:
+            if isinstance(self.model, GNN) and not self.on_gpu and type(x) is Rows:
+                x = self.model.read_ahead(x, batch.blocks[0])
         elif isinstance(x, Rows):
-            x = x.read() if self._is_near(x.table) else x.table.read(x.ids.cpu())
+            x = x.read() if self._reads_at_ids(x.table) else x.table.read(x.ids.cpu())
             trace.count("bytes.gathered", x.numel() * x.element_size())
         return replace(batch, x=x, y=self.labels(batch.seeds), tables=handles)
 
-    def _with_near_rows(self, batch: Batch) -> Batch:
+    def _add_rows_on_gpu(self, batch: Batch) -> Batch:
         """The batch with rows that the GPU reads itself, of ids that came from the host."""
         if not self.read_by_gpu:
             return batch
@@ -229,7 +270,7 @@ class Loader:
         y = self.data.y
         return None if y is None else ops.gather_rows(y, seeds.to(y.device))
 
-    def _is_near(self, table: Readable) -> bool:
+    def _reads_at_ids(self, table: Readable) -> bool:
         """Whether ids are where the table's kernels are."""
         return not self.on_gpu or table.tiers(self.device) is not None
 
@@ -240,19 +281,22 @@ class Loader:
         tiers = self.data.tables["x"].tiers(self.device)
         return tiers is not None and tiers.hot.device.type == "cuda"
 
-    def _keeps_handle(self, model: GNN | Whole | None) -> bool:
+    def _can_keep_handle(self) -> bool:
         """Whether rows of the features are best left unread: some kernel of the model reads them itself."""
+        model = self.model
         if model is None or "x" not in self.data.tables:
             return False
         table = self.data.tables["x"]
         if self.on_gpu and self.layout == "tree":
-            return self._is_near(table)
-        here = self.read_by_gpu or self.device.type == ("cuda" if self.on_gpu else "cpu")
-        if not (here and self._is_near(table) and model.keeps_handle(table)):
+            return self._reads_at_ids(table)
+
+        samples_at_model = self.device.type == ("cuda" if self.on_gpu else "cpu")
+        has_ids_at_model = self.read_by_gpu or samples_at_model
+        if not (has_ids_at_model and self._reads_at_ids(table) and model.keeps_handle(table)):
             return False
         # Rows in host memory come sooner by ascending ids, each one once, than in the order of the edges.
-        stored = table.storage()
-        return stored is None or stored.device.type == self.device.type
+        storage = table.storage()
+        return storage is None or storage.device.type == self.device.type
 
 
 def resolve_layout(
@@ -268,10 +312,12 @@ def resolve_layout(
         return method.layout
     if data.graph.indptr.device.type != "cuda" or -1 in method.fanout_per_layer or not isinstance(model, GNN):
         return "block"
-    x, num_slots = data.tables.get("x"), Slots(method.batch_size, method.fanout_per_layer).offsets[-1]
+    x = data.tables.get("x")
     tiers = None if x is None else x.tiers(device)
-    readable = tiers is not None and tiers.hot.device.type == "cuda"  # but for rows that are staged ahead
-    return "tree" if readable and num_slots <= max(MAX_TREE_SLOTS, data.num_nodes) else "block"
+    is_readable = tiers is not None and tiers.hot.device.type == "cuda"  # but for rows that are staged ahead
+    num_slots = Slots(method.batch_size, method.fanout_per_layer).offsets[-1]
+    is_small = num_slots <= max(MAX_TREE_SLOTS, data.num_nodes)
+    return "tree" if is_readable and is_small else "block"
 
 
 def resolve_workers(method: Sampled, num_cores: int) -> tuple[int, int]:

@@ -7,8 +7,7 @@ kernel finds them as it finds hot rows; what was not staged it reads from the ho
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -34,34 +33,40 @@ class Staging:
         self.fetched = device_tiers.fetched
         self.first_slots = (table.num_hot, table.num_hot + capacity)
         self.stamp = torch.zeros(len(table), dtype=torch.int32, device=device)
-        self.found = torch.zeros(2, capacity, dtype=id_dtype, device=device)
+        self.staged_ids = torch.zeros(2, capacity, dtype=id_dtype, device=device)
         self.count = torch.zeros(2, 1, dtype=torch.int32, device=device)
         self.window = 0
 
     def fill(self, trees: Sequence[Tensor]) -> None:
         """Read what the nodes of these trees need into the region that is not being read from."""
-        kernels, window = ops.gpu_kernels("tiers"), self.window + 1
-        found, count = self.found[window % 2], self.count[window % 2]
-        found.fill_(kernels.unclaimed(found.dtype))
+        kernels = ops.gpu_kernels("tiers")
+        window = self.window + 1
+        region = window % 2
+        staged_ids = self.staged_ids[region]
+        count = self.count[region]
+
+        staged_ids.fill_(kernels.unclaimed(staged_ids.dtype))
         count.zero_()
         for nodes in trees:
-            kernels.claim(nodes, self.hot_slot, self.stamp, window, found, count)
-        found.copy_(found.sort().values)
-        first_slot = self.first_slots[window % 2]
-        kernels.stage(self.hot, self.cold, self.hot_slot, found, count, first_slot, self.fetched)
+            kernels.claim(nodes, self.hot_slot, self.stamp, window, staged_ids, count)
+        staged_ids.copy_(staged_ids.sort().values)
+        first_slot = self.first_slots[region]
+        kernels.stage(self.hot, self.cold, self.hot_slot, staged_ids, count, first_slot, self.fetched)
 
     def switch(self) -> None:
         """From now on rows are read where the last `fill` put them."""
         self.clear()
         self.window += 1
-        here = self.window % 2
-        ops.gpu_kernels("tiers").point(self.hot_slot, self.found[here], self.count[here], self.first_slots[here])
+        region = self.window % 2
+        ops.gpu_kernels("tiers").point(
+            self.hot_slot, self.staged_ids[region], self.count[region], self.first_slots[region]
+        )
 
     def clear(self) -> None:
         """Forget what is staged."""
-        here = self.window % 2
-        ops.gpu_kernels("tiers").point(self.hot_slot, self.found[here], self.count[here], None)
-        self.count[here].zero_()
+        region = self.window % 2
+        ops.gpu_kernels("tiers").point(self.hot_slot, self.staged_ids[region], self.count[region], None)
+        self.count[region].zero_()
 
 
 class RowPrefetcher:
@@ -69,45 +74,47 @@ class RowPrefetcher:
 
     def __init__(self, stagings: Sequence[Staging], device: torch.device, steps: int, draw: Callable[[], Tensor]):
         """draw: the nodes of the next step's tree, -1 where there is none; its own counter goes on with each call."""
-        self.stagings, self.device, self.steps, self.draw = stagings, device, steps, draw
+        self.stagings = stagings
+        self.device = device
+        self.steps = steps
+        self.draw = draw
         self.stream = stream_for("staging", device) if device.type == "cuda" else None
-        self.left = 0
+        self.num_remaining = 0
 
     def start(self, num_steps: int) -> None:
         """An epoch of so many steps begins."""
-        self.left = num_steps
+        self.num_remaining = num_steps
         self._fill()
 
     def before_step(self, step: int) -> None:
         """Call it before each step, counted from 0."""
         if step % self.steps:
             return
-        self._wait(torch.cuda.current_stream, lambda: self.stream)
+        self._wait_for_rows()
         for staging in self.stagings:
             staging.switch()
         self._fill()
 
     def end(self) -> None:
         """Nothing is staged any more: the table may choose other hot rows."""
-        self._wait(torch.cuda.current_stream, lambda: self.stream)
+        self._wait_for_rows()
         for staging in self.stagings:
             staging.clear()
 
     def _fill(self) -> None:
-        num = min(self.steps, self.left)
-        self.left -= num
-        self._wait(lambda _: self.stream, lambda: torch.cuda.current_stream(self.device))
-        with self._aside():
-            trees = [self.draw() for _ in range(num)]
-            for staging in self.stagings if num else ():
-                staging.fill(trees)
-
-    def _aside(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
-
-    def _wait(self, who: Callable[[torch.device], Any], whom: Callable[[], Any]) -> None:
+        num_steps = min(self.steps, self.num_remaining)
+        self.num_remaining -= num_steps
         if self.stream is not None:
-            who(self.device).wait_stream(whom())
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            trees = [self.draw() for _ in range(num_steps)]
+            if trees:
+                for staging in self.stagings:
+                    staging.fill(trees)
+
+    def _wait_for_rows(self) -> None:
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
 
 def stage_tables(
@@ -117,17 +124,15 @@ def stage_tables(
 
     slots: nodes that a step looks at, at most.
     """
-    found = []
+    stagings = []
     for table in tables:
-        if not isinstance(table, TieredTable) or not _has_cold(table, device):
+        if not isinstance(table, TieredTable):
             continue
-        most = min(MAX_STAGED_BYTES, free_bytes(device) // 8) // max(1, table.row_bytes)
-        capacity = min(steps * slots, most, len(table) - table.num_hot)
+        tiers = table.tiers(device)
+        if tiers is None or tiers.cold is None:
+            continue
+        max_rows = min(MAX_STAGED_BYTES, free_bytes(device) // 8) // max(1, table.row_bytes)
+        capacity = min(steps * slots, max_rows, len(table) - table.num_hot)
         if capacity > 0:
-            found.append(Staging(table, device, capacity, id_dtype))
-    return found
-
-
-def _has_cold(table: TieredTable, device: torch.device) -> bool:
-    tiers = table.tiers(device)
-    return tiers is not None and tiers.cold is not None
+            stagings.append(Staging(table, device, capacity, id_dtype))
+    return stagings

@@ -19,7 +19,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -149,9 +149,10 @@ class NeighborLoader:
         graph = self._edges.graph
         self.device = _device_of(data, graph, device)
         self._masks = split_masks(data) if isinstance(data, Dataset) else {}
-        ids, self._input_ids = _seeds_of(data, input_nodes, graph.num_nodes)
-        self._seeds = ids.to(graph.device)
-        self.dataset = range(ids.numel())
+        seeds = _seeds_of(data, input_nodes, graph.num_nodes)
+        self._input_ids = seeds.input_ids
+        self._seeds = seeds.ids.to(graph.device)
+        self.dataset = range(seeds.ids.numel())
         """Of the length that PyG's has: one entry per seed."""
         self._method = Sampled(
             fanouts=tuple(self.num_neighbors),
@@ -169,8 +170,9 @@ class NeighborLoader:
         return f"NeighborLoader({len(self.dataset):,} seeds, {self.num_neighbors}, batch_size={self.batch_size})"
 
     def __len__(self) -> int:
-        full, rest = divmod(len(self.dataset), self.batch_size)
-        return full + (rest > 0 and not self.drop_last)
+        num_full, num_remaining = divmod(len(self.dataset), self.batch_size)
+        has_smaller_batch = num_remaining > 0 and not self.drop_last
+        return num_full + 1 if has_smaller_batch else num_full
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of the next epoch, each a `Data`; not typed as one, as in PyG, where attributes may be None."""
@@ -179,36 +181,57 @@ class NeighborLoader:
 
     def _epoch(self, epoch: int) -> Iterator[Data]:
         workers, look_ahead = self._threads.now
-        cutter = _Cutter(self._columns(), self._edges, self.device)
+        builder = _BatchBuilder(self._columns(), self._edges, self.device)
         mover = Mover(self.device, look_ahead)
-        stages = [Stage("sample", self._sample), Stage("gather", cutter.gather), Stage("move", mover.move)]
+        stages = [Stage("sample", self._sample), Stage("gather", builder.gather), Stage("move", mover.move)]
         pipeline = Pipeline(stages, workers=workers, look_ahead=look_ahead)
+
         epoch_key = ops.derive_key(self.seed, epoch)
-        positions = seed_batches(
+        batch_positions = seed_batches(
             torch.arange(len(self.dataset)),
             self.batch_size,
             epoch_key,
             shuffle=self._method.shuffle,
             drop_last=self.drop_last,
         )
-        requests = ((chosen, ops.derive_key(epoch_key, step)) for step, chosen in enumerate(positions))
+        requests = (
+            _Request(positions, ops.derive_key(epoch_key, step)) for step, positions in enumerate(batch_positions)
+        )
         with closing(pipeline.run(requests)) as prepared:
             for moved in prepared:
-                batch = cutter.finish(mover.ready(moved))
+                batch = builder.finish(mover.ready(moved))
                 yield batch if self.transform is None else self.transform(batch)
         self._threads.learn(pipeline.load)
 
-    def _sample(self, request: tuple[Tensor, int]) -> tuple[Tensor, Subgraph]:
-        """(`input_id` of the seeds, the sample around them)."""
-        chosen, key = request
-        input_id = chosen if self._input_ids is None else self._input_ids[chosen]
-        return input_id, self._sampler.sample_subgraph(self._seeds[chosen.to(self._seeds.device)], key)
+    def _sample(self, request: _Request) -> _Sample:
+        positions = request.positions
+        input_id = positions if self._input_ids is None else self._input_ids[positions]
+        seeds = self._seeds[positions.to(self._seeds.device)]
+        return _Sample(input_id, self._sampler.sample_subgraph(seeds, request.key))
 
     def _columns(self) -> Columns:
         """What the data has now."""
         if isinstance(self.data, Dataset):
             return _dataset_columns(self.data, self._masks)
         return _data_columns(self.data)
+
+
+class _Request(NamedTuple):
+    """One batch, as the pipeline's first stage gets it."""
+
+    positions: Tensor
+    """[n] int64: positions of the batch's seeds among the loader's."""
+    key: int
+    """Of the batch's random draws."""
+
+
+class _Sample(NamedTuple):
+    """One batch, after the stage "sample"."""
+
+    input_id: Tensor
+    """[n] int64: PyG's `input_id` of the seeds."""
+    subgraph: Subgraph
+    """Nodes and edges around the seeds."""
 
 
 # ---- edges
@@ -244,13 +267,15 @@ def _edges_of(data: Data | Dataset) -> Edges:
         )
     if "adj_t" in data:
         raise ValueError("the Data has an adj_t, and batches have edge_index: make the Data without T.ToSparseTensor()")
-    edge_index, num_nodes = data.edge_index, data.num_nodes
+    edge_index = data.edge_index
+    num_nodes = data.num_nodes
     if edge_index is None or num_nodes is None:
         raise ValueError("the Data has no edge_index: give it one, [2, E] with sources first")
     key = (id(edge_index), version_of(edge_index), num_nodes)
     edges = _grouped.get(key)
     if edges is None:
-        edges = _grouped[key] = _group(edge_index, num_nodes)
+        edges = _group(edge_index, num_nodes)
+        _grouped[key] = edges
     return edges
 
 
@@ -263,10 +288,10 @@ def _group(edge_index: Tensor, num_nodes: int) -> Edges:
     src, dst = plain
     indptr, order = ops.group_edges(dst.contiguous(), num_nodes)
     is_sorted = bool((dst[1:] >= dst[:-1]).all())
-    small = src.to(torch.int32 if num_nodes < 2**31 else torch.int64)
+    indices = src.to(torch.int32 if num_nodes < 2**31 else torch.int64).contiguous()
     if is_sorted:
-        return Edges(Graph(indptr, small.contiguous()), None, edge_index)
-    return Edges(Graph(indptr, ops.gather_rows(small.contiguous(), order)), order, edge_index)
+        return Edges(Graph(indptr, indices), order=None, edge_index=edge_index)
+    return Edges(Graph(indptr, ops.gather_rows(indices, order)), order=order, edge_index=edge_index)
 
 
 # ---- attributes
@@ -295,15 +320,20 @@ class Columns:
 
 
 def _data_columns(data: Data) -> Columns:
-    node, edge = {}, {}
+    node: dict[str, Column] = {}
+    edge: dict[str, Column] = {}
     for key in data.keys():  # noqa: SIM118, a Data is not iterated by its keys
         if key in ("edge_index", "num_nodes"):
             continue
-        value = data[key]
-        columns = node if data.is_node_attr(key) else edge if data.is_edge_attr(key) else None
-        if columns is None:
+        if data.is_node_attr(key):
+            columns = node
+        elif data.is_edge_attr(key):
+            columns = edge
+        else:
             continue
-        value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        value = data[key]
+        if isinstance(value, np.ndarray):
+            value = torch.from_numpy(value)
         if not isinstance(value, Tensor):
             raise ValueError(
                 f"data.{key} is a {type(value).__name__} with an entry per node or edge: make it a tensor, or delete it"
@@ -323,33 +353,37 @@ def _dataset_columns(data: Dataset, masks: Mapping[str, Tensor]) -> Columns:
     if data.y is not None:
         tables["y"] = TensorTable(data.y)
     tables |= {name: TensorTable(mask) for name, mask in masks.items()}
+    node = {name: Column(table, 0) for name, table in tables.items()}
     edge = {f"edge_{name}": Column(TensorTable(rows), 0) for name, rows in data.graph.edge.items()}
-    return Columns(Data(), {name: Column(table, 0) for name, table in tables.items()}, edge)
+    return Columns(Data(), node, edge)
 
 
 @dataclass(frozen=True, eq=False)
-class _Cut:
+class _PartialBatch:
     """A batch on its way."""
 
     data: Data
-    subgraph_ids: tuple[Tensor, Tensor]
-    """(global node ids, positions in `edge_index`), on the device of the batch."""
+    node_ids: Tensor
+    """[num_nodes] int64: global node ids, on the device of the batch."""
+    edge_ids: Tensor
+    """[num_edges] int64: positions in `edge_index`, on the device of the batch."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes in host memory, which have a way to go."""
-        values = [*self.data.to_dict().values(), *self.subgraph_ids]
+        values = [*self.data.to_dict().values(), self.node_ids, self.edge_ids]
         return sum(value.nbytes for value in values if isinstance(value, Tensor) and value.device.type == "cpu")
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> _Cut:
+    def to(self, device: torch.device, non_blocking: bool = False) -> _PartialBatch:
         if device.type == "cpu":
             return self
-        node_ids, edge_ids = (ids.to(device, non_blocking=non_blocking) for ids in self.subgraph_ids)
+        node_ids = self.node_ids.to(device, non_blocking=non_blocking)
+        edge_ids = self.edge_ids.to(device, non_blocking=non_blocking)
         data = self.data.apply(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-        return _Cut(data, (node_ids, edge_ids))
+        return _PartialBatch(data, node_ids, edge_ids)
 
 
-class _Cutter:
+class _BatchBuilder:
     """Makes the batches of one epoch. Any thread may call it."""
 
     def __init__(self, columns: Columns, edges: Edges, device: torch.device) -> None:
@@ -358,50 +392,50 @@ class _Cutter:
         self.device = device
         # Rows on a GPU are read by ids that come there with the batch: ids copied for this alone would wait for the
         # steps before.
-        self.is_late = edges.graph.device.type == "cpu" and device.type != "cpu"
+        self.has_late_rows = edges.graph.device.type == "cpu" and device.type != "cpu"
 
-    def gather(self, sampled: tuple[Tensor, Subgraph]) -> _Cut:
+    def gather(self, sample: _Sample) -> _PartialBatch:
         """The batch with all that its ids can read where they were drawn."""
-        input_id, subgraph = sampled
+        subgraph = sample.subgraph
         edge_ids = self.edges.original_ids(subgraph.edge_ids)
-        batch = copy.copy(self.columns.template)
-        batch.edge_index = subgraph.edge_index
-        batch.num_nodes = subgraph.node_ids.numel()
-        batch.batch_size = input_id.numel()
-        batch.input_id = input_id.to(subgraph.node_ids.device)
-        batch.num_sampled_nodes = subgraph.num_nodes
-        batch.num_sampled_edges = subgraph.num_edges
-        cut = _Cut(batch, (subgraph.node_ids, edge_ids))
-        self._read(cut, late=False)
-        return cut
+        data = copy.copy(self.columns.template)
+        data.edge_index = subgraph.edge_index
+        data.num_nodes = subgraph.node_ids.numel()
+        data.batch_size = sample.input_id.numel()
+        data.input_id = sample.input_id.to(subgraph.node_ids.device)
+        data.num_sampled_nodes = subgraph.num_nodes
+        data.num_sampled_edges = subgraph.num_edges
+        batch = _PartialBatch(data, subgraph.node_ids, edge_ids)
+        self._read(batch, late=False)
+        return batch
 
-    def finish(self, cut: _Cut) -> Data:
+    def finish(self, batch: _PartialBatch) -> Data:
         """The whole batch."""
-        if self.is_late:
-            self._read(cut, late=True)
-        node_ids, edge_ids = cut.subgraph_ids
+        if self.has_late_rows:
+            self._read(batch, late=True)
         # An attribute of the data's own by these names was cut like any other.
         if "n_id" not in self.columns.template:
-            cut.data.n_id = node_ids
+            batch.data.n_id = batch.node_ids
         if "e_id" not in self.columns.template:
-            cut.data.e_id = edge_ids
-        return cut.data
+            batch.data.e_id = batch.edge_ids
+        return batch.data
 
-    def _read(self, cut: _Cut, late: bool) -> None:
-        for columns, ids in zip((self.columns.node, self.columns.edge), cut.subgraph_ids, strict=True):
+    def _read(self, batch: _PartialBatch, late: bool) -> None:
+        for columns, ids in ((self.columns.node, batch.node_ids), (self.columns.edge, batch.edge_ids)):
             for key, column in columns.items():
                 tiers = column.table.tiers(self.device)
                 is_on_gpu = tiers is not None and tiers.hot.device.type != "cpu"
-                if late == (self.is_late and is_on_gpu):
+                is_late = self.has_late_rows and is_on_gpu
+                if late == is_late:
                     # Where no kernel reaches the rows, the host reads them.
-                    cut.data[key] = column.read(ids if tiers is not None else ids.cpu())
+                    batch.data[key] = column.read(ids if tiers is not None else ids.cpu())
 
 
 # ---- arguments
 
 
-def _check_arguments(given: Mapping[str, Any]) -> None:
-    for name, value in given.items():
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
         if name in IGNORED:
             continue
         if name not in REFUSED:
@@ -414,51 +448,57 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
 
 
 def _check_num_neighbors(num_neighbors: Any) -> None:
-    good = isinstance(num_neighbors, Iterable) and not isinstance(num_neighbors, Mapping | str)
-    if not good or not list(num_neighbors):
+    is_list = isinstance(num_neighbors, Iterable) and not isinstance(num_neighbors, Mapping | str)
+    if not is_list or not list(num_neighbors):
         raise ValueError(f"num_neighbors must have one number per hop, for example [15, 10], not {num_neighbors!r}")
 
 
-def _seeds_of(data: Data | Dataset, given: Any, num_nodes: int) -> tuple[Tensor, Tensor | None]:
-    """(ids, `input_id` of each): PyG's are positions in what was given, so those of a mask are the ids themselves.
+class _Seeds(NamedTuple):
+    """The seeds of a loader."""
 
-    None stands for 0, 1, 2, ...
-    """
-    if given is None:
-        return torch.arange(num_nodes), None
-    if isinstance(given, str):
+    ids: Tensor
+    """[n] int64 on the host: global node ids."""
+    input_ids: Tensor | None
+    """[n] int64: PyG's `input_id` of each: its position in what was given, so those of a mask are the ids themselves.
+    None stands for 0, 1, 2, ..."""
+
+
+def _seeds_of(data: Data | Dataset, input_nodes: Any, num_nodes: int) -> _Seeds:
+    if input_nodes is None:
+        return _Seeds(torch.arange(num_nodes), None)
+    if isinstance(input_nodes, str):
         splits = data.splits if isinstance(data, Dataset) else {}
-        if given not in splits:
-            raise ValueError(f"there is no split {given!r}: give input_nodes= as ids or as a mask, {_one_of(splits)}")
-        given = splits[given]
-    nodes = given.cpu() if isinstance(given, Tensor) else torch.as_tensor(given)
+        if input_nodes not in splits:
+            names = f"or one of {', '.join(splits)}" if splits else "since the data has no named splits"
+            raise ValueError(f"there is no split {input_nodes!r}: give input_nodes= as ids or as a mask, {names}")
+        input_nodes = splits[input_nodes]
+    nodes = input_nodes.cpu() if isinstance(input_nodes, Tensor) else torch.as_tensor(input_nodes)
     if nodes.dtype == torch.bool:
         if nodes.shape != (num_nodes,):
             raise ValueError(f"a mask must be [{num_nodes}], one entry per node, not {list(nodes.shape)}")
         ids = nodes.nonzero().view(-1)
-        return ids, ids
+        return _Seeds(ids, ids)
     check_ids(nodes, num_nodes)
     is_seed = torch.zeros(num_nodes, dtype=torch.bool)
     is_seed[nodes.long()] = True
     if int(is_seed.sum()) != nodes.numel():
         raise ValueError("input_nodes names a node more than once: give each id once, for example input_nodes.unique()")
-    return nodes.long(), None
+    return _Seeds(nodes.long(), None)
 
 
-def _one_of(splits: Mapping[str, Tensor]) -> str:
-    return f"or one of {', '.join(splits)}" if splits else "since the data has no named splits"
-
-
-def _device_of(data: Data | Dataset, graph: Graph, given: torch.device | str | None) -> torch.device:
+def _device_of(data: Data | Dataset, graph: Graph, requested: torch.device | str | None) -> torch.device:
     if isinstance(data, Dataset):
         tensors = [table.storage() for table in data.tables.values()] + [data.y]
     else:
         tensors = list(data.to_dict().values())
     devices = [graph.device, *(tensor.device for tensor in tensors if isinstance(tensor, Tensor))]
-    found = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-    if given is not None:
-        check_cuda(torch.device(given))
-    device = found if given is None else with_index(given)
-    if device.type == "cpu" and found.type != "cpu":
-        raise ValueError(f"the data has tensors on {found} and batches are asked for on the CPU: leave out device=")
+    data_device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+    if requested is None:
+        return data_device
+    check_cuda(torch.device(requested))
+    device = with_index(requested)
+    if device.type == "cpu" and data_device.type != "cpu":
+        raise ValueError(
+            f"the data has tensors on {data_device} and batches are asked for on the CPU: leave out device="
+        )
     return device

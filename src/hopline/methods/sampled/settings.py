@@ -77,10 +77,10 @@ class Sampled(Method):
         check_fields(self)
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {self.batch_size}")
-        for name, least in (("workers", 0), ("look_ahead", 1)):
+        for name, minimum in (("workers", 0), ("look_ahead", 1)):
             value = getattr(self, name)
-            if value != "auto" and (not isinstance(value, int) or value < least):
-                raise ValueError(f"{name} must be 'auto' or a number from {least}, not {value!r}")
+            if value != "auto" and (not isinstance(value, int) or value < minimum):
+                raise ValueError(f"{name} must be 'auto' or a number from {minimum}, not {value!r}")
 
     @property
     def fanout_per_layer(self) -> tuple[int, ...]:
@@ -104,8 +104,13 @@ class Sampled(Method):
         """Rows that are read most often, at these fan-outs, are the first to be cached on a GPU."""
         from hopline.data.placement import place
 
-        fanouts, batch_size = self.fanout_per_layer, self.batch_size
-        return place(data, self.placement(requested), device, fanouts=fanouts, batch_size=batch_size)
+        return place(
+            data,
+            self.placement(requested),
+            device,
+            fanouts=self.fanout_per_layer,
+            batch_size=self.batch_size,
+        )
 
     def inference_batches(self, job: Job, ids: Tensor) -> Loader | CollectiveLoader:
         from hopline.methods.sampled.work import inference_batches

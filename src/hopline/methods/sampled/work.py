@@ -37,15 +37,15 @@ def bind(method: Sampled, job: Job) -> Work:
     if method.scale_sums and isinstance(job.model, Whole):
         raise ValueError("scale_sums=true needs a model made of layers: use hl.nn.GNN, or set scale_sums=false")
     if isinstance(job.data, ShardedData):
-        shard, ids = job.data.shard, job.train_ids
+        shard = job.data.shard
         job.model.check_blocks(shard.num_features, shard.edge)
-        loader = method.loader(shard, ids, seed=job.seed, device=job.device, model=job.model, world=job.world)
+        loader = method.loader(shard, job.train_ids, seed=job.seed, device=job.device, model=job.model, world=job.world)
         return SampledWork(job, loader)
+
     job.model.check_blocks(job.data.num_features, job.data.graph.edge)
     if isinstance(job.model, Whole) and "x" in job.data.tables:
         check_batches(job.model, method.fanout_per_layer, job.data.graph, job.data.x, job.train_ids)
-    given = {"seed": job.seed, "device": job.device, "model": job.model, "world": job.world}
-    loader = method.loader(job.data, job.train_ids, **given)
+    loader = method.loader(job.data, job.train_ids, seed=job.seed, device=job.device, model=job.model, world=job.world)
     if loader.layout == "tree" and loader.on_gpu:
         return CapturedWork(job, loader)
     return SampledWork(job, loader)
@@ -54,11 +54,17 @@ def bind(method: Sampled, job: Job) -> Work:
 def inference_batches(method: Sampled, job: Job, ids: Tensor) -> Loader | CollectiveLoader:
     """Batches at `ids`, in their order."""
     in_order = replace(method.for_model(job.model), shuffle=False, drop_last=False)
-    options = {"seed": job.seed, "device": job.device}
     if isinstance(job.data, ShardedData):
-        one_list = isinstance(job.model, Whole)
-        return CollectiveLoader(job.data.shard, ids, in_order, channel=job.data.channel, one_list=one_list, **options)
-    return in_order.loader(job.data, ids, model=job.model, **options)
+        return CollectiveLoader(
+            job.data.shard,
+            ids,
+            in_order,
+            seed=job.seed,
+            device=job.device,
+            channel=job.data.channel,
+            one_list=isinstance(job.model, Whole),
+        )
+    return in_order.loader(job.data, ids, seed=job.seed, device=job.device, model=job.model)
 
 
 def make_loader(
@@ -77,15 +83,26 @@ def make_loader(
         data = data.shard
     if isinstance(data, Shard):
         one_list = model is not None and isinstance(as_walkable(model), Whole)
-        return CollectiveLoader(data, ids, method, seed, device, world, one_list=one_list)
+        return CollectiveLoader(data, ids, method, seed=seed, device=device, world=world, one_list=one_list)
+
     if isinstance(ids, str) and ids not in data.splits:
         raise ValueError(f"there is no split {ids!r}: choose one of {', '.join(data.splits)}")
-    chosen = data.splits[ids] if isinstance(ids, str) else torch.as_tensor(ids)
+    seeds = data.splits[ids] if isinstance(ids, str) else torch.as_tensor(ids)
+
+    walkable = None
     if model is not None:
         tell_calls(unwrap(model))
-    walk = None if model is None else as_walkable(model)
-    method = method if walk is None else method.for_model(walk)
-    return Loader(data, chosen, method, seed, torch.device(device), walk, world)
+        walkable = as_walkable(model)
+        method = method.for_model(walkable)
+    return Loader(
+        data=data,
+        ids=seeds,
+        method=method,
+        seed=seed,
+        device=torch.device(device),
+        model=walkable,
+        world=world,
+    )
 
 
 @dataclass
@@ -107,11 +124,14 @@ class SampledWork(Work):
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
         with closing(self.loader.epoch(epoch, done, examples)) as batches:
             for batch in batches:
-                yield BatchUnit(self.job, batch) if self.guard is None else self.guard.unit(batch, self._redraw)
+                if self.guard is None:
+                    yield BatchUnit(self.job, batch)
+                else:
+                    yield self.guard.unit(batch, self._redraw)
 
     @property
     def _redraw(self) -> Redraw | None:
-        sampler = self.loader.sampler if isinstance(self.loader, Loader) else None
+        sampler = self.loader.sampler
         return sampler.sample if isinstance(sampler, NeighborSampler) else None
 
     def describe(self) -> WorkDescription:
