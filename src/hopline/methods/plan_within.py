@@ -21,13 +21,11 @@ from hopline.nn.gnn import GNN
 from hopline.util.config import kind_of, parse_size
 
 PROBED_FANOUT = 10
-"""Fan-out of the batches by whose steps a model is learnt."""
+"""Fan-out of the batches whose steps are measured. A rule of thumb."""
 MAX_TRIED_BUDGETS = 5
-"""Budgets that are tried before one is named."""
-
-
+"""Most budgets that are tried before an error names one. A rule of thumb."""
 FOLDER = Path("tables")
-"""Where tables that do not fit in memory would be kept."""
+"""The folder that an error suggests for tables that do not fit in memory."""
 
 
 def plan_within(method: Method, outline: RunOutline, budget: Budget) -> Plan:
@@ -57,9 +55,9 @@ def plan_or_raise(method: Method, outline: RunOutline, budget: Budget) -> Plan:
 
 
 def plan_of(method: Method, outline: RunOutline, budget: Budget) -> Plan:
-    """The method's plan by what is known; where that is a bound only and does not fit, a few steps are measured first.
+    """The method's plan. If it does not fit by the predictor's bound alone, a few steps are measured first.
 
-    It need not fit: `Plan.check` raises `DoesNotFit` then.
+    The plan need not fit. `Plan.check` raises `DoesNotFit` then.
     """
     plan = method.plan(outline, budget)
     if plan.step_bytes > plan.limit_bytes > 0 and not _is_sure(plan, outline):
@@ -69,7 +67,10 @@ def plan_of(method: Method, outline: RunOutline, budget: Budget) -> Plan:
 
 
 def learn(outline: RunOutline, num_blocks: int | None, limit: float = math.inf) -> Predictor:
-    """The predictor of steps over so many blocks, taught by sampled batches."""
+    """Teach the predictor of steps over `num_blocks` blocks by sampled batches, and return it.
+
+    limit: the bytes that a measured step may take.
+    """
     assert num_blocks is not None
     predictor = outline.predictor(num_blocks)
     method = Sampled(fanouts=(PROBED_FANOUT,) * num_blocks)
@@ -89,8 +90,13 @@ def _is_sure(plan: Plan, outline: RunOutline) -> bool:
 def _find_sufficient_limits(
     method: Method, outline: RunOutline, budget: Budget, smallest: dict[Place, int]
 ) -> dict[Place, int]:
-    """Limits by which the method fits, from those that it seems to need: tried as one who types them would find it, who
-    knows nothing of the steps measured here."""
+    """By place: limits with which the method fits.
+
+    Every try begins with a new predictor, because the user who types these limits begins a new run, which
+    knows nothing of the steps that were measured here.
+
+    smallest: by place, limits that the method seems to need.
+    """
     sufficient: dict[Place, int] | None = None
     for _ in range(MAX_TRIED_BUDGETS):
         new_outline = replace(outline, predictors={})
@@ -104,7 +110,7 @@ def _find_sufficient_limits(
         if not _is_sure(plan, new_outline):
             learn(new_outline, plan.num_blocks, plan.limit_bytes)
         sufficient = smallest
-        smallest = plan_of(method, new_outline, budget).missing  # which may be less, by what was learnt
+        smallest = plan_of(method, new_outline, budget).missing  # may be less: steps were measured since
         is_less = any(size < sufficient.get(place, 0) for place, size in smallest.items())
         if not is_less:
             break
@@ -112,7 +118,10 @@ def _find_sufficient_limits(
 
 
 def _find_plan(method: Method, outline: RunOutline, budget: Budget) -> Plan:
-    """The plan, for which steps were measured if it does not fit by the bound: within what would fit by that."""
+    """The method's plan.
+
+    If it does not fit by the bound, steps are measured, within limits that fit by the bound.
+    """
     plan = plan_of(method, outline, budget)
     if plan.fits or _is_sure(plan, outline):
         return plan
@@ -122,7 +131,10 @@ def _find_plan(method: Method, outline: RunOutline, budget: Budget) -> Plan:
 
 
 def _raise_limits(budget: Budget, smallest: Mapping[Place, int], outline: RunOutline) -> Budget:
-    """The budget with limits that are at least these; on a CPU the device's is the host's."""
+    """The budget with these limits in place of its own.
+
+    On a CPU the limit of the host is that of the device too.
+    """
     limits = {place: str(size) for place, size in smallest.items()}
     if "host" in limits and outline.compute_place == "host":
         limits["device"] = limits["host"]
@@ -130,9 +142,10 @@ def _raise_limits(budget: Budget, smallest: Mapping[Place, int], outline: RunOut
 
 
 def _fits(method: Method, outline: RunOutline, budget: Budget) -> bool:
+    """Whether a method has a plan that fits the budget."""
     try:
         return plan_of(method, outline, budget).fits
-    except ValueError:  # the model is not one for it
+    except ValueError:  # the method does not go with the model
         return False
 
 
@@ -149,7 +162,7 @@ def alternatives(method: Method | None, outline: RunOutline) -> list[Method]:
 
 
 def _settings_to_type(method: Method) -> str:
-    """How a method is asked for."""
+    """The settings that choose a method, as a user types them."""
     folder = getattr(method, "folder", None)
     folder_setting = "" if folder is None else f" method.folder={folder}"
     return f"method={kind_of(type(method))}{folder_setting}"

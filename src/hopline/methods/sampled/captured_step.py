@@ -1,7 +1,22 @@
-"""Sampled training on a GPU as one CUDA graph per step: sampling, gathering, forward, loss and backward.
+"""Sampled training on a GPU as one CUDA graph per step, from the seeds to the gradients.
 
-The epoch's order, the step's number and its keys are on the device, so replaying the graph is all a step takes. What
-cannot be captured runs as it is, on the same batches.
+Launching a graph costs the host a few microseconds, however many kernels the graph has. So the step is
+captured once, and then replayed:
+
+    on the device: order of the epoch, number of the step, keys
+        |
+        v   one graph
+    next seeds -> sample -> gather -> forward -> loss -> backward -> gradients of the parameters
+        |
+        v
+    optimizer's step, a graph of its own, because ranks sum gradients in between
+
+A graph has no arguments. So the seeds of a step are found on the device, by a counter that every replay
+advances (`DeviceBatches`). The batch is in the tree layout, whose shapes never change, so nothing
+synchronises.
+
+There is one graph for full steps, and one for the smaller last step of an epoch. A step that cannot be
+captured, such as one whose loss synchronises, runs eagerly on the same batches (`EagerUnit`).
 """
 
 from __future__ import annotations
@@ -29,11 +44,16 @@ from hopline.units.measured_unit import MeasuredUnit
 from hopline.util import trace
 
 WARM_UP_STEPS = 3
-"""Steps run before capture: kernels are compiled and libraries set up in them."""
+"""Steps before the capture, which compile kernels and initialise libraries. A rule of thumb."""
 
 
 class DeviceBatches:
-    """Batches in the tree layout, made on the GPU from what is there."""
+    """Makes batches in the tree layout on the GPU, from a counter on the GPU.
+
+    Two counters run through an epoch. Training advances `state`, and prefetching of rows advances
+    `prefetch_state`, some steps before. Nothing here synchronises, but for a table that the GPU cannot read
+    itself.
+    """
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
@@ -42,33 +62,48 @@ class DeviceBatches:
         device = loader.device
         self.ids = loader.ids.to(device)
         self.order = torch.empty_like(self.ids)
-        self.state = torch.zeros(3, dtype=torch.int64, device=device)  # as the kernel `next_step` reads it
-        self.prefetch_state = torch.zeros_like(self.state)  # the same, of batches that are looked at before their turn
+        """[num_ids] int64: seeds in the order of the epoch. Changed in place only: graphs hold its address."""
+        self.state = torch.zeros(3, dtype=torch.int64, device=device)
+        """[3] int64: the epoch's key, the number of the next step, the position of its first seed in
+        `order`."""
+        self.prefetch_state = torch.zeros_like(self.state)
+        """[3] int64: as `state`, for the next step whose rows are not prefetched yet."""
 
     def start(self, epoch: int, done: int, seeds_done: int) -> None:
-        """Stand at a place of an epoch."""
+        """Begin an epoch after its first `done` steps, which had `seeds_done` seeds over all ranks."""
         key = ops.derive_key(self.loader.seed, epoch)
         draws = ops.gpu_kernels("tree").start_epoch(
             self.state, self.prefetch_state, self.ids.numel(), key, step=done, position=seeds_done
         )
         if self.loader.method.shuffle:
+            # The same order as on the host, where `ops.permutation` sorts the same draws.
             torch.index_select(self.ids, 0, draws.argsort(stable=True), out=self.order)
         else:
             self.order.copy_(self.ids)
 
     def slot_tensors(self, num_seeds: int, first: int) -> list[Tensor]:
-        """What every batch of that size reads beside its own tensors."""
+        """The tensors that all batches of this size share.
+
+        They follow from the numbering of the slots alone.
+        """
         device = self.loader.device
         slots = Slots(num_seeds, self.sampler.fanouts, first)
         return [slots.ids(device), slots.parents(device), slots.first_children(device)]
 
     def prefetch_nodes(self, num_seeds: int, first: int, total: int) -> Tensor:
-        """The nodes of the next batch that was not looked at yet."""
+        """[num_slots]: the nodes of the next batch that is not prefetched yet, -1 at empty slots.
+
+        The arguments are those of `next`.
+        """
         seeds, keys = ops.gpu_kernels("tree").next_step(self.prefetch_state, self.order, num_seeds, first, total)
         return self.sampler.sample(seeds, keys, first)[0].tree.nodes
 
     def next(self, num_seeds: int, first: int, total: int) -> Batch:
-        """The next step's batch: `num_seeds` of its `total` seeds, from the `first` on."""
+        """The batch of the next step.
+
+        num_seeds: this rank's seeds. first: the position of the first of them among the seeds of all ranks.
+        total: the number of seeds of all ranks.
+        """
         seeds, keys = ops.gpu_kernels("tree").next_step(self.state, self.order, num_seeds, first, total)
         blocks = self.sampler.sample(seeds, keys, first)
         if self.loader.method.scale_sums:
@@ -89,23 +124,29 @@ class DeviceBatches:
 
 
 class CapturedWork(Work):
-    """Sampled training of one job on one GPU."""
+    """Sampled training of one job on one GPU, by captured steps.
+
+    Owns the graphs, and the counters on the device. It belongs to the thread that trains.
+    """
 
     def __init__(self, job: Job, loader: Loader) -> None:
         self.job = job
         self.loader = loader
         self.batches = DeviceBatches(loader)
         self.steps: dict[int, CapturedStep | None] = {}
-        """By their number of seeds; None where it cannot be captured."""
+        """By number of seeds over all ranks: the captured step. None if it could not be captured."""
         self.parameters = list(job.module.parameters())
         self.is_trained = self._find_trained()
-        """Which parameters have gradients in these steps."""
+        """[num_parameters] bool: which parameters had `requires_grad` when `steps` were captured."""
         self.prefetcher = self._make_prefetcher()
         self.guard: Guard | None = None
-        self.step_bytes = 0.0  # what a plan promised of a step
+        self.step_bytes = 0.0  # the predicted peak of a step, by the plan
 
     def guarded(self, guard: Guard, plan: Plan) -> CapturedWork:
-        """This work, whose steps are measured: their shapes never change, so there is nothing to cut."""
+        """This work, whose steps are measured from now on.
+
+        They are never split: their shapes never change.
+        """
         self.guard = guard
         self.step_bytes = plan.step_bytes
         return self
@@ -118,12 +159,15 @@ class CapturedWork(Work):
             yield unit if self.guard is None else MeasuredUnit(unit, self.guard, self.step_bytes)
 
     def _units(self, epoch: int, done: int, examples: int) -> Iterator[Unit]:
+        """The units of an epoch, not measured. The arguments are those of `units`."""
         loader = self.loader
         size = loader.method.batch_size
         per_step = size * loader.size
         num_full, num_remaining = divmod(loader.ids.numel() - examples, per_step)
         self.batches.start(epoch, done, examples)
 
+        # A graph computes gradients of the parameters that were trained when it was captured, and of no
+        # others.
         is_trained = self._find_trained()
         if self.is_trained != is_trained:
             self.steps = {}
@@ -136,10 +180,13 @@ class CapturedWork(Work):
             yield self._last_step(num_remaining, epoch)
 
     def _last_step(self, per_step: int, epoch: int) -> Unit:
-        """The last step of an epoch, which is smaller: worth a graph from the second epoch on.
+        """The last step of an epoch, which is smaller. It is captured from the second epoch on.
 
-        The epoch alone decides: a capture waits for an evaluation beside training that has the turn, so that what is
-        run does not depend on how long that takes, or on where a run was interrupted.
+        The epoch alone decides whether to capture. If asynchronous evaluation holds the capture lock, the
+        capture waits. So which steps are captured does not depend on timing, or on where a run was
+        interrupted.
+
+        per_step: the seeds of this step, over all ranks.
         """
         loader = self.loader
         first = per_step * loader.rank // loader.size
@@ -158,13 +205,18 @@ class CapturedWork(Work):
         return EagerUnit(job=self.job, batches=self.batches, size=size, first=first, total=per_step)
 
     def _captured_step(self, per_step: int) -> CapturedStep | None:
-        """The captured step of that size, unless a callback has frozen parameters since, or trains more of them."""
+        """The captured step with `per_step` seeds over all ranks. None: the step must run eagerly.
+
+        A callback may have frozen or unfrozen parameters since the capture. Then no captured step is right.
+        """
         return self.steps.get(per_step) if self.is_trained == self._find_trained() else None
 
     def _find_trained(self) -> list[bool]:
+        """[num_parameters]: whether each parameter has `requires_grad` now."""
         return [p.requires_grad for p in self.parameters]
 
     def _full_steps(self, num_steps: int, size: int, per_step: int) -> Iterator[Unit]:
+        """The steps of an epoch that have `size` seeds on every rank, `per_step` in all."""
         prefetcher = self.prefetcher
         if prefetcher is not None:
             prefetcher.start(num_steps)
@@ -182,7 +234,10 @@ class CapturedWork(Work):
             prefetcher.end()
 
     def _make_prefetcher(self) -> RowPrefetcher | None:
-        """For tables with rows in host memory."""
+        """A prefetcher for tables with rows in host memory.
+
+        None if there are none, or no memory to prefetch into.
+        """
         loader = self.loader
         method = loader.method
         size = method.batch_size
@@ -203,8 +258,9 @@ class CapturedUnit(Unit):
     step: CapturedStep
     size: int
     total: int
+    """Seeds of all ranks."""
     before: Callable[[], None] | None = None
-    """What is to be done before it runs."""
+    """Called before the replay, to switch to the staged rows of this step."""
 
     @property
     def total_size(self) -> int:
@@ -219,14 +275,20 @@ class CapturedUnit(Unit):
 
 @dataclass
 class EagerUnit(Unit):
-    """A batch that is drawn when its turn comes, since the device counts the steps."""
+    """A step that is not captured.
+
+    Its batch is sampled when the step runs, because the device counts the steps.
+    """
 
     job: Job
     batches: DeviceBatches
     size: int
     first: int
+    """The position of this rank's first seed among the seeds of all ranks."""
     total: int
+    """Seeds of all ranks."""
     before: Callable[[], None] | None = None
+    """Called before the batch is sampled."""
 
     @property
     def total_size(self) -> int:
@@ -243,17 +305,24 @@ class EagerUnit(Unit):
 def capture(
     job: Job, batches: DeviceBatches, size: int, first: int, per_step: int, shared_pool_step: CapturedStep | None = None
 ) -> CapturedStep | None:
-    """A captured step, or None and a line that says why there is none.
+    """Capture a step. If that fails, the user is told why, and the result is None.
 
-    shared_pool_step: another, in whose memory it may compute. It keeps what that leaves, while what it leaves is
-    written over.
+    size, first, per_step: see `CapturedStep`. shared_pool_step: a captured step in whose memory this one
+    shall compute. A replay of the new step leaves the gradients of that one intact. A replay of that one
+    overwrites those of the new step.
     """
     step = CapturedStep(job=job, batches=batches, size=size, first=first, per_step=per_step)
     return step if step.capture(shared_pool_step) else None
 
 
 class CapturedStep:
-    """Everything from the seeds to the gradients of a full batch, as a CUDA graph."""
+    """The CUDA graph of one step, from the seeds to the gradients.
+
+    Owns the graph and, in the graph's memory, the gradients. `replay` is for the thread that trains.
+
+    size: this rank's seeds. first: the position of the first of them among the seeds of all ranks.
+    per_step: the number of seeds of all ranks.
+    """
 
     def __init__(self, job: Job, batches: DeviceBatches, size: int, first: int, per_step: int) -> None:
         self.job = job
@@ -263,7 +332,7 @@ class CapturedStep:
         self.per_step = per_step
         self.parameters = [p for p in job.module.parameters() if p.requires_grad]
         dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
-        # Of the step's seeds, by which its gradient is weighted.
+        # size / total, by which the graph scales the loss. A tensor, so that it can change between replays.
         self.share = torch.ones((), dtype=dtype, device=job.device)
         self.total = size
         self.captured: CapturedCall[Tensor] = CapturedCall(
@@ -271,32 +340,38 @@ class CapturedStep:
         )
 
     def capture(self, shared_pool_step: CapturedStep | None) -> bool:
-        """Whether it is captured now."""
+        """Warm the step up and capture it. Returns whether there is a graph now."""
         pool_of = None if shared_pool_step is None else shared_pool_step.captured
         return self.captured.capture(self._warm_up(), pool_of=pool_of)
 
     @contextmanager
     def _warm_up(self) -> Iterator[Callable[[], Tensor]]:
-        """Gives the step after a few runs of it. What these change is put back, also where the capture fails."""
+        """Run the step a few times, then give it to be captured. Everything that the runs change is
+        restored.
+
+        Gradients are dropped on exit, also if the capture fails. Those that the captured call has made stay
+        alive in `gradients`: the graph writes to them.
+        """
         renew_accumulators(self.parameters)
         state = self.batches.state
         with _preserve_state(self.job.module, state, self.job.device):
             try:
                 start = state.clone()
-                self._run()  # compiles, and asks the host whatever is asked only once
+                self._run()  # compiles kernels, and may synchronise for values that are then cached
                 with no_waiting():
                     for _ in range(WARM_UP_STEPS - 1):
-                        state.copy_(start)  # the epoch may have no more steps than one
+                        state.copy_(start)  # the epoch may have a single step
                         self._run()
                 self._drop_gradients()
                 yield self._run
                 self.gradients = [p.grad for p in self.parameters]
-                # The graph knows only where they are.
+                # The graph holds addresses only, and the cache of these tensors may drop them.
                 self.keep_alive = self.batches.slot_tensors(self.size, self.first)
             finally:
                 self._drop_gradients()
 
     def _run(self) -> Tensor:
+        """The step itself. Returns the summed loss of its seeds, and leaves gradients at the parameters."""
         self._drop_gradients()
         batch = self.batches.next(self.size, self.first, self.per_step)
         with autocast(self.job):
@@ -305,14 +380,18 @@ class CapturedStep:
         return loss.detach() * self.size
 
     def replay(self, total: float) -> Tensor:
-        """Add this step's share of the gradient; the summed loss of its seeds."""
+        """Run the step, and add its share of the gradient of the mean loss over `total` examples.
+
+        Returns the summed loss of its seeds.
+        """
         if total != self.total:
             self.share.fill_(self.size / total)
             self.total = total
         earlier_gradients = []
         for parameter, buffer in zip(self.parameters, self.gradients, strict=True):
             earlier = parameter.grad
-            # What an earlier unit left in the graph's own memory would be written over.
+            # Gradients of an earlier unit of the same optimizer step may be in the graph's memory, which
+            # the replay overwrites.
             if earlier is not None and earlier is buffer:
                 earlier = earlier.clone()
             earlier_gradients.append(earlier)
@@ -328,14 +407,15 @@ class CapturedStep:
 
 
 def renew_accumulators(parameters: Iterable[nn.Parameter]) -> None:
-    """Have autograd make new nodes where gradients arrive.
+    """Make autograd use new nodes for accumulating the gradients of parameters.
 
-    A node goes by the stream that it was made in, which a capture cannot wait for. It lives as long as any graph that
-    leads to it, and the traceback of a step that failed may hold one.
+    Such a node remembers the stream on which it was made. A capture on another stream would have to wait
+    for that stream, and cannot. A node lives as long as any autograd graph that leads to it, and the
+    traceback of a failed step may hold such a graph.
     """
     for parameter in parameters:
         values = parameter.data
-        # A node is of one type of numbers: with another one in between, the next use makes a new node.
+        # A node belongs to one dtype. With another dtype in between, the next use makes a new node.
         other_dtype = torch.float32 if values.dtype != torch.float32 else torch.float64
         parameter.data = values.new_empty(0, dtype=other_dtype)
         parameter.data = values
@@ -343,10 +423,11 @@ def renew_accumulators(parameters: Iterable[nn.Parameter]) -> None:
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Within, an operation that waits for the device raises: such a step cannot be captured."""
+    """A context in which operations that synchronise raise, since no such operation can be captured."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode does not find everything; the capture does
+        # Torch warns that the mode misses some operations. The capture itself finds those.
+        warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -356,7 +437,7 @@ def no_waiting() -> Iterator[None]:
 
 @contextmanager
 def _preserve_state(module: nn.Module, state: Tensor, device: torch.device) -> Iterator[None]:
-    """What warming up changes is put back: running statistics, the place in the epoch, torch's generator."""
+    """A context that restores running statistics, the counter of the epoch and torch's generator."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     epoch_state = state.clone()
     random_state = torch.cuda.get_rng_state(device)

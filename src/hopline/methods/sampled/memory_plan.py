@@ -1,4 +1,15 @@
-"""The forms of sampled training that keep to a budget: how many batches are ahead, and where they wait."""
+"""The memory plan of `Sampled`: the fastest form of a run that keeps to a budget.
+
+Forms differ in memory and time, but not in what is learnt. They are tried in this order, fastest first:
+
+    tree                     a GPU samples, and holds graph and features; a captured step
+    batches on the device    k batches prefetched, k halved down to 1
+    batches on the host      the same, but batches wait on the host until their step runs; GPU only
+    nothing prefetched       the training thread prepares each batch
+
+Sizes of batches are known only by sampling. So the plan samples a few batches on the host, and adds a
+margin. The peak of a step follows from sizes by the predictor.
+"""
 
 from __future__ import annotations
 
@@ -29,41 +40,52 @@ from hopline.nn.gnn import GNN
 from hopline.util.host import num_cores
 
 NUM_DRAWN_BATCHES = 3
-"""Batches that are drawn to see how large they are,"""
+"""Batches that are sampled to see how large they are. A rule of thumb."""
 SIZE_MARGIN = 1.1
-"""and by how much others may be larger."""
+"""Assumed size of the largest batch, as a multiple of the sampled sizes. A rule of thumb."""
 CAPTURE_WORKSPACE = "workspace of the recorded step"
+"""Name of the plan's item for memory that CUDA's libraries allocate on the stream of a captured step."""
 MAX_SEARCHED_NODES = 1 << 24
-"""Nodes of the largest graph in which the seed with most around it is looked for."""
+"""Most nodes of a graph for which `largest_seed_sizes` visits every node. A rule of thumb."""
 MAX_FREE_BYTES = 1 << 50
-"""Bytes of a device without a limit."""
+"""Bytes that stand for a device without a limit, since infinity is not an integer. A rule of thumb."""
 
 
 def plan(method: Sampled, outline: Outline, budget: Budget) -> Plan:
-    """As many batches ahead as leave room for a whole one; where there is none, a batch goes in pieces."""
+    """The plan of the fastest form in which whole batches fit, else of one in which micro-batches fit."""
     return SampledForms(method, outline, outline.limits(budget), budget.over_budget).best()
 
 
 @dataclass(eq=False)
 class SampledForms:
-    """The forms of sampled training that differ in what they take, and in nothing that is learnt."""
+    """The forms of one run of sampled training, as plans.
+
+    They differ in memory and time, not in what is learnt.
+    """
 
     method: Sampled
     outline: Outline
     limits: dict[Place, int | None]
+    """By place: the bytes that the budget allows. None for no limit."""
     over_budget: OverBudget = "split"
+    """The setting `Budget.over_budget`, which decides how small a step can be made."""
 
     @cached_property
     def batches(self) -> list[Batch]:
-        """Some, on the host: a GPU may not have room for a single one."""
+        """Up to `NUM_DRAWN_BATCHES` batches, on the host, since a GPU may have no memory for a single one."""
         return list(islice(draw_batches(self.method, self.outline, self.method.batch_size), NUM_DRAWN_BATCHES))
 
     @property
     def predictor(self) -> Predictor:
+        """Predicts the peaks of steps with these fan-outs."""
         return self.outline.predictor(len(self.method.fanout_per_layer))
 
     def best(self) -> Plan:
-        """The fastest that keeps to the limits with whole batches, or else with pieces, or the smallest."""
+        """The fastest plan that fits with whole batches.
+
+        If there is none: the first that fits with batches on the host, whose steps then run in
+        micro-batches. Else the plan without prefetching.
+        """
         plans = list(self.plans())
         for plan in plans:
             if plan.fits and plan.step_bytes <= plan.limit_bytes:
@@ -74,6 +96,7 @@ class SampledForms:
         return plans[-1]
 
     def plans(self) -> Iterator[Plan]:
+        """The plans of all forms, fastest first."""
         tree = self.tree()
         if tree is not None:
             yield tree
@@ -85,18 +108,22 @@ class SampledForms:
         yield self.plan(0, 1, self._can_wait_on_host)
 
     def plan(self, workers: int, look_ahead: int, batches_on_host: bool = False) -> Plan:
-        """So many batches ahead: where steps are, or on the host until their turn comes."""
+        """The plan with `look_ahead` prefetched batches, in blocks.
+
+        batches_on_host: whether batches wait on the host, and move to the GPU when their step runs.
+        """
         on_gpu = self.outline.compute_place == "device"
         count = 1 + look_ahead if workers else 1
         name = "1 prepared batch" if count == 1 else f"{count} prepared batches"
         prepared = [Item(name, "host", count * self._batch_bytes)]
         if on_gpu and not batches_on_host:
-            # the batch before goes when the next one has come
+            # One more on the device: a batch is freed only when the next one has arrived.
             prepared.append(Item(name, "device", (count + 1) * self._batch_bytes))
 
         method = replace(self.method, workers=workers, look_ahead=look_ahead)
         if on_gpu and method.layout == "auto":
-            method = replace(method, layout="block")  # as was planned, wherever the data will be
+            # Fixed now: the loader must not choose trees, wherever the data will be.
+            method = replace(method, layout="block")
         return self._make_plan(
             method,
             prepared,
@@ -107,19 +134,25 @@ class SampledForms:
 
     @property
     def _can_wait_on_host(self) -> bool:
-        """Whether it is the host that makes batches, for a GPU, or may be."""
+        """Whether batches for a GPU may wait on the host: no setting makes the GPU sample or hold data."""
         requested = self.outline.placement
         data_may_stay = {requested.graph, requested.features} <= {"auto", "host"} and requested.cache == "auto"
         return self.outline.compute_place == "device" and data_may_stay and self.method.layout != "tree"
 
     def tree(self) -> Plan | None:
-        """On a GPU that has room for everything: shapes that never change, so there is nothing to cut."""
+        """The plan with trees. None if trees are not possible, or if the GPU cannot hold all data.
+
+        With layout="tree" it is the plan even if the GPU cannot. Steps are never split: their shapes never
+        change.
+        """
         method = self.method
         outline = self.outline
         allows_tree = method.layout != "block" and -1 not in method.fanout_per_layer and isinstance(outline.model, GNN)
         if outline.compute_place == "host" or not allows_tree:
             return None
 
+        # Every slot counts, empty ones too. From the seeds outwards: each hop multiplies the slots of the
+        # last one.
         nodes = [method.batch_size]
         for fanout in method.fanout_per_layer:
             nodes.append(nodes[-1] * (1 + fanout))
@@ -136,25 +169,34 @@ class SampledForms:
 
     @cached_property
     def _batch_bytes(self) -> int:
-        """Of a prepared batch: others may be larger, and the smaller a batch, the more does a single seed matter."""
+        """The bytes of a prepared batch: the largest sampled one with a margin, and one more large seed.
+
+        The seed matters for small batches, whose size may depend on a single node of high degree.
+        """
         bytes_per_size = max(batch.num_bytes / Sizes.of(batch).array.sum() for batch in self.batches)
         seed_bytes = bytes_per_size * self._largest_seed_sizes.array.sum()
         return math.ceil(SIZE_MARGIN * self._largest_batch.num_bytes + seed_bytes)
 
     @property
     def _num_seeds(self) -> int:
+        """The number of training nodes."""
         return self.outline.train_ids.numel()
 
     @cached_property
     def _largest_seed_sizes(self) -> Sizes:
+        """A bound for the sizes of a batch with one seed."""
         return largest_seed_sizes(self.method.fanout_per_layer, self.outline.data.graph, self.outline.train_ids)
 
     @cached_property
     def _largest_batch(self) -> Batch:
+        """The sampled batch with the most bytes."""
         return max(self.batches, key=lambda batch: batch.num_bytes)
 
     def _whole_step_bytes(self, batches_on_host: bool) -> float:
-        """The step of a whole batch; one that waited elsewhere is copied for it."""
+        """The predicted peak of a step that is not split.
+
+        A batch that waits on the host is copied for the step.
+        """
         copy_bytes = MicroBatchBytes.of(self._largest_batch, None) if batches_on_host else None
         peaks = []
         for batch in self.batches:
@@ -166,8 +208,11 @@ class SampledForms:
         return max(peaks)
 
     def _min_step_bytes(self, batches_on_host: bool) -> float:
-        """A step that is as small as what may be done with a batch makes it: of a single seed in a piece of its own, of
-        all seeds without an edge, or of the whole batch."""
+        """The predicted peak of the smallest step that `over_budget` can make of a batch.
+
+        Cutting leaves all seeds without an edge. Splitting and sampling again end at micro-batches of one
+        seed. If the model cannot be split, or the budget refuses, a step is the whole batch.
+        """
         snapshot_bytes = sum(state_bytes(self.outline.model))
         if self.over_budget in CUTS:
             num_seeds = min(self.method.batch_size, self._num_seeds)
@@ -190,13 +235,18 @@ class SampledForms:
         min_step_bytes: float,
         batches_on_host: bool = False,
     ) -> Plan:
+        """A plan, with as much of the data on the GPU as the other items leave memory for.
+
+        method: as the plan's form wants it. prepared: items of this form, such as prefetched batches.
+        """
         outline = self.outline
         compute_place = outline.compute_place
         items = [*outline.resident_items(), *outline.data_on_host(), *prepared]
         placement = None
         if batches_on_host:
             placement = replace(outline.placement, graph="host", features="host")
-            items.append(Item("labels", "device", DataBytes.of(outline.data).labels))  # which go there all the same
+            # Labels go to the device all the same.
+            items.append(Item("labels", "device", DataBytes.of(outline.data).labels))
         elif compute_place == "device":
             limit = self.limits[compute_place]
             resident_bytes = sum(item.num_bytes for item in items if item.place == compute_place)
@@ -224,12 +274,13 @@ class SampledForms:
 
 
 def place_within(outline: Outline, free_bytes: float) -> tuple[list[Item], Placement]:
-    """What of the data goes to a GPU with so many bytes to spare."""
+    """(items, placement) of the data that goes to a GPU with `free_bytes` left for data."""
     sizes = DataBytes.of(outline.data)
     requested = outline.placement
     try:
+        # `make_layout` gives data only SHARE of what is free. Here all of it is for data, so it gets more.
         layout = make_layout(sizes, int(max(0.0, min(free_bytes, MAX_FREE_BYTES)) / SHARE), requested)
-    except ValueError:  # not even what a GPU needs to read the host's memory
+    except ValueError:  # too little even for what a GPU needs to read pinned data: offsets and slots
         return [], replace(requested, graph="host", features="host", cache="auto")
 
     graph_bytes = {"device": sizes.graph, "pinned": sizes.indptr, "host": 0}[layout.graph]
@@ -246,6 +297,7 @@ def place_within(outline: Outline, free_bytes: float) -> tuple[list[Item], Place
 
 
 def _halvings(count: int) -> Iterator[int]:
+    """count, count // 2, ..., 1."""
     while count > 1:
         yield count
         count //= 2
@@ -253,7 +305,10 @@ def _halvings(count: int) -> Iterator[int]:
 
 
 def draw_batches(method: Sampled, outline: Outline, batch_size: int) -> Iterator[Batch]:
-    """Batches as training would draw them, one after the other; on the host where that is where they are made."""
+    """The batches of the first epoch, with `batch_size` seeds, in the layout "block".
+
+    They stay on the host if the host samples. Each is prepared when it is asked for.
+    """
     loader = Loader(
         data=outline.data,
         ids=outline.train_ids,
@@ -268,7 +323,7 @@ def draw_batches(method: Sampled, outline: Outline, batch_size: int) -> Iterator
 
 
 def _with_margin(sizes: Sizes, graph: Graph) -> Sizes:
-    """Sizes that other batches hardly exceed."""
+    """The sizes times `SIZE_MARGIN`, but no more than the graph has. The number of seeds stays."""
     *nodes, num_seeds = sizes.nodes
     nodes = [min(math.ceil(SIZE_MARGIN * num_nodes), graph.num_nodes) for num_nodes in nodes]
     edges = [min(math.ceil(SIZE_MARGIN * num_edges), graph.num_edges) for num_edges in sizes.edges]
@@ -276,7 +331,16 @@ def _with_margin(sizes: Sizes, graph: Graph) -> Sizes:
 
 
 def largest_seed_sizes(fanouts: Sequence[int], graph: Graph, train_ids: Tensor) -> Sizes:
-    """More than is drawn for any one seed: the largest numbers of nodes and edges, hop by hop, whatever the draws."""
+    """An upper bound for the sizes of a batch with one seed, for any training node and any draws.
+
+    In a large graph, the bound multiplies the largest number of draws of each hop. Otherwise it is computed
+    for every node. Let c_h(v) be the most draws at node v in hop h, and f(v) a bound for what lies around v
+    from hop h + 1 on. What lies around v from hop h on is at most f(v) itself, plus
+
+        min(sum of f(u) over all in-neighbours u of v,   c_h(v) * max of f(u) over these u)
+
+    since c_h(v) of the in-neighbours are drawn.
+    """
     degrees = graph.in_degrees().clamp(max=graph.num_edges)
     max_draws = [degrees if fanout < 0 else degrees.clamp(max=fanout) for fanout in fanouts]
     if graph.num_nodes > MAX_SEARCHED_NODES:
@@ -287,8 +351,8 @@ def largest_seed_sizes(fanouts: Sequence[int], graph: Graph, train_ids: Tensor) 
             nodes.append(min(nodes[-1] + edges[-1], graph.num_nodes))
         return Sizes(tuple(reversed(nodes)), tuple(reversed(edges)))
 
-    # What is drawn for a node has no more around it than the sum over all its neighbours, and no more than the largest
-    # of them as often as is drawn. A column for each hop's nodes and one for its edges, from the outermost hop inwards.
+    # [num_nodes, k]: f of the docstring. Columns alternate, from the seeds outwards: nodes up to a hop,
+    # edges of the next hop, nodes up to that one, and so on.
     around = torch.zeros(graph.num_nodes, 0, dtype=torch.float64, device=degrees.device)
     for hop in reversed(range(len(fanouts))):
         outer_draws = [max_draws[hop + 1].double()] if hop + 1 < len(fanouts) else []

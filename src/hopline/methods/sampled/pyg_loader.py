@@ -1,4 +1,4 @@
-"""`NeighborLoader`: PyG's loader by hopline's sampler and threads, for a training script as it is.
+"""`NeighborLoader`: PyG's loader on hopline's sampler and threads, for a training script that uses PyG's.
 
 One batch goes through these stages:
 
@@ -6,10 +6,10 @@ One batch goes through these stages:
     nodes and edges     ->   rows of what lies     ->   to the GPU, if ->   rows of what lies on the GPU,
     around the seeds         in host memory             there is one        then `transform`
 
-A batch has what PyG's has: every attribute with one row per node or edge, cut down to the batch. Rows
-are read from the tensors that the Data has, which are neither copied nor converted. The in-edges of
-all nodes are grouped once (12 bytes per edge, 4 if `edge_index` is sorted by destination), and loaders
-of one `edge_index` share them.
+A batch has what PyG's has: the rows of its nodes and edges, of every attribute with one row per node or
+edge. Rows are read from the tensors of the Data, which are neither copied nor converted. The in-edges
+of all nodes are grouped once (12 bytes per edge, 4 if `edge_index` is sorted by destination), and
+loaders of one `edge_index` share them.
 """
 
 from __future__ import annotations
@@ -78,35 +78,36 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
     "batch_sampler": (None, "give the seeds by input_nodes=, batch_size= and shuffle="),
     "generator": (None, "give seed="),
 }
-"""PyG's arguments that would change batches: the value that changes nothing, and what to do instead."""
+"""By name, PyG's arguments that would change batches: (value that changes nothing, advice otherwise)."""
 
 
 class NeighborLoader:
     """Batches of a PyG graph by neighbour sampling, in place of `torch_geometric.loader.NeighborLoader`.
 
-    Each batch is a `Data` as PyG's loader makes it: x, edge_index, y, all other attributes by node and edge,
-    batch_size, n_id, e_id, input_id, num_sampled_nodes and num_sampled_edges; the seeds come first. Batches are
-    prepared ahead by threads, and every epoch draws anew. Equal `seed` draws the same, whatever the number of threads.
+    Each batch is a `Data` as PyG's loader makes it: x, edge_index, y, all other attributes by node and
+    edge, batch_size, n_id, e_id, input_id, num_sampled_nodes and num_sampled_edges. The seeds are the first
+    nodes.
 
-    A loader belongs to one thread. It holds `data` and reads its attributes when an epoch begins, so that attributes
-    may be set and deleted between epochs; the edges are those of the beginning.
+    Threads prefetch batches, and every epoch draws anew. Loaders with the same `seed` draw the same,
+    whatever the number of threads. A loader belongs to one thread. It reads the attributes of `data` when
+    an epoch begins, so they may be set and deleted between epochs. The edges are those that `data` had when
+    the loader was made.
 
     Args:
-        data: A PyG `Data`, or a dataset, whose batches have what `data.to_pyg()` would have.
-        num_neighbors: In-edges drawn per node and hop, those of the seeds first; -1 takes all.
-        input_nodes: The seeds as ids, as a bool mask or by the name of a dataset's split; None takes all nodes.
-        batch_size: Seeds per batch.
-        shuffle: Visit the seeds in a new order each epoch.
-        drop_last: Leave out the last batch of an epoch if it is not full.
-        replace: Draw neighbours with replacement.
-        transform: Called on each batch, in order and in the thread that iterates.
-        num_workers: Threads (not processes) that prepare batches; 0 prepares them in the thread that iterates.
-        seed: Of every random draw, together with the epoch.
-        device: Where batches come. Default: the GPU that `data` has tensors on, else the CPU.
-        pyg_arguments: PyG's other arguments. Those that only concern its worker processes are taken and do nothing.
+        data: A PyG `Data`, or a dataset, whose batches have what `data.to_pyg()` would have. num_neighbors:
+        In-edges drawn per node, one number per hop, that of the seeds first. -1 takes all. input_nodes: The
+        seeds, as ids, as a bool mask, or as the name of a dataset's split. Default: all nodes. batch_size:
+        Seeds per batch. shuffle: Whether the seeds have a new order in each epoch. drop_last: Whether to
+        leave out the last batch of an epoch if it is not full. replace: Whether neighbours are drawn with
+        replacement. transform: Called with each batch, in order, in the thread that iterates. num_workers:
+        Threads (not processes) that prepare batches. 0: the thread that iterates does. seed: Seed of every
+        random draw, together with the epoch. device: The device of the batches. Default: the GPU that
+        `data` has tensors on, else the CPU. pyg_arguments: Other arguments of PyG's loader. Those on which
+        no batch depends are accepted and do nothing.
 
     Raises:
-        ValueError: An argument of PyG would change batches, does not exist or has a wrong value, or a seed is no node.
+        ValueError: An argument of PyG would change batches, does not exist or has a wrong value, or a seed
+        is no node.
 
     Example:
         >>> from torch_geometric.data import Data
@@ -153,7 +154,7 @@ class NeighborLoader:
         self._input_ids = seeds.input_ids
         self._seeds = seeds.ids.to(graph.device)
         self.dataset = range(seeds.ids.numel())
-        """Of the length that PyG's has: one entry per seed."""
+        """One entry per seed. PyG's loader has such an attribute, whose length scripts read."""
         self._method = Sampled(
             fanouts=tuple(self.num_neighbors),
             batch_size=batch_size,
@@ -175,11 +176,15 @@ class NeighborLoader:
         return num_full + 1 if has_smaller_batch else num_full
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of the next epoch, each a `Data`; not typed as one, as in PyG, where attributes may be None."""
+        """The batches of the next epoch, each a `Data`.
+
+        Typed as Any, as in PyG, since attributes may be None.
+        """
         self._num_epochs += 1
         return self._epoch(self._num_epochs)
 
     def _epoch(self, epoch: int) -> Iterator[Data]:
+        """The batches of one epoch, counted from 1."""
         workers, look_ahead = self._threads.now
         builder = _BatchBuilder(self._columns(), self._edges, self.device)
         mover = Mover(self.device, look_ahead)
@@ -204,29 +209,30 @@ class NeighborLoader:
         self._threads.learn(pipeline.load)
 
     def _sample(self, request: _Request) -> _Sample:
+        """The sample around the seeds of a batch. The pipeline's first stage."""
         positions = request.positions
         input_id = positions if self._input_ids is None else self._input_ids[positions]
         seeds = self._seeds[positions.to(self._seeds.device)]
         return _Sample(input_id, self._sampler.sample_subgraph(seeds, request.key))
 
     def _columns(self) -> Columns:
-        """What the data has now."""
+        """The attributes that the data has now."""
         if isinstance(self.data, Dataset):
             return _dataset_columns(self.data, self._masks)
         return _data_columns(self.data)
 
 
 class _Request(NamedTuple):
-    """One batch, as the pipeline's first stage gets it."""
+    """The seeds and the key of one batch: the input of the pipeline."""
 
     positions: Tensor
     """[n] int64: positions of the batch's seeds among the loader's."""
     key: int
-    """Of the batch's random draws."""
+    """Key of the batch's random draws."""
 
 
 class _Sample(NamedTuple):
-    """One batch, after the stage "sample"."""
+    """The result of the stage "sample"."""
 
     input_id: Tensor
     """[n] int64: PyG's `input_id` of the seeds."""
@@ -243,21 +249,32 @@ class Edges:
 
     graph: Graph
     order: Tensor | None
-    """[num_edges] int64: each grouped edge's position in `edge_index`; None where it is the same."""
+    """[num_edges] int64: each grouped edge's position in `edge_index`. None: the order is the same."""
     edge_index: Tensor | None
-    """What was grouped. Held so that no other tensor can get its id."""
+    """The edges before grouping. Held so that no other tensor can get its id, which is a key of
+    `_grouped`."""
 
     def original_ids(self, edge_ids: Tensor) -> Tensor:
-        """Positions in `edge_index` of edges given by their positions in the graph."""
+        """[n] int64: positions in `edge_index` of edges that are given by their positions in the graph."""
         return edge_ids if self.order is None else ops.gather_rows(self.order, edge_ids)
 
 
 _grouped: WeakValueDictionary[tuple[int, int, int], Edges] = WeakValueDictionary()
-"""Edges that loaders hold, by (id and version of `edge_index`, number of nodes). Owned by this module, so that loaders
-over one `data` share them; they go with the last loader. Threads that group the same edges at once get equal ones."""
+"""By (id of `edge_index`, its version, number of nodes): edges that some loader holds.
+
+This module owns the cache, so that loaders over one `data` share the edges. An entry vanishes with its last
+loader. The version counts changes in place. Two threads may group the same edges at the same time, and get
+equal ones.
+"""
 
 
 def _edges_of(data: Data | Dataset) -> Edges:
+    """The grouped edges of the data, from the cache if another loader holds them.
+
+    Raises:
+        TypeError: The data is neither a `Data` nor a `Dataset`.
+        ValueError: A `Data` has no `edge_index`, or an `adj_t`.
+    """
     if isinstance(data, Dataset):
         return Edges(data.graph, None, None)
     if not isinstance(data, Data):
@@ -280,6 +297,7 @@ def _edges_of(data: Data | Dataset) -> Edges:
 
 
 def _group(edge_index: Tensor, num_nodes: int) -> Edges:
+    """Group edges by destination. edge_index: [2, num_edges], sources first."""
     # PyG's EdgeIndex is a Tensor whose operations do more than needed here.
     plain = edge_index.as_subclass(Tensor)
     if plain.dim() != 2 or plain.size(0) != 2:
@@ -306,20 +324,28 @@ class Column:
     """The dimension of the attribute along which its rows lie; the table has them along 0."""
 
     def read(self, ids: Tensor) -> Tensor:
+        """The rows of some nodes or edges, along `dim`."""
         return self.table.read(ids).movedim(0, self.dim)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """What an epoch's batches are cut from."""
+    """The attributes of which an epoch's batches get their rows."""
 
     template: Data
-    """A Data with what batches share: attributes of the whole graph."""
+    """A Data with the attributes that are copied into every batch, such as those of the whole graph."""
     node: Mapping[str, Column]
+    """By name: attributes with a row per node."""
     edge: Mapping[str, Column]
+    """By name: attributes with a row per edge."""
 
 
 def _data_columns(data: Data) -> Columns:
+    """The attributes of a `Data`.
+
+    Raises:
+        ValueError: An attribute by node or edge is not a dense tensor.
+    """
     node: dict[str, Column] = {}
     edge: dict[str, Column] = {}
     for key in data.keys():  # noqa: SIM118, a Data is not iterated by its keys
@@ -349,6 +375,7 @@ def _data_columns(data: Data) -> Columns:
 
 
 def _dataset_columns(data: Dataset, masks: Mapping[str, Tensor]) -> Columns:
+    """The attributes that `data.to_pyg()` would have. masks: by name, the splits as node masks."""
     tables = dict(data.tables)
     if data.y is not None:
         tables["y"] = TensorTable(data.y)
@@ -360,9 +387,13 @@ def _dataset_columns(data: Dataset, masks: Mapping[str, Tensor]) -> Columns:
 
 @dataclass(frozen=True, eq=False)
 class _PartialBatch:
-    """A batch on its way."""
+    """A batch between two stages of the pipeline, without the rows that a GPU reads.
+
+    A `Movable` of the mover.
+    """
 
     data: Data
+    """The batch with the rows that it has so far."""
     node_ids: Tensor
     """[num_nodes] int64: global node ids, on the device of the batch."""
     edge_ids: Tensor
@@ -370,7 +401,7 @@ class _PartialBatch:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in host memory, which have a way to go."""
+        """The bytes that are still in host memory, and will be copied to the GPU."""
         values = [*self.data.to_dict().values(), self.node_ids, self.edge_ids]
         return sum(value.nbytes for value in values if isinstance(value, Tensor) and value.device.type == "cpu")
 
@@ -390,12 +421,15 @@ class _BatchBuilder:
         self.columns = columns
         self.edges = edges
         self.device = device
-        # Rows on a GPU are read by ids that come there with the batch: ids copied for this alone would wait for the
-        # steps before.
+        # Rows on a GPU are read late, after the batch has moved, by ids that have moved with it. Copying
+        # ids for this alone would wait for the steps before.
         self.has_late_rows = edges.graph.device.type == "cpu" and device.type != "cpu"
 
     def gather(self, sample: _Sample) -> _PartialBatch:
-        """The batch with all that its ids can read where they were drawn."""
+        """The batch with all rows that can be read by ids on the device that sampled them.
+
+        The second stage.
+        """
         subgraph = sample.subgraph
         edge_ids = self.edges.original_ids(subgraph.edge_ids)
         data = copy.copy(self.columns.template)
@@ -410,10 +444,10 @@ class _BatchBuilder:
         return batch
 
     def finish(self, batch: _PartialBatch) -> Data:
-        """The whole batch."""
+        """The whole batch, after its move to the device."""
         if self.has_late_rows:
             self._read(batch, late=True)
-        # An attribute of the data's own by these names was cut like any other.
+        # If the data has attributes with these names, the batch has their rows instead.
         if "n_id" not in self.columns.template:
             batch.data.n_id = batch.node_ids
         if "e_id" not in self.columns.template:
@@ -421,13 +455,14 @@ class _BatchBuilder:
         return batch.data
 
     def _read(self, batch: _PartialBatch, late: bool) -> None:
+        """Read the rows of those attributes that are read late, or of all others."""
         for columns, ids in ((self.columns.node, batch.node_ids), (self.columns.edge, batch.edge_ids)):
             for key, column in columns.items():
                 tiers = column.table.tiers(self.device)
                 is_on_gpu = tiers is not None and tiers.hot.device.type != "cpu"
                 is_late = self.has_late_rows and is_on_gpu
                 if late == is_late:
-                    # Where no kernel reaches the rows, the host reads them.
+                    # If no kernel of the device can read the rows, the host reads them.
                     batch.data[key] = column.read(ids if tiers is not None else ids.cpu())
 
 
@@ -435,6 +470,12 @@ class _BatchBuilder:
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments that PyG's loader does not have, or that would change batches.
+
+    Raises:
+        TypeError: There is no such argument.
+        ValueError: An argument of `REFUSED` has a value that changes batches.
+    """
     for name, value in arguments.items():
         if name in IGNORED:
             continue
@@ -442,7 +483,7 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
             close = nearest(name, [*inspect.signature(NeighborLoader).parameters, *REFUSED, *IGNORED])
             raise TypeError(f"NeighborLoader has no argument {name!r}.{close}")
         default, advice = REFUSED[name]
-        value = getattr(value, "value", value)  # of an enum of PyG's
+        value = getattr(value, "value", value)  # PyG has enums, whose values are strings
         if type(value) is not type(default) or value != default:
             raise ValueError(f"hopline's NeighborLoader has no {name}=: {advice}")
 
@@ -459,11 +500,16 @@ class _Seeds(NamedTuple):
     ids: Tensor
     """[n] int64 on the host: global node ids."""
     input_ids: Tensor | None
-    """[n] int64: PyG's `input_id` of each: its position in what was given, so those of a mask are the ids themselves.
-    None stands for 0, 1, 2, ..."""
+    """[n] int64: PyG's `input_id` of each seed, its position in `input_nodes`. For a mask these are the ids
+    themselves. None stands for 0, 1, 2, ..."""
 
 
 def _seeds_of(data: Data | Dataset, input_nodes: Any, num_nodes: int) -> _Seeds:
+    """The seeds that `input_nodes` names.
+
+    Raises:
+        ValueError: There is no such split, a mask has the wrong length, or an id is no node or comes twice.
+    """
     if input_nodes is None:
         return _Seeds(torch.arange(num_nodes), None)
     if isinstance(input_nodes, str):
@@ -487,6 +533,11 @@ def _seeds_of(data: Data | Dataset, input_nodes: Any, num_nodes: int) -> _Seeds:
 
 
 def _device_of(data: Data | Dataset, graph: Graph, requested: torch.device | str | None) -> torch.device:
+    """The device of the batches: the requested one, else a GPU that holds data, else the CPU.
+
+    Raises:
+        ValueError: The data has tensors on a GPU, and the CPU is requested.
+    """
     if isinstance(data, Dataset):
         tensors = [table.storage() for table in data.tables.values()] + [data.y]
     else:

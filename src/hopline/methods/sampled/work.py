@@ -1,4 +1,14 @@
-"""The work of `Sampled`: its loaders, and the units of an epoch."""
+"""The work of `Sampled`: its loaders, and the units of an epoch.
+
+`bind` decides how a job is sampled:
+
+    graph in shards                                     CollectiveLoader   SampledWork
+    layout "tree", sampled on a GPU                     Loader             CapturedWork (`captured_step`)
+    all others: sampled on the host, or in blocks       Loader             SampledWork
+
+A unit is one batch. With a budget, the guard makes the units: it may split a batch, sample it again, or cut
+edges.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +35,11 @@ from hopline.units.batch_unit import BatchUnit
 
 
 def bind(method: Sampled, job: Job) -> Work:
-    """The work of a job: captured as a CUDA graph where a GPU samples trees, else batch by batch."""
+    """The work of a job.
+
+    Raises:
+        ValueError: The model does not go with the fan-outs, with `scale_sums`, or with sampled blocks.
+    """
     method = method.for_model(job.model)
     num_fanouts = len(method.fanout_per_layer)
     num_layers = getattr(job.model, "num_layers", num_fanouts)
@@ -52,7 +66,7 @@ def bind(method: Sampled, job: Job) -> Work:
 
 
 def inference_batches(method: Sampled, job: Job, ids: Tensor) -> Loader | CollectiveLoader:
-    """Batches at `ids`, in their order."""
+    """Batches whose seeds are `ids`, in the given order, for approximate inference."""
     in_order = replace(method.for_model(job.model), shuffle=False, drop_last=False)
     if isinstance(job.data, ShardedData):
         return CollectiveLoader(
@@ -77,7 +91,7 @@ def make_loader(
     model: nn.Module | None,
     world: World | None,
 ) -> Loader | CollectiveLoader:
-    """The batches alone; `Sampled.loader` says what the arguments are."""
+    """Make the loader of `Sampled.loader`, which describes the arguments."""
     if isinstance(data, ShardedData):
         world = data.channel.world if world is None else world
         data = data.shard
@@ -107,21 +121,26 @@ def make_loader(
 
 @dataclass
 class SampledWork(Work):
-    """Sampled training of one job."""
+    """Sampled training of one job, batch by batch."""
 
     job: Job
     loader: Loader | CollectiveLoader
     guard: Guard | None = None
-    """Keeps the steps within a budget, where there is one."""
+    """Keeps the steps within a budget. None without a budget."""
 
     def guarded(self, guard: Guard, plan: Plan) -> SampledWork:
-        """The same work, whose batches are split, drawn anew or cut where they would take too much."""
+        """A copy of this work whose guard keeps each batch within the budget.
+
+        Only a `Loader` splits batches ahead, in its threads. A `CollectiveLoader` stays as it is, and the
+        guard splits when the step runs.
+        """
         loader = self.loader
         if isinstance(loader, Loader):
             loader = loader.with_budget(guard.split_ahead, batches_on_host=plan.batches_on_host)
         return replace(self, loader=loader, guard=guard)
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        # Closed when the trainer stops early, so that no thread keeps preparing batches.
         with closing(self.loader.epoch(epoch, done, examples)) as batches:
             for batch in batches:
                 if self.guard is None:
@@ -131,6 +150,10 @@ class SampledWork(Work):
 
     @property
     def _redraw(self) -> Redraw | None:
+        """Samples seeds again with another key, for over_budget=resample.
+
+        None unless one process samples blocks.
+        """
         sampler = self.loader.sampler
         return sampler.sample if isinstance(sampler, NeighborSampler) else None
 
