@@ -116,8 +116,9 @@ class FullBatch(Method):
         device: torch.device | str = "cpu",
         world: World | None = None,
     ) -> FullBatchLoader:
-        """The batches alone, for a loop of your own: `for batch in FullBatch(...).loader(data,
-        model=model): ...`.
+        """The batches alone, for a loop of your own.
+
+        Write `for batch in FullBatch(...).loader(data, model=model): ...`.
 
         A batch has all nodes of this rank, and as seeds those of `ids` among them. It has a block per
         layer, whose convs fetch the rows of other shards. aggregation="auto" is "sequential" here, and

@@ -167,8 +167,9 @@ class Historical(Method):
         device: torch.device | str = "cpu",
         world: World | None = None,
     ) -> HistoricalLoader:
-        """The batches alone, for a loop of your own: `for batch in Historical(...).loader(data,
-        model=model): ...`.
+        """The batches alone, for a loop of your own.
+
+        Write `for batch in Historical(...).loader(data, model=model): ...`.
 
         Calling the model with a batch pulls historical embeddings of its halo between layers.
         `batch.commit()`, after the optimizer's step, pushes the embeddings of its own nodes.

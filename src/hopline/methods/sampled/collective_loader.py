@@ -65,11 +65,14 @@ class CollectiveLoader:
     it owns.
 
     Args:
-        shard: The shard of this rank. ids: The name of a split, or [n] int64 node ids, the same on every
-        rank. method: The settings, with `fanouts` as numbers. seed: Seed of every random draw, together
-        with the epoch. device: The device of the batches. world: The ranks. With it, an error names the
-        rank that stopped. tables: Names of the tables whose rows are fetched. Default: all. channel: A
-        channel between the ranks that nothing else uses while batches are taken. Default: a new one.
+        shard: The shard of this rank.
+        ids: The name of a split, or [n] int64 node ids, the same on every rank.
+        method: The settings, with `fanouts` as numbers.
+        seed: Seed of every random draw, together with the epoch.
+        device: The device of the batches.
+        world: The ranks. With it, an error names the rank that stopped.
+        tables: Names of the tables whose rows are fetched. Default: all.
+        channel: A channel between the ranks that nothing else uses meanwhile. Default: a new one.
         one_list: Whether a node draws the same neighbours in all layers, as in `hl.extend.NeighborSampler`.
 
     Raises:

@@ -94,20 +94,22 @@ class NeighborLoader:
     the loader was made.
 
     Args:
-        data: A PyG `Data`, or a dataset, whose batches have what `data.to_pyg()` would have. num_neighbors:
-        In-edges drawn per node, one number per hop, that of the seeds first. -1 takes all. input_nodes: The
-        seeds, as ids, as a bool mask, or as the name of a dataset's split. Default: all nodes. batch_size:
-        Seeds per batch. shuffle: Whether the seeds have a new order in each epoch. drop_last: Whether to
-        leave out the last batch of an epoch if it is not full. replace: Whether neighbours are drawn with
-        replacement. transform: Called with each batch, in order, in the thread that iterates. num_workers:
-        Threads (not processes) that prepare batches. 0: the thread that iterates does. seed: Seed of every
-        random draw, together with the epoch. device: The device of the batches. Default: the GPU that
-        `data` has tensors on, else the CPU. pyg_arguments: Other arguments of PyG's loader. Those on which
-        no batch depends are accepted and do nothing.
+        data: A PyG `Data`, or a dataset, whose batches have what `data.to_pyg()` would have.
+        num_neighbors: In-edges drawn per node, one number per hop, that of the seeds first. -1 takes all.
+        input_nodes: The seeds, as ids, as a bool mask, or as the name of a dataset's split. Default: all nodes.
+        batch_size: Seeds per batch.
+        shuffle: Whether the seeds have a new order in each epoch.
+        drop_last: Whether to leave out the last batch of an epoch if it is not full.
+        replace: Whether neighbours are drawn with replacement.
+        transform: Called with each batch, in order, in the thread that iterates.
+        num_workers: Threads (not processes) that prepare batches. 0: the thread that iterates does.
+        seed: Seed of every random draw, together with the epoch.
+        device: The device of the batches. Default: the GPU that `data` has tensors on, else the CPU.
+        pyg_arguments: Other arguments of PyG's loader. Those on which no batch depends do nothing.
 
     Raises:
-        ValueError: An argument of PyG would change batches, does not exist or has a wrong value, or a seed
-        is no node.
+        ValueError: An argument of PyG would change batches or has a wrong value, or a seed is no node.
+        TypeError: PyG's loader has no such argument, or `data` is of another type.
 
     Example:
         >>> from torch_geometric.data import Data

@@ -42,7 +42,7 @@ class Sampled(Method):
 
     Raises:
         ValueError: A field has a value that is not allowed. From the Trainer: there is not one fan-out per
-        layer.
+            layer.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
