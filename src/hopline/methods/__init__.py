@@ -1,7 +1,11 @@
-"""Ways to train, one folder each; a method is settings that `bind` to work.
+"""Training methods, one folder each. A method is settings; its `bind` returns the work that the trainer
+runs.
 
-`contract.py` says what a method owes the trainer. `partitioned/` is what Historical and FullBatch share. A fourth
-method is a folder here: `settings.py` (plain data, without torch), `work.py` (units of an epoch), `memory_plan.py`,
-and its line in `tests/equivalence`. `RunConfig.method` in `run/settings.py` names those that `method=` takes.
-`plan_within` asks a method for a plan that fits a budget, and names another method where none does.
+`contract.py` is the contract between a method and the trainer. `partitioned/` is the common base of
+Historical and FullBatch. `plan_within` asks a method for a plan that fits a budget. If none fits, its error
+names a method that does.
+
+A fourth method is a folder with `settings.py` (plain data, without torch), `work.py` (the units of an
+epoch) and `memory_plan.py`, and a line in `tests/equivalence`. `RunConfig.method` in `run/settings.py`
+lists the methods that `method=` accepts.
 """

@@ -21,13 +21,11 @@ from hopline.nn.gnn import GNN
 from hopline.util.config import kind_of, parse_size
 
 PROBED_FANOUT = 10
-"""Fan-out of the batches by whose steps a model is learnt."""
+"""Fan-out of the batches whose steps are measured. A rule of thumb."""
 MAX_TRIED_BUDGETS = 5
-"""Budgets that are tried before one is named."""
-
-
+"""Most budgets that are tried before an error names one. A rule of thumb."""
 FOLDER = Path("tables")
-"""Where tables that do not fit in memory would be kept."""
+"""The folder that an error suggests for tables that do not fit in memory."""
 
 
 def plan_within(method: Method, outline: RunOutline, budget: Budget) -> Plan:
@@ -35,8 +33,11 @@ def plan_within(method: Method, outline: RunOutline, budget: Budget) -> Plan:
     try:
         return plan_or_raise(method, outline, budget)
     except DoesNotFit as error:
-        names = [_as_typed(other) for other in alternatives(method, outline) if _fits(other, outline, budget)]
-        tip = f"with this budget {names[0]} fits" if names else "no other method fits this budget either"
+        fitting = [other for other in alternatives(method, outline) if _fits(other, outline, budget)]
+        if fitting:
+            tip = f"with this budget {_settings_to_type(fitting[0])} fits"
+        else:
+            tip = "no other method fits this budget either"
         raise DoesNotFit(f"{error}; {tip}", error.smallest_bytes) from None
 
 
@@ -45,16 +46,18 @@ def plan_or_raise(method: Method, outline: RunOutline, budget: Budget) -> Plan:
     plan = _find_plan(method, outline, budget)
     if plan.fits:
         return plan
-    by_host = outline.compute_place == "host" and budget.host is not None
-    by_host = by_host and parse_size(budget.host or 0) == budget.bytes_on(outline.device)
-    smallest = _smallest_that_does(method, outline, budget, plan.missing)
-    raise plan.refusal(smallest, "budget.host" if by_host else "budget")
+    smallest = _find_sufficient_limits(method, outline, budget, plan.missing)
+    budget_key = "budget"
+    if outline.compute_place == "host" and budget.host is not None:
+        is_limited_by_host = parse_size(budget.host or 0) == budget.bytes_on(outline.device)
+        budget_key = "budget.host" if is_limited_by_host else "budget"
+    raise plan.refusal(smallest, budget_key)
 
 
 def plan_of(method: Method, outline: RunOutline, budget: Budget) -> Plan:
-    """The method's plan by what is known; where that is a bound only and does not fit, a few steps are measured first.
+    """The method's plan. If it does not fit by the predictor's bound alone, a few steps are measured first.
 
-    It need not fit: `Plan.check` raises `DoesNotFit` then.
+    The plan need not fit. `Plan.check` raises `DoesNotFit` then.
     """
     plan = method.plan(outline, budget)
     if plan.step_bytes > plan.limit_bytes > 0 and not _is_sure(plan, outline):
@@ -64,9 +67,13 @@ def plan_of(method: Method, outline: RunOutline, budget: Budget) -> Plan:
 
 
 def learn(outline: RunOutline, num_blocks: int | None, limit: float = math.inf) -> Predictor:
-    """The predictor of steps over so many blocks, taught by sampled batches."""
+    """Teach the predictor of steps over `num_blocks` blocks by sampled batches, and return it.
+
+    limit: the bytes that a measured step may take.
+    """
     assert num_blocks is not None
-    predictor, method = outline.predictor(num_blocks), Sampled(fanouts=(PROBED_FANOUT,) * num_blocks)
+    predictor = outline.predictor(num_blocks)
+    method = Sampled(fanouts=(PROBED_FANOUT,) * num_blocks)
 
     def draw(num_seeds: int) -> Batch:
         return next(draw_batches(method, outline, num_seeds))
@@ -80,67 +87,82 @@ def _is_sure(plan: Plan, outline: RunOutline) -> bool:
     return plan.num_blocks is None or outline.predictor(plan.num_blocks).is_sure
 
 
-def _smallest_that_does(
+def _find_sufficient_limits(
     method: Method, outline: RunOutline, budget: Budget, smallest: dict[Place, int]
 ) -> dict[Place, int]:
-    """Limits by which the method fits, from those that it seems to need: tried as one who types them would find it, who
-    knows nothing of the steps measured here."""
-    found: dict[Place, int] | None = None
+    """By place: limits with which the method fits.
+
+    Every try begins with a new predictor, because the user who types these limits begins a new run, which
+    knows nothing of the steps that were measured here.
+
+    smallest: by place, limits that the method seems to need.
+    """
+    sufficient: dict[Place, int] | None = None
     for _ in range(MAX_TRIED_BUDGETS):
-        anew = replace(outline, predictors={})
-        tried = _find_plan(method, anew, _raise_limits(budget, smallest, outline))
-        if not tried.fits:
-            if found is not None:
+        new_outline = replace(outline, predictors={})
+        plan = _find_plan(method, new_outline, _raise_limits(budget, smallest, outline))
+        if not plan.fits:
+            if sufficient is not None:
                 break
-            smallest = {place: max(smallest.get(place, 0), tried.missing.get(place, 0)) for place in PLACES}
+            smallest = {place: max(smallest.get(place, 0), plan.missing.get(place, 0)) for place in PLACES}
             smallest = {place: size for place, size in smallest.items() if size}
             continue
-        if not _is_sure(tried, anew):
-            learn(anew, tried.num_blocks, tried.limit_bytes)
-        found, smallest = smallest, plan_of(method, anew, budget).missing  # which may be less, by what was learnt
-        if not any(size < found.get(place, 0) for place, size in smallest.items()):
+        if not _is_sure(plan, new_outline):
+            learn(new_outline, plan.num_blocks, plan.limit_bytes)
+        sufficient = smallest
+        smallest = plan_of(method, new_outline, budget).missing  # may be less: steps were measured since
+        is_less = any(size < sufficient.get(place, 0) for place, size in smallest.items())
+        if not is_less:
             break
-    return smallest if found is None else found
+    return smallest if sufficient is None else sufficient
 
 
 def _find_plan(method: Method, outline: RunOutline, budget: Budget) -> Plan:
-    """The plan, for which steps were measured if it does not fit by the bound: within what would fit by that."""
+    """The method's plan.
+
+    If it does not fit by the bound, steps are measured, within limits that fit by the bound.
+    """
     plan = plan_of(method, outline, budget)
     if plan.fits or _is_sure(plan, outline):
         return plan
-    learn(outline, plan.num_blocks, plan_of(method, outline, _raise_limits(budget, plan.missing, outline)).limit_bytes)
+    sufficient_plan = plan_of(method, outline, _raise_limits(budget, plan.missing, outline))
+    learn(outline, plan.num_blocks, sufficient_plan.limit_bytes)
     return plan_of(method, outline, budget)
 
 
 def _raise_limits(budget: Budget, smallest: Mapping[Place, int], outline: RunOutline) -> Budget:
-    """The budget with limits that are at least these; on a CPU the device's is the host's."""
-    found = {place: str(size) for place, size in smallest.items()}
-    if "host" in found and outline.compute_place == "host":
-        found["device"] = found["host"]
-    return replace(budget, **found)
+    """The budget with these limits in place of its own.
+
+    On a CPU the limit of the host is that of the device too.
+    """
+    limits = {place: str(size) for place, size in smallest.items()}
+    if "host" in limits and outline.compute_place == "host":
+        limits["device"] = limits["host"]
+    return replace(budget, **limits)
 
 
 def _fits(method: Method, outline: RunOutline, budget: Budget) -> bool:
+    """Whether a method has a plan that fits the budget."""
     try:
         return plan_of(method, outline, budget).fits
-    except ValueError:  # the model is not one for it
+    except ValueError:  # the method does not go with the model
         return False
 
 
 def alternatives(method: Method | None, outline: RunOutline) -> list[Method]:
     """The library's other methods, each with its usual settings."""
-    found: list[Method] = []
-    num_nodes, layers = outline.data.num_nodes, getattr(outline.model, "num_layers", 3)
+    num_layers = getattr(outline.model, "num_layers", 3)
+    methods: list[Method] = [Sampled(fanouts=usual_fanouts(num_layers))]
     if isinstance(outline.model, GNN):
-        cut = "metis" if importlib.util.find_spec("pymetis") else "streaming"
-        parts = Historical(partition=cut).for_graph(num_nodes)
-        whole = FullBatch(num_shards=1, partition=cut)
-        found = [parts, whole, replace(parts, folder=FOLDER), replace(whole, folder=FOLDER)]
-    found.insert(0, Sampled(fanouts=usual_fanouts(layers)))
-    return [other for other in found if type(other) is not type(method)]
+        partition = "metis" if importlib.util.find_spec("pymetis") else "streaming"
+        historical = Historical(partition=partition).for_graph(outline.data.num_nodes)
+        full_batch = FullBatch(num_shards=1, partition=partition)
+        methods += [historical, full_batch, replace(historical, folder=FOLDER), replace(full_batch, folder=FOLDER)]
+    return [other for other in methods if type(other) is not type(method)]
 
 
-def _as_typed(method: Method) -> str:
-    """How a method is asked for."""
+def _settings_to_type(method: Method) -> str:
+    """The settings that choose a method, as a user types them."""
     folder = getattr(method, "folder", None)
-    return f"method={kind_of(type(method))}" + ("" if folder is None else f" method.folder={folder}")
+    folder_setting = "" if folder is None else f" method.folder={folder}"
+    return f"method={kind_of(type(method))}{folder_setting}"

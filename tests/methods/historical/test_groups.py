@@ -23,8 +23,12 @@ def test_fixed_groups_keep_their_blocks_and_redrawn_ones_do_not():
         for epoch in (1, 2):
             for group in work.parts.groups_of(epoch):
                 work.batch(group, 0)
-    assert len(fixed.parts._kept) == 3
-    assert set(redrawn.parts._kept) <= {(0, 1), (2, 3), (4, 5)}  # those of a sweep over all parts, if they were drawn
+    assert len(fixed.parts._cached_blocks) == 3
+    assert set(redrawn.parts._cached_blocks) <= {
+        (0, 1),
+        (2, 3),
+        (4, 5),
+    }  # those of a sweep over all parts, if they were drawn
     assert {frozenset(g) for g in fixed.parts.groups_of(1)} == {frozenset(g) for g in fixed.parts.groups_of(2)}
 
 

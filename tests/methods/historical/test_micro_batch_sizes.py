@@ -82,7 +82,7 @@ def test_runs_fit_and_what_does_not_is_refused():
     assert sum(found) == block.num_edges
     with pytest.raises(ValueError, match=r"one node of a batch takes .* or make parts_per_batch smaller"):
         runs_to_fit(block, [block.num_dst], edges_of, limit - 1)
-    with pytest.raises(ValueError, match="0 B are left beside the batch's own rows"):
+    with pytest.raises(ValueError, match="the batch's own rows leave 0 B"):
         runs_to_fit(block, [block.num_dst], edges_of, -5)
 
 

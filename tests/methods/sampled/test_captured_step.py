@@ -158,7 +158,7 @@ def test_runs_are_the_same_every_time():
 @pytest.mark.parametrize("placement", [None, hl.Placement(features="pinned", cache="64KB")], ids=["near", "staged"])
 def test_an_epoch_waits_for_nothing_but_its_end(placement: hl.Placement | None):
     trainer, _ = trained("sage", captured=True, epochs=1, placement=placement)
-    assert (trainer.work.look_ahead is None) == (placement is None)
+    assert (trainer.work.prefetcher is None) == (placement is None)
     trainer.model.train()
     units = list(trainer.work.units(2))
     assert len({unit.size for unit in units}) == 2  # the last is not full

@@ -73,4 +73,4 @@ def test_tables_without_rows_in_host_memory_need_none():
     here = hl.extend.TieredTable(hl.extend.TensorTable(randn(50, 4)), None, DEVICE)
     assert stage_tables([here, hl.extend.TensorTable(randn(50, 4))], DEVICE, 10, 4, torch.int32) == []
     (staging,) = stage_tables([table()], DEVICE, 10, 4, torch.int32)
-    assert staging.found.size(1) == 40
+    assert staging.staged_ids.size(1) == 40

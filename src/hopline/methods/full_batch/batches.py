@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,22 +61,37 @@ def check_model(method: FullBatch, model: GNN, data: Dataset, world: World) -> s
         ValueError: A module mixes rows, and ranks or `trim` keep it from seeing all of them.
     """
     edge = data.shard.edge if isinstance(data, ShardedData) else data.graph.edge
-    about = (data.num_features, edge)
-    model.check_blocks(*about)
-    # Over ranks batch norms are fine: their statistics are summed over the ranks.
-    if world.size > 1 and (part := mixing_in_training(model, *about, over_ranks=True)) is not None:
-        raise ValueError(
-            f"{describe_module(part)} mixes rows in training, and a rank has only its own: use BatchNorm or "
-            "LayerNorm(..., mode='node'), or devices=1"
-        )
-    mixing = mixing_in_training(model, *about)
-    if method.trim and mixing is not None:
+    model.check_blocks(data.num_features, edge)
+    if world.size > 1:
+        # Over ranks batch norms are fine: their statistics are summed over the ranks.
+        mixing = mixing_in_training(model, data.num_features, edge, over_ranks=True)
+        if mixing is not None:
+            raise ValueError(
+                f"{describe_module(mixing)} mixes rows in training, and a rank has only its own: use BatchNorm or "
+                "LayerNorm(..., mode='node'), or devices=1"
+            )
+    mixing = mixing_in_training(model, data.num_features, edge)
+    if mixing is None:
+        return None
+    if method.trim:
         raise ValueError(
             f"{describe_module(mixing)} looks at all rows at once, as batch norms do, and trim=true leaves some out: "
-            f"set "
-            "trim=false, or norm=layer"
+            "set trim=false, or norm=layer"
         )
-    return None if mixing is None else describe_module(mixing)
+    return describe_module(mixing)
+
+
+class _OwnShard(NamedTuple):
+    """The nodes of one rank."""
+
+    tables: dict[str, Table]
+    """Features and other rows by node."""
+    transport: Transport
+    """Moves rows between shards."""
+    ids: Tensor
+    """[num_own] int64: global ids of the own nodes."""
+    y: Tensor | None
+    """[num_own, ...]: labels of the own nodes. None without labels."""
 
 
 class ShardBatches:
@@ -101,24 +116,35 @@ class ShardBatches:
         world: World,
         common: Sequence[object] = (),
     ) -> None:
-        self.data, self.method, self.seed, self.device, self.world = data, method, seed, device, world
+        self.data = data
+        self.method = method
+        self.seed = seed
+        self.device = device
+        self.world = world
         self.channel: Channel | None = None
         if world.size > 1:
             self.channel = Channel(world)
             # Ranks that differ would wait for messages that never come, so they compare these values first.
             shared = repr([*common, num_layers, *self._facts(ids)]).encode()
             self.channel.check_same(shared, "the method, the seed, the dataset or the layers")
-        self.tables, self.transport, own, self.y = self._opened()
+
+        shard = self._open_shard()
+        self.tables = shard.tables
+        self.transport = shard.transport
+        self.y = shard.y
         # Rows of the own nodes in `tables`: a shard's tables hold only these, a dataset's hold all nodes.
-        self.rows = torch.arange(own.numel()) if isinstance(data, ShardedData) else own
+        self.rows = torch.arange(shard.ids.numel()) if isinstance(data, ShardedData) else shard.ids
+
         is_seed = torch.zeros(data.num_nodes, dtype=torch.bool)
         is_seed[ids.cpu()] = True
-        self.output_idx = is_seed[own].nonzero().view(-1)
-        self.seeds = own[self.output_idx]
+        is_own_seed = is_seed[shard.ids]
+        self.output_idx = is_own_seed.nonzero().view(-1)
+        self.seeds = shard.ids[self.output_idx]
         self.total = ids.numel()
+
         whole = ShardConvs.of(self.transport.layout, self.transport, mode=mode)
         if method.trim:
-            trimmed = trimmed_convs(whole, is_seed[own], num_layers, device, mode=mode)
+            trimmed = trimmed_convs(whole, is_own_seed, num_layers, device, mode=mode)
             self.blocks = tuple(convs.block() for convs in trimmed)
         else:
             self.blocks = (whole.to(device).block(),) * num_layers
@@ -131,23 +157,32 @@ class ShardBatches:
             facts += [int(data.graph.indptr.sum()), int(data.graph.indices.sum(dtype=torch.int64))]
         return facts
 
-    def _opened(self) -> tuple[dict[str, Table], Transport, Tensor, Tensor | None]:
-        """This rank's shard: (tables, transport, [num_own] global ids of the own nodes, their labels or None)."""
-        data, method, world = self.data, self.method, self.world
+    def _open_shard(self) -> _OwnShard:
+        """This rank's shard: one that was opened before, or the rank's part of a partition that is made now."""
+        data = self.data
+        world = self.world
         if isinstance(data, ShardedData):
             layout = data.shard.layout
-            transport = _between_ranks(layout, method, world) if world.size > 1 else LocalTransport(layout)
-            return dict(data.shard.tables), transport, layout.own_ids, data.shard.y
-        num_shards = world.size if world.size > 1 else method.num_shards
-        partition = partition_together(data, num_shards, method.partition, seed=self.seed, world=world)
+            return _OwnShard(dict(data.shard.tables), self._make_transport(layout), layout.own_ids, data.shard.y)
+
+        num_shards = world.size if world.size > 1 else self.method.num_shards
+        partition = partition_together(data, num_shards, self.method.partition, seed=self.seed, world=world)
         if world.size == 1:
             layout = virtual_layout(data.graph, partition)
-            transport: Transport = LocalTransport(layout)
         else:
             layout = shard_layouts(data.graph, partition)[world.rank]
-            transport = _between_ranks(layout, method, world)
+        transport = self._make_transport(layout)
         y = None if data.y is None else ops.gather_rows(data.y, layout.own_ids.to(data.y.device))
-        return dict(data.tables), transport, layout.own_ids, y
+        return _OwnShard(dict(data.tables), transport, layout.own_ids, y)
+
+    def _make_transport(self, layout: ShardLayout) -> Transport:
+        """The transport between virtual shards, or between ranks as `compress` asks for it."""
+        if self.world.size == 1:
+            return LocalTransport(layout)
+        kinds = COMPRESSED[self.method.compress]
+        if kinds:
+            return HalfPrecisionTransport(layout, self.world, kinds)
+        return P2PTransport(layout, world=self.world)
 
     def batch(self, key: int | None) -> Batch:
         """The batch of all own nodes, on the device. key: of the step's random draws."""
@@ -157,17 +192,18 @@ class ShardBatches:
         def rows_of(table: Table) -> Rows | Tensor:
             if device.type == "cpu":
                 return Rows(table, self.rows)
-            near = table.tiers(device) is not None
-            return Rows(table, self.rows.to(device)) if near else table.read(self.rows).to(device)
+            is_readable = table.tiers(device) is not None
+            return Rows(table, self.rows.to(device)) if is_readable else table.read(self.rows).to(device)
 
         tables = {name: rows_of(table) for name, table in self.tables.items()}
         y = None if self.y is None else self.y[self.output_idx.to(self.y.device)].to(device)
-        x = tables.pop("x", None)
-        seeds, output_idx = self.seeds.to(device), self.output_idx.to(device)
-        return Batch(seeds, blocks, x, y, tables, key, self.total, output_idx)
-
-
-def _between_ranks(layout: ShardLayout, method: FullBatch, world: World) -> Transport:
-    """The transport between ranks that `compress` asks for."""
-    kinds = COMPRESSED[method.compress]
-    return HalfPrecisionTransport(layout, world, kinds) if kinds else P2PTransport(layout, world=world)
+        return Batch(
+            seeds=self.seeds.to(device),
+            blocks=blocks,
+            x=tables.pop("x", None),
+            y=y,
+            tables=tables,
+            key=key,
+            total_seeds=self.total,
+            output_idx=self.output_idx.to(device),
+        )

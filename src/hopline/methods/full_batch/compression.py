@@ -30,10 +30,13 @@ COMPRESSED: dict[str, frozenset[str]] = {
 """By value of the setting `compress`: the kinds of messages that travel as bfloat16."""
 
 
-def _squares(rows: Sequence[Tensor]) -> Tensor:
+def _sum_of_squares(rows: Sequence[Tensor]) -> Tensor:
     """[] float64 on the host: the sum of squares of all elements. Floating-point rows are not copied."""
-    norms = [torch.linalg.vector_norm(t.detach() if t.is_floating_point() else t.double()) for t in rows]
-    return torch.stack([norm.double().square().cpu() for norm in norms]).sum()
+    squares = []
+    for tensor in rows:
+        values = tensor.detach() if tensor.is_floating_point() else tensor.double()
+        squares.append(torch.linalg.vector_norm(values).double().square().cpu())
+    return torch.stack(squares).sum()
 
 
 @dataclass(eq=False)
@@ -63,15 +66,15 @@ class HalfPrecisionTransport(P2PTransport):
     def __init__(self, layout: ShardLayout, world: World | None = None, kinds: Collection[str] = ()) -> None:
         super().__init__(layout, world=world)
         self.kinds = frozenset(kinds)
-        self.lost: dict[str, Tensor] = {}
+        self.error_sums: dict[str, Tensor] = {}
         """By kind: [2] float64 on the host, over the step so far: sums of squares of the errors, and of the rows."""
 
     def end_step(self) -> None:
         """Count the relative errors of the step, and begin a new sum."""
-        for kind, (lost, all_) in self.lost.items():
-            if all_ > 0:
-                trace.count(f"error.{kind}", float(lost / all_) ** 0.5)
-        self.lost.clear()
+        for kind, (error_squares, row_squares) in self.error_sums.items():
+            if row_squares > 0:
+                trace.count(f"error.{kind}", float(error_squares / row_squares) ** 0.5)
+        self.error_sums.clear()
 
     def post(
         self, sent: list[Tensor], to: int, shapes: list[tuple[int, ...]], source: int, kind: str
@@ -80,24 +83,28 @@ class HalfPrecisionTransport(P2PTransport):
             return super().post(sent, to, shapes, source, kind)
         # The buffers that rows arrive in are bfloat16. They become rows of the right dtype only when somebody waits.
         arrived, works = super().post(self._round(sent, kind), to, shapes, source, kind)
-        received = [torch.empty_like(a, dtype=t.dtype) for t, a in zip(sent, arrived, strict=True)]
+        received = []
+        for sent_rows, rounded in zip(sent, arrived, strict=True):
+            received.append(torch.empty_like(rounded, dtype=sent_rows.dtype))
 
         def finish() -> None:
-            for t, rows in zip(received, arrived, strict=True):
-                t.copy_(rows)
+            for rows, rounded in zip(received, arrived, strict=True):
+                rows.copy_(rounded)
 
         return received, [PendingMessages(works, finish)]
 
     def _all_to_all(self, sent: list[Tensor], counts: list[int], kind: str, backwards: bool = False) -> Tensor:
         if kind not in self.kinds or self.layout.num_shards == 1:
             return super()._all_to_all(sent, counts, kind, backwards)
-        own, others = sent[0], [self._round([rows], kind)[0] for rows in sent[1:]]
-        arrived = super()._all_to_all([others[0][:0], *others], [0, *counts[1:]], kind, backwards)
-        return torch.cat([own, arrived.to(own.dtype)])  # own rows did not travel, so they are exact
+        own_rows = sent[0]
+        rounded = [self._round([rows], kind)[0] for rows in sent[1:]]
+        arrived = super()._all_to_all([rounded[0][:0], *rounded], [0, *counts[1:]], kind, backwards)
+        return torch.cat([own_rows, arrived.to(own_rows.dtype)])  # own rows did not travel, so they are exact
 
     def _round(self, rows: list[Tensor], kind: str) -> list[Tensor]:
         """Rows as bfloat16, with integers as they are. Adds the error to the step's sums."""
         rounded = [t.bfloat16() if t.is_floating_point() else t for t in rows]
         errors = [t - r.to(t.dtype) for t, r in zip(rows, rounded, strict=True)]
-        self.lost[kind] = self.lost.get(kind, 0) + torch.stack([_squares(errors), _squares(rows)])
+        sums = torch.stack([_sum_of_squares(errors), _sum_of_squares(rows)])
+        self.error_sums[kind] = self.error_sums.get(kind, 0) + sums
         return rounded

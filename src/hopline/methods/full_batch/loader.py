@@ -68,21 +68,30 @@ class FullBatchLoader:
         device: torch.device | str = "cpu",
         world: World | None = None,
     ) -> None:
-        chosen = method.aggregation
-        if chosen == "sweep":
+        aggregation = method.aggregation
+        if aggregation == "sweep":
             raise ValueError(
                 "aggregation=sweep computes forward and backward by itself, part by part: train by hl.Trainer, or set "
                 "aggregation=sequential for a loop of your own"
             )
-        mode: Mode = "sequential" if chosen == "auto" else chosen
+        mode: Mode = "sequential" if aggregation == "auto" else aggregation
         if num_layers < 1:
             raise ValueError(f"num_layers must be at least 1, not {num_layers}")
+
         world = World.alone(device) if world is None else world
         method = method.for_graph(data.num_nodes)
         check_settings(method, data, world)
-        self.seed, self.world = seed, world
+        self.seed = seed
+        self.world = world
         self._batches = ShardBatches(
-            data, ids, method, mode, num_layers, seed=seed, device=torch.device(device), world=world
+            data=data,
+            ids=ids,
+            method=method,
+            mode=mode,
+            num_layers=num_layers,
+            seed=seed,
+            device=torch.device(device),
+            world=world,
         )
         self._next_epoch = 1
 
@@ -90,7 +99,8 @@ class FullBatchLoader:
         return 1
 
     def __iter__(self) -> Iterator[Batch]:
-        epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
+        epoch = self._next_epoch
+        self._next_epoch += 1
         return self.epoch(epoch)
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
@@ -113,8 +123,9 @@ def make_loader(
     """Make the loader of `FullBatch.loader`, which describes the arguments."""
     if isinstance(data, Shard):
         data = ShardedData(data, world)
-    chosen = find_seeds(data, ids)
-    if (model is None) == (num_layers is None):
+    seeds = find_seeds(data, ids)
+    is_either_given = (model is None) != (num_layers is None)
+    if not is_either_given:
         raise ValueError(
             "give model= that is made of layers (hl.nn.GNN, or a PyG model such as GCN), or num_layers= of a module of "
             "your own, which runs its convs by hl.nn.convolve(conv, h, block)"
@@ -127,9 +138,17 @@ def make_loader(
                 "in place of model=, and run its convs by hl.nn.convolve(conv, h, block)"
             )
         tell_calls(inner)
-        walk = as_walkable(inner)
-        assert isinstance(walk, GNN)
-        check_model(method, walk, data, World.alone(device) if world is None else world)
-        num_layers = walk.num_layers
+        walkable = as_walkable(inner)
+        assert isinstance(walkable, GNN)
+        check_model(method, walkable, data, World.alone(device) if world is None else world)
+        num_layers = walkable.num_layers
     assert num_layers is not None
-    return FullBatchLoader(data, chosen, method, num_layers, seed, device, world)
+    return FullBatchLoader(
+        data=data,
+        ids=seeds,
+        method=method,
+        num_layers=num_layers,
+        seed=seed,
+        device=device,
+        world=world,
+    )

@@ -33,26 +33,32 @@ def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
 
     If no number of shards fits, it is the plan of the largest number tried, and `Plan.fits` is false.
     """
-    model, data = layers_of(outline, method), outline.data
-    widths, limits = row_widths(model, data.num_features), outline.limits(budget)
-    rows = 2 * sum(widths[1:-1]) * data.num_nodes * outline.dtype.itemsize  # those of a sweep, and their gradients
-    fixed = [*outline.resident_items(), *outline.data_on_host()]
-    fixed += table_items("rows and gradients", method.folder, rows, outline, method.tables)
+    model = layers_of(outline, method)
+    data = outline.data
+    widths = row_widths(model, data.num_features)
+    table_bytes = 2 * sum(widths[1:-1]) * data.num_nodes * outline.dtype.itemsize  # rows and their gradients
+    fixed_items = [
+        *outline.resident_items(),
+        *outline.data_on_host(),
+        *table_items("rows and gradients", method.folder, table_bytes, outline, method.tables),
+    ]
     loss_bytes = 0 if outline.job.usual_loss else LOSS_COPIES * _output_bytes(outline, model)
+    limits = outline.limits(budget)
 
-    def form(num_shards: int) -> Plan:
+    def plan_with(num_shards: int) -> Plan:
         """The plan with this number of shards."""
         sizes = part_sizes(data.graph, min(1.0, UNEVEN / num_shards), model.num_layers)
-        step = max(map(outline.predictor(model.num_layers).predict_peak, _by_layer(sizes))) + loss_bytes
+        predictor = outline.predictor(model.num_layers)
+        step_bytes = max(map(predictor.predict_peak, _sizes_by_layer(sizes))) + loss_bytes
         return Plan(
             method=replace(method, num_shards=num_shards),
-            items=(*fixed, Item("prepared shard", "host", block_bytes(data.graph, sizes.edges[0]))),
+            items=(*fixed_items, Item("prepared shard", "host", block_bytes(data.graph, sizes.edges[0]))),
             limits=limits,
             compute_place=outline.compute_place,
             async_evaluation=outline.async_evaluation,
             hidden_bytes=outline.hidden_bytes(),
-            step_bytes=step,
-            min_step_bytes=step,
+            step_bytes=step_bytes,
+            min_step_bytes=step_bytes,
             steps=1,
             count=num_shards,
             covers="a graph in {} shards",
@@ -64,9 +70,11 @@ def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
         # shrink with more shards, so the true ratio would be too small: infinity doubles them.
         return math.inf if plans[0].step_bytes > plans[0].limit_bytes else 0.0
 
-    first = min(method.num_shards, data.num_nodes)
-    most = max(first, min(data.num_nodes, MAX_SHARDS))
-    plans, _ = find_fewest(lambda num_shards: [form(num_shards)], excess, 1.0, first=first, most=most, grow=2)
+    min_shards = min(method.num_shards, data.num_nodes)
+    max_shards = max(min_shards, min(data.num_nodes, MAX_SHARDS))
+    plans, _ = find_fewest(
+        lambda num_shards: [plan_with(num_shards)], excess, 1.0, first=min_shards, most=max_shards, grow=2
+    )
     return plans[0]
 
 
@@ -76,8 +84,13 @@ def _output_bytes(outline: Outline, model: GNN) -> int:
     return outline.train_ids.numel() * width * outline.dtype.itemsize
 
 
-def _by_layer(sizes: Sizes) -> Iterator[Sizes]:
+def _sizes_by_layer(sizes: Sizes) -> Iterator[Sizes]:
     """The sizes that a sweep has in memory at once, layer by layer: one layer's sources, destinations and edges."""
-    for l, edges in enumerate(sizes.edges):
-        nodes = [n if l <= i <= l + 1 else 0 for i, n in enumerate(sizes.nodes)]
-        yield Sizes(tuple(nodes), tuple(edges if i == l else 0 for i in range(len(sizes.edges))))
+    num_layers = len(sizes.edges)
+    for l in range(num_layers):
+        nodes = [0] * (num_layers + 1)
+        nodes[l] = sizes.nodes[l]
+        nodes[l + 1] = sizes.nodes[l + 1]
+        edges = [0] * num_layers
+        edges[l] = sizes.edges[l]
+        yield Sizes(tuple(nodes), tuple(edges))

@@ -1,4 +1,8 @@
-"""`FullBatch`, the settings of exact full-batch training in shards: plain data, so that reading them needs no torch."""
+"""`FullBatch`, the settings of exact full-batch training in shards.
+
+Settings are plain data. Torch is imported only where a method is bound to a job, so that help and errors
+about settings come at once.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +26,16 @@ if TYPE_CHECKING:  # loaders need torch; the settings do not
 Aggregation = Literal["auto", "sweep", "sequential", "stored", "one_shot"]
 
 FEWER_BYTES = "set compress=bf16, which sends every row in fewer bytes"
-"""What replaces the settings that sent some rows of each message."""
+"""Advice in place of removed settings, which sent only some rows of each message."""
 
 
 @settings
 class FullBatch(Method):
-    """One step per epoch, over every edge and every training node; gradients are exact to rounding.
+    """One step per epoch, over every edge and every training node. Gradients are exact to rounding.
 
     Raises:
-        ValueError: A field has a value that is not allowed, or does not go with another one. From the Trainer: the
-            model is not made of layers.
+        ValueError: A field has a value that is not allowed, or does not go with another one. From the
+            Trainer: the model is not made of layers.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
@@ -57,20 +61,23 @@ class FullBatch(Method):
         ),
     }
     num_shards: int = 8
-    """Shards that the graph is cut into; with several ranks, as many as these."""
+    """Shards of the graph. With several ranks there is one shard per rank."""
     aggregation: Aggregation = "auto"
-    """`sweep`: by parts, layer by layer, rows in tables; `sequential`: other shards' rows come one shard at a time and
-    again in backward; `stored`: they are kept; `one_shot`: they come all at once; `auto`: sweep in one process."""
+    """Way of a step. `sweep`: shard by shard and layer by layer, with rows in tables. `sequential`: rows of
+    one other shard at a time, and again in backward. `stored`: kept for backward. `one_shot`: all at once.
+    Default: sweep in one process, unless a module needs all rows at once, else sequential."""
     partition: Literal["metis", "streaming", "random", "range", "labels"] = "metis"
-    """How the graph is cut; `metis` needs pymetis, `streaming` takes any size, `labels` takes y for the parts."""
+    """Partitioner of the graph. `metis` needs pymetis, `streaming` works at any size, `range` goes by node
+    id, `labels` by class."""
     trim: bool = False
-    """Compute and send, layer by layer, only what the training nodes need; the gradient stays the same."""
+    """Restriction of every layer to the rows that the training nodes need. The gradient stays the same."""
     compress: Literal["none", "bf16", "bf16_both"] = "none"
-    """How rows travel between ranks: as they are, as bfloat16, or with their gradients as bfloat16 too."""
+    """Compression of rows between ranks: `bf16` sends them as bfloat16, `bf16_both` their gradients too."""
     tables: Literal["auto", "device", "pinned", "host"] = "auto"
-    """Where a GPU's tables of a sweep are: on it, `pinned` in host memory that it reads, `host`, or what fits."""
+    """Memory of a sweep's tables for a GPU: `device`, `pinned` (host memory that the GPU reads itself), or
+    `host`. Default: the first of these in which they fit."""
     folder: Path | None = None
-    """Where a sweep's tables are kept as mapped files, for those larger than memory; in memory by default."""
+    """Folder of a sweep's tables as memory-mapped files, if they exceed memory. Default: in memory."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -80,9 +87,9 @@ class FullBatch(Method):
             raise ValueError(f"folder= is for a sweep's tables, which aggregation={self.aggregation} has not")
 
     def for_graph(self, num_nodes: int) -> FullBatch:
-        """The same settings, with a shard per node where there are fewer nodes than shards by default."""
+        """A copy of these settings with one shard per node, if there are fewer nodes than default shards."""
         if self.num_shards != FullBatch.num_shards or num_nodes >= self.num_shards:
-            return self  # a number that was given is followed or refused
+            return self  # a number that the user has set is followed or refused, never changed
         return replace(self, num_shards=num_nodes)
 
     def placement(self, requested: Placement) -> Placement:
@@ -109,12 +116,17 @@ class FullBatch(Method):
         device: torch.device | str = "cpu",
         world: World | None = None,
     ) -> FullBatchLoader:
-        """The batches alone, for a loop of your own: `for batch in FullBatch(...).loader(data, model=model): ...`.
+        """The batches alone, for a loop of your own.
 
-        A batch has all nodes of this rank, a block per layer whose convs fetch the rows of other shards, and as seeds
-        the rank's nodes of `ids`. aggregation="auto" is "sequential" here, and "sweep" is refused.
-        model: a `GNN` or a PyG model; num_layers: in its place, of a module of your own (`hl.nn.convolve`).
-        data: a dataset, or a rank's shard of one. world: the ranks that share the graph (docs/own_loops.md).
+        Write `for batch in FullBatch(...).loader(data, model=model): ...`.
+
+        A batch has all nodes of this rank, and as seeds those of `ids` among them. It has a block per
+        layer, whose convs fetch the rows of other shards. aggregation="auto" is "sequential" here, and
+        "sweep" is refused.
+
+        data: a dataset, or one rank's shard of it. model: a `GNN` or a PyG model. num_layers: given in
+        place of `model` for a module of your own, which calls `hl.nn.convolve`. world: the ranks that share
+        the graph (docs/own_loops.md).
         """
         from hopline.methods.full_batch.loader import make_loader
 

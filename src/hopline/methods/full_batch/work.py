@@ -49,10 +49,10 @@ def bind(method: FullBatch, job: Job) -> Work:
         )
     check_settings(method, job.data, job.world)
     mixing = check_model(method, model, job.data, job.world)
-    chosen = _choose_aggregation(method, job, mixing)
-    if chosen == "sweep":
+    aggregation = _choose_aggregation(method, job, mixing)
+    if aggregation == "sweep":
         return SweepWork(job, model, method)
-    return ShardedWork(job, model, method, chosen)
+    return ShardedWork(job, model, method, mode=aggregation)
 
 
 def _choose_aggregation(
@@ -62,14 +62,20 @@ def _choose_aggregation(
 
     mixing: the module that mixes rows, in words. None: there is none.
     """
-    several = job.world.size > 1 or isinstance(job.data, ShardedData)
+    has_ranks = job.world.size > 1 or isinstance(job.data, ShardedData)
     if method.aggregation == "auto":
-        reasons = {"several ranks": several, f"{mixing} needs all rows at once": mixing is not None}
-        reason = next((text for text, holds in reasons.items() if holds), "one process")
-        chosen = "sweep" if reason == "one process" else "sequential"
-        job.say(f"full batch by aggregation={chosen} ({reason}), {_num_shards(method, job)} shards")
-        return chosen
-    if method.aggregation == "sweep" and several:
+        aggregation = "sequential"
+        if has_ranks:
+            reason = "several ranks"
+        elif mixing is not None:
+            reason = f"{mixing} needs all rows at once"
+        else:
+            aggregation = "sweep"
+            reason = "one process"
+        num_shards = job.world.size if job.world.size > 1 else method.num_shards
+        job.say(f"full batch by aggregation={aggregation} ({reason}), {num_shards} shards")
+        return aggregation
+    if method.aggregation == "sweep" and has_ranks:
         raise ValueError("aggregation=sweep is for one process: set aggregation=sequential, or devices=1")
     if method.aggregation == "sweep" and mixing is not None:
         raise ValueError(
@@ -77,10 +83,6 @@ def _choose_aggregation(
             "aggregation=sequential, or norm=layer"
         )
     return method.aggregation
-
-
-def _num_shards(method: FullBatch, job: Job) -> int:
-    return job.world.size if job.world.size > 1 else method.num_shards
 
 
 class SweepWork(Work):
@@ -94,14 +96,16 @@ class SweepWork(Work):
         spec = PartsSpec(
             num_parts=method.num_shards, partition=method.partition, tables=method.tables, folder=method.folder
         )
-        self.job, self.work = job, PartsWork(job, model, spec)
+        self.job = job
+        self.work = PartsWork(job, model, spec)
         self.needed = NeededRows(self.work) if method.trim else None
         self.guard: Guard | None = None
         self.step_bytes = 0.0  # the predicted peak of a step, by the plan
 
     def guarded(self, guard: Guard, plan: Plan) -> SweepWork:
         """This work, whose steps are measured from now on. They fit by the plan's number of shards."""
-        self.guard, self.step_bytes = guard, plan.step_bytes
+        self.guard = guard
+        self.step_bytes = plan.step_bytes
         return self
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
@@ -130,11 +134,20 @@ class SweepUnit(Unit):
         return self.size  # a sweep runs in one process
 
     def forward_backward(self, total: float) -> Tensor:
-        needed, layers = self.needed, self.work.model.num_layers
-        trace.count("sweep.rows", self.job.data.num_nodes * layers if needed is None else needed.num_rows)
-        trace.count("sweep.edges", self.job.data.num_edges * layers if needed is None else needed.num_edges)
+        needed = self.needed
+        if needed is not None:
+            trace.count("sweep.rows", needed.num_rows)
+            trace.count("sweep.edges", needed.num_edges)
+        else:
+            num_layers = self.work.model.num_layers
+            trace.count("sweep.rows", self.job.data.num_nodes * num_layers)
+            trace.count("sweep.edges", self.job.data.num_edges * num_layers)
+
         with autocast(self.job), trace.span("forward", self.job.device):
-            forward_sweep(self.work, self.key) if needed is None else needed.forward(self.key)
+            if needed is not None:
+                needed.forward(self.key)
+            else:
+                forward_sweep(self.work, self.key)
         with autocast(self.job), trace.span("backward", self.job.device):
             if needed is not None:
                 return needed.backward(self.key, 1 / total)
@@ -149,18 +162,26 @@ class ShardedWork(Work):
 
     def __init__(self, job: Job, model: GNN, method: FullBatch, mode: Mode) -> None:
         self.job = job
-        layers = [type(conv).__name__ for conv in model.convs]
+        conv_names = [type(conv).__name__ for conv in model.convs]
         self.batches = ShardBatches(
-            job.data, job.train_ids, method, mode, model.num_layers,
-            seed=job.seed, device=job.device, world=job.world, common=[layers, job.bf16],
-        )  # fmt: skip
-        self.agreed = False  # whether `agree` was called
+            data=job.data,
+            ids=job.train_ids,
+            method=method,
+            mode=mode,
+            num_layers=model.num_layers,
+            seed=job.seed,
+            device=job.device,
+            world=job.world,
+            common=[conv_names, job.bf16],
+        )
+        self.has_agreed = False  # whether `agree` was called
         self.guard: Guard | None = None
         self.step_bytes = 0.0  # the predicted peak of a step, by the plan
 
     def guarded(self, guard: Guard, plan: Plan) -> ShardedWork:
         """This work, whose steps are measured from now on. They fit by the plan's number of shards."""
-        self.guard, self.step_bytes = guard, plan.step_bytes
+        self.guard = guard
+        self.step_bytes = plan.step_bytes
         return self
 
     def agree(self) -> None:
@@ -168,13 +189,14 @@ class ShardedWork(Work):
         model = self.job.module
         tensors = [*model.named_parameters(), *model.named_buffers()]
         assert self.batches.channel is not None
-        self.batches.channel.check_same(repr([(n, tuple(t.shape), t.dtype) for n, t in tensors]).encode(), "the model")
-        self.job.world.broadcast_tensors(t.data for _, t in tensors)
+        shapes = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]
+        self.batches.channel.check_same(repr(shapes).encode(), "the model")
+        self.job.world.broadcast_tensors(tensor.data for _, tensor in tensors)
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
-        if self.batches.channel is not None and not self.agreed:
+        if self.batches.channel is not None and not self.has_agreed:
             self.agree()
-            self.agreed = True
+            self.has_agreed = True
         if not done:
             unit = ShardedUnit(self, ops.derive_key(self.job.seed, epoch, 0))
             yield unit if self.guard is None else MeasuredUnit(unit, self.guard, self.step_bytes)
@@ -197,26 +219,32 @@ class ShardedUnit(Unit):
         return self.work.batches.total
 
     def forward_backward(self, total: float) -> Tensor:
-        job, batch = self.work.job, self.work.batches.batch(self.key)
+        job = self.work.job
+        batch = self.work.batches.batch(self.key)
         if job.world.size > 1 and not job.usual_loss:
-            return self._by_all_ranks(batch, total)
+            return self._run_joint_loss(batch, total)
+
         with autocast(job), norms_over_ranks(job.world):
             with trace.span("forward", job.device):
-                # A rank without seeds runs the model too: others wait for its rows and its gradients.
-                loss = job.train_step(job.model, batch) if self.size else job.model(batch).sum() * 0
+                if self.size:
+                    loss = job.train_step(job.model, batch)
+                else:
+                    # A rank without seeds runs the model too: others wait for its rows and its gradients.
+                    loss = job.model(batch).sum() * 0
             with trace.span("backward", job.device):
                 (loss * (max(1, self.size) / total)).backward()
         self.work.batches.transport.end_step()
         return loss.detach() * self.size
 
-    def _by_all_ranks(self, batch: Batch, total: float) -> Tensor:
+    def _run_joint_loss(self, batch: Batch, total: float) -> Tensor:
         """A step with a loss of the user's own: every rank computes it over the training nodes of all ranks.
 
         Such a loss need not be a sum over ranks. So every rank gathers the outputs of all ranks, and computes the
         whole loss and its gradient at them. Then it goes back from its own rows of that gradient. Returns the loss,
         weighted by this rank's share of the seeds.
         """
-        work, job = self.work, self.work.job
+        work = self.work
+        job = work.job
         assert work.batches.channel is not None
         with autocast(job), norms_over_ranks(job.world):
             with trace.span("forward", job.device):
@@ -224,17 +252,19 @@ class ShardedUnit(Unit):
             # The loss must draw the same random numbers on all ranks, and leave the generator of the model as it was.
             with torch.random.fork_rng([job.device] if job.device.type == "cuda" else []):
                 torch.manual_seed(self.key)
-                found = loss_at_outputs(job, self._of_all_ranks(batch), self._gather(outputs.detach()), 1 / total)
+                whole_batch = self._gather_seeds(batch)
+                loss = loss_at_outputs(job, whole_batch, self._gather(outputs.detach()), 1 / total)
             # Outputs are gathered in the order of the ranks: this rank's come behind those of the ranks before it.
             first = int(work.batches.channel.all(torch.tensor([self.size]))[: job.world.rank].sum())
             with trace.span("backward", job.device):
-                (outputs * found.output_gradients[first : first + self.size]).sum().backward()
+                own_gradients = loss.output_gradients[first : first + self.size]
+                (outputs * own_gradients).sum().backward()
         # Gradients that the loss itself has at parameters are equal on all ranks, and will be summed over them.
-        found.add_to_parameters(1 / job.world.size)
+        loss.add_to_parameters(1 / job.world.size)
         work.batches.transport.end_step()
-        return found.loss_sum * (self.size / work.batches.total)
+        return loss.loss_sum * (self.size / work.batches.total)
 
-    def _of_all_ranks(self, batch: Batch) -> Batch:
+    def _gather_seeds(self, batch: Batch) -> Batch:
         """The batch for the loss: seeds and labels of all ranks, without edges."""
         y = None if batch.y is None else self._gather(batch.y)
         return batch_of_seeds(self.work.job, self._gather(batch.seeds), y, self.key)

@@ -72,35 +72,55 @@ class HistoricalBatches(PartBatches):
         """
         if not group:
             # Other ranks may need rows from this host: take part in the all-to-all, asking for nothing.
-            self._readers(torch.empty(0, dtype=torch.int64), None)
+            self._make_readers(torch.empty(0, dtype=torch.int64), None)
             return None
-        work, parts = self.work, self.work.parts
+        work = self.work
+        parts = work.parts
         nodes = parts.nodes_of(group)
         block = parts.block_of(group, nodes, key)
         positions = self.halo_positions(group, block)
-        out_neighbors = self._find_out_neighbors(nodes, parts.readers_of(group, nodes, key))
-        row_reader, gradients = self._readers(positions, out_neighbors)
+        out_neighbors = self._find_out_neighbors(nodes, parts.out_neighbors_of(group, nodes, key))
+        row_reader, gradient_reader = self._make_readers(positions, out_neighbors)
         self.pin(group, block, positions)
+
         halo = Halo(
-            parts.row_ranges_of(group), positions, row_reader, work.model.num_layers - 1,
-            keeps_gradients=work.method.compensate, measures=work.method.lipschitz > 0,
-        )  # fmt: skip
+            row_ranges=parts.row_ranges_of(group),
+            positions=positions,
+            row_reader=row_reader,
+            last=work.model.num_layers - 1,
+            keeps_gradients=work.method.compensate,
+            measures=work.method.lipschitz > 0,
+        )
         batch = self.batch_of(replace(block, key=key, graph=self.graph, layer_hooks=halo), nodes, key)
-        if self.on_gpu:
-            out_neighbors = None if out_neighbors is None else out_neighbors.to(self.device)
-        return HistoricalBatch(batch, halo, nodes, out_neighbors, row_reader, gradients)
+        if self.on_gpu and out_neighbors is not None:
+            out_neighbors = out_neighbors.to(self.device)
+        return HistoricalBatch(
+            batch=batch,
+            halo=halo,
+            nodes=nodes,
+            out_neighbors=out_neighbors,
+            row_reader=row_reader,
+            gradient_reader=gradient_reader,
+        )
 
     def _find_out_neighbors(self, nodes: Tensor, block: Block | None) -> OutNeighbors | None:
         if block is None:
             return None
         self._local_idx[nodes] = torch.arange(nodes.numel())
-        own = self._local_idx[block.src_ids]
+        local_idx = self._local_idx[block.src_ids]
         self._local_idx[nodes] = -1
-        position, src_idx = self.work.partition.position, (own >= 0).nonzero().view(-1)
-        block = replace(block, graph=self.graph)
-        return OutNeighbors(block, src_idx, own[src_idx], position[block.src_ids], position[block.dst_ids])
 
-    def _readers(self, halo: Tensor, out_neighbors: OutNeighbors | None) -> tuple[RowReader, RowReader]:
+        batch_src_idx = (local_idx >= 0).nonzero().view(-1)
+        position = self.work.partition.position
+        return OutNeighbors(
+            block=replace(block, graph=self.graph),
+            batch_src_idx=batch_src_idx,
+            own_idx=local_idx[batch_src_idx],
+            src_positions=position[block.src_ids],
+            dst_positions=position[block.dst_ids],
+        )
+
+    def _make_readers(self, halo: Tensor, out_neighbors: OutNeighbors | None) -> tuple[RowReader, RowReader]:
         """(reader of rows, reader of gradients) of nodes outside a batch.
 
         On one host they read the tables. With several, rows of other hosts are fetched now, by an all-to-all, and
@@ -112,12 +132,11 @@ class HistoricalBatches(PartBatches):
         layers = range(work.model.num_layers)
         if not work.shares.several_hosts:
             return work.histories.prefetch(layers[:-1], halo), work.gradients
-        src, dst = (
-            (halo[:0], halo[:0])
-            if out_neighbors is None
-            else (out_neighbors.src_positions, out_neighbors.dst_positions)
-        )
-        rows = work.histories.begin_reading(layers[:-1], torch.cat([halo, src]).unique())
+
+        no_positions = halo[:0]
+        src_positions = no_positions if out_neighbors is None else out_neighbors.src_positions
+        dst_positions = no_positions if out_neighbors is None else out_neighbors.dst_positions
+        row_reader = work.histories.begin_reading(layers[:-1], torch.cat([halo, src_positions]).unique())
         if not work.method.compensate:
-            return rows, work.gradients
-        return rows, work.gradients.begin_reading(layers[1:], dst.unique())
+            return row_reader, work.gradients
+        return row_reader, work.gradients.begin_reading(layers[1:], dst_positions.unique())

@@ -11,7 +11,6 @@ backward over all in-edges of the out-neighbours.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 
 from hopline.core.batch import Block
-from hopline.nn.gnn import GNN
 from hopline.nn.norms import running_statistics
 
 if TYPE_CHECKING:
@@ -48,12 +46,17 @@ class OutNeighbors:
         dst: the destinations to keep. block: their in-edges. among: [block.num_src] int64, which source of the whole
         block each source of `block` is.
         """
-        own = torch.full((self.block.num_src,), -1, device=among.device)
-        own[self.batch_src_idx] = self.own_idx
-        own = own[among]
-        batch_src_idx = (own >= 0).nonzero().view(-1)
+        # [num_src]: the local id of each source among the batch's own nodes, -1 for nodes outside the batch.
+        local_idx = torch.full((self.block.num_src,), -1, device=among.device)
+        local_idx[self.batch_src_idx] = self.own_idx
+        local_idx = local_idx[among]
+        batch_src_idx = (local_idx >= 0).nonzero().view(-1)
         return OutNeighbors(
-            block, batch_src_idx, own[batch_src_idx], self.src_positions[among.cpu()], self.dst_positions[dst]
+            block=block,
+            batch_src_idx=batch_src_idx,
+            own_idx=local_idx[batch_src_idx],
+            src_positions=self.src_positions[among.cpu()],
+            dst_positions=self.dst_positions[dst],
         )
 
     def to(self, device: torch.device) -> OutNeighbors:
@@ -80,17 +83,19 @@ def compensation_loss(work: HistoricalWork, hist_batch: HistoricalBatch) -> Tens
 
     has the gradient g_j at h_j. Adding it to the loss lets one backward pass do both.
     """
-    total = torch.zeros((), device=work.job.device)
-    out_neighbors, own = hist_batch.out_neighbors, hist_batch.halo.rows
+    loss = torch.zeros((), device=work.job.device)
+    out_neighbors = hist_batch.out_neighbors
     if out_neighbors is None or not out_neighbors.block.num_dst:
-        return total
+        return loss
     for l in range(work.model.num_layers - 1):
-        total = total + (own[l] * compensation_gradient(work, hist_batch, out_neighbors, l, own[l])).sum()
-    return total
+        own_rows = hist_batch.halo.rows[l]
+        gradient = compensation_gradient(work, hist_batch, out_neighbors, l, own_rows)
+        loss = loss + (own_rows * gradient).sum()
+    return loss
 
 
 def compensation_gradient(
-    work: HistoricalWork, hist_batch: HistoricalBatch, out_neighbors: OutNeighbors, l: int, own: Tensor
+    work: HistoricalWork, hist_batch: HistoricalBatch, out_neighbors: OutNeighbors, l: int, own_rows: Tensor
 ) -> Tensor:
     """[num_own, ...]: what out-neighbours outside send back to the batch's own rows after layer `l`.
 
@@ -98,24 +103,23 @@ def compensation_gradient(
     Then goes back from the gradients that the tables hold for the out-neighbours. Gradients of the parameters do not
     change.
 
-    own: the batch's own rows after layer `l`.
+    own_rows: the batch's own rows after layer `l`.
     """
-    # The batch's key, so that dropout is drawn as in the batch's own layers. `fresh` is a leaf, cut off from the
-    # graph of the loss: this backward pass must end at the own rows.
-    block, fresh = replace(out_neighbors.block, key=hist_batch.batch.key), own.detach().requires_grad_()
-    rows = hist_batch.row_reader.read(l, out_neighbors.src_positions, fresh).index_put(
-        (out_neighbors.batch_src_idx,), fresh[out_neighbors.own_idx]
-    )
-    with torch.enable_grad(), _norms_as_in_evaluation(work.model, l + 1):
-        out = work.layer_at(l + 1, block, rows)
-    given = hist_batch.gradient_reader.read(l + 1, out_neighbors.dst_positions, out)
+    # A leaf, cut off from the graph of the loss: this backward pass must end at the own rows.
+    leaf = own_rows.detach().requires_grad_()
+    historical_rows = hist_batch.row_reader.read(l, out_neighbors.src_positions, leaf)
+    inputs = historical_rows.index_put((out_neighbors.batch_src_idx,), leaf[out_neighbors.own_idx])
+
+    # The batch's key, so that dropout is drawn as in the batch's own layers.
+    block = replace(out_neighbors.block, key=hist_batch.batch.key)
+    # Norms use running statistics: nodes outside the batch must not enter the statistics of this step.
+    norm_modules = [work.model.convs[l + 1], work.model.norms[l + 1]]
+    with torch.enable_grad(), running_statistics(norm_modules, only_if=True):
+        outputs = work.layer_at(l + 1, block, inputs)
+
+    output_gradients = hist_batch.gradient_reader.read(l + 1, out_neighbors.dst_positions, outputs)
     # A layer may let no gradient through at all, or not read these rows.
-    if not out.requires_grad:
-        return torch.zeros_like(fresh)
-    (found,) = torch.autograd.grad(out, fresh, given, allow_unused=True)
-    return torch.zeros_like(fresh) if found is None else found
-
-
-def _norms_as_in_evaluation(model: GNN, l: int) -> AbstractContextManager[None]:
-    """Let the norms of layer `l` use running statistics, which nodes outside the batch must not enter."""
-    return running_statistics([model.convs[l], model.norms[l]], only_if=True)
+    if not outputs.requires_grad:
+        return torch.zeros_like(leaf)
+    (gradient,) = torch.autograd.grad(outputs, leaf, output_gradients, allow_unused=True)
+    return torch.zeros_like(leaf) if gradient is None else gradient

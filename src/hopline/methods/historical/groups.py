@@ -33,15 +33,16 @@ class Groups(Parts):
         self, graph: Graph, partition: Partition, method: Historical, shares: PartAssignment, seed: int
     ) -> None:
         super().__init__(
-            graph,
-            partition,
-            shares,
+            graph=graph,
+            partition=partition,
+            shares=shares,
             per_group=method.parts_per_batch,
             keeps_blocks=method.groups == "fixed",
             edge_ids=method.edge_dropout > 0,
         )
-        self.method, self.seed = method, seed
-        self._kept_readers: dict[Group, Block] = {}
+        self.method = method
+        self.seed = seed
+        self._cached_out_neighbors: dict[Group, Block] = {}
         """By group: in-edges of the nodes that read from it, before edges are dropped."""
 
     # ---- the batches of an epoch
@@ -57,22 +58,25 @@ class Groups(Parts):
 
         On one host the ranks take the groups of the epoch in order: at turn s, rank r of R takes group s * R + r.
         """
-        groups = [iter(self._draw_groups(epoch, host)) for host in range(max(self.shares.hosts) + 1)]
+        groups_by_host = [iter(self._draw_groups(epoch, host)) for host in range(max(self.shares.hosts) + 1)]
+        max_batches = self.method.max_batches
         turns: list[tuple[Group, ...]] = []
-        while any(turn := tuple(next(groups[host], ()) for host in self.shares.hosts)):
-            first, most = len(turns) * len(turn), self.method.max_batches
+        while True:
+            turn = tuple(next(groups_by_host[host], ()) for host in self.shares.hosts)
             # `max_batches` counts batches over all ranks, so the last turn may have fewer batches than ranks.
-            if most is not None:
-                turn = tuple(group if first + i < most else () for i, group in enumerate(turn))
+            if max_batches is not None:
+                num_remaining = max_batches - len(turns) * len(turn)
+                turn = tuple(group if rank < num_remaining else () for rank, group in enumerate(turn))
             if not any(turn):
-                break
+                return turns
             turns.append(turn)
-        return turns
 
     def _draw_groups(self, epoch: int, host: int) -> list[Group]:
         """The groups that one host trains in an epoch, in order. All ranks draw the same."""
-        parts, key = torch.tensor(self.shares.parts_of_host(host)), ops.derive_key(self.seed, epoch)
-        key = ops.derive_key(key, host) if host else key
+        key = ops.derive_key(self.seed, epoch)
+        if host:
+            key = ops.derive_key(key, host)
+        parts = torch.tensor(self.shares.parts_of_host(host))
         if self.method.groups == "redrawn":
             parts = parts[ops.permutation(key, parts.numel())]
         groups = [tuple(sorted(group.tolist())) for group in parts.split(self.per_group)]
@@ -97,33 +101,33 @@ class Groups(Parts):
         block = super()._new_block(nodes)
         return without_halo(block) if self.method.halo == "drop" else block
 
-    def readers_of(self, group: Group, nodes: Tensor, key: int | None) -> Block | None:
+    def out_neighbors_of(self, group: Group, nodes: Tensor, key: int | None) -> Block | None:
         """All in-edges of the out-neighbours outside the group, less dropped ones. None without compensation."""
         if not self.method.compensate:
             return None
-        block = self._kept_readers.get(group)
+        block = self._cached_out_neighbors.get(group)
         if block is None:
-            block = full_block(self.sampler, self._nodes_that_read(nodes))
-            if self._keeps_whole(group):
-                self._kept_readers[group] = block
+            block = full_block(self.sampler, self._find_out_neighbors(nodes))
+            if self._caches_block(group):
+                self._cached_out_neighbors[group] = block
         return self._drop_edges(block, key)
 
     def _drop_edges(self, block: Block, key: int | None) -> Block:
         share = self.method.edge_dropout
         return drop_edges(block, share, key) if share and key is not None else block
 
-    def keeps(self, group: Group) -> bool:
+    def has_fixed_edges(self, group: Group) -> bool:
         """Whether the group's edges are the same every time, which edge dropout prevents."""
-        return super().keeps(group) and not self.method.edge_dropout
+        return super().has_fixed_edges(group) and not self.method.edge_dropout
 
-    def _nodes_that_read(self, nodes: Tensor) -> Tensor:
+    def _find_out_neighbors(self, nodes: Tensor) -> Tensor:
         """[n] int64, ascending: the nodes outside the batch that have an in-edge from one of `nodes`."""
-        indptr, readers = self._out_edges
-        _, as_positions = ops.row_positions(indptr, nodes)
-        found = torch.zeros(self.graph.num_nodes, dtype=torch.bool)
-        found[readers[as_positions]] = True
-        found[nodes] = False
-        return found.nonzero().view(-1)
+        indptr, destinations = self._out_edges
+        _, out_edges = ops.row_positions(indptr, nodes)
+        is_out_neighbor = torch.zeros(self.graph.num_nodes, dtype=torch.bool)
+        is_out_neighbor[destinations[out_edges]] = True
+        is_out_neighbor[nodes] = False
+        return is_out_neighbor.nonzero().view(-1)
 
     @cached_property
     def _out_edges(self) -> tuple[Tensor, Tensor]:

@@ -42,7 +42,10 @@ class Halo(Recorder):
         measures: bool = False,
     ) -> None:
         super().__init__(keeps_gradients=keeps_gradients, measures=measures)
-        self.row_ranges, self.positions, self.row_reader, self.last = row_ranges, positions, row_reader, last
+        self.row_ranges = row_ranges
+        self.positions = positions
+        self.row_reader = row_reader
+        self.last = last
 
     def after_layer(self, l: int, h: Tensor) -> Tensor:
         if l == self.last or not self.positions.numel():

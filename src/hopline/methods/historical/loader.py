@@ -35,7 +35,8 @@ class Turn:
     """The turn of one batch in a user's loop. `end` pushes its rows, once, and counts the commit."""
 
     def __init__(self, loader: HistoricalLoader, unit: HistoricalUnit) -> None:
-        self.loader, self.unit = loader, unit
+        self.loader = loader
+        self.unit = unit
         self.is_over = False
 
     def end(self) -> None:
@@ -138,7 +139,8 @@ class HistoricalLoader:
         job: Job = make_job(
             model, data, train_ids=ids, seed=seed, device=torch.device(device), world=world, say=logger.info
         )
-        self.data, self.world = data, job.world
+        self.data = data
+        self.world = job.world
         self.work = method.for_graph(data.num_nodes).bind(job)
         self.num_commits = 0
         """The number of batches that were committed in this epoch."""
@@ -151,7 +153,8 @@ class HistoricalLoader:
         return self.work.num_learning(self._next_epoch)
 
     def __iter__(self) -> Iterator[HaloBatch]:
-        epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
+        epoch = self._next_epoch
+        self._next_epoch += 1
         return self.epoch(epoch)
 
     def epoch(self, epoch: int, done: int = 0) -> Iterator[HaloBatch]:
@@ -164,20 +167,19 @@ class HistoricalLoader:
                 "no batch of the epoch before was committed, so the tables hold rows of old weights: call "
                 "batch.commit() after optimizer.step()"
             )
-        self._num_batches, self.num_commits = 0, 0
+        self._num_batches = 0
+        self.num_commits = 0
         for unit in self.work.units(epoch, done):
             assert isinstance(unit, HistoricalUnit)
+            assert unit.total is not None
             self._num_batches += 1
-            yield self._batch(unit)
+            batch = self._make_empty_batch() if unit.hist_batch is None else unit.hist_batch.batch
+            yield _with_turn(replace(batch, total_seeds=int(unit.total)), Turn(self, unit))
 
-    def _batch(self, unit: HistoricalUnit) -> HaloBatch:
-        batch = self._empty() if unit.hist_batch is None else unit.hist_batch.batch
-        assert unit.total is not None
-        return _with_turn(replace(batch, total_seeds=int(unit.total)), Turn(self, unit))
-
-    def _empty(self) -> Batch:
+    def _make_empty_batch(self) -> Batch:
         """A batch without nodes, for a rank that has no parts left at a turn."""
-        nodes, work = torch.empty(0, dtype=torch.int64), self.work
+        work = self.work
+        nodes = torch.empty(0, dtype=torch.int64)
         block = replace(full_block(work.parts.sampler, nodes), graph=work.batches.graph)
         return work.batches.batch_of(block, nodes, None)
 
@@ -203,20 +205,20 @@ class HistoricalLoader:
         """
         if self.world.size > 1:
             raise ValueError("loader.reading(...) is for one process: evaluate by hl.infer.exact on the first rank")
-        work, seeds = self.work, find_seeds(self.data, ids)
+        device = self.work.job.device
+        y = self.data.y
         is_seed = torch.zeros(self.data.num_nodes, dtype=torch.bool)
-        is_seed[seeds.cpu()] = True
-        for group in work.parts.sweep:
-            hist_batch = work.batch(group, None)
+        is_seed[find_seeds(self.data, ids).cpu()] = True
+        for group in self.work.parts.sweep:
+            hist_batch = self.work.batch(group, None)
             assert hist_batch is not None
             output_idx = is_seed[hist_batch.nodes].nonzero().view(-1)
-            if output_idx.numel():
-                chosen, y = hist_batch.nodes[output_idx], self.data.y
-                labels = None if y is None else ops.gather_rows(y, chosen.to(y.device)).to(work.job.device)
-                device = work.job.device
-                yield _with_turn(
-                    replace(hist_batch.batch, seeds=chosen.to(device), output_idx=output_idx.to(device), y=labels), None
-                )
+            if not output_idx.numel():
+                continue
+            seeds = hist_batch.nodes[output_idx]
+            labels = None if y is None else ops.gather_rows(y, seeds.to(y.device)).to(device)
+            batch = replace(hist_batch.batch, seeds=seeds.to(device), output_idx=output_idx.to(device), y=labels)
+            yield _with_turn(batch, None)
 
     def state_dict(self) -> dict[str, Any]:
         """The tables and the number of the next epoch, to resume between two epochs.
@@ -233,9 +235,17 @@ class HistoricalLoader:
 
 def _with_turn(batch: Batch, turn: Turn | None) -> HaloBatch:
     return HaloBatch(
-        batch.seeds, batch.blocks, batch.x, batch.y, batch.tables, batch.key, batch.total_seeds, batch.output_idx,
-        batch.groups, turn,
-    )  # fmt: skip
+        seeds=batch.seeds,
+        blocks=batch.blocks,
+        x=batch.x,
+        y=batch.y,
+        tables=batch.tables,
+        key=batch.key,
+        total_seeds=batch.total_seeds,
+        output_idx=batch.output_idx,
+        groups=batch.groups,
+        turn=turn,
+    )
 
 
 def make_loader(
@@ -251,4 +261,12 @@ def make_loader(
     """Make the loader of `Historical.loader`, which describes the arguments."""
     inner = unwrap(model)
     tell_calls(inner)
-    return HistoricalLoader(data, find_seeds(data, ids), method, inner, seed, device, world)
+    return HistoricalLoader(
+        data=data,
+        ids=find_seeds(data, ids),
+        method=method,
+        model=inner,
+        seed=seed,
+        device=device,
+        world=world,
+    )

@@ -24,33 +24,41 @@ from hopline.tables.history import DTYPES
 
 def plan(method: Historical, outline: Outline, budget: Budget) -> Plan:
     """The plan with the parts that the settings ask for. Only the number of micro-batches adapts to the budget."""
-    model, data = layers_of(outline, method), outline.data
-    storage, widths = DTYPES[method.storage] or outline.dtype, row_widths(model, data.num_features)
+    model = layers_of(outline, method)
+    data = outline.data
+    widths = row_widths(model, data.num_features)
+
     # Numbers per node: rows after all layers but the last, and gradients after every layer.
-    rows = sum(widths[1:-1]) + (sum(widths[1:]) if method.compensate else 0)
-    limits = outline.limits(budget)
+    width = sum(widths[1:-1]) + (sum(widths[1:]) if method.compensate else 0)
+    storage = DTYPES[method.storage] or outline.dtype
+    table_bytes = width * data.num_nodes * storage.itemsize
+    tables = table_items("history", method.folder, table_bytes, outline, method.tables)
+
     share = min(1.0, UNEVEN * method.parts_per_batch / method.num_parts)
     sizes = part_sizes(data.graph, share, model.num_layers)
-    own, hub = sizes.nodes[-1], int(data.graph.in_degrees().max()) if data.num_nodes else 0
-    # Kept by a split batch during its step: own rows and gradients after every layer.
-    between = 2 * own * sum(widths[1:]) * outline.dtype.itemsize
-    # The smallest micro-batch in the worst case: one node with as many in-edges as any node has.
-    one = Sizes((*[1 + hub] * model.num_layers, 1), (hub,) * model.num_layers)
-    prepared = block_bytes(data.graph, data.graph.num_edges if method.groups == "fixed" else sizes.edges[0])
-    fixed = [*outline.resident_items(), *outline.data_on_host(), Item("prepared batch", "host", prepared)]
-    num_bytes = rows * data.num_nodes * storage.itemsize
-    tables = table_items("history", method.folder, num_bytes, outline, method.tables)
-    cuts = budget.over_budget == "split" and can_split(model)
+    num_edges = data.graph.num_edges if method.groups == "fixed" else sizes.edges[0]
+    prepared = Item("prepared batch", "host", block_bytes(data.graph, num_edges))
+
     predictor = outline.predictor(model.num_layers)
+    step_bytes = predictor.predict_peak(sizes)
+    min_step_bytes = step_bytes
+    if budget.over_budget == "split" and can_split(model):
+        # The smallest micro-batch in the worst case: one node with as many in-edges as any node has.
+        degree = int(data.graph.in_degrees().max()) if data.num_nodes else 0
+        one_node = Sizes((*[1 + degree] * model.num_layers, 1), (degree,) * model.num_layers)
+        # Kept by a split batch during its step: own rows and gradients after every layer.
+        num_own = sizes.nodes[-1]
+        resident_bytes = 2 * num_own * sum(widths[1:]) * outline.dtype.itemsize
+        min_step_bytes = predictor.predict_peak(one_node) + resident_bytes
     return Plan(
         method=method,
-        items=(*fixed, *tables),
-        limits=limits,
+        items=(*outline.resident_items(), *outline.data_on_host(), prepared, *tables),
+        limits=outline.limits(budget),
         compute_place=outline.compute_place,
         async_evaluation=outline.async_evaluation,
         hidden_bytes=outline.hidden_bytes(),
-        step_bytes=predictor.predict_peak(sizes),
-        min_step_bytes=predictor.predict_peak(one) + between if cuts else predictor.predict_peak(sizes),
+        step_bytes=step_bytes,
+        min_step_bytes=min_step_bytes,
         steps=-(-method.num_parts // method.parts_per_batch),
         count=method.parts_per_batch,
         covers=f"batches of {{}} of {method.num_parts} parts",

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,21 +76,28 @@ def balanced_runs(weight: Tensor, ends: Sequence[int], num_micro_batches: int) -
 
     weight: [num_nodes], the cost of each node. ends: for each part, the position behind its last node, ascending.
     """
-    upto = torch.cat([weight.new_zeros(1), weight.cumsum(0)])
-    share, cuts, start = float(upto[-1]) / num_micro_batches, [0], 0
+    # [num_nodes + 1]: the weight of all nodes before each position.
+    cumulative = torch.cat([weight.new_zeros(1), weight.cumsum(0)])
+    share = float(cumulative[-1]) / num_micro_batches
+    max_weight = UNEVEN * share
+
+    boundaries = [0]
+    start = 0
     for stop in ends:
+        run_weight = float(cumulative[stop] - cumulative[boundaries[-1]])
         # With this part the run would be too heavy: end it before the part.
-        if float(upto[stop] - upto[cuts[-1]]) > UNEVEN * share:
-            cuts.append(start)
-        here = float(upto[stop] - upto[start])
+        if run_weight > max_weight:
+            boundaries.append(start)
+        part_weight = float(cumulative[stop] - cumulative[start])
         # The part is too heavy even for a run of its own: split it where its cumulative weight passes equal steps.
-        if here > UNEVEN * share:
-            count = math.ceil(here / share)
-            inner = upto[start] + here / count * torch.arange(1, count, dtype=torch.float64)
-            cuts += [*torch.searchsorted(upto, inner.to(upto.dtype)).tolist(), stop]
+        if part_weight > max_weight:
+            num_runs = math.ceil(part_weight / share)
+            steps = cumulative[start] + part_weight / num_runs * torch.arange(1, num_runs, dtype=torch.float64)
+            boundaries += torch.searchsorted(cumulative, steps.to(cumulative.dtype)).tolist()
+            boundaries.append(stop)
         start = stop
-    cuts = sorted({*cuts, ends[-1]})
-    return [slice(a, b) for a, b in pairwise(cuts)]
+    boundaries = sorted({*boundaries, ends[-1]})
+    return [slice(start, stop) for start, stop in pairwise(boundaries)]
 
 
 def runs_to_fit(
@@ -103,20 +110,28 @@ def runs_to_fit(
     Raises:
         ValueError: A single node does not fit.
     """
+    batch = _as_batch(block)
     # A node's cost: its in-edges, and its own row.
-    alone, weight = _as_batch(block), block.part.indptr.cpu().diff() + 1
-    num_micro_batches = max(1, math.ceil(bytes_of(Sizes.of(alone)) / limit)) if limit > 0 else block.num_dst
+    weight = block.part.indptr.cpu().diff() + 1
+    num_micro_batches = max(1, math.ceil(bytes_of(Sizes.of(batch)) / limit)) if limit > 0 else block.num_dst
 
-    def worst(runs: list[slice]) -> float:
-        return max(map(bytes_of, sizes_of(alone, [_positions(run) for run in runs])))
+    def largest_peak(runs: list[slice]) -> float:
+        return max(map(bytes_of, sizes_of(batch, [_positions(run) for run in runs])))
 
-    cut = partial(balanced_runs, weight, ends)
-    runs, taken = find_fewest(cut, worst, limit, first=num_micro_batches, most=block.num_dst, grow=MAX_GROWTH)
-    if taken <= limit:
-        return runs, taken
+    runs, peak_bytes = find_fewest(
+        partial(balanced_runs, weight, ends),
+        largest_peak,
+        limit,
+        first=num_micro_batches,
+        most=block.num_dst,
+        grow=MAX_GROWTH,
+    )
+    if peak_bytes <= limit:
+        return runs, peak_bytes
     raise ValueError(
-        f"one node of a batch takes {format_size(taken)} and {format_size(max(0, limit))} are left beside the "
-        f"batch's own rows: give the budget {format_size(taken - limit)} more, or make parts_per_batch smaller"
+        f"one node of a batch takes {format_size(peak_bytes)}, and the batch's own rows leave "
+        f"{format_size(max(0, limit))}: give the budget {format_size(peak_bytes - limit)} more, or make "
+        "parts_per_batch smaller"
     )
 
 
@@ -130,10 +145,15 @@ def typical_run(hist_batch: HistoricalBatch, count: int, with_seeds: bool) -> sl
     Its number of edges is the median over all such runs. with_seeds: it lies around the middle seed instead, so that
     it has a loss.
     """
-    indptr, seeds = hist_batch.block.part.indptr.cpu(), hist_batch.batch.output_idx
-    start = int((indptr[count:] - indptr[:-count]).median(dim=0).indices)
+    seeds = hist_batch.batch.output_idx
     if with_seeds and seeds is not None and seeds.numel():
-        start = min(max(0, int(seeds[seeds.numel() // 2]) - count // 2), hist_batch.block.num_dst - count)
+        middle_seed = int(seeds[seeds.numel() // 2])
+        last_start = hist_batch.block.num_dst - count
+        start = min(max(0, middle_seed - count // 2), last_start)
+    else:
+        indptr = hist_batch.block.part.indptr.cpu()
+        num_edges = indptr[count:] - indptr[:-count]
+        start = int(num_edges.median(dim=0).indices)
     return slice(start, start + count)
 
 
@@ -144,11 +164,16 @@ def _as_batch(block: Block) -> Batch:
 
 def at_layer(model: GNN, sizes: Sizes, l: int) -> Sizes:
     """The sizes of a step that computes only layer `l` at a block. sizes: of the block, one layer."""
-    (src, dst), (edges,) = sizes.nodes, sizes.edges
+    num_src, num_dst = sizes.nodes
     nodes = [0] * (model.num_layers + 1)
-    nodes[l], nodes[l + 1] = src, dst
-    nodes[0] += dst if l and model.encodes else 0  # the destinations are encoded again, for initial residuals
-    return Sizes(tuple(nodes), tuple(edges if i == l else 0 for i in range(model.num_layers)))
+    nodes[l] = num_src
+    nodes[l + 1] = num_dst
+    if l > 0 and model.encodes:
+        nodes[0] += num_dst  # the destinations are encoded again, for initial residuals
+    (num_edges,) = sizes.edges
+    edges = [0] * model.num_layers
+    edges[l] = num_edges
+    return Sizes(tuple(nodes), tuple(edges))
 
 
 class LayerBytes:
@@ -160,7 +185,8 @@ class LayerBytes:
 
     def __init__(self, model: GNN, x: Readable | None) -> None:
         costs = costs_of(model, x, model.num_layers)
-        self.model, self.predictors = model, [Predictor(costs) for _ in range(model.num_layers)]
+        self.model = model
+        self.predictors = [Predictor(costs) for _ in range(model.num_layers)]
 
     @property
     def is_sure(self) -> bool:
@@ -176,8 +202,11 @@ class LayerBytes:
 
         It is the sum over the layers, since no layer keeps more for the backward pass than its peak when run alone.
         """
-        own = sizes.nodes[-1]
-        return sum(self.predict_peak(l, Sizes((sizes.nodes[l], own), (e,))) for l, e in enumerate(sizes.edges))
+        num_own = sizes.nodes[-1]
+        peaks = []
+        for l, num_edges in enumerate(sizes.edges):
+            peaks.append(self.predict_peak(l, Sizes((sizes.nodes[l], num_own), (num_edges,))))
+        return sum(peaks)
 
     def learn(self, l: int, sizes: Sizes, peak_bytes: int) -> None:
         """Add a measurement: layer `l` at a block of these sizes had this peak."""
@@ -186,14 +215,17 @@ class LayerBytes:
 
 def whole_sizes(hist_batch: HistoricalBatch) -> Sizes:
     """The sizes of a batch that is not split: the layers of its own nodes, and those that compensation computes."""
-    nodes, edges = list(Sizes.of(hist_batch.batch).nodes), list(Sizes.of(hist_batch.batch).edges)
-    last = len(edges) - 1
-    beside = [(hist_batch.out_neighbors.block, 1, last + 1)] if hist_batch.out_neighbors is not None else []
+    sizes = Sizes.of(hist_batch.batch)
+    if hist_batch.out_neighbors is None:
+        return sizes
     # Compensation computes every layer but the first at the out-neighbours too.
-    for block, first, stop in beside:
-        for l in range(first, stop):
-            nodes[l], edges[l] = nodes[l] + block.num_src, edges[l] + block.num_edges
-        nodes[stop] += block.num_dst
+    nodes = list(sizes.nodes)
+    edges = list(sizes.edges)
+    block = hist_batch.out_neighbors.block
+    for l in range(1, len(edges)):
+        nodes[l] += block.num_src
+        edges[l] += block.num_edges
+    nodes[-1] += block.num_dst
     return Sizes(tuple(nodes), tuple(edges))
 
 
@@ -206,8 +238,8 @@ def check_micro_batches(model: GNN) -> None:
     """
     check_split(model, instead="make parts_per_batch smaller")
     for name, module in model.named_modules():
-        drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
-        if drops and name.startswith("encoder."):
+        has_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
+        if has_dropout and name.startswith("encoder."):
             raise ValueError(
                 f"{name} draws anew wherever a node's row is encoded, so no batch can be split: use input_dropout= or "
                 "dropout= of hl.nn.GNN, or make parts_per_batch smaller"
@@ -245,36 +277,40 @@ class MicroBatch:
         """
         whole = self.hist_batch.block
         piece = micro_batch_of(_as_batch(whole), _positions(self.run))
-        (block,), is_halo = piece.blocks, piece.input_idx >= whole.num_dst
+        (block,) = piece.blocks
+        is_halo = piece.input_idx >= whole.num_dst
+
         # Stable, so destinations, which are own nodes and come first, stay the first sources.
         order = is_halo.long().argsort(stable=True)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(order.numel(), device=order.device)
-        src_idx = place[block.part.src_idx.long()].to(block.part.src_idx.dtype)
+        new_idx = torch.empty_like(order)
+        new_idx[order] = torch.arange(order.numel(), device=order.device)
+        src_idx = new_idx[block.part.src_idx.long()].to(block.part.src_idx.dtype)
         block = replace(block, src_ids=block.src_ids[order], parts=(replace(block.part, src_idx=src_idx),))
-        near, far = piece.input_idx[order].split([order.numel() - int(is_halo.sum()), int(is_halo.sum())])
-        return Edges(block, near, (far - whole.num_dst).cpu())
+
+        num_halo = int(is_halo.sum())
+        near_idx, halo_idx = piece.input_idx[order].split([order.numel() - num_halo, num_halo])
+        return Edges(block, near_idx, (halo_idx - whole.num_dst).cpu())
 
     def batch(self, edges: Edges) -> Batch:
         """The micro-batch as a batch for the loss: its seeds with their labels, and the rows of its sources."""
-        whole, block = self.hist_batch.batch, edges.block
+        whole = self.hist_batch.batch
         seed_idx = self._seed_idx
-        chosen = (seed_idx >= 0).nonzero().view(-1)
+        own_seeds = (seed_idx >= 0).nonzero().view(-1)
 
-        def rows(of: Rows | Tensor) -> Rows | Tensor:
-            if isinstance(of, Tensor):
-                halo_idx = edges.halo_idx.to(of.device) + self.hist_batch.block.num_dst
-                return ops.gather_rows(of, torch.cat([edges.near_idx, halo_idx]))
-            return Rows(of.table, block.src_ids)
+        def source_rows(whole_rows: Rows | Tensor) -> Rows | Tensor:
+            if isinstance(whole_rows, Rows):
+                return Rows(whole_rows.table, edges.block.src_ids)
+            halo_idx = edges.halo_idx.to(whole_rows.device) + self.hist_batch.block.num_dst
+            return ops.gather_rows(whole_rows, torch.cat([edges.near_idx, halo_idx]))
 
         return replace(
             whole,
-            seeds=whole.seeds[chosen],
-            blocks=(block,) * len(whole.blocks),
-            x=None if whole.x is None else rows(whole.x),
-            y=None if whole.y is None else whole.y[chosen],
-            tables={name: rows(of) for name, of in whole.tables.items()},
-            output_idx=seed_idx[chosen],
+            seeds=whole.seeds[own_seeds],
+            blocks=(edges.block,) * len(whole.blocks),
+            x=None if whole.x is None else source_rows(whole.x),
+            y=None if whole.y is None else whole.y[own_seeds],
+            tables={name: source_rows(rows) for name, rows in whole.tables.items()},
+            output_idx=seed_idx[own_seeds],
         )
 
     @property
@@ -282,7 +318,8 @@ class MicroBatch:
         """[num_seeds] int64: the local id in the micro-batch of each seed of the batch, -1 if it is in another."""
         seeds = self.hist_batch.batch.output_idx
         assert seeds is not None
-        return torch.where((seeds >= self.run.start) & (seeds < self.run.stop), seeds - self.run.start, -1)
+        is_in_run = (seeds >= self.run.start) & (seeds < self.run.stop)
+        return torch.where(is_in_run, seeds - self.run.start, -1)
 
     @property
     def has_seeds(self) -> bool:
@@ -317,7 +354,9 @@ class BatchPlan(LayerPlan[MicroBatch]):
     """
 
     def __init__(self, work: HistoricalWork, hist_batch: HistoricalBatch) -> None:
-        self.work, self.hist_batch, self.last = work, hist_batch, work.model.num_layers - 1
+        self.work = work
+        self.hist_batch = hist_batch
+        self.last = work.model.num_layers - 1
         self.key = hist_batch.batch.key if isinstance(hist_batch.batch.key, int) else None
 
     def chunks_of(self, l: int) -> Sequence[MicroBatch]:
@@ -326,7 +365,7 @@ class BatchPlan(LayerPlan[MicroBatch]):
     def piece(self, l: int, chunk: MicroBatch) -> Piece:
         edges = chunk.edges()
         batch = chunk.batch(edges) if l == self.last else None
-        return Piece(edges.block, edges, chunk.run, chunk.number, batch, chunk)
+        return Piece(block=edges.block, src=edges, dst=chunk.run, number=chunk.number, batch=batch, chunk=chunk)
 
     def inputs_of(self, ids: Tensor) -> Rows | Tensor:
         return self.work.batches.inputs_of(ids)
@@ -339,9 +378,10 @@ class Probe:
     """
 
     def __init__(self, work: HistoricalWork, hist_batch: HistoricalBatch) -> None:
-        plan = BatchPlan(work, hist_batch)
-        self.work, self.hist_batch, self.plan = work, hist_batch, plan
-        self.layers = Layers(work.model, plan, ZeroRows(work), key=plan.key)
+        self.work = work
+        self.hist_batch = hist_batch
+        self.plan = BatchPlan(work, hist_batch)
+        self.layers = Layers(work.model, self.plan, ZeroRows(work), key=self.plan.key)
 
     def teach(self, layers: LayerBytes, target_bytes: float) -> None:
         """Measure all layers on 1, 2, 4, ... nodes, and let `layers` learn.
@@ -349,32 +389,39 @@ class Probe:
         Ends when the next round might exceed `target_bytes`, but not below `ENOUGH_NODES`, or when the batch has no
         more nodes.
         """
-        before = [(p, p.grad) for p in self.work.job.module.parameters()]
-        count, most, first, taken = 1, self.hist_batch.block.num_dst, 0, 0
-        # `first`, the peak of the first round, stands for the bytes that a layer takes whatever the number of nodes.
-        # Only the bytes above it grow. The next round has twice the nodes; a factor of three is a rule of thumb.
-        while count <= most and (first + 3 * (taken - first) < target_bytes or count < ENOUGH_NODES):
+        gradients = [(p, p.grad) for p in self.work.job.module.parameters()]
+        count = 1
+        first_peak = 0
+        peak_bytes = 0
+        while count <= self.hist_batch.block.num_dst:
+            # The peak of the first round stands for the bytes that a layer takes whatever the number of nodes. Only
+            # the bytes above it grow. The next round has twice the nodes; a factor of three is a rule of thumb.
+            next_peak = first_peak + 3 * (peak_bytes - first_peak)
+            if next_peak >= target_bytes and count >= ENOUGH_NODES:
+                break
             for l in range(self.work.model.num_layers):
-                taken = max(taken, self._measure(l, count, layers))
-            first, count = first or taken, 2 * count
-        for p, grad in before:
-            p.grad = grad
+                peak_bytes = max(peak_bytes, self._measure(l, count, layers))
+            first_peak = first_peak or peak_bytes
+            count *= 2
+        for p, gradient in gradients:
+            p.grad = gradient
 
     def _measure(self, l: int, count: int, layers: LayerBytes) -> int:
         """Run layer `l` forward and backward on `count` nodes. Returns its peak in bytes, which `layers` learns."""
-        job, last = self.work.job, l == self.plan.last
-        some = MicroBatch(self.hist_batch, 0, typical_run(self.hist_batch, count, with_seeds=last))
+        job = self.work.job
+        is_last = l == self.plan.last
+        micro_batch = MicroBatch(self.hist_batch, 0, typical_run(self.hist_batch, count, with_seeds=is_last))
         objective = SummedLoss(job, 1.0) if job.usual_loss else FixedGradients(job, 1.0)
         job.module.zero_grad(set_to_none=True)  # as at the beginning of a step
         with meter_of(job.device) as meter, autocast(job):
-            piece = self.plan.piece(l, some)
+            piece = self.plan.piece(l, micro_batch)
             with self.layers.same_draws(l, piece):
-                if last:
+                if is_last:
                     self.layers.from_loss(piece, objective)
                 else:
                     self.layers.through_layer(l, piece)
         # Without seeds the last layer has no loss to go back from, so its peak would be too low to learn from.
-        if not last or some.has_seeds:
+        if not is_last or micro_batch.has_seeds:
             layers.learn(l, Sizes.of_blocks((piece.block,)), meter.peak_bytes)
         return meter.peak_bytes
 
@@ -398,13 +445,23 @@ class ZeroRows(Boundaries):
 
     def read(self, l: int, at: Edges | slice) -> Tensor:
         row = self.row_of[l]
-        return row.new_zeros(at.block.num_src if isinstance(at, Edges) else at.stop - at.start, *row.shape[1:])
+        num_rows = at.block.num_src if isinstance(at, Edges) else at.stop - at.start
+        return row.new_zeros(num_rows, *row.shape[1:])
 
     def gradient(self, l: int, at: Edges | slice) -> Tensor:
         return self.read(l, at)
 
     def add(self, l: int, at: Edges | slice, rows: Tensor | None) -> None:
         """Drop the gradient: nothing reads it."""
+
+
+class LayerPeak(NamedTuple):
+    """A measurement of one layer at one micro-batch."""
+
+    peak_bytes: int
+    """The peak of the layer's forward and backward pass."""
+    sizes: Sizes
+    """The sizes of the micro-batch's block."""
 
 
 class MicroBatches(BatchPlan):
@@ -424,41 +481,47 @@ class MicroBatches(BatchPlan):
         self.guard = guard
         self.compensates = work.method.compensate
         self.resident_bytes = self._find_resident_bytes()
-        self.worst_bytes = 0.0
-        if (room := guard.target_bytes - self.resident_bytes) <= 0:
+        self.max_run_bytes = 0.0
+        self.limit_bytes = guard.target_bytes - self.resident_bytes
+        if self.limit_bytes <= 0:
             raise ValueError(
                 f"the rows of a batch's {hist_batch.block.num_dst} nodes and their gradients take "
                 f"{format_size(self.resident_bytes)}, and {format_size(guard.target_bytes)} are left for a step: give "
-                f"the "
-                f"budget {format_size(-room)} more and something for the layers, or make parts_per_batch smaller"
+                f"the budget {format_size(-self.limit_bytes)} more and something for the layers, or make "
+                "parts_per_batch smaller"
             )
         if not work.layer_bytes.is_sure:
-            Probe(work, hist_batch).teach(work.layer_bytes, room)
-        ends = torch.tensor([slab.stop - slab.start for slab in hist_batch.halo.row_ranges]).cumsum(0).tolist()
-        runs = self._runs(hist_batch.block, ends, range(self.last + 1))
+            Probe(work, hist_batch).teach(work.layer_bytes, self.limit_bytes)
+
+        part_sizes = [row_range.stop - row_range.start for row_range in hist_batch.halo.row_ranges]
+        ends = torch.tensor(part_sizes).cumsum(0).tolist()
+        runs = self._find_runs(hist_batch.block, ends, range(self.last + 1))
         self.all = [MicroBatch(hist_batch, number, run) for number, run in enumerate(runs)]
         self.out_neighbors: Iterable[tuple[slice, Block, Tensor]] = ()
         if hist_batch.out_neighbors is not None and hist_batch.out_neighbors.block.num_dst:
             block = hist_batch.out_neighbors.block
-            self.out_neighbors = Runs(block, self._runs(block, [block.num_dst], range(1, self.last + 1)))
+            self.out_neighbors = Runs(block, self._find_runs(block, [block.num_dst], range(1, self.last + 1)))
+
         self.rows: dict[int, Tensor] = hist_batch.halo.rows
         """By layer, [num_own, ...]: the batch's own rows after it. The halo's recorder holds them, for the push."""
         self.totals: dict[int, Tensor] = {}
         """By layer, [num_own, ...]: the sum so far of the gradients at the batch's own rows."""
         self.meter: Meter | None = None
-        self.taken: dict[int, tuple[int, Sizes]] = {}
-        """By layer: the highest measured peak of a micro-batch, in bytes, and the sizes of that one."""
+        self.highest_peaks: dict[int, LayerPeak] = {}
+        """By layer: the highest measured peak of a micro-batch."""
 
     def _find_resident_bytes(self) -> int:
         """The bytes that stay taken during the whole step: rows and gradients of all own nodes, and buffers."""
-        work, own = self.work, self.hist_batch.block.num_dst
-        *hidden, last = [row.nbytes for row in work.row_of]
-        most = max(hidden, default=0)
+        num_own = self.hist_batch.block.num_dst
+        *hidden, last = [row.nbytes for row in self.work.row_of]
         # Rows after all layers. Gradients after all layers too, or after two: one is read, the one before it written.
-        num_bytes = own * (sum(hidden) + sum(sorted(hidden)[0 if self.keeps_all else -2 :]))
-        num_bytes += own * (last + 2 * most) if self.compensates else 0
+        gradients = hidden if self.keeps_all else sorted(hidden)[-2:]
+        num_bytes = num_own * (sum(hidden) + sum(gradients))
+        if self.compensates:
+            num_bytes += num_own * (last + 2 * max(hidden, default=0))
         # A loss of the user's own needs the outputs of all seeds at once.
-        num_bytes += 0 if work.job.usual_loss else LOSS_COPIES * last * self.hist_batch.batch.num_seeds
+        if not self.work.job.usual_loss:
+            num_bytes += LOSS_COPIES * last * self.hist_batch.batch.num_seeds
         return num_bytes + MAP_BYTES_PER_NODE * self.hist_batch.block.num_src + self.guard.overhead_bytes()
 
     @property
@@ -469,24 +532,26 @@ class MicroBatches(BatchPlan):
         """
         return self.work.model.keeps_jk or self.compensates
 
-    def _predict_peak(self, sizes: Sizes, layers: Sequence[int]) -> float:
-        return max((self.work.layer_bytes.predict_peak(l, sizes) for l in layers), default=0.0)
+    def _find_runs(self, block: Block, ends: Sequence[int], layers: Sequence[int]) -> list[slice]:
+        """Split the destinations of a block into runs that fit in all of `layers`. ends: see `balanced_runs`."""
 
-    def _runs(self, block: Block, ends: Sequence[int], layers: Sequence[int]) -> list[slice]:
-        room = self.guard.target_bytes - self.resident_bytes
-        runs, worst = runs_to_fit(block, ends, lambda sizes: self._predict_peak(sizes, layers), room)
-        self.worst_bytes = max(self.worst_bytes, worst)
+        def predict_peak(sizes: Sizes) -> float:
+            return max((self.work.layer_bytes.predict_peak(l, sizes) for l in layers), default=0.0)
+
+        runs, peak_bytes = runs_to_fit(block, ends, predict_peak, self.limit_bytes)
+        self.max_run_bytes = max(self.max_run_bytes, peak_bytes)
         return runs
 
     @property
     def predicted_bytes(self) -> float:
         """The predicted peak of the step."""
-        return self.resident_bytes + self.worst_bytes
+        return self.resident_bytes + self.max_run_bytes
 
     def chunks_of(self, l: int) -> Sequence[MicroBatch]:
         if l < self.last or not self.hist_batch.batch.num_seeds or self.work.method.lipschitz:
             return self.all
-        return [piece for piece in self.all if piece.has_seeds]  # no loss reads the last rows of other nodes
+        # No loss reads the last rows of other nodes.
+        return [micro_batch for micro_batch in self.all if micro_batch.has_seeds]
 
     def piece(self, l: int, chunk: MicroBatch) -> Piece:
         if self.meter is not None:
@@ -494,9 +559,13 @@ class MicroBatches(BatchPlan):
         return super().piece(l, chunk)
 
     def backward_done(self, l: int, piece: Piece) -> None:
-        sizes, learns = Sizes.of_blocks((piece.block,)), l < self.last or piece.chunk.has_seeds
-        if self.meter is not None and learns and self.meter.lap_bytes > self.taken.get(l, (0, sizes))[0]:
-            self.taken[l] = self.meter.lap_bytes, sizes
+        # Without seeds the last layer has no loss to go back from, so its peak would be too low to learn from.
+        is_whole_pass = l < self.last or piece.chunk.has_seeds
+        if self.meter is None or not is_whole_pass:
+            return
+        highest = self.highest_peaks.get(l)
+        if self.meter.lap_bytes > (0 if highest is None else highest.peak_bytes):
+            self.highest_peaks[l] = LayerPeak(self.meter.lap_bytes, Sizes.of_blocks((piece.block,)))
 
     # ---- a step
 
@@ -507,13 +576,14 @@ class MicroBatches(BatchPlan):
 
     def backward(self, total: float) -> Tensor:
         """Add the gradient of the batch's share of the mean loss over `total` examples. Returns its summed loss."""
-        size, own, method = self.hist_batch.batch.num_seeds, self.hist_batch.block.num_dst, self.work.method
-        penalty = method.lipschitz * size / (total * own * max(1, self.last))
+        num_seeds = self.hist_batch.batch.num_seeds
+        num_own = self.hist_batch.block.num_dst
+        penalty = self.work.method.lipschitz * num_seeds / (total * num_own * max(1, self.last))
         objective = objective_of(self.work.job, 1 / total, self.key, lambda seeds, y: self.hist_batch.batch)
         with autocast(self.work.job), trace.span("backward", self.work.job.device):
             self._layers(1 / total).backward(objective, penalty)
         # Without seeds, parameters that nothing reached get zeros, as after the backward pass of a loss of zero.
-        if not size:
+        if not num_seeds:
             for p in self.work.job.module.parameters():
                 if p.requires_grad and p.grad is None:
                     p.grad = torch.zeros_like(p)
@@ -535,8 +605,12 @@ class BatchRows(Boundaries):
     def __init__(self, batches: MicroBatches, scale: float) -> None:
         work = batches.work
         super().__init__(work.histories, device=work.job.device, dtype=work.dtype)
-        self.batches, self.hist_batch, self.last, self.scale = batches, batches.hist_batch, batches.last, scale
-        self.own, self.totals = batches.rows, batches.totals
+        self.batches = batches
+        self.hist_batch = batches.hist_batch
+        self.last = batches.last
+        self.scale = scale
+        self.own_rows = batches.rows
+        self.totals = batches.totals
 
     @property
     def wants_last(self) -> bool:
@@ -556,23 +630,23 @@ class BatchRows(Boundaries):
 
     def read(self, l: int, at: Edges | slice) -> Tensor:
         if isinstance(at, slice):
-            return self.own[l][at].to(self.dtype, copy=True)
-        near = ops.gather_rows(self.own[l], at.near_idx)
+            return self.own_rows[l][at].to(self.dtype, copy=True)
+        near_rows = ops.gather_rows(self.own_rows[l], at.near_idx)
         if not at.halo_idx.numel():
-            return near.to(self.dtype)
-        halo = self.hist_batch.row_reader.read_subset(l, self.hist_batch.halo.positions, at.halo_idx, near)
-        return torch.cat([near, halo]).to(self.dtype)
+            return near_rows.to(self.dtype)
+        halo_rows = self.hist_batch.row_reader.read_subset(l, self.hist_batch.halo.positions, at.halo_idx, near_rows)
+        return torch.cat([near_rows, halo_rows]).to(self.dtype)
 
     def write(self, l: int, piece: Piece, rows: Tensor) -> None:
-        if l not in self.own:
-            self.own[l] = rows.new_empty(self.hist_batch.block.num_dst, *rows.shape[1:])
-        self.own[l][piece.dst] = rows
+        if l not in self.own_rows:
+            self.own_rows[l] = rows.new_empty(self.hist_batch.block.num_dst, *rows.shape[1:])
+        self.own_rows[l][piece.dst] = rows
 
     def complete(self, l: int) -> None:
         """Do nothing: no other rank reads these rows."""
 
     def _new_total(self, l: int) -> None:
-        self.totals[l] = torch.zeros_like(self.own[l], dtype=self.dtype)
+        self.totals[l] = torch.zeros_like(self.own_rows[l], dtype=self.dtype)
 
     def add(self, l: int, at: Edges | slice, rows: Tensor | None) -> None:
         if rows is None:
@@ -585,14 +659,15 @@ class BatchRows(Boundaries):
             self.totals[l].index_add_(0, at.near_idx, rows[: at.near_idx.numel()])
 
     def gradients_complete(self, l: int) -> None:
-        batches, hist_batch = self.batches, self.hist_batch
+        batches = self.batches
+        hist_batch = self.hist_batch
         if l < self.last and hist_batch.out_neighbors is not None:
             # Before the engine goes back through layer l: what out-neighbours would send to the rows after it.
             for run, block, among in batches.out_neighbors:
                 out_neighbors = hist_batch.out_neighbors.narrow(run, block, among)
-                sent = compensation_gradient(batches.work, hist_batch, out_neighbors, l, self.own[l])
-                self.totals[l].add_(sent, alpha=self.scale)
-                del out_neighbors, sent  # or the next run's would come on top of them
+                gradient = compensation_gradient(batches.work, hist_batch, out_neighbors, l, self.own_rows[l])
+                self.totals[l].add_(gradient, alpha=self.scale)
+                del out_neighbors, gradient  # or the next run's would come on top of them
         # Two layers' gradients at a time, as `_find_resident_bytes` counts them.
         if not batches.keeps_all:
             self.totals.pop(l + 1, None)
@@ -614,12 +689,12 @@ class GuardedHistoricalUnit(HistoricalUnit):
         return self.guard.step(HistoricalStep(self, self.hist_batch, total))
 
     def _forward_only(self) -> None:
-        if self.hist_batch is not None and self.guard.must_split(
-            step := HistoricalStep(self, self.hist_batch, total=1)
-        ):
-            step.cut().forward()
-        else:
-            super()._forward_only()
+        if self.hist_batch is not None:
+            step = HistoricalStep(self, self.hist_batch, total=1)
+            if self.guard.must_split(step):
+                step.split().forward()
+                return
+        super()._forward_only()
 
     @property
     def guard(self) -> Guard:
@@ -646,26 +721,29 @@ class HistoricalStep:
     def run_whole(self) -> Tensor:
         return HistoricalUnit.forward_backward(self.unit, self.total)
 
-    def cut(self) -> MicroBatches:
+    def split(self) -> MicroBatches:
         """Split the batch into micro-batches that fit, and tell the guard how many."""
-        work, guard = self.unit.work, self.unit.guard
+        work = self.unit.work
         check_micro_batches(work.model)
-        micro_batches = MicroBatches(work, self.hist_batch, guard)
-        guard.note_split(len(micro_batches.all))
+        micro_batches = MicroBatches(work, self.hist_batch, self.unit.guard)
+        self.unit.guard.note_split(len(micro_batches.all))
         return micro_batches
 
     def run_in_micro_batches(self, meter: Meter, set_predicted_bytes: Callable[[float], None]) -> Tensor:
-        work, hist_batch, micro_batches = self.unit.work, self.hist_batch, self.cut()
+        work = self.unit.work
+        micro_batches = self.split()
         set_predicted_bytes(micro_batches.predicted_bytes)
-        ages = hist_batch.row_reader.ages(hist_batch.halo.positions)
+        ages = self.hist_batch.row_reader.ages(self.hist_batch.halo.positions)
         report_ages(ages)
         work.drift.observe_ages(ages)
+
         micro_batches.meter = meter
         micro_batches.forward()
         loss = micro_batches.backward(self.total)
         micro_batches.meter = None
-        for l, (peak_bytes, of_piece) in micro_batches.taken.items():
-            work.layer_bytes.learn(l, of_piece, peak_bytes)
+        for l, highest in micro_batches.highest_peaks.items():
+            work.layer_bytes.learn(l, highest.sizes, highest.peak_bytes)
+
         # Back from the mean over the step to the summed loss, whose gradients the tables hold.
         if work.method.compensate:
             self.unit.row_gradients = {l: rows.mul_(self.total) for l, rows in sorted(micro_batches.totals.items())}

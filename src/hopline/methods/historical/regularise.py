@@ -22,5 +22,5 @@ def drop_edges(block: Block, p: float, key: int) -> Block:
     """
     edge_ids = block.part.edge_ids
     assert edge_ids is not None, "the block was made without edge ids"
-    kept = uniform(draw(ops.derive_key(key, EDGES), edge_ids, 0), 53) >= p
-    return replace(block, parts=(edges_where(block.part, kept),))
+    is_kept = uniform(draw(ops.derive_key(key, EDGES), edge_ids, 0), 53) >= p
+    return replace(block, parts=(edges_where(block.part, is_kept),))

@@ -1,4 +1,8 @@
-"""`Historical`: training over parts of a graph, all edges of each, with neighbours' hidden rows from the past."""
+"""`Historical`, the settings of training with historical embeddings.
+
+Settings are plain data. Torch is imported only where a method is bound to a job, so that help and errors
+about settings come at once.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +24,22 @@ if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
     from hopline.methods.historical.work import HistoricalWork
 
 FRESH_TABLES = "set refresh_every=1, which makes the tables exact at the beginning of every epoch"
-"""What replaces the settings that mixed stored rows with fresh, incomplete ones."""
+"""Advice in place of removed settings, which mixed historical embeddings with new, incomplete ones."""
 PINNED_BUFFERS = "rows of tables=host go through 4 pinned buffers of 32 MiB, so leave it out"
-"""What replaces the settings of the buffers."""
+"""Advice in place of the removed settings of the buffers."""
 
 
 @settings
 class Historical(Method):
     """Historical embeddings: each batch is some parts of the graph with all their in-edges.
 
-    Hidden rows of neighbours outside the batch are those that earlier batches pushed (GNNAutoScale). Every edge is used
-    once per epoch, and memory is that of a batch and its neighbours, whatever the number of layers.
+    Embeddings of neighbours outside the batch (its *halo*) are not computed. They are read from tables into
+    which earlier batches pushed them (GNNAutoScale). Every edge is used once per epoch. The memory of a
+    step is that of the batch and its halo, whatever the number of layers.
 
     Raises:
-        ValueError: A field has a value that is not allowed, or does not go with another one. From the Trainer: the
-            model is not made of layers.
+        ValueError: A field has a value that is not allowed, or does not go with another one. From the
+            Trainer: the model is not made of layers.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
@@ -58,36 +63,41 @@ class Historical(Method):
         "measure_bias": RemovedSetting(False, "run benchmarks/history_bias.py, which measures it"),
     }
     num_parts: int = 40
-    """Parts that the graph is cut into."""
+    """Parts of the graph."""
     parts_per_batch: int = 10
-    """Parts of a batch."""
+    """Parts per batch."""
     partition: Literal["metis", "streaming", "random", "range", "labels"] = "metis"
-    """How the graph is cut; `metis` needs pymetis, `streaming` takes any size, `labels` takes y for the parts."""
+    """Partitioner of the graph. `metis` needs pymetis, `streaming` works at any size, `range` goes by node
+    id, `labels` by class."""
     groups: Literal["redrawn", "fixed"] = "redrawn"
-    """Which parts make a batch: drawn anew each epoch, or the same ones always, whose blocks are then kept."""
+    """Groups of parts that make a batch: `redrawn` in each epoch, or `fixed`, with cached blocks."""
     halo: Literal["history", "drop"] = "history"
-    """Rows of neighbours in other parts: from the tables, or left out with their edges (Cluster-GCN)."""
+    """Embeddings of neighbours in other parts: `history` reads them from the tables, `drop` leaves them and
+    their edges out (Cluster-GCN)."""
     warm_up: bool = True
-    """Fill the tables by one exact forward pass before the first epoch."""
+    """Exact forward pass before the first epoch, which fills the tables."""
     refresh_every: int | Literal["evaluation"] | None = None
-    """Epochs from one exact forward pass that fills the tables to the next; `evaluation`: exact evaluation fills them,
-    in one process; none: batches alone write them."""
+    """Epochs between exact forward passes that fill the tables. `evaluation`: exact evaluation fills them,
+    in one process only. Default: after the warm-up, batches alone write them."""
     compensate: bool = False
-    """Keep tables of gradients too, and add the backward messages that a batch's neighbours would send it."""
+    """Compensation for the backward messages from outside a batch, by tables of gradients (LMC)."""
     max_batches: int | None = None
-    """Batches of an epoch, all by default; where groups are redrawn, the other parts have their turn in later ones."""
+    """Batches per epoch, over all ranks. With groups=redrawn, other parts have their turn in later epochs.
+    Default: all."""
     edge_dropout: float = 0.0
-    """Share of a batch's edges that is left out in training, drawn anew for each batch."""
+    """Share of a batch's edges that is dropped in training, drawn anew for each batch."""
     lipschitz: float = 0.0
-    """Weight of a penalty on how far noise on a layer's input moves its output, since stored rows are not exact."""
+    """Weight of a penalty on how far noise on a layer's input moves its output, since historical embeddings
+    are not exact."""
     lag: int = 0
-    """Steps that a commit waits before it is seen: batch t sees the commits of batches up to t - 1 - lag."""
+    """Delay of table writes, in steps. Batch t reads what batches up to t - 1 - lag wrote."""
     storage: Literal["model", "float32", "bf16", "fp16"] = "model"
-    """Element type of the tables; `model` is that of the rows."""
+    """Element type of the tables. `model`: that of the embeddings."""
     tables: Literal["auto", "device", "pinned", "host"] = "auto"
-    """Where a GPU's tables are: on it, `pinned` in host memory that it reads itself, `host`, or what fits."""
+    """Memory of a GPU's tables: `device`, `pinned` (host memory that the GPU reads itself), or `host`.
+    Default: the first of these in which they fit."""
     folder: Path | None = None
-    """Where tables are kept as mapped files, for those larger than memory; in memory by default."""
+    """Folder of the tables as memory-mapped files, for tables larger than memory. Default: in memory."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -115,9 +125,9 @@ class Historical(Method):
             )
 
     def for_graph(self, num_nodes: int) -> Historical:
-        """The same settings, with a part per node where there are fewer nodes than parts by default."""
+        """A copy of these settings with one part per node, if there are fewer nodes than default parts."""
         if self.num_parts != Historical.num_parts or num_nodes >= self.num_parts:
-            return self  # a number that was given is followed or refused
+            return self  # a number that the user has set is followed or refused, never changed
         return replace(self, num_parts=num_nodes, parts_per_batch=min(self.parts_per_batch, num_nodes))
 
     def placement(self, requested: Placement) -> Placement:
@@ -157,12 +167,16 @@ class Historical(Method):
         device: torch.device | str = "cpu",
         world: World | None = None,
     ) -> HistoricalLoader:
-        """The batches alone, for a loop of your own: `for batch in Historical(...).loader(data, model=model): ...`.
+        """The batches alone, for a loop of your own.
 
-        Calling the model with a batch pulls stored rows of its halo between layers. `batch.commit()`, after the
-        optimizer's step, pushes the rows of its own nodes.
-        model: a `GNN` or a PyG model, whose weights fill the tables where `warm_up` or `refresh_every` ask for it.
-        world: the ranks that take their turns together (docs/own_loops.md).
+        Write `for batch in Historical(...).loader(data, model=model): ...`.
+
+        Calling the model with a batch pulls historical embeddings of its halo between layers.
+        `batch.commit()`, after the optimizer's step, pushes the embeddings of its own nodes.
+
+        ids: the seeds, as node ids or as the name of a split. model: a `GNN` or a PyG model. Its weights
+        fill the tables if `warm_up` or `refresh_every` is set. world: the ranks that take their turns
+        together (docs/own_loops.md).
         """
         from hopline.methods.historical.loader import make_loader
 

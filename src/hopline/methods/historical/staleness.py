@@ -44,41 +44,48 @@ class RowDrift:
 
     def __init__(self, work: HistoricalWork) -> None:
         self.work = work
-        self.age_sum, self.num_rows = 0, 0
-        """Over the rows that batches have read in this epoch: the sum of their ages in steps, and their number."""
+        self.age_sum = 0
+        """The sum of the ages, in steps, of the rows that batches have read in this epoch."""
+        self.num_rows = 0
+        """The number of rows that batches have read in this epoch."""
         self._age = 1
         """The mean age of rows that batches read in the epoch before, in steps, and at least 1."""
-        self._before: Tensor | None = None
+        self._start_rows: Tensor | None = None
         """[n, ...] float32: rows to compare with. None if no comparison is due."""
-        self._since = 0
-        """The number of steps that were committed when `_before` was computed."""
+        self._start_step = 0
+        """The number of steps that were committed when `_start_rows` was computed."""
         self._block: Block | None = None
         """The compared nodes with all their in-edges. Found on first use."""
 
     def observe_ages(self, ages: Tensor) -> None:
         """Note that a batch reads rows of these ages, in steps. -1 means never written, and does not count."""
-        known = ages[ages >= 0]
-        self.age_sum += int(known.sum())
-        self.num_rows += known.numel()
+        written_ages = ages[ages >= 0]
+        self.age_sum += int(written_ages.sum())
+        self.num_rows += written_ages.numel()
 
     def begin_epoch(self) -> None:
         """Compute the rows to compare with, unless those of an earlier epoch still wait to be compared."""
-        if self._before is None and self.work.model.num_layers > 1:
-            self._before, self._since = self._rows(), self.work.histories.step
+        if self._start_rows is None and self.work.model.num_layers > 1:
+            self._start_rows = self._compute_rows()
+            self._start_step = self.work.histories.step
 
     def end_step(self) -> None:
         """Compare after a step, once the rows of `begin_epoch` are as old as those that batches read."""
-        if self._before is not None and self.num_rows and self.work.histories.step - self._since >= self._age:
-            before, self._before = self._before, None
-            trace.count("history.drift", relative_distance(before, self._rows()))
+        if self._start_rows is None or not self.num_rows:
+            return
+        if self.work.histories.step - self._start_step >= self._age:
+            start_rows = self._start_rows
+            self._start_rows = None
+            trace.count("history.drift", relative_distance(start_rows, self._compute_rows()))
 
     def end_epoch(self) -> None:
         """Update the mean age by what batches read in this epoch."""
         if self.num_rows:
             self._age = max(1, round(self.age_sum / self.num_rows))
-        self.age_sum, self.num_rows = 0, 0
+        self.age_sum = 0
+        self.num_rows = 0
 
-    def _rows(self) -> Tensor:
+    def _compute_rows(self) -> Tensor:
         """[n, ...] float32: current rows of the compared nodes after the first layer, in evaluation mode."""
         if self._block is None:
             self._block = self._find_block()
@@ -87,15 +94,16 @@ class RowDrift:
 
     def _find_block(self) -> Block:
         """Nodes spread over the graph, with all their in-edges: as many as `MAX_NODES` and `MAX_INPUTS` allow."""
-        work, graph = self.work, self.work.parts.graph
-        spread = torch.linspace(0, graph.num_nodes - 1, MAX_NODES).long().unique()
-        width = max(1, work.job.data.num_features)
-        num_inputs = width * (1 + graph.in_degrees(spread))
+        work = self.work
+        graph = work.parts.graph
+        candidates = torch.linspace(0, graph.num_nodes - 1, MAX_NODES).long().unique()
+        num_features = max(1, work.job.data.num_features)
+        num_inputs = num_features * (1 + graph.in_degrees(candidates))
         # Nodes of low degree first: a hub would take the place of all others.
         order = num_inputs.argsort(stable=True)
         fits = num_inputs[order].cumsum(0) <= MAX_INPUTS
         fits[0] = True  # at least one node, however many inputs it has
-        nodes = spread[order[fits]].sort().values
+        nodes = candidates[order[fits]].sort().values
         return full_block(work.parts.sampler, nodes).to(work.job.device)
 
 

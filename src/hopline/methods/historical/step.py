@@ -54,23 +54,31 @@ class HistoricalUnit(Unit):
         return self.size > 0 or self.work.method.compensate
 
     def forward_backward(self, total: float) -> Tensor:
-        work, job, hist_batch = self.work, self.work.job, self.hist_batch
+        work = self.work
+        job = work.job
+        hist_batch = self.hist_batch
         if hist_batch is None or not self.has_gradient:
             self._forward_only()
             return torch.zeros((), device=job.device)
         ages = hist_batch.row_reader.ages(hist_batch.halo.positions)
         report_ages(ages)
-        self.work.drift.observe_ages(ages)
+        work.drift.observe_ages(ages)
+
         with autocast(job), trace.span("forward", job.device):
-            # A batch without seeds learns from compensation only. Its model runs all the same, for the rows.
-            loss = job.train_step(job.model, hist_batch.batch) if self.size else job.model(hist_batch.batch).sum()
+            if self.size:
+                loss = job.train_step(job.model, hist_batch.batch)
+            else:
+                # A batch without seeds learns from compensation only. Its model runs all the same, for the rows.
+                loss = job.model(hist_batch.batch).sum()
             objective = loss * self.size
-            if spreads := hist_batch.halo.spreads:
+            spreads = hist_batch.halo.spreads
+            if spreads:
                 objective = objective + work.method.lipschitz * self.size * torch.stack(spreads).mean()
             if work.method.compensate:
                 objective = objective + compensation_loss(work, hist_batch)
         with trace.span("backward", job.device):
             (objective / total).backward()
+
         # Back from the mean over the step to the summed loss, whose gradients the tables hold.
         if work.method.compensate:
             self.row_gradients = {l: h.grad * total for l, h in hist_batch.halo.rows.items() if h.grad is not None}

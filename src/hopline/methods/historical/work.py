@@ -60,7 +60,7 @@ class Commit:
     def state_dict(self) -> dict[str, Any]:
         """The commit for a checkpoint, with its tensors on the host."""
         return {
-            "slabs": [[slab.start, slab.stop] for slab in self.row_ranges],
+            "slabs": [[row_range.start, row_range.stop] for row_range in self.row_ranges],
             "rows": _on_host(self.rows),
             "gradients": _on_host(self.gradients),
             "step": self.step,
@@ -69,8 +69,8 @@ class Commit:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Commit:
         """The commit that `state_dict` was taken of."""
-        row_ranges = [slice(*ends) for ends in state["slabs"]]
-        return cls(row_ranges, state["rows"], state["gradients"], state["step"])
+        row_ranges = [slice(start, stop) for start, stop in state["slabs"]]
+        return cls(row_ranges=row_ranges, rows=state["rows"], gradients=state["gradients"], step=state["step"])
 
 
 class HistoricalWork(PartsWork, Work):
@@ -99,7 +99,13 @@ class HistoricalWork(PartsWork, Work):
     batches: HistoricalBatches
 
     def _new_parts(self) -> Groups:
-        return Groups(self.job.data.graph, self.partition, self.method, self.shares, self.job.seed)
+        return Groups(
+            graph=self.job.data.graph,
+            partition=self.partition,
+            method=self.method,
+            shares=self.shares,
+            seed=self.job.seed,
+        )
 
     def _new_batches(self) -> HistoricalBatches:
         return HistoricalBatches(self)
@@ -125,18 +131,24 @@ class HistoricalWork(PartsWork, Work):
                 "with as many, or from a checkpoint at the end of an epoch"
             )
         every = self.method.refresh_every
-        is_due = isinstance(every, int) and epoch % every == 1 % every
-        if done == 0 and (is_due or (not self.filled and self.method.warm_up)):
+        is_refresh_due = isinstance(every, int) and epoch % every == 1 % every
+        is_warm_up_due = self.method.warm_up and not self.filled
+        if done == 0 and (is_refresh_due or is_warm_up_due):
             self.refresh()
         self.filled = True
-        epoch_key, given, rank = ops.derive_key(self.job.seed, epoch), 0, self.shares.rank
-        turns = self.parts.turns_of(epoch)
+
+        epoch_key = ops.derive_key(self.job.seed, epoch)
+        rank = self.shares.rank
+        num_units = 0  # of the turns so far, this one included
         self.drift.begin_epoch()
-        for step, turn in enumerate(turns):
+        for step, turn in enumerate(self.parts.turns_of(epoch)):
             size: float = sum(self._num_seeds(group) for group in turn)
-            learns = self.method.compensate or size > 0
-            given += learns
-            if given <= done and (learns or given < done):
+            has_gradient = self.method.compensate or size > 0
+            if has_gradient:
+                num_units += 1
+            # A turn without a unit is done if a later unit is.
+            is_done = num_units <= done if has_gradient else num_units < done
+            if is_done:
                 continue  # trained and pushed before the run was interrupted
             if self.method.compensate:
                 # With compensation a batch gives its part of the full gradient, however many seeds it has. So every
@@ -146,7 +158,7 @@ class HistoricalWork(PartsWork, Work):
             with trace.span("sample"):
                 hist_batch = self.batch(turn[rank], ops.derive_key(epoch_key, step * len(turn) + rank))
             unit = self.unit(hist_batch, size)
-            if learns:
+            if has_gradient:
                 yield unit
             else:  # no seeds to learn from, but other batches read its rows: push them without a step
                 unit.push_only()
@@ -155,19 +167,24 @@ class HistoricalWork(PartsWork, Work):
 
     def num_learning(self, epoch: int) -> int:
         """The number of units of an epoch: turns at which some rank has seeds, or all turns with compensation."""
-        return sum(self.method.compensate or any(map(self._num_seeds, turn)) for turn in self.parts.turns_of(epoch))
+        turns = self.parts.turns_of(epoch)
+        if self.method.compensate:
+            return len(turns)
+        return len([turn for turn in turns if any(map(self._num_seeds, turn))])
 
     def _begin(self) -> None:
         """Begin a run with empty tables: those of a run before hold rows of other weights."""
         if self.filled:
-            self.histories, self.gradients = self._new_histories("h"), self._new_histories("gradient")
-            self.drift, self.filled = RowDrift(self), False
+            self.histories = self._new_histories("h")
+            self.gradients = self._new_histories("gradient")
+            self.drift = RowDrift(self)
+            self.filled = False
             self.waiting.clear()
 
     def unit(self, hist_batch: HistoricalBatch | None, total: float | None = None) -> HistoricalUnit:
         """A batch as a unit of training. total: examples that the batches of all ranks at this turn stand for."""
-        kind = HistoricalUnit if self.guard is None else GuardedHistoricalUnit
-        return kind(self, hist_batch, total)
+        unit_class = HistoricalUnit if self.guard is None else GuardedHistoricalUnit
+        return unit_class(self, hist_batch, total)
 
     def _num_seeds(self, group: Group) -> int:
         return int(self._seeds_of_parts[list(group)].sum())
@@ -196,10 +213,10 @@ class HistoricalWork(PartsWork, Work):
             forward_sweep(self)
             if self.method.compensate:
                 # The sweep adds to the parameters' gradients, which belong to the step: put them back afterwards.
-                weights = [(p, p.grad) for p in self.job.module.parameters()]
+                gradients = [(p, p.grad) for p in self.job.module.parameters()]
                 backward_sweep(self)
-                for p, grad in weights:
-                    p.grad = grad
+                for p, gradient in gradients:
+                    p.grad = gradient
 
     @property
     def keep_rows(self) -> KeepRows | None:
@@ -224,10 +241,15 @@ class HistoricalWork(PartsWork, Work):
         Collective: every rank calls it at every turn, also without a batch.
         """
         self.histories.step += 1
-        row_ranges, rows = (), {}
-        if hist_batch is not None:
-            row_ranges, rows = hist_batch.halo.row_ranges, dict(hist_batch.halo.commits())
-        self.waiting.append(Commit(row_ranges, rows, gradients, self.histories.step, self.histories.now()))
+        self.waiting.append(
+            Commit(
+                row_ranges=() if hist_batch is None else hist_batch.halo.row_ranges,
+                rows={} if hist_batch is None else dict(hist_batch.halo.commits()),
+                gradients=gradients,
+                step=self.histories.step,
+                computed=self.histories.now(),
+            )
+        )
         self.flush(self.method.lag)
         # Ranks read each other's rows, so all must use the same running statistics of batch norms.
         self.job.world.broadcast_tensors(self.job.module.buffers())
@@ -254,24 +276,31 @@ class HistoricalWork(PartsWork, Work):
 
         Collective. It is complete on the first rank, which writes the checkpoint.
         """
-        tables = {"histories": self.histories.state_dict(), "gradients": self.gradients.state_dict()}
-        return {**tables, "filled": self.filled, "waiting": self._waiting_of_all(), "hosts": list(self.shares.hosts)}
+        return {
+            "histories": self.histories.state_dict(),
+            "gradients": self.gradients.state_dict(),
+            "filled": self.filled,
+            "waiting": self._gather_waiting(),
+            "hosts": list(self.shares.hosts),
+        }
 
-    def _waiting_of_all(self) -> list[list[dict[str, Any]]]:
+    def _gather_waiting(self) -> list[list[dict[str, Any]]]:
         """By rank, the commits that wait, as state dicts. Collective; empty on all ranks but the first."""
-        waiting, world = [commit.state_dict() for commit in self.waiting], self.job.world
+        world = self.job.world
+        waiting = [commit.state_dict() for commit in self.waiting]
         if world.size == 1:
             return [waiting]
         # The first rank gathers them as bytes, by an all-to-all in which the others receive nothing.
         buffer = io.BytesIO()
         torch.save(waiting, buffer)
         sent = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-        got = world.all_to_all([sent if rank == 0 else sent[:0] for rank in range(world.size)])
-        return [torch.load(io.BytesIO(g.numpy().tobytes()), weights_only=True) for g in got if g.numel()]
+        received = world.all_to_all([sent if rank == 0 else sent[:0] for rank in range(world.size)])
+        return [torch.load(io.BytesIO(r.numpy().tobytes()), weights_only=True) for r in received if r.numel()]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        waiting = state["waiting"]
+        self._began_with = tuple(state["hosts"])
         # Commits that wait belong to one rank each, so they can only go back to as many ranks.
-        waiting, self._began_with = state["waiting"], tuple(state["hosts"])
         if any(waiting) and self._began_with != self.shares.hosts:
             raise ValueError(
                 f"with lag= a run goes on with as many ranks and hosts as it had: {len(self._began_with)} ranks on "
@@ -280,14 +309,19 @@ class HistoricalWork(PartsWork, Work):
         self.histories.load_state_dict(state["histories"])
         self.gradients.load_state_dict(state["gradients"])
         self.filled = state["filled"]
-        self.waiting = deque(map(Commit.from_state, waiting[self.shares.rank] if any(waiting) else ()))
+        own_waiting = waiting[self.shares.rank] if any(waiting) else ()
+        self.waiting = deque(map(Commit.from_state, own_waiting))
 
 
 def _spec(method: Historical) -> PartsSpec:
     return PartsSpec(
-        num_parts=method.num_parts, partition=method.partition, storage=method.storage, tables=method.tables,
-        folder=method.folder, with_gradients=method.compensate,
-    )  # fmt: skip
+        num_parts=method.num_parts,
+        partition=method.partition,
+        storage=method.storage,
+        tables=method.tables,
+        folder=method.folder,
+        with_gradients=method.compensate,
+    )
 
 
 def _on_host(rows: Mapping[int, Tensor]) -> dict[int, Tensor]:

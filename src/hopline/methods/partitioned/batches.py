@@ -35,7 +35,9 @@ class PartBatches:
     """
 
     def __init__(self, work: PartsWork) -> None:
-        self.work, self.device, self.data = work, work.job.device, work.job.data
+        self.work = work
+        self.device = work.job.device
+        self.data = work.job.data
         self.mover = Mover(self.device, LOOK_AHEAD)
         # [num_nodes] bool on the host: which nodes are seeds.
         self.is_training = torch.zeros(self.data.num_nodes, dtype=torch.bool)
@@ -43,7 +45,7 @@ class PartBatches:
         graph = work.parts.graph
         # Convs read degrees on the batch's device, so that gets a copy of `indptr`. Edges stay on the host.
         self.graph = Graph(graph.indptr.to(self.device), graph.indices, graph.edge) if self.on_gpu else graph
-        self._positions: dict[Group, Tensor] = {}
+        self._halo_positions: dict[Group, Tensor] = {}
         """By group, for those whose edges never change: the positions of its halo."""
 
     @property
@@ -52,11 +54,11 @@ class PartBatches:
 
     def halo_positions(self, group: Group, block: Block) -> Tensor:
         """[n] int64 on the host: positions in the tables of the halo, the sources behind the group's own nodes."""
-        if group in self._positions:
-            return self._positions[group]
+        if group in self._halo_positions:
+            return self._halo_positions[group]
         positions = self.work.partition.position[block.src_ids[block.num_dst :]]
-        if self.work.parts.keeps(group):
-            self._positions[group] = positions
+        if self.work.parts.has_fixed_edges(group):
+            self._halo_positions[group] = positions
         return positions
 
     def pin(self, group: Group, block: Block, positions: Tensor) -> None:
@@ -64,7 +66,7 @@ class PartBatches:
 
         Tensors that cannot be pinned go through the mover's buffers.
         """
-        if self.on_gpu and self.work.parts.keeps(group):
+        if self.on_gpu and self.work.parts.has_fixed_edges(group):
             for tensor in (*block.tensors(), positions):
                 if tensor is not None and tensor.numel() and not pinned.is_registered(tensor):
                     pinned.register(tensor)
@@ -78,26 +80,49 @@ class PartBatches:
         data = self.data
         output_idx = self.is_training[nodes].nonzero().view(-1)
         seeds = nodes[output_idx]
-        handles = {name: Rows(table, block.src_ids) for name, table in data.tables.items()} if inputs else {}
+        handles = {}
+        if inputs:
+            handles = {name: Rows(table, block.src_ids) for name, table in data.tables.items()}
+        y = None
         # Labels on a GPU are read after the move, by `to_device`.
-        y = None if data.y is None or data.y.device != seeds.device else ops.gather_rows(data.y, seeds)
-        x, blocks = handles.pop("x", None), (block,) * self.work.model.num_layers
-        return self.to_device(Batch(seeds, blocks, x, y, handles, key, seeds.numel(), output_idx))
+        if data.y is not None and data.y.device == seeds.device:
+            y = ops.gather_rows(data.y, seeds)
+        batch = Batch(
+            seeds=seeds,
+            blocks=(block,) * self.work.model.num_layers,
+            x=handles.pop("x", None),
+            y=y,
+            tables=handles,
+            key=key,
+            total_seeds=seeds.numel(),
+            output_idx=output_idx,
+        )
+        return self.to_device(batch)
 
     def to_device(self, batch: Batch) -> Batch:
         """The batch on the model's device. Rows of tables that a GPU cannot read are read on the host first."""
         if not self.on_gpu:
             return batch
-        handles = {} if batch.x is None else {"x": batch.x}
-        handles |= batch.tables
-        read = {n: r.read() for n, r in handles.items() if isinstance(r, Rows) and r.table.tiers(self.device) is None}
-        moved = self.mover.ready(self.mover.move(replace(batch, x=read.pop("x", None), tables=read)))
-        ids = moved.input_ids
-        near = {n: Rows(r.table, ids) for n, r in handles.items() if isinstance(r, Rows) and n not in moved.tables}
-        x = near.pop("x", None) if moved.x is None else moved.x
-        near.pop("x", None)
-        y = moved.y if self.data.y is None or moved.y is not None else ops.gather_rows(self.data.y, moved.seeds)
-        return replace(moved, x=x, y=y, tables={**moved.tables, **near})
+        inputs = dict(batch.tables) if batch.x is None else {"x": batch.x, **batch.tables}
+        handles = {name: rows for name, rows in inputs.items() if isinstance(rows, Rows)}
+        host_rows: dict[str, Rows | Tensor] = {}
+        for name, handle in handles.items():
+            if handle.table.tiers(self.device) is None:
+                host_rows[name] = handle.read()
+        x = host_rows.pop("x", None)
+        moved = self.mover.ready(self.mover.move(replace(batch, x=x, tables=host_rows)))
+
+        tables = dict(moved.tables)
+        for name, handle in handles.items():
+            if name != "x" and name not in tables:
+                tables[name] = Rows(handle.table, moved.input_ids)
+        x = moved.x
+        if x is None and "x" in handles:
+            x = Rows(handles["x"].table, moved.input_ids)
+        y = moved.y
+        if y is None and self.data.y is not None:
+            y = ops.gather_rows(self.data.y, moved.seeds)
+        return replace(moved, x=x, y=y, tables=tables)
 
     def inputs_of(self, ids: Tensor) -> Rows | Tensor:
         """The features of some nodes for the model: a handle if its device can read the table, else the rows."""

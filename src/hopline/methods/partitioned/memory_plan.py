@@ -36,15 +36,16 @@ def part_sizes(graph: Graph, share: float, num_layers: int) -> Sizes:
 
     It is reached if no two edges have the same source.
     """
-    own, edges = math.ceil(share * graph.num_nodes), math.ceil(share * graph.num_edges)
-    sources = min(own + edges, graph.num_nodes)
-    return Sizes((*[sources] * num_layers, own), (edges,) * num_layers)
+    num_own = math.ceil(share * graph.num_nodes)
+    num_edges = math.ceil(share * graph.num_edges)
+    num_src = min(num_own + num_edges, graph.num_nodes)
+    return Sizes((*[num_src] * num_layers, num_own), (num_edges,) * num_layers)
 
 
 def block_bytes(graph: Graph, num_edges: int) -> int:
     """The bytes of a batch's block: per edge 12 and its edge arrays, per source 24."""
-    arrays = sum(array[:0].element_size() * array.shape[1:].numel() for array in graph.edge.values())
-    return num_edges * (12 + arrays) + 24 * min(graph.num_nodes, num_edges)
+    array_bytes = sum(array[:0].element_size() * array.shape[1:].numel() for array in graph.edge.values())
+    return num_edges * (12 + array_bytes) + 24 * min(graph.num_nodes, num_edges)
 
 
 def table_items(name: str, folder: object, num_bytes: int, outline: Outline, requested: str) -> list[Item]:
@@ -58,7 +59,7 @@ def table_items(name: str, folder: object, num_bytes: int, outline: Outline, req
     items = [Item(name, place, num_bytes)]
     # Tables that ranks share have no mover, so no buffers. With tables=auto and no folder, `choose_where` decides
     # when the tables are made.
-    behind_buffers = requested == "host" or folder is not None
-    if outline.compute_place == "device" and behind_buffers and outline.job.world.size == 1:
+    needs_buffers = requested == "host" or folder is not None
+    if outline.compute_place == "device" and needs_buffers and outline.job.world.size == 1:
         items.append(Item("pinned buffers", "host", NUM_BUFFERS * BUFFER_BYTES))
     return items

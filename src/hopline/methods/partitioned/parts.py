@@ -13,7 +13,7 @@ from hopline.core.partition import Partition
 from hopline.core.sampler import NeighborSampler, full_block
 from hopline.tables.history_ranks import PartAssignment
 
-MAX_KEPT_EDGES = 1 << 25
+MAX_CACHED_EDGES = 1 << 25
 """Most edges of a graph whose blocks are cached from one sweep over all parts to the next. A rule of thumb."""
 
 Group = tuple[int, ...]
@@ -37,14 +37,17 @@ class Parts:
         keeps_blocks: bool = False,
         edge_ids: bool = False,
     ) -> None:
-        self.graph, self.partition, self.shares = graph, partition, shares
-        self.per_group, self.keeps_blocks = per_group, keeps_blocks
+        self.graph = graph
+        self.partition = partition
+        self.shares = shares
+        self.per_group = per_group
+        self.keeps_blocks = keeps_blocks
         self.sampler = NeighborSampler(graph, (-1,), edge_ids=edge_ids)
-        own = shares.parts[shares.rank]
-        self.sweep = [tuple(own[i : i + per_group]) for i in range(0, len(own), per_group)]
+        own_parts = shares.parts[shares.rank]
+        self.sweep = [tuple(own_parts[i : i + per_group]) for i in range(0, len(own_parts), per_group)]
         """The groups that this rank computes in a sweep over all parts, in order."""
-        self._swept = frozenset(self.sweep)
-        self._kept: dict[Group, Block] = {}
+        self._sweep_groups = frozenset(self.sweep)
+        self._cached_blocks: dict[Group, Block] = {}
         """By group: its block, if that is cached."""
 
     def row_ranges_of(self, group: Group) -> list[slice]:
@@ -54,30 +57,31 @@ class Parts:
 
     def nodes_of(self, group: Group) -> Tensor:
         """[n] int64 on the host: global ids of the group's nodes, part by part."""
-        return torch.cat([self.partition.order[slab] for slab in self.row_ranges_of(group)])
+        return torch.cat([self.partition.order[row_range] for row_range in self.row_ranges_of(group)])
 
     def block_of(self, group: Group, nodes: Tensor, key: int | None) -> Block:
         """All in-edges of the group's nodes. Sources are the group's nodes, then the halo.
 
         nodes: those of `nodes_of`. key: of random draws, in a subclass that drops edges.
         """
-        if group in self._kept:
-            return self._kept[group]
+        if group in self._cached_blocks:
+            return self._cached_blocks[group]
         block = self._new_block(nodes)
-        if self._keeps_whole(group):
-            self._kept[group] = block
+        if self._caches_block(group):
+            self._cached_blocks[group] = block
         return block
 
     def _new_block(self, nodes: Tensor) -> Block:
         return full_block(self.sampler, nodes)
 
-    def keeps(self, group: Group) -> bool:
+    def has_fixed_edges(self, group: Group) -> bool:
         """Whether `block_of` returns the same edges every time, so that callers may cache what they derive."""
-        return self._keeps_whole(group)
+        return self._caches_block(group)
 
-    def _keeps_whole(self, group: Group) -> bool:
+    def _caches_block(self, group: Group) -> bool:
         """Whether the group's block is cached, before a subclass drops edges of it."""
-        return self.keeps_blocks or (group in self._swept and self.graph.num_edges <= MAX_KEPT_EDGES)
+        is_small_sweep = group in self._sweep_groups and self.graph.num_edges <= MAX_CACHED_EDGES
+        return self.keeps_blocks or is_small_sweep
 
 
 def without_halo(block: Block) -> Block:

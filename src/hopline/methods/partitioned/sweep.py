@@ -12,7 +12,7 @@ gradients at shared rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -35,30 +35,34 @@ class AllParts(LayerPlan[Group]):
     encodes_once = True
 
     def __init__(self, work: PartsWork, key: int | None) -> None:
-        self.work, self.key = work, key
-        # By group: its piece, as long as the plan lives, which is one pass. None: pieces are made for every layer.
-        self._held: dict[Group, Piece] | None = {} if work.job.data.num_edges <= MAX_HELD_EDGES else None
+        self.work = work
+        self.key = key
+        self._is_small = work.job.data.num_edges <= MAX_HELD_EDGES
+        # By group: its piece, as long as the plan lives, which is one pass. Empty for a large graph.
+        self._pieces: dict[Group, Piece] = {}
 
     def chunks_of(self, l: int) -> Sequence[Group]:
         return self.work.parts.sweep
 
     def piece(self, l: int, chunk: Group) -> Piece:
         """The group with its edges, on the device. A small graph's is made once, not moved again at every layer."""
-        if self._held is None:
+        if not self._is_small:
             return self._make_piece(chunk)
-        if chunk not in self._held:
-            self._held[chunk] = self._make_piece(chunk)
-        return self._held[chunk]
+        if chunk not in self._pieces:
+            self._pieces[chunk] = self._make_piece(chunk)
+        return self._pieces[chunk]
 
     def _make_piece(self, group: Group) -> Piece:
-        parts, batches = self.work.parts, self.work.batches
-        nodes, row_ranges = parts.nodes_of(group), parts.row_ranges_of(group)
+        parts = self.work.parts
+        batches = self.work.batches
+        nodes = parts.nodes_of(group)
+        row_ranges = parts.row_ranges_of(group)
         block = parts.block_of(group, nodes, self.key)
         halo = batches.halo_positions(group, block)
         batches.pin(group, block, halo)
         batch = batches.batch_of(replace(block, key=self.key, graph=batches.graph), nodes, self.key, inputs=False)
         positions = torch.cat([self.work.partition.position[nodes], halo])
-        return Piece(batch.blocks[-1], positions, row_ranges, row_ranges[0].start, batch)
+        return Piece(block=batch.blocks[-1], src=positions, dst=row_ranges, number=row_ranges[0].start, batch=batch)
 
     def inputs_of(self, ids: Tensor) -> Rows | Tensor:
         return self.work.batches.inputs_of(ids)
@@ -69,14 +73,22 @@ def _layers(work: PartsWork, key: int | None, *, keep: bool = False) -> Layers[G
 
     key: of the random draws; None in evaluation. keep: whether gradients at all rows go into the tables of gradients.
     """
-    swept, several = work.swept_positions, work.job.world.size > 1
+    positions = work.swept_positions
+    has_ranks = work.job.world.size > 1
+
+    def keep_gradients(l: int, rows: Tensor) -> None:
+        work.gradients.write(l, [work.own_row_range], rows)
+
+    def collect(rows: Tensor) -> tuple[Tensor, int]:
+        return work.owners.collect(positions, rows), work.owners.own.start
+
     rows = Boundaries(
         work.histories,
         device=work.job.device,
         dtype=work.dtype,
-        reads=lambda l: swept if several else None,
-        keep_gradients=(lambda l, rows: work.gradients.write(l, [work.own_row_range], rows)) if keep else None,
-        collect=(lambda rows: (work.owners.collect(swept, rows), work.owners.own.start)) if several else None,
+        reads=lambda l: positions if has_ranks else None,
+        keep_gradients=keep_gradients if keep else None,
+        collect=collect if has_ranks else None,
     )
     return Layers(work.model, AllParts(work, key), rows, key=key)
 
@@ -88,7 +100,8 @@ def forward_sweep(work: PartsWork, key: int | None = None) -> None:
     """
     work.prepare()
     work.job.world.barrier()  # no rank still reads the rows that are about to be overwritten
-    with _mode(work, key), torch.no_grad():
+    mode = evaluating(work.model) if key is None else nullcontext()
+    with mode, torch.no_grad():
         _layers(work, key).forward(range(work.model.num_layers - 1))
     work.histories.stamp([work.own_row_range], work.histories.step)
     work.job.world.barrier()
@@ -103,14 +116,11 @@ def backward_sweep(work: PartsWork, key: int | None = None, scale: float = 1.0, 
     key: that of `forward_sweep`. keep: whether gradients at all rows are written into the tables of gradients.
     """
     objective = objective_of(work.job, scale, key)
-    with torch.enable_grad() if key is not None else _evaluating_with_gradients(work.model):
+    mode = _evaluating_with_gradients(work.model) if key is None else torch.enable_grad()
+    with mode:
         _layers(work, key, keep=keep).backward(objective)
     work.job.world.barrier()
     return objective.loss_sum
-
-
-def _mode(work: PartsWork, key: int | None) -> AbstractContextManager[None]:
-    return evaluating(work.model) if key is None else nullcontext()
 
 
 @contextmanager

@@ -8,9 +8,10 @@ without gradients. One call of the training step turns them into the loss and it
 
     outputs = model at the seeds of each piece        no gradients kept
     loss    = train_step(model, all seeds)            the model answers with `outputs`, a leaf
-    given   = d loss / d outputs                      small: a row per seed
+    g       = d loss / d outputs                      small: a row per seed
 
-The second time goes back from `given`, piece by piece: sum(outputs * given) has the gradient `given` at the outputs.
+The second time goes back from g, piece by piece: with g held constant, sum(outputs * g) has the gradient g at the
+outputs.
 
 Two other places use this identity. A sampled batch in micro-batches does so with the whole model, and ranks that each
 have a shard gather their outputs for it.
@@ -54,7 +55,8 @@ class SweepLoss(ABC):
     """
 
     def __init__(self, job: Job, scale: float) -> None:
-        self.job, self.scale = job, scale
+        self.job = job
+        self.scale = scale
         dtype = next(p.dtype for p in job.module.parameters())
         self.loss_sum = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=job.device)
 
@@ -89,19 +91,25 @@ class JointLoss(SweepLoss):
     def __init__(self, job: Job, scale: float, whole_batch: WholeBatch) -> None:
         super().__init__(job, scale)
         self.whole_batch = whole_batch
-        self._given: Iterator[Tensor] = iter(())
+        self._output_gradients: Iterator[Tensor] = iter(())
         """Per piece with seeds, in order: [num_seeds, ...], the gradient of the loss at its outputs."""
 
     def begin(self, layers: Layers[Any]) -> None:
-        found = [(batch.seeds, batch.y, outputs) for batch, outputs in layers.outputs_at_seeds()]
-        if not found:
+        piece_seeds: list[Tensor] = []
+        piece_labels: list[Tensor] = []
+        piece_outputs: list[Tensor] = []
+        for batch, outputs in layers.outputs_at_seeds():
+            piece_seeds.append(batch.seeds)
+            piece_outputs.append(outputs)
+            if batch.y is not None:
+                piece_labels.append(batch.y)
+        if not piece_seeds:
             return
-        seeds, labels, outputs = zip(*found, strict=True)
-        known = [y for y in labels if y is not None]
-        whole = self.whole_batch(torch.cat(seeds), torch.cat(known) if known else None)
-        self._given = iter(self._back(whole, torch.cat(seeds), outputs))
+        seeds = torch.cat(piece_seeds)
+        whole = self.whole_batch(seeds, torch.cat(piece_labels) if piece_labels else None)
+        self._output_gradients = iter(self._differentiate(whole, seeds, piece_outputs))
 
-    def _back(self, whole: Batch, seeds: Tensor, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _differentiate(self, whole: Batch, seeds: Tensor, outputs: list[Tensor]) -> tuple[Tensor, ...]:
         """Per piece: the gradient of the loss at its outputs.
 
         whole: the batch for the training step, whose seeds may be in another order. seeds: those of all pieces, one
@@ -110,12 +118,12 @@ class JointLoss(SweepLoss):
         # From the order of the pieces to that of `whole`. Both hold the same nodes, each once, so the k-th smallest
         # of one is the k-th smallest of the other.
         order = seeds.argsort()[whole.seeds.argsort().argsort()]
-        found = loss_at_outputs(self.job, whole, torch.cat(outputs)[order], self.scale)
-        found.add_to_parameters()
-        self.loss_sum += found.loss_sum
-        by_piece = torch.empty_like(found.output_gradients)
-        by_piece[order] = found.output_gradients
+        loss = loss_at_outputs(self.job, whole, torch.cat(outputs)[order], self.scale)
+        loss.add_to_parameters()
+        self.loss_sum += loss.loss_sum
+        by_piece = torch.empty_like(loss.output_gradients)
+        by_piece[order] = loss.output_gradients
         return by_piece.split([rows.size(0) for rows in outputs])
 
     def __call__(self, batch: Batch, outputs: Tensor) -> Tensor:
-        return (outputs * next(self._given)).sum()
+        return (outputs * next(self._output_gradients)).sum()

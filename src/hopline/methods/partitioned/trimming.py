@@ -13,9 +13,9 @@ sweep over all nodes. The needed rows and their blocks are found once, and stay 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +27,16 @@ from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece
 from hopline.methods.partitioned.sweep_loss import objective_of
 from hopline.methods.partitioned.work import PartsWork
 
-NeededChunk = tuple[int, Block, Tensor]
-"""(part, in-edges of those of its nodes that are needed after a layer, [num_src] positions of the sources)."""
+
+class NeededChunk(NamedTuple):
+    """The nodes of one part that are needed after a layer, with all their in-edges."""
+
+    part: int
+    """The number of the part."""
+    block: Block
+    """Destinations: the needed nodes of the part."""
+    src_positions: Tensor
+    """[num_src] int64 on the host: table positions of the block's sources."""
 
 
 class NeededRows:
@@ -38,14 +46,15 @@ class NeededRows:
     """
 
     def __init__(self, work: PartsWork) -> None:
-        self.work, self.graph = work, work.job.data.graph
+        self.work = work
+        self.graph = work.job.data.graph
         needed = [work.job.train_ids.cpu()]
         for _ in range(work.model.num_layers - 1):
             needed.insert(0, in_neighborhood(self.graph, needed[0]))
         self.positions = [work.partition.position[nodes].sort().values for nodes in needed]
         """By layer: [n] int64 on the host, ascending: positions of the nodes whose rows are needed after it."""
-        self._blocks: dict[tuple[int, int], tuple[Block, Tensor]] = {}
-        """By (part, number of its nodes that are needed): block of their in-edges, positions of its sources."""
+        self._chunks: dict[tuple[int, int], NeededChunk] = {}
+        """By (part, number of its nodes that are needed)."""
 
     @cached_property
     def num_rows(self) -> int:
@@ -58,19 +67,22 @@ class NeededRows:
         order = self.work.partition.order
         return sum(int(self.graph.in_degrees(order[positions]).sum()) for positions in self.positions)
 
-    def blocks(self, l: int) -> Iterable[NeededChunk]:
-        """The chunks of layer `l`: a `NeededChunk` for each part that has needed nodes. Their blocks are cached."""
+    def chunks_of(self, l: int) -> list[NeededChunk]:
+        """The chunks of layer `l`, one for each part that has needed nodes. They are cached."""
         partition = self.work.partition
         bounds = torch.searchsorted(self.positions[l], partition.ptr)
+        chunks = []
         for part, positions in enumerate(self.positions[l].split(bounds.diff().tolist())):
+            if not positions.numel():
+                continue
             # The number of nodes is key enough: a part's nodes needed after a layer are among those needed after the
             # layer before, so equally many are the same ones. Layers that need the same nodes share a block.
-            known = (part, positions.numel())
-            if positions.numel() and known not in self._blocks:
+            key = (part, positions.numel())
+            if key not in self._chunks:
                 block = full_block(self.work.parts.sampler, partition.order[positions])
-                self._blocks[known] = block, partition.position[block.src_ids]
-            if positions.numel():
-                yield part, *self._blocks[known]
+                self._chunks[key] = NeededChunk(part, block, partition.position[block.src_ids])
+            chunks.append(self._chunks[key])
+        return chunks
 
     def forward(self, key: int | None) -> None:
         """Compute the needed rows after all layers but the last, into the tables. key: of the random draws."""
@@ -85,8 +97,8 @@ class NeededRows:
         return objective.loss_sum
 
     def _layers(self, key: int | None) -> Layers[NeededChunk]:
-        work, positions = self.work, self.positions
-        rows = Boundaries(work.histories, device=work.job.device, dtype=work.dtype, reads=lambda l: positions[l])
+        work = self.work
+        rows = Boundaries(work.histories, device=work.job.device, dtype=work.dtype, reads=lambda l: self.positions[l])
         return Layers(work.model, NeededParts(self, key), rows, key=key)
 
 
@@ -94,21 +106,29 @@ class NeededParts(LayerPlan[NeededChunk]):
     """The layer-wise engine's plan of a trimmed sweep: chunks are needed nodes by part, fewer at later layers."""
 
     def __init__(self, needed: NeededRows, key: int | None) -> None:
-        self.needed, self.work, self.key = needed, needed.work, key
+        self.needed = needed
+        self.work = needed.work
+        self.key = key
         self.last = needed.work.model.num_layers - 1
 
     def chunks_of(self, l: int) -> list[NeededChunk]:
-        return list(self.needed.blocks(l))
+        return self.needed.chunks_of(l)
 
     def piece(self, l: int, chunk: NeededChunk) -> Piece:
         """A chunk with its edges, on the model's device. Only the last layer's has seeds and labels, for the loss."""
-        (part, block, positions), batches = chunk, self.work.batches
-        block = replace(block, key=self.key, graph=batches.graph)
+        batches = self.work.batches
+        block = replace(chunk.block, key=self.key, graph=batches.graph)
         if l == self.last:
             batch = batches.batch_of(block, block.dst_ids, self.key, inputs=False)
         else:
-            batch = batches.to_device(Batch(block.dst_ids, (block,), None, None, key=self.key))
-        return Piece(batch.blocks[-1], positions, positions[: block.num_dst], part, batch)
+            batch = batches.to_device(Batch(block.dst_ids, (block,), x=None, y=None, key=self.key))
+        return Piece(
+            block=batch.blocks[-1],
+            src=chunk.src_positions,
+            dst=chunk.src_positions[: block.num_dst],
+            number=chunk.part,
+            batch=batch,
+        )
 
     def inputs_of(self, ids: Tensor) -> Rows | Tensor:
         return self.work.batches.inputs_of(ids)

@@ -36,7 +36,7 @@ from hopline.tables.history import DTYPES, Histories
 from hopline.tables.history_ranks import Owners, PartAssignment, SharedHistories
 from hopline.util.config import format_size
 
-PROBED = 8
+MAX_PROBED_NODES = 8
 """Most nodes on which the model is run to find the widths of its rows. A rule of thumb."""
 
 
@@ -63,7 +63,9 @@ class PartsWork:
     """
 
     def __init__(self, job: Job, model: GNN, spec: PartsSpec, partition: Partition | None = None) -> None:
-        self.job, self.model, self.spec = job, model, spec
+        self.job = job
+        self.model = model
+        self.spec = spec
         self.shares = PartAssignment.of(job.world, spec.num_parts)
         self.partition = partition or partition_together(
             job.data, spec.num_parts, spec.partition, seed=job.seed, world=job.world
@@ -73,7 +75,8 @@ class PartsWork:
         self.batches = self._new_batches()
         self.mover = None if job.device.type == "cpu" or job.world.size > 1 else RowMover(job.device)
         """Moves rows of both kinds of tables to and from a GPU. None on a CPU, and with ranks, which share tables."""
-        self.histories, self.gradients = self._new_histories("h"), self._new_histories("gradient")
+        self.histories = self._new_histories("h")
+        self.gradients = self._new_histories("gradient")
 
     def _new_parts(self) -> Parts:
         return Parts(self.job.data.graph, self.partition, self.shares, keeps_blocks=True)
@@ -84,7 +87,9 @@ class PartsWork:
     # ---- tables
 
     def _new_histories(self, name: str) -> Histories:
-        spec, device, num_nodes = self.spec, self.job.device, self.partition.num_nodes
+        spec = self.spec
+        device = self.job.device
+        num_nodes = self.partition.num_nodes
         dtype = DTYPES[spec.storage]
         if self.job.world.size > 1:
             return SharedHistories(self.owners, name=name, dtype=dtype, folder=spec.folder)
@@ -97,13 +102,13 @@ class PartsWork:
     @cached_property
     def tables_at(self) -> Where:
         """The place of a GPU's tables, chosen by the setting and by what fits. Says it when first asked."""
-        dtype, sizes = DTYPES[self.spec.storage], 1 + self.spec.with_gradients
-        row = sum((dtype or like.dtype).itemsize * like[0].numel() for like in self._probe_rows().values())
-        where = choose_where(
-            sizes * row * self.partition.num_nodes, self.job.device, self.spec.tables, self.spec.folder
-        )
+        dtype = DTYPES[self.spec.storage]
+        row_bytes = sum((dtype or rows.dtype).itemsize * rows[0].numel() for rows in self._probe_rows().values())
+        num_kinds = 2 if self.spec.with_gradients else 1
+        num_bytes = num_kinds * row_bytes * self.partition.num_nodes
+        where = choose_where(num_bytes, self.job.device, self.spec.tables, self.spec.folder)
         text = {"device": "on the device", "pinned": "pinned on the host", "host": "on the host, behind pinned buffers"}
-        self.job.say(f"history: {format_size(sizes * row * self.partition.num_nodes)} {text[where]}")
+        self.job.say(f"history: {format_size(num_bytes)} {text[where]}")
         return where
 
     def prepare(self) -> None:
@@ -114,15 +119,16 @@ class PartsWork:
         """
         if self.job.world.size == 1 or self.histories.tables:
             return
-        for l, like in self._probe_rows().items():
+        for l, rows in self._probe_rows().items():
             if l < self.model.num_layers - 1:
-                self.histories.table(l, like)
+                self.histories.table(l, rows)
             if self.spec.with_gradients:
-                self.gradients.table(l, like)
+                self.gradients.table(l, rows)
 
     def _probe_rows(self) -> dict[int, Tensor]:
-        """By layer: rows of up to `PROBED` nodes after it, with the width and dtype of all rows."""
-        nodes, recorder = self.parts.nodes_of((0,))[:PROBED], Recorder()
+        """By layer: rows of up to `MAX_PROBED_NODES` nodes after it, with the width and dtype of all rows."""
+        nodes = self.parts.nodes_of((0,))[:MAX_PROBED_NODES]
+        recorder = Recorder()
         block = replace(without_halo(full_block(self.parts.sampler, nodes)), layer_hooks=recorder)
         with evaluating(self.model):
             batch = Batch(nodes, (block,) * self.model.num_layers, None, None).to(self.job.device)
@@ -132,7 +138,7 @@ class PartsWork:
     @cached_property
     def row_of(self) -> list[Tensor]:
         """By layer: [1, ...], the row of one node after it, for shapes and dtypes."""
-        return [like[:1].detach() for _, like in sorted(self._probe_rows().items())]
+        return [rows[:1].detach() for _, rows in sorted(self._probe_rows().items())]
 
     @property
     def own_row_range(self) -> slice:
@@ -144,12 +150,13 @@ class PartsWork:
         """[n] int64 on the host, ascending: positions of all rows that a sweep of this rank reads."""
         if self.job.world.size == 1:
             return torch.arange(self.partition.num_nodes)
-        found = []
+        positions = []
         for group in self.parts.sweep:
             nodes = self.parts.nodes_of(group)
-            halo = self.batches.halo_positions(group, self.parts.block_of(group, nodes, None))
-            found += [self.partition.position[nodes], halo]
-        return torch.cat(found).unique()
+            block = self.parts.block_of(group, nodes, None)
+            positions.append(self.partition.position[nodes])
+            positions.append(self.batches.halo_positions(group, block))
+        return torch.cat(positions).unique()
 
     # ---- one layer
 
@@ -162,8 +169,10 @@ class PartsWork:
             state = self.model.encode(self.batches.inputs_of(block.src_ids), block.src_keys, block.key)
         else:
             assert inputs is not None
-            own, keys = self.batches.inputs_of(block.dst_ids), block.src_keys[: block.num_dst]
-            x0 = self.model.encode(own, keys, block.key).x0 if self.model.encodes else None
+            own_inputs = self.batches.inputs_of(block.dst_ids)
+            x0 = None
+            if self.model.encodes:
+                x0 = self.model.encode(own_inputs, block.src_keys[: block.num_dst], block.key).x0
             inputs = inputs.to(self.job.device, self.dtype)
             state = State(self.model.apply_dropout(inputs, block.src_keys, block.key, l - 1), x0)
         return layer_rows(self.model, l, state, Piece(block, None, None))
@@ -187,16 +196,18 @@ def partition_together(data: Dataset, num_parts: int, how: str, *, seed: int, wo
     try:
         if world.rank == 0:
             labels = _labels(data) if how == "labels" else None
-            made = make_partition(data.graph, num_parts, how=how, seed=seed, labels=labels, cache=_cache_of(data))
+            cache = None if data.folder is None else data.folder / "partitions"
+            partition = make_partition(data.graph, num_parts, how=how, seed=seed, labels=labels, cache=cache)
             if world.size == 1:
-                return made
-            part_of = made.part_of
+                return partition
+            part_of = partition.part_of
     except ValueError as error:
         if world.size == 1:
             raise
         problem = str(error)
     # An error of the first rank must reach the others, which would otherwise wait for the partition.
-    if problem := world.broadcast_object(problem):
+    problem = world.broadcast_object(problem)
+    if problem:
         raise ValueError(problem)
     world.broadcast_tensors([part_of])
     return Partition(part_of, num_parts, how)
@@ -212,8 +223,3 @@ def _labels(data: Dataset) -> Tensor:
     if y is None or y.dim() != 1 or y.is_floating_point():
         raise ValueError("partition=labels takes the classes for the parts, and there are none: choose another one")
     return y.cpu()
-
-
-def _cache_of(data: Dataset) -> Path | None:
-    """The folder that caches partitions: inside the folder of the dataset. None if the dataset has none."""
-    return None if data.folder is None else data.folder / "partitions"

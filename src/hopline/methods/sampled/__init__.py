@@ -1,9 +1,15 @@
-"""Neighbour sampling: batches of seeds with sampled neighbours.
+"""Neighbour sampling: a batch is some seeds, and a sample of the edges that lead to them.
 
-Read `settings`, `loader` (batches prepared ahead), `work` (units of an epoch). `captured_step` runs a step as one
-CUDA graph, `prefetch_rows` brings cold rows to the GPU ahead, `memory_plan` predicts, `on_shards` samples over
-shards, `pyg_loader` gives PyG's own batches to scripts as they are. Draws are keyed by seed, epoch, step and node:
-keep that.
+Read `settings`, `loader` (prefetched batches) and `work` (the units of an epoch) first. Then:
 
-State of the process: `pyg_loader` owns grouped edges that loaders of the same graph share.
+    captured_step       a step on a GPU as one CUDA graph, from the seeds to the gradients
+    prefetch_rows       copies cold rows of the next steps to the GPU
+    collective_loader   batches of a graph in shards, which all ranks sample together
+    memory_plan         the memory of a run, and the form of it that keeps to a budget
+    pyg_loader          PyG's own batches, for a training script that uses PyG's `NeighborLoader`
+
+All draws are functions of (seed, epoch, step, node), or of a slot in place of the node. So a batch does not
+depend on threads, ranks or where a run was interrupted. Keep that.
+
+State of the process: `pyg_loader` owns grouped edges, which loaders of the same graph share.
 """

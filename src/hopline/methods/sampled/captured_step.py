@@ -1,7 +1,22 @@
-"""Sampled training on a GPU as one CUDA graph per step: sampling, gathering, forward, loss and backward.
+"""Sampled training on a GPU as one CUDA graph per step, from the seeds to the gradients.
 
-The epoch's order, the step's number and its keys are on the device, so replaying the graph is all a step takes. What
-cannot be captured runs as it is, on the same batches.
+Launching a graph costs the host a few microseconds, however many kernels the graph has. So the step is
+captured once, and then replayed:
+
+    on the device: order of the epoch, number of the step, keys
+        |
+        v   one graph
+    next seeds -> sample -> gather -> forward -> loss -> backward -> gradients of the parameters
+        |
+        v
+    optimizer's step, a graph of its own, because ranks sum gradients in between
+
+A graph has no arguments. So the seeds of a step are found on the device, by a counter that every replay
+advances (`DeviceBatches`). The batch is in the tree layout, whose shapes never change, so nothing
+synchronises.
+
+There is one graph for full steps, and one for the smaller last step of an epoch. A step that cannot be
+captured, such as one whose loss synchronises, runs eagerly on the same batches (`EagerUnit`).
 """
 
 from __future__ import annotations
@@ -29,11 +44,16 @@ from hopline.units.measured_unit import MeasuredUnit
 from hopline.util import trace
 
 WARM_UP_STEPS = 3
-"""Steps run before capture: kernels are compiled and libraries set up in them."""
+"""Steps before the capture, which compile kernels and initialise libraries. A rule of thumb."""
 
 
 class DeviceBatches:
-    """Batches in the tree layout, made on the GPU from what is there."""
+    """Makes batches in the tree layout on the GPU, from a counter on the GPU.
+
+    Two counters run through an epoch. Training advances `state`, and prefetching of rows advances
+    `prefetch_state`, some steps before. Nothing here synchronises, but for a table that the GPU cannot read
+    itself.
+    """
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
@@ -42,30 +62,48 @@ class DeviceBatches:
         device = loader.device
         self.ids = loader.ids.to(device)
         self.order = torch.empty_like(self.ids)
-        self.state = torch.zeros(3, dtype=torch.int64, device=device)  # as the kernel `next_step` reads it
-        self.ahead = torch.zeros_like(self.state)  # the same, of batches that are looked at before their turn
+        """[num_ids] int64: seeds in the order of the epoch. Changed in place only: graphs hold its address."""
+        self.state = torch.zeros(3, dtype=torch.int64, device=device)
+        """[3] int64: the epoch's key, the number of the next step, the position of its first seed in
+        `order`."""
+        self.prefetch_state = torch.zeros_like(self.state)
+        """[3] int64: as `state`, for the next step whose rows are not prefetched yet."""
 
     def start(self, epoch: int, done: int, seeds_done: int) -> None:
-        """Stand at a place of an epoch."""
+        """Begin an epoch after its first `done` steps, which had `seeds_done` seeds over all ranks."""
         key = ops.derive_key(self.loader.seed, epoch)
-        draws = ops.gpu_kernels("tree").start_epoch(self.state, self.ahead, self.ids.numel(), key, done, seeds_done)
+        draws = ops.gpu_kernels("tree").start_epoch(
+            self.state, self.prefetch_state, self.ids.numel(), key, step=done, position=seeds_done
+        )
         if self.loader.method.shuffle:
+            # The same order as on the host, where `ops.permutation` sorts the same draws.
             torch.index_select(self.ids, 0, draws.argsort(stable=True), out=self.order)
         else:
             self.order.copy_(self.ids)
 
-    def keep_alive(self, num_seeds: int, first: int) -> list[Tensor]:
-        """What every batch of that size reads beside its own tensors."""
-        slots, device = Slots(num_seeds, self.sampler.fanouts, first), self.loader.device
+    def slot_tensors(self, num_seeds: int, first: int) -> list[Tensor]:
+        """The tensors that all batches of this size share.
+
+        They follow from the numbering of the slots alone.
+        """
+        device = self.loader.device
+        slots = Slots(num_seeds, self.sampler.fanouts, first)
         return [slots.ids(device), slots.parents(device), slots.first_children(device)]
 
-    def nodes_ahead(self, num_seeds: int, first: int, total: int) -> Tensor:
-        """The nodes of the next batch that was not looked at yet."""
-        seeds, keys = ops.gpu_kernels("tree").next_step(self.ahead, self.order, num_seeds, first, total)
+    def prefetch_nodes(self, num_seeds: int, first: int, total: int) -> Tensor:
+        """[num_slots]: the nodes of the next batch that is not prefetched yet, -1 at empty slots.
+
+        The arguments are those of `next`.
+        """
+        seeds, keys = ops.gpu_kernels("tree").next_step(self.prefetch_state, self.order, num_seeds, first, total)
         return self.sampler.sample(seeds, keys, first)[0].tree.nodes
 
     def next(self, num_seeds: int, first: int, total: int) -> Batch:
-        """The next step's batch: `num_seeds` of its `total` seeds, from the `first` on."""
+        """The batch of the next step.
+
+        num_seeds: this rank's seeds. first: the position of the first of them among the seeds of all ranks.
+        total: the number of seeds of all ranks.
+        """
         seeds, keys = ops.gpu_kernels("tree").next_step(self.state, self.order, num_seeds, first, total)
         blocks = self.sampler.sample(seeds, keys, first)
         if self.loader.method.scale_sums:
@@ -74,27 +112,43 @@ class DeviceBatches:
         x: Rows | Tensor | None = rows.pop("x", None)
         if x is not None and not self.loader.keeps_handle:
             x = x.table.read(x.ids.cpu()).to(self.loader.device)
-        return Batch(seeds, blocks, x, self.loader.labels(seeds), rows, keys, total)
+        return Batch(
+            seeds=seeds,
+            blocks=blocks,
+            x=x,
+            y=self.loader.labels(seeds),
+            tables=rows,
+            key=keys,
+            total_seeds=total,
+        )
 
 
 class CapturedWork(Work):
-    """Sampled training of one job on one GPU."""
+    """Sampled training of one job on one GPU, by captured steps.
+
+    Owns the graphs, and the counters on the device. It belongs to the thread that trains.
+    """
 
     def __init__(self, job: Job, loader: Loader) -> None:
-        self.job, self.loader = job, loader
+        self.job = job
+        self.loader = loader
         self.batches = DeviceBatches(loader)
         self.steps: dict[int, CapturedStep | None] = {}
-        """By their number of seeds; None where it cannot be captured."""
+        """By number of seeds over all ranks: the captured step. None if it could not be captured."""
         self.parameters = list(job.module.parameters())
-        self.trained = self._trained_now()
-        """Which parameters have gradients in these steps."""
-        self.look_ahead = self._look_ahead()
+        self.is_trained = self._find_trained()
+        """[num_parameters] bool: which parameters had `requires_grad` when `steps` were captured."""
+        self.prefetcher = self._make_prefetcher()
         self.guard: Guard | None = None
-        self.step_bytes = 0.0  # what a plan promised of a step
+        self.step_bytes = 0.0  # the predicted peak of a step, by the plan
 
     def guarded(self, guard: Guard, plan: Plan) -> CapturedWork:
-        """This work, whose steps are measured: their shapes never change, so there is nothing to cut."""
-        self.guard, self.step_bytes = guard, plan.step_bytes
+        """This work, whose steps are measured from now on.
+
+        They are never split: their shapes never change.
+        """
+        self.guard = guard
+        self.step_bytes = plan.step_bytes
         return self
 
     def describe(self) -> WorkDescription:
@@ -105,65 +159,96 @@ class CapturedWork(Work):
             yield unit if self.guard is None else MeasuredUnit(unit, self.guard, self.step_bytes)
 
     def _units(self, epoch: int, done: int, examples: int) -> Iterator[Unit]:
+        """The units of an epoch, not measured. The arguments are those of `units`."""
         loader = self.loader
         size = loader.method.batch_size
-        per_step, left = size * loader.size, loader.ids.numel() - examples
+        per_step = size * loader.size
+        num_full, num_remaining = divmod(loader.ids.numel() - examples, per_step)
         self.batches.start(epoch, done, examples)
-        if self.trained != self._trained_now():
-            self.steps, self.trained = {}, self._trained_now()
-        if left >= per_step and per_step not in self.steps:
+
+        # A graph computes gradients of the parameters that were trained when it was captured, and of no
+        # others.
+        is_trained = self._find_trained()
+        if self.is_trained != is_trained:
+            self.steps = {}
+            self.is_trained = is_trained
+        if num_full > 0 and per_step not in self.steps:
             self.steps[per_step] = capture(self.job, self.batches, size, loader.rank * size, per_step)
-        yield from self._full_steps(left // per_step, size, per_step)
-        rest = left % per_step
-        if rest and not loader.method.drop_last:
-            yield self._last_step(rest, epoch)
 
-    def _last_step(self, rest: int, epoch: int) -> Unit:
-        """The last step of an epoch, which is smaller: worth a graph from the second epoch on.
+        yield from self._full_steps(num_full, size, per_step)
+        if num_remaining and not loader.method.drop_last:
+            yield self._last_step(num_remaining, epoch)
 
-        The epoch alone decides: a capture waits for an evaluation beside training that has the turn, so that what is
-        run does not depend on how long that takes, or on where a run was interrupted.
+    def _last_step(self, per_step: int, epoch: int) -> Unit:
+        """The last step of an epoch, which is smaller. It is captured from the second epoch on.
+
+        The epoch alone decides whether to capture. If asynchronous evaluation holds the capture lock, the
+        capture waits. So which steps are captured does not depend on timing, or on where a run was
+        interrupted.
+
+        per_step: the seeds of this step, over all ranks.
         """
-        loader, job, batches = self.loader, self.job, self.batches
-        first, stop = (rest * r // loader.size for r in (loader.rank, loader.rank + 1))
-        size, others = stop - first, list(self.steps.values())
-        worth = size and epoch > 1 and None not in others and self.trained == self._trained_now()
-        if rest not in self.steps and worth:
-            self.steps[rest] = capture(job, batches, size, first, rest, others[0] if others else None)
-        step = self._captured_step(rest)
-        return EagerUnit(job, batches, size, first, rest) if step is None else CapturedUnit(step, size, rest)
+        loader = self.loader
+        first = per_step * loader.rank // loader.size
+        stop = per_step * (loader.rank + 1) // loader.size
+        size = stop - first
 
-    def _captured_step(self, num_seeds: int) -> CapturedStep | None:
-        """The captured step of that size, unless a callback has frozen parameters since, or trains more of them."""
-        return self.steps.get(num_seeds) if self.trained == self._trained_now() else None
+        other_steps = list(self.steps.values())
+        can_capture = None not in other_steps and self.is_trained == self._find_trained()
+        if per_step not in self.steps and size > 0 and epoch > 1 and can_capture:
+            shared_pool_step = other_steps[0] if other_steps else None
+            self.steps[per_step] = capture(self.job, self.batches, size, first, per_step, shared_pool_step)
 
-    def _trained_now(self) -> list[bool]:
+        step = self._captured_step(per_step)
+        if step is not None:
+            return CapturedUnit(step, size, per_step)
+        return EagerUnit(job=self.job, batches=self.batches, size=size, first=first, total=per_step)
+
+    def _captured_step(self, per_step: int) -> CapturedStep | None:
+        """The captured step with `per_step` seeds over all ranks. None: the step must run eagerly.
+
+        A callback may have frozen or unfrozen parameters since the capture. Then no captured step is right.
+        """
+        return self.steps.get(per_step) if self.is_trained == self._find_trained() else None
+
+    def _find_trained(self) -> list[bool]:
+        """[num_parameters]: whether each parameter has `requires_grad` now."""
         return [p.requires_grad for p in self.parameters]
 
     def _full_steps(self, num_steps: int, size: int, per_step: int) -> Iterator[Unit]:
-        ahead = self.look_ahead
-        if ahead is not None:
-            ahead.start(num_steps)
+        """The steps of an epoch that have `size` seeds on every rank, `per_step` in all."""
+        prefetcher = self.prefetcher
+        if prefetcher is not None:
+            prefetcher.start(num_steps)
         for number in range(num_steps):
             step = self._captured_step(per_step)
-            first = partial(ahead.before_step, number) if ahead is not None else None
+            before = partial(prefetcher.before_step, number) if prefetcher is not None else None
             if step is not None:
-                yield CapturedUnit(step, size, per_step, first)
+                yield CapturedUnit(step=step, size=size, total=per_step, before=before)
             else:
-                yield EagerUnit(self.job, self.batches, size, self.loader.rank * size, per_step, first)
-        if ahead is not None:
-            ahead.end()
+                first = self.loader.rank * size
+                yield EagerUnit(
+                    job=self.job, batches=self.batches, size=size, first=first, total=per_step, before=before
+                )
+        if prefetcher is not None:
+            prefetcher.end()
 
-    def _look_ahead(self) -> RowPrefetcher | None:
-        """For tables with rows in host memory."""
-        loader, batches = self.loader, self.batches
-        size, method = loader.method.batch_size, loader.method
-        steps = STEPS if method.look_ahead == "auto" else method.look_ahead
-        slots = Slots(size, method.fanout_per_layer).offsets[-1]
+    def _make_prefetcher(self) -> RowPrefetcher | None:
+        """A prefetcher for tables with rows in host memory.
+
+        None if there are none, or no memory to prefetch into.
+        """
+        loader = self.loader
+        method = loader.method
+        size = method.batch_size
+        num_steps = STEPS if method.look_ahead == "auto" else method.look_ahead
+        num_slots = Slots(size, method.fanout_per_layer).offsets[-1]
         tables = loader.data.tables.values() if loader.keeps_handle else ()
-        stagings = stage_tables(tables, loader.device, slots, steps, loader.data.graph.indices.dtype)
-        draw = partial(batches.nodes_ahead, size, loader.rank * size, size * loader.size)
-        return RowPrefetcher(stagings, loader.device, steps, draw) if stagings else None
+        stagings = stage_tables(tables, loader.device, num_slots, num_steps, loader.data.graph.indices.dtype)
+        if not stagings:
+            return None
+        draw = partial(self.batches.prefetch_nodes, size, loader.rank * size, size * loader.size)
+        return RowPrefetcher(stagings, loader.device, num_steps, draw)
 
 
 @dataclass
@@ -173,8 +258,9 @@ class CapturedUnit(Unit):
     step: CapturedStep
     size: int
     total: int
+    """Seeds of all ranks."""
     before: Callable[[], None] | None = None
-    """What is to be done before it runs."""
+    """Called before the replay, to switch to the staged rows of this step."""
 
     @property
     def total_size(self) -> int:
@@ -189,14 +275,20 @@ class CapturedUnit(Unit):
 
 @dataclass
 class EagerUnit(Unit):
-    """A batch that is drawn when its turn comes, since the device counts the steps."""
+    """A step that is not captured.
+
+    Its batch is sampled when the step runs, because the device counts the steps.
+    """
 
     job: Job
     batches: DeviceBatches
     size: int
     first: int
+    """The position of this rank's first seed among the seeds of all ranks."""
     total: int
+    """Seeds of all ranks."""
     before: Callable[[], None] | None = None
+    """Called before the batch is sampled."""
 
     @property
     def total_size(self) -> int:
@@ -213,102 +305,129 @@ class EagerUnit(Unit):
 def capture(
     job: Job, batches: DeviceBatches, size: int, first: int, per_step: int, shared_pool_step: CapturedStep | None = None
 ) -> CapturedStep | None:
-    """A captured step, or None and a line that says why there is none.
+    """Capture a step. If that fails, the user is told why, and the result is None.
 
-    shared_pool_step: another, in whose memory it may compute. It keeps what that leaves, while what it leaves is
-    written over.
+    size, first, per_step: see `CapturedStep`. shared_pool_step: a captured step in whose memory this one
+    shall compute. A replay of the new step leaves the gradients of that one intact. A replay of that one
+    overwrites those of the new step.
     """
-    step = CapturedStep(job, batches, size, first, per_step)
+    step = CapturedStep(job=job, batches=batches, size=size, first=first, per_step=per_step)
     return step if step.capture(shared_pool_step) else None
 
 
 class CapturedStep:
-    """Everything from the seeds to the gradients of a full batch, as a CUDA graph."""
+    """The CUDA graph of one step, from the seeds to the gradients.
+
+    Owns the graph and, in the graph's memory, the gradients. `replay` is for the thread that trains.
+
+    size: this rank's seeds. first: the position of the first of them among the seeds of all ranks.
+    per_step: the number of seeds of all ranks.
+    """
 
     def __init__(self, job: Job, batches: DeviceBatches, size: int, first: int, per_step: int) -> None:
-        self.job, self.batches = job, batches
-        self.size, self.first, self.per_step = size, first, per_step
+        self.job = job
+        self.batches = batches
+        self.size = size
+        self.first = first
+        self.per_step = per_step
         self.parameters = [p for p in job.module.parameters() if p.requires_grad]
-        precision = torch.promote_types(self.parameters[0].dtype, torch.float32)
-        # Of the step's seeds, by which its gradient is weighted.
-        self.share = torch.ones((), dtype=precision, device=job.device)
+        dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
+        # size / total, by which the graph scales the loss. A tensor, so that it can change between replays.
+        self.share = torch.ones((), dtype=dtype, device=job.device)
         self.total = size
         self.captured: CapturedCall[Tensor] = CapturedCall(
             job.device, purpose="steps", subject="steps are", say=job.say
         )
 
     def capture(self, shared_pool_step: CapturedStep | None) -> bool:
-        """Whether it is captured now."""
-        return self.captured.capture(
-            self._warm_up(), pool_of=None if shared_pool_step is None else shared_pool_step.captured
-        )
+        """Warm the step up and capture it. Returns whether there is a graph now."""
+        pool_of = None if shared_pool_step is None else shared_pool_step.captured
+        return self.captured.capture(self._warm_up(), pool_of=pool_of)
 
     @contextmanager
     def _warm_up(self) -> Iterator[Callable[[], Tensor]]:
-        """Gives the step after a few runs of it. What these change is put back, also where the capture fails."""
+        """Run the step a few times, then give it to be captured. Everything that the runs change is
+        restored.
+
+        Gradients are dropped on exit, also if the capture fails. Those that the captured call has made stay
+        alive in `gradients`: the graph writes to them.
+        """
         renew_accumulators(self.parameters)
         state = self.batches.state
         with _preserve_state(self.job.module, state, self.job.device):
             try:
-                begin = state.clone()
-                self._run()  # compiles, and asks the host whatever is asked only once
+                start = state.clone()
+                self._run()  # compiles kernels, and may synchronise for values that are then cached
                 with no_waiting():
                     for _ in range(WARM_UP_STEPS - 1):
-                        state.copy_(begin)  # the epoch may have no more steps than one
+                        state.copy_(start)  # the epoch may have a single step
                         self._run()
-                self._forget_gradients()
+                self._drop_gradients()
                 yield self._run
                 self.gradients = [p.grad for p in self.parameters]
-                # The graph knows only where they are.
-                self.keep_alive = self.batches.keep_alive(self.size, self.first)
+                # The graph holds addresses only, and the cache of these tensors may drop them.
+                self.keep_alive = self.batches.slot_tensors(self.size, self.first)
             finally:
-                self._forget_gradients()
+                self._drop_gradients()
 
     def _run(self) -> Tensor:
-        self._forget_gradients()
-        job, batch = self.job, self.batches.next(self.size, self.first, self.per_step)
-        with autocast(job):
-            loss = job.train_step(job.model, batch)
+        """The step itself. Returns the summed loss of its seeds, and leaves gradients at the parameters."""
+        self._drop_gradients()
+        batch = self.batches.next(self.size, self.first, self.per_step)
+        with autocast(self.job):
+            loss = self.job.train_step(self.job.model, batch)
         (loss * self.share).backward()
         return loss.detach() * self.size
 
     def replay(self, total: float) -> Tensor:
-        """Add this step's share of the gradient; the summed loss of its seeds."""
+        """Run the step, and add its share of the gradient of the mean loss over `total` examples.
+
+        Returns the summed loss of its seeds.
+        """
         if total != self.total:
             self.share.fill_(self.size / total)
             self.total = total
-        before = [p.grad for p in self.parameters]
-        # What an earlier unit left in the graph's own memory would be written over.
-        kept = [g.clone() if g is not None and g is own else g for g, own in zip(before, self.gradients, strict=True)]
+        earlier_gradients = []
+        for parameter, buffer in zip(self.parameters, self.gradients, strict=True):
+            earlier = parameter.grad
+            # Gradients of an earlier unit of the same optimizer step may be in the graph's memory, which
+            # the replay overwrites.
+            if earlier is not None and earlier is buffer:
+                earlier = earlier.clone()
+            earlier_gradients.append(earlier)
+
         loss = self.captured.replay()
-        for parameter, earlier, own in zip(self.parameters, kept, self.gradients, strict=True):
-            parameter.grad = own if earlier is None or own is None else earlier + own
+        for parameter, earlier, buffer in zip(self.parameters, earlier_gradients, self.gradients, strict=True):
+            parameter.grad = buffer if earlier is None or buffer is None else earlier + buffer
         return loss.clone()
 
-    def _forget_gradients(self) -> None:
+    def _drop_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
 
 
 def renew_accumulators(parameters: Iterable[nn.Parameter]) -> None:
-    """Have autograd make new nodes where gradients arrive.
+    """Make autograd use new nodes for accumulating the gradients of parameters.
 
-    A node goes by the stream that it was made in, which a capture cannot wait for. It lives as long as any graph that
-    leads to it, and the traceback of a step that failed may hold one.
+    Such a node remembers the stream on which it was made. A capture on another stream would have to wait
+    for that stream, and cannot. A node lives as long as any autograd graph that leads to it, and the
+    traceback of a failed step may hold such a graph.
     """
     for parameter in parameters:
-        own = parameter.data
-        # A node is of one type of numbers: with another one in between, the next use makes a new node.
-        parameter.data = own.new_empty(0, dtype=torch.float32 if own.dtype != torch.float32 else torch.float64)
-        parameter.data = own
+        values = parameter.data
+        # A node belongs to one dtype. With another dtype in between, the next use makes a new node.
+        other_dtype = torch.float32 if values.dtype != torch.float32 else torch.float64
+        parameter.data = values.new_empty(0, dtype=other_dtype)
+        parameter.data = values
 
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Within, an operation that waits for the device raises: such a step cannot be captured."""
+    """A context in which operations that synchronise raise, since no such operation can be captured."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode does not find everything; the capture does
+        # Torch warns that the mode misses some operations. The capture itself finds those.
+        warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -318,14 +437,15 @@ def no_waiting() -> Iterator[None]:
 
 @contextmanager
 def _preserve_state(module: nn.Module, state: Tensor, device: torch.device) -> Iterator[None]:
-    """What warming up changes is put back: running statistics, the place in the epoch, torch's generator."""
-    buffers = [(b, b.detach().clone()) for b in module.buffers()]
-    place, random_state = state.clone(), torch.cuda.get_rng_state(device)
+    """A context that restores running statistics, the counter of the epoch and torch's generator."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    epoch_state = state.clone()
+    random_state = torch.cuda.get_rng_state(device)
     try:
         yield
     finally:
         torch.cuda.synchronize(device)
         torch.cuda.set_rng_state(random_state, device)
-        state.copy_(place)
+        state.copy_(epoch_state)
         for buffer, before in buffers:
             buffer.data.copy_(before)

@@ -1,10 +1,19 @@
-"""Batches of neighbour sampling on shards: a loader that all ranks step through together."""
+"""`CollectiveLoader`: batches of neighbour sampling on a graph in shards, which all ranks prepare together.
+
+    sample (one thread per rank)                                                   move (thread)
+    seeds -> all-to-all: sampled edges, once per layer -> all-to-all: rows    ->   to the GPU, if needed
+
+A node's in-edges and rows are on the shard that owns it. So every rank asks the others for them, in
+collective calls that all ranks make in the same order. That is why a rank has one thread, and why all ranks
+must take equally many batches. Nodes are numbered by *position*: shard after shard, so that a position
+tells the owner.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,39 +39,45 @@ if TYPE_CHECKING:
 
 
 LOOK_AHEAD = 2
-"""Batches prepared before they are needed."""
+"""Batches prepared before they are needed, if the setting is "auto". A rule of thumb."""
 
 
 @dataclass(frozen=True)
 class _Request:
+    """One step: the input of the pipeline."""
+
     seeds: Tensor
-    """This rank's seeds, by their places."""
+    """[n] int64: positions of this rank's seeds."""
     total: int
-    """Seeds of all ranks."""
+    """The number of seeds of all ranks."""
     key: int
+    """Key of the step's random draws."""
 
 
 class CollectiveLoader:
-    """Batches of a graph in shards, prepared ahead. Iterating gives epoch after epoch, equally long on every rank.
+    """Batches of a graph in shards, prefetched by a thread. Each iteration is the next epoch.
 
-    Usually made by `hl.Sampled(...).loader(shard, ids)`. Every rank must make one, and take as many batches as the
-    others. A step has the seeds that a single process would have for a batch of `batch_size` times the number of ranks,
-    in an order drawn from (seed, epoch). Each rank gets an equal share, of nodes that it owns as far as that goes.
+    Usually made by `hl.Sampled(...).loader(shard, ids)`. Every rank must make one, and take as many batches
+    as the others. All ranks have equally many batches in an epoch.
+
+    The seeds of a step are those of a single process with `batch_size` times the number of ranks, in an
+    order drawn from (seed, epoch). Each rank gets an equal share of them, and as far as possible nodes that
+    it owns.
 
     Args:
-        shard: This rank's.
-        ids: A split, or [n] int64 ids that are the same on every rank.
-        method: Fan-outs and batch size; `fanouts` as numbers.
-        seed: Of every random draw, together with the epoch.
-        device: Where batches come.
-        world: Names the rank that stopped if one does.
-        tables: Which to fetch. Default: all.
-        channel: One that nothing else uses while batches are taken. Default: one of its own.
-        one_list: As in `hl.extend.NeighborSampler`.
+        shard: The shard of this rank.
+        ids: The name of a split, or [n] int64 node ids, the same on every rank.
+        method: The settings, with `fanouts` as numbers.
+        seed: Seed of every random draw, together with the epoch.
+        device: The device of the batches.
+        world: The ranks. With it, an error names the rank that stopped.
+        tables: Names of the tables whose rows are fetched. Default: all.
+        channel: A channel between the ranks that nothing else uses meanwhile. Default: a new one.
+        one_list: Whether a node draws the same neighbours in all layers, as in `hl.extend.NeighborSampler`.
 
     Raises:
-        ValueError: There are no seeds, a split or a table does not exist, the method's layout is "tree", or shards and
-            ranks do not fit together.
+        ValueError: There are no seeds, a split or a table does not exist, the method's layout is "tree",
+            shards and ranks do not go together, or ranks were given different arguments.
 
     Example:
         >>> data = hl.from_edges(
@@ -88,85 +103,114 @@ class CollectiveLoader:
     ) -> None:
         if method.layout == "tree":
             raise ValueError("layout=tree draws every slot by itself, which shards cannot: set layout=block")
-        self.shard, self.method, self.seed, self.device = shard, method, seed, torch.device(device)
+        self.shard = shard
+        self.method = method
+        self.seed = seed
+        self.device = torch.device(device)
         self.channel = Channel(world) if channel is None else channel
         self.sampler = CollectiveSampler(
             shard, self.channel, method.fanout_per_layer, replace=method.replace, one_list=one_list
         )
-        self.tables = _chosen(shard.tables, tables)
-        self.positions = self._find(ids if isinstance(ids, str) else torch.as_tensor(ids))
+        self.tables = _choose_tables(shard.tables, tables)
+        self.positions = self._find_positions(ids if isinstance(ids, str) else torch.as_tensor(ids))
+        # Ranks that differ would wait for messages that never come, so they compare what they were given.
         settings = f"{to_dict(method)} {seed} {list(self.tables)}".encode()
         self.channel.check_same(settings + self.positions.numpy().tobytes(), "the seeds, the method or the tables")
         if self.positions.numel() == 0:
             raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
         self._next_epoch = 1
 
-    def _find(self, ids: Tensor | str) -> Tensor:
-        """[n] int64: the places of the seeds, in the order of their ids or as they are given."""
+    def _find_positions(self, ids: Tensor | str) -> Tensor:
+        """[n] int64: positions of the seeds.
+
+        A split is ordered by node id, ids stay as given. Collective.
+        """
         shard = self.shard
         if isinstance(ids, str):
             if ids not in shard.splits:
                 raise ValueError(f"there is no split {ids!r}: choose one of {', '.join(shard.splits)}")
-            own = shard.splits[ids]
-            both = self.channel.all(torch.stack([own, shard.rows_of(own) + shard.ptr[shard.rank]], 1))
-            return both[both[:, 0].argsort(), 1].contiguous()
+            own_ids = shard.splits[ids]
+            own_positions = shard.rows_of(own_ids) + shard.ptr[shard.rank]
+            ids_and_positions = self.channel.all(torch.stack([own_ids, own_positions], 1))
+            order = ids_and_positions[:, 0].argsort()
+            return ids_and_positions[order, 1].contiguous()
+
+        # Each rank knows the positions of its own nodes. The others contribute -1 to the maximum.
         check_ids(ids, shard.num_nodes)
         rows = torch.searchsorted(shard.nodes, ids).clamp(max=shard.num_own - 1)
-        return self.channel.max(torch.where(shard.nodes[rows] == ids, rows + shard.ptr[shard.rank], -1))
+        is_own = shard.nodes[rows] == ids
+        return self.channel.max(torch.where(is_own, rows + shard.ptr[shard.rank], -1))
 
     def __len__(self) -> int:
-        full, rest = divmod(self.positions.numel(), self.method.batch_size * self.channel.size)
-        return full + (rest > 0 and not self.method.drop_last)
+        num_full, num_remaining = divmod(self.positions.numel(), self.method.batch_size * self.channel.size)
+        has_smaller_batch = num_remaining > 0 and not self.method.drop_last
+        return num_full + 1 if has_smaller_batch else num_full
 
     def __iter__(self) -> Iterator[Batch]:
-        epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
+        epoch = self._next_epoch
+        self._next_epoch += 1
         return self.epoch(epoch)
 
     def epoch(self, epoch: int, done: int = 0, seeds_done: int = 0) -> Generator[Batch, None, None]:
-        """The batches of one epoch, counted from 1, after `done` batches of `seeds_done` seeds over all ranks.
+        """The batches of one epoch, counted from 1. Every rank must take the same number of them.
 
-        Every rank must take the same number of them.
+        done: the number of batches to leave out at the beginning. seeds_done: the number of their seeds,
+        over all ranks.
         """
         look_ahead = LOOK_AHEAD if self.method.look_ahead == "auto" else self.method.look_ahead
         workers = 1 if self.method.workers == "auto" else self.method.workers
         mover = Mover(self.device, look_ahead)
         stages = [Stage("sample", self._prepare), Stage("move", mover.move)]
+        # In step: one thread makes the collective calls in order, and batches that were begun are finished,
+        # since other ranks wait for this one.
         pipeline = Pipeline(stages, workers=workers, look_ahead=look_ahead, in_step=True)
         with closing(pipeline.run(self._requests(epoch, done, seeds_done))) as batches:
             for batch in batches:
                 yield mover.ready(batch)
 
     def describe(self) -> WorkDescription:
-        """How batches are prepared: ranks prepare them together, by one thread each."""
+        """Describes how batches are prepared: by one thread, or if `workers` is 0 by the training thread."""
         return WorkDescription(workers=int(self.method.workers != 0), is_sampled=True)
 
     def _requests(self, epoch: int, done: int, seeds_done: int) -> Iterator[_Request]:
-        epoch_key, rank, size = ops.derive_key(self.seed, epoch), self.channel.rank, self.channel.size
+        """The steps of an epoch, as this rank samples them. The arguments are those of `epoch`."""
+        epoch_key = ops.derive_key(self.seed, epoch)
         steps = seed_batches(
             self.positions,
-            self.method.batch_size * size,
+            self.method.batch_size * self.channel.size,
             epoch_key,
             shuffle=self.method.shuffle,
             drop_last=self.method.drop_last,
             done=seeds_done,
         )
         for step, positions in enumerate(steps, start=done):
-            # In the order of their places the shares are of own nodes where the shards have equally many seeds.
-            share = share_of(positions.sort().values if self.method.shuffle else positions, rank, size)
+            # Sorted by position, a rank's share is mostly its own nodes, if the shards have equally many
+            # seeds.
+            in_order = positions.sort().values if self.method.shuffle else positions
+            share = share_of(in_order, self.channel.rank, self.channel.size)
             yield _Request(share, positions.numel(), ops.derive_key(epoch_key, step))
 
     def _prepare(self, request: _Request) -> Batch:
-        blocks, question, of_seeds = self.sampler.sample(request.seeds, request.key)
+        """Sample the blocks of a step, and fetch the rows of their nodes. Collective."""
+        blocks, input_request, seed_request = self.sampler.sample(request.seeds, request.key)
         if self.method.scale_sums:
             blocks = tuple(block.scaling_sums(True) for block in blocks)
         trace.count("edges.sampled", sum(block.num_edges for block in blocks))
-        rows = {name: fetch_dense(question, table) for name, table in self.tables.items()}
-        x = rows.pop("x", None)
-        batch = Batch(blocks[-1].dst_ids, blocks, x, None, rows, key=request.key, total_seeds=request.total)
-        return batch if self.shard.y is None else replace(batch, y=fetch_dense(of_seeds, self.shard.y))
+        rows = {name: fetch_dense(input_request, table) for name, table in self.tables.items()}
+        labels = None if self.shard.y is None else fetch_dense(seed_request, self.shard.y)
+        return Batch(
+            seeds=blocks[-1].dst_ids,
+            blocks=blocks,
+            x=rows.pop("x", None),
+            y=labels,
+            tables=rows,
+            key=request.key,
+            total_seeds=request.total,
+        )
 
 
-def _chosen(tables: Mapping[str, Table], names: Sequence[str] | None) -> dict[str, Table]:
+def _choose_tables(tables: Mapping[str, Table], names: Sequence[str] | None) -> dict[str, Table]:
+    """The tables with these names, in the order of the shard. None: all."""
     for name in names or ():
         if name not in tables:
             raise ValueError(f"there is no table {name!r}: choose from {', '.join(tables) or 'none'}")

@@ -1,11 +1,30 @@
-"""Batches of a dataset, prepared ahead: sample, gather, move."""
+"""`Loader`: batches of neighbour sampling, prefetched by threads.
+
+One batch goes through these stages:
+
+    sample (thread)     gather (thread)        divide (thread)     move (thread)    ready (caller's thread)
+    blocks around   ->  rows of features,  ->  seeds of each   ->  to the GPU,  ->  the GPU's stream waits
+    the seeds           labels                 micro-batch         if needed        for the copies
+
+"divide" runs only with a budget, and "move" does nothing on a CPU. If a GPU samples, there are no threads:
+the caller's thread runs all stages.
+
+Rows of the features come in one of four ways. The loader chooses when it is made:
+
+    handle, read later     a kernel of the model reads the rows itself        `keeps_handle`
+    read ahead, in part    a GNN on the CPU: its first layer's aggregation    `GNN.read_ahead`, in "gather"
+    read by the GPU        the host samples, the GPU reads the rows           `read_by_gpu`, after "move"
+    read by the host       all others                                         in "gather"
+
+A batch depends on (seed, epoch, step) alone, and not on threads or on where a run was interrupted.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,33 +51,49 @@ if TYPE_CHECKING:
     from hopline.methods.sampled.settings import Sampled
 
 MAX_TREE_SLOTS = 1 << 24
-"""Of a tree, where the graph has fewer nodes: above, a block that has each of them once is the smaller work."""
+"""Most slots of a tree that layout "auto" takes, or the number of nodes of the graph if that is more.
+
+A larger tree would hold many nodes several times, and a block has each of them once. A rule of thumb.
+"""
+
+
+class _Request(NamedTuple):
+    """The seeds and the key of one step: the input of the pipeline."""
+
+    all_seeds: Tensor
+    """[n] int64: the seeds of all ranks."""
+    key: int
+    """Key of the step's random draws."""
 
 
 class Loader:
-    """Batches of a dataset, prepared ahead: sample, gather, move. Iterating gives epoch after epoch.
+    """Batches of a dataset, prefetched by threads. Each iteration over the loader is the next epoch.
 
-    Usually made by `hl.Sampled(...).loader(data, ids)`, which fills in the arguments. An epoch draws the same batches
-    for any number of threads.
+    Usually made by `hl.Sampled(...).loader(data, ids)`, which fills in the arguments. An epoch has the same
+    batches for any number of threads. A loader belongs to one thread, which takes the batches.
 
-    The ranks of a `world` share the seeds of each batch of `batch_size` times their number: every rank gets as many
-    batches, `batch.total_seeds` is the number of seeds over all ranks, and a rank may have none of the last ones.
-    Without a `world` the seeds are all this process's own, and `batch.total_seeds` is None.
+    The ranks of a `world` share the seeds of each step, `batch_size` times the number of ranks. Every rank
+    gets the same number of batches, and `batch.total_seeds` counts the seeds of all ranks. In the last step
+    a rank may have no seeds. Without a `world` all seeds belong to this process, and `batch.total_seeds` is
+    None.
 
     Args:
-        data: What batches are made of.
-        ids: [n] int64 seeds, each once.
-        method: Fan-outs, batch size and threads; `fanouts` as numbers.
-        seed: Of every random draw, together with the epoch.
-        device: Where batches come.
-        model: Rows that its first layer reads itself are left to it; None makes `batch.x` a tensor.
+        data: The dataset.
+        ids: [n] int64: the seeds, each once.
+        method: The settings, with `fanouts` as numbers.
+        seed: Seed of every random draw, together with the epoch.
+        device: The device of the batches.
+        model: A model whose first layer may read rows of features itself. Such rows stay handles. None:
+            `batch.x` is a tensor.
         world: The ranks that share the seeds.
-        split_ahead: Called in the threads with each prepared batch, as a budget's guard does, which then copes with
-        batches that a GPU has no room for.
-        batches_on_host: Leave batches for a GPU on the host, for a guard that moves what there is room for.
+        split_ahead: Called in the threads with each prepared batch. A budget's guard finds the
+            micro-batches in it. With it, a batch that does not fit on the GPU is yielded on the host.
+        batches_on_host: Whether batches for a GPU stay on the host, for a guard that moves them in
+            micro-batches.
 
     Raises:
-        ValueError: There are no seeds, or the method's fan-outs are "auto", or its layout does not fit the model.
+        ValueError: There are no seeds, the method's fan-outs are "auto", or its layout does not go with the
+            model.
 
     Example:
         >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.ones(4, 2))
@@ -82,52 +117,76 @@ class Loader:
     ) -> None:
         if ids.numel() == 0:
             raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
-        self.data, self.ids, self.method, self.seed, self.device = data, ids, method, seed, device
+        self.data = data
+        self.ids = ids
+        self.method = method
+        self.seed = seed
+        self.device = device
+        self.model = model
+        self.world = world
+        self.split_ahead = split_ahead
+        self.batches_on_host = batches_on_host
+
         self.on_gpu = data.graph.indptr.device.type != "cpu"
         self.layout = resolve_layout(method, data, device, model)
         if self.layout == "tree":
             self.sampler = TreeSampler(data.graph, method.fanout_per_layer, replace=method.replace)
         else:
-            one_list = isinstance(model, Whole)
             self.sampler = NeighborSampler(
-                data.graph, method.fanout_per_layer, replace=method.replace, one_list=one_list
+                data.graph, method.fanout_per_layer, replace=method.replace, one_list=isinstance(model, Whole)
             )
         self.read_by_gpu = self._is_read_by_gpu()
-        self.keeps_handle = self._keeps_handle(model)
-        self.model = model
-        self.world = world
-        own_world = World.alone(device) if world is None else world
-        self.rank, self.size = own_world.rank, own_world.size  # of the ranks that share each step's seeds
-        self.num_cores = own_world.num_cores
-        self.split_ahead, self.batches_on_host = split_ahead, batches_on_host
-        self.load: Load | None = None  # of the last epoch, if threads prepared it
+        self.keeps_handle = self._can_keep_handle()
+
+        ranks = World.alone(device) if world is None else world
+        self.rank = ranks.rank
+        self.size = ranks.size
+        self.num_cores = ranks.num_cores
+        self.load: Load | None = None
+        """Times of the last epoch. None if it did not run to its end, or had no threads."""
         self._threads = Threads(method.workers, method.look_ahead, self.num_cores, by_gpu=self.on_gpu)
         self._next_epoch = 1
 
     def with_budget(self, split_ahead: Callable[[Batch], Batch] | None, *, batches_on_host: bool) -> Loader:
-        """A loader of the same batches, prepared for a budget's guard."""
-        given = self.data, self.ids, self.method, self.seed, self.device, self.model, self.world
-        return Loader(*given, split_ahead=split_ahead, batches_on_host=batches_on_host)
+        """A loader of the same batches for a budget's guard. The arguments are those of `Loader`."""
+        return Loader(
+            data=self.data,
+            ids=self.ids,
+            method=self.method,
+            seed=self.seed,
+            device=self.device,
+            model=self.model,
+            world=self.world,
+            split_ahead=split_ahead,
+            batches_on_host=batches_on_host,
+        )
 
     def __len__(self) -> int:
-        full, rest = divmod(self.ids.numel(), self.method.batch_size * self.size)
-        return full + (rest > 0 and not self.method.drop_last)
+        num_full, num_remaining = divmod(self.ids.numel(), self.method.batch_size * self.size)
+        has_smaller_batch = num_remaining > 0 and not self.method.drop_last
+        return num_full + 1 if has_smaller_batch else num_full
 
     def __iter__(self) -> Iterator[Batch]:
-        epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
+        epoch = self._next_epoch
+        self._next_epoch += 1
         return self.epoch(epoch)
 
     def epoch(self, epoch: int, done: int = 0, seeds_done: int = 0) -> Generator[Batch, None, None]:
-        """The batches of one epoch, counted from 1: the same for any number of workers.
+        """The batches of one epoch, counted from 1.
 
-        After `done` batches of `seeds_done` seeds it goes on, also where these were batches of another size.
+        done: the number of batches to leave out at the beginning. seeds_done: the number of their seeds,
+        over all ranks. Both are needed, because these batches may have had another size.
         """
-        self.load, (workers, look_ahead) = None, self.threads
-        mover = None if self._stays else Mover(self.device, look_ahead)
+        self.load = None
+        workers, look_ahead = self.threads
+        mover = None if self._stays_on_host else Mover(self.device, look_ahead)
         stages = [Stage("sample", self._sample), Stage("gather", self._gather)]
-        stages += [Stage("divide", self.split_ahead)] if self.split_ahead is not None and workers else []
-        stages += [] if mover is None else [Stage("move", mover.move)]
+        if self.split_ahead is not None and workers:
+            stages.append(Stage("divide", self.split_ahead))
+        if mover is not None:
+            stages.append(Stage("move", mover.move))
         pipeline = Pipeline(stages, workers=workers, look_ahead=look_ahead)
+
         epoch_key = ops.derive_key(self.seed, epoch)
         seeds = seed_batches(
             self.ids,
@@ -137,42 +196,55 @@ class Loader:
             drop_last=self.method.drop_last,
             done=seeds_done,
         )
-        requests = ((s, ops.derive_key(epoch_key, step)) for step, s in enumerate(seeds, start=done))
+        requests = (
+            _Request(step_seeds, ops.derive_key(epoch_key, step)) for step, step_seeds in enumerate(seeds, start=done)
+        )
         with closing(pipeline.run(requests)) as batches:
             for batch in batches:
-                yield batch if mover is None else self._moved(mover, batch)
+                yield batch if mover is None else self._finish_move(mover, batch)
         self.load = pipeline.load
         self._threads.learn(self.load)
 
     @property
-    def _stays(self) -> bool:
+    def _stays_on_host(self) -> bool:
         """Whether batches stay on the host although they are for a GPU."""
         return self.batches_on_host and not self.on_gpu and self.device.type != "cpu"
 
-    def _moved(self, mover: Mover, prepared: Batch | PendingBatch[Batch]) -> Batch:
-        """The batch where steps are. Without room for it there it stays, if there is a budget whose guard copes."""
+    def _finish_move(self, mover: Mover, prepared: Batch | PendingBatch[Batch]) -> Batch:
+        """The batch on the device, with all its rows.
+
+        If it does not fit there and a budget's guard is at work, the batch goes back to the host. The guard
+        then moves it in micro-batches.
+        """
         batch = prepared
         try:
             batch = mover.ready(prepared)
-            return self._with_near_rows(batch)
+            return self._add_rows_on_gpu(batch)
         except torch.OutOfMemoryError:
             if self.split_ahead is None:
                 raise
             trace.count("batches.without_room", 1)
+        # Never pending: `ready` runs out of memory only for a batch that `move` has left on the host.
         assert isinstance(batch, Batch)
         batch = batch.to("cpu")
         free_memory(self.device)
-        return replace(batch, x=self.data.tables["x"].read(batch.input_ids)) if self.read_by_gpu else batch
+        if not self.read_by_gpu:
+            return batch
+        return replace(batch, x=self.data.tables["x"].read(batch.input_ids))
 
     @property
     def threads(self) -> tuple[int, int]:
-        """(threads that prepare the next epoch, how many batches they may be ahead)."""
+        """(threads that prepare the next epoch, batches that they may be ahead)."""
         return self._threads.now
 
     def describe(self) -> WorkDescription:
-        """How the batches of the last epoch were prepared; before the first one, how they will be."""
+        """Describes how batches were prepared in the last epoch, or will be in the first one."""
         load = self.load
-        workers, look_ahead = self.threads if load is None else (load.workers, load.look_ahead)
+        if load is None:
+            workers, look_ahead = self.threads
+        else:
+            workers = load.workers
+            look_ahead = load.look_ahead
         return WorkDescription(
             workers=workers,
             look_ahead=look_ahead,
@@ -182,38 +254,46 @@ class Loader:
             prepare_s={} if load is None else load.stages,
         )
 
-    def _sample(self, request: tuple[Tensor, int]) -> Batch:
-        all_seeds, key = request
-        first = all_seeds.numel() * self.rank // self.size
-        seeds = share_of(all_seeds, self.rank, self.size)
-        seeds = seeds.to(self.device) if self.on_gpu else seeds
+    def _sample(self, request: _Request) -> Batch:
+        """This rank's seeds with sampled blocks, still without rows. The pipeline's first stage."""
+        seeds = share_of(request.all_seeds, self.rank, self.size)
+        if self.on_gpu:
+            seeds = seeds.to(self.device)
+
         if isinstance(self.sampler, TreeSampler):
-            blocks: tuple[Block, ...] = self.sampler.sample(seeds, key, first)
+            # Trees are drawn by slot, and slots are numbered over the seeds of all ranks.
+            first_seed = request.all_seeds.numel() * self.rank // self.size
+            blocks: tuple[Block, ...] = self.sampler.sample(seeds, request.key, first_seed)
         else:
-            blocks = self.sampler.sample(seeds, key)
+            blocks = self.sampler.sample(seeds, request.key)
         if self.method.scale_sums:
             blocks = tuple(block.scaling_sums(True) for block in blocks)
-        if not self.on_gpu:
-            trace.count("edges.sampled", sum(b.num_edges for b in blocks))
-        # A loader that was told of no ranks may be one of several, each with seeds of its own.
-        total = None if self.world is None else all_seeds.numel()
-        return Batch(seeds, blocks, None, None, key=key, total_seeds=total)
+        if not self.on_gpu:  # counting the edges of a tree would synchronise with the GPU
+            trace.count("edges.sampled", sum(block.num_edges for block in blocks))
+
+        # Without a world, the loader may still be one of several ranks, each with seeds of its own.
+        total = None if self.world is None else request.all_seeds.numel()
+        return Batch(seeds, blocks, x=None, y=None, key=request.key, total_seeds=total)
 
     def _gather(self, batch: Batch) -> Batch:
+        """The batch with labels, and with rows or handles to them. The second stage."""
         handles = {name: batch.blocks[0].handle(table) for name, table in self.data.tables.items()}
         x: Rows | Tensor | None = handles.pop("x", None)
-        if self.read_by_gpu and not self._stays:
-            x = None  # until the ids are there
-        elif isinstance(x, Rows) and self.keeps_handle and not self._stays:
-            reads = isinstance(self.model, GNN) and not self.on_gpu and type(x) is Rows
-            x = self.model.read_ahead(x, batch.blocks[0]) if reads else x  # type: ignore[union-attr]
+        if self.read_by_gpu and not self._stays_on_host:
+            x = None  # `_add_rows_on_gpu` sets it, once the ids are on the GPU
+        elif isinstance(x, Rows) and self.keeps_handle and not self._stays_on_host:
+            if isinstance(self.model, GNN) and not self.on_gpu and type(x) is Rows:
+                x = self.model.read_ahead(x, batch.blocks[0])
         elif isinstance(x, Rows):
-            x = x.read() if self._is_near(x.table) else x.table.read(x.ids.cpu())
+            x = x.read() if self._reads_at_ids(x.table) else x.table.read(x.ids.cpu())
             trace.count("bytes.gathered", x.numel() * x.element_size())
         return replace(batch, x=x, y=self.labels(batch.seeds), tables=handles)
 
-    def _with_near_rows(self, batch: Batch) -> Batch:
-        """The batch with rows that the GPU reads itself, of ids that came from the host."""
+    def _add_rows_on_gpu(self, batch: Batch) -> Batch:
+        """The batch after its move, with rows that the GPU reads.
+
+        Without `read_by_gpu`, the batch as it is.
+        """
         if not self.read_by_gpu:
             return batch
         x = batch.blocks[0].handle(self.data.tables["x"])
@@ -222,43 +302,61 @@ class Loader:
         try:
             return replace(batch, x=x.read())
         except torch.OutOfMemoryError:
+            # Once more: what failed steps have left, and blocks that torch caches, may be enough.
             free_memory(self.device)
             return replace(batch, x=x.read())
 
     def labels(self, seeds: Tensor) -> Tensor | None:
+        """[num_seeds, ...]: labels of the seeds, on the device of the dataset's labels.
+
+        None without labels.
+        """
         y = self.data.y
         return None if y is None else ops.gather_rows(y, seeds.to(y.device))
 
-    def _is_near(self, table: Readable) -> bool:
-        """Whether ids are where the table's kernels are."""
+    def _reads_at_ids(self, table: Readable) -> bool:
+        """Whether a table can be read by ids on the device that samples.
+
+        If not, the ids go to the host first.
+        """
         return not self.on_gpu or table.tiers(self.device) is not None
 
     def _is_read_by_gpu(self) -> bool:
-        """Whether the host draws batches whose features a GPU has, or some of them and reads the rest in place."""
+        """Whether the host samples and a GPU reads the features, from its own memory or by zero-copy."""
         if self.on_gpu or self.device.type != "cuda" or "x" not in self.data.tables:
             return False
         tiers = self.data.tables["x"].tiers(self.device)
         return tiers is not None and tiers.hot.device.type == "cuda"
 
-    def _keeps_handle(self, model: GNN | Whole | None) -> bool:
-        """Whether rows of the features are best left unread: some kernel of the model reads them itself."""
+    def _can_keep_handle(self) -> bool:
+        """Whether `batch.x` stays a handle, because a kernel of the model reads the rows itself, and fast."""
+        model = self.model
         if model is None or "x" not in self.data.tables:
             return False
         table = self.data.tables["x"]
         if self.on_gpu and self.layout == "tree":
-            return self._is_near(table)
-        here = self.read_by_gpu or self.device.type == ("cuda" if self.on_gpu else "cpu")
-        if not (here and self._is_near(table) and model.keeps_handle(table)):
+            return self._reads_at_ids(table)
+
+        samples_at_model = self.device.type == ("cuda" if self.on_gpu else "cpu")
+        has_ids_at_model = self.read_by_gpu or samples_at_model
+        if not (has_ids_at_model and self._reads_at_ids(table) and model.keeps_handle(table)):
             return False
-        # Rows in host memory come sooner by ascending ids, each one once, than in the order of the edges.
-        stored = table.storage()
-        return stored is None or stored.device.type == self.device.type
+        # A GPU reads rows in host memory faster by ascending ids, each once, than in the order of the
+        # edges, as the model's kernel would. So such rows are gathered first.
+        storage = table.storage()
+        return storage is None or storage.device.type == self.device.type
 
 
 def resolve_layout(
     method: Sampled, data: Dataset, device: torch.device, model: GNN | Whole | None
 ) -> Literal["block", "tree"]:
-    """ "auto" replaced: trees where a GPU reads graph and features, since a step of theirs never asks the host."""
+    """The layout, with "auto" replaced: trees if a GPU reads graph and features, else blocks.
+
+    A step on trees never synchronises with the GPU, so it can be captured.
+
+    Raises:
+        ValueError: layout="tree" is set for a model that is not made of layers.
+    """
     if method.layout == "tree" and isinstance(model, Whole):
         raise ValueError(
             f"layout=tree needs a model made of layers, and {type(model.module).__name__} is not: use hl.nn.GNN, or "
@@ -268,12 +366,14 @@ def resolve_layout(
         return method.layout
     if data.graph.indptr.device.type != "cuda" or -1 in method.fanout_per_layer or not isinstance(model, GNN):
         return "block"
-    x, num_slots = data.tables.get("x"), Slots(method.batch_size, method.fanout_per_layer).offsets[-1]
+    x = data.tables.get("x")
     tiers = None if x is None else x.tiers(device)
-    readable = tiers is not None and tiers.hot.device.type == "cuda"  # but for rows that are staged ahead
-    return "tree" if readable and num_slots <= max(MAX_TREE_SLOTS, data.num_nodes) else "block"
+    is_readable = tiers is not None and tiers.hot.device.type == "cuda"
+    num_slots = Slots(method.batch_size, method.fanout_per_layer).offsets[-1]
+    is_small = num_slots <= max(MAX_TREE_SLOTS, data.num_nodes)
+    return "tree" if is_readable and is_small else "block"
 
 
 def resolve_workers(method: Sampled, num_cores: int) -> tuple[int, int]:
-    """(workers, look_ahead) with "auto" replaced, as an epoch begins that was not tuned yet."""
+    """(workers, look_ahead) with "auto" replaced, as in the first epoch, before any tuning."""
     return Threads(method.workers, method.look_ahead, num_cores).now

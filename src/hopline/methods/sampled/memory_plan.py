@@ -1,4 +1,15 @@
-"""The forms of sampled training that keep to a budget: how many batches are ahead, and where they wait."""
+"""The memory plan of `Sampled`: the fastest form of a run that keeps to a budget.
+
+Forms differ in memory and time, but not in what is learnt. They are tried in this order, fastest first:
+
+    tree                     a GPU samples, and holds graph and features; a captured step
+    batches on the device    k batches prefetched, k halved down to 1
+    batches on the host      the same, but batches wait on the host until their step runs; GPU only
+    nothing prefetched       the training thread prepares each batch
+
+Sizes of batches are known only by sampling. So the plan samples a few batches on the host, and adds a
+margin. The peak of a step follows from sizes by the predictor.
+"""
 
 from __future__ import annotations
 
@@ -28,159 +39,233 @@ from hopline.methods.sampled.settings import Sampled
 from hopline.nn.gnn import GNN
 from hopline.util.host import num_cores
 
-DRAWN = 3
-"""Batches that are drawn to see how large they are,"""
+NUM_DRAWN_BATCHES = 3
+"""Batches that are sampled to see how large they are. A rule of thumb."""
 SIZE_MARGIN = 1.1
-"""and by how much others may be larger."""
-RECORDED = "workspace of the recorded step"
+"""Assumed size of the largest batch, as a multiple of the sampled sizes. A rule of thumb."""
+CAPTURE_WORKSPACE = "workspace of the recorded step"
+"""Name of the plan's item for memory that CUDA's libraries allocate on the stream of a captured step."""
 MAX_SEARCHED_NODES = 1 << 24
-"""Nodes of the largest graph in which the seed with most around it is looked for."""
+"""Most nodes of a graph for which `largest_seed_sizes` visits every node. A rule of thumb."""
+MAX_FREE_BYTES = 1 << 50
+"""Bytes that stand for a device without a limit, since infinity is not an integer. A rule of thumb."""
 
 
 def plan(method: Sampled, outline: Outline, budget: Budget) -> Plan:
-    """As many batches ahead as leave room for a whole one; where there is none, a batch goes in pieces."""
+    """The plan of the fastest form in which whole batches fit, else of one in which micro-batches fit."""
     return SampledForms(method, outline, outline.limits(budget), budget.over_budget).best()
 
 
 @dataclass(eq=False)
 class SampledForms:
-    """The forms of sampled training that differ in what they take, and in nothing that is learnt."""
+    """The forms of one run of sampled training, as plans.
+
+    They differ in memory and time, not in what is learnt.
+    """
 
     method: Sampled
     outline: Outline
     limits: dict[Place, int | None]
+    """By place: the bytes that the budget allows. None for no limit."""
     over_budget: OverBudget = "split"
+    """The setting `Budget.over_budget`, which decides how small a step can be made."""
 
     @cached_property
     def batches(self) -> list[Batch]:
-        """Some, on the host: a GPU may not have room for a single one."""
-        return list(islice(draw_batches(self.method, self.outline, self.method.batch_size), DRAWN))
+        """Up to `NUM_DRAWN_BATCHES` batches, on the host, since a GPU may have no memory for a single one."""
+        return list(islice(draw_batches(self.method, self.outline, self.method.batch_size), NUM_DRAWN_BATCHES))
 
     @property
     def predictor(self) -> Predictor:
+        """Predicts the peaks of steps with these fan-outs."""
         return self.outline.predictor(len(self.method.fanout_per_layer))
 
     def best(self) -> Plan:
-        """The fastest that keeps to the limits with whole batches, or else with pieces, or the smallest."""
+        """The fastest plan that fits with whole batches.
+
+        If there is none: the first that fits with batches on the host, whose steps then run in
+        micro-batches. Else the plan without prefetching.
+        """
         plans = list(self.plans())
-        whole = next((plan for plan in plans if plan.fits and plan.step_bytes <= plan.limit_bytes), None)
-        return whole or next((plan for plan in plans if plan.fits and plan.batches_on_host), plans[-1])
+        for plan in plans:
+            if plan.fits and plan.step_bytes <= plan.limit_bytes:
+                return plan
+        for plan in plans:
+            if plan.fits and plan.batches_on_host:
+                return plan
+        return plans[-1]
 
     def plans(self) -> Iterator[Plan]:
+        """The plans of all forms, fastest first."""
         tree = self.tree()
         if tree is not None:
             yield tree
-        workers, ahead = resolve_workers(self.method, num_cores())
-        for batches_on_host in (False, True) if self._can_wait else (False,):
-            for look_ahead in _halvings(ahead) if workers else ():
-                yield self.plan(workers, look_ahead, batches_on_host)
-        yield self.plan(0, 1, self._can_wait)
+        workers, max_look_ahead = resolve_workers(self.method, num_cores())
+        if workers:
+            for batches_on_host in (False, True) if self._can_wait_on_host else (False,):
+                for look_ahead in _halvings(max_look_ahead):
+                    yield self.plan(workers, look_ahead, batches_on_host)
+        yield self.plan(0, 1, self._can_wait_on_host)
 
     def plan(self, workers: int, look_ahead: int, batches_on_host: bool = False) -> Plan:
-        """So many batches ahead: where steps are, or on the host until their turn comes."""
-        count, size = (1 + look_ahead if workers else 1), self._batch_bytes
-        name = f"{count} prepared batch{'es' * (count > 1)}"
-        prepared = [Item(name, "host", count * size)]
-        if (
-            self.outline.compute_place == "device" and not batches_on_host
-        ):  # the batch before goes when the next one has come
-            prepared.append(Item(name, "device", (count + 1) * size))
+        """The plan with `look_ahead` prefetched batches, in blocks.
+
+        batches_on_host: whether batches wait on the host, and move to the GPU when their step runs.
+        """
+        on_gpu = self.outline.compute_place == "device"
+        count = 1 + look_ahead if workers else 1
+        name = "1 prepared batch" if count == 1 else f"{count} prepared batches"
+        prepared = [Item(name, "host", count * self._batch_bytes)]
+        if on_gpu and not batches_on_host:
+            # One more on the device: a batch is freed only when the next one has arrived.
+            prepared.append(Item(name, "device", (count + 1) * self._batch_bytes))
+
         method = replace(self.method, workers=workers, look_ahead=look_ahead)
-        if self.outline.compute_place == "device" and method.layout == "auto":
-            method = replace(method, layout="block")  # as was planned, wherever the data will be
+        if on_gpu and method.layout == "auto":
+            # Fixed now: the loader must not choose trees, wherever the data will be.
+            method = replace(method, layout="block")
         return self._make_plan(
-            method, prepared, self._whole(batches_on_host), self._least(batches_on_host), batches_on_host
+            method,
+            prepared,
+            step_bytes=self._whole_step_bytes(batches_on_host),
+            min_step_bytes=self._min_step_bytes(batches_on_host),
+            batches_on_host=batches_on_host,
         )
 
     @property
-    def _can_wait(self) -> bool:
-        """Whether it is the host that makes batches, for a GPU, or may be."""
-        wanted = self.outline.placement
-        by_host = {wanted.graph, wanted.features} <= {"auto", "host"} and wanted.cache == "auto"
-        return self.outline.compute_place == "device" and by_host and self.method.layout != "tree"
+    def _can_wait_on_host(self) -> bool:
+        """Whether batches for a GPU may wait on the host: no setting makes the GPU sample or hold data."""
+        requested = self.outline.placement
+        data_may_stay = {requested.graph, requested.features} <= {"auto", "host"} and requested.cache == "auto"
+        return self.outline.compute_place == "device" and data_may_stay and self.method.layout != "tree"
 
     def tree(self) -> Plan | None:
-        """On a GPU that has room for everything: shapes that never change, so there is nothing to cut."""
-        method, outline = self.method, self.outline
-        possible = method.layout != "block" and -1 not in method.fanout_per_layer and isinstance(outline.model, GNN)
-        if outline.compute_place == "host" or not possible:
+        """The plan with trees. None if trees are not possible, or if the GPU cannot hold all data.
+
+        With layout="tree" it is the plan even if the GPU cannot. Steps are never split: their shapes never
+        change.
+        """
+        method = self.method
+        outline = self.outline
+        allows_tree = method.layout != "block" and -1 not in method.fanout_per_layer and isinstance(outline.model, GNN)
+        if outline.compute_place == "host" or not allows_tree:
             return None
+
+        # Every slot counts, empty ones too. From the seeds outwards: each hop multiplies the slots of the
+        # last one.
         nodes = [method.batch_size]
         for fanout in method.fanout_per_layer:
             nodes.append(nodes[-1] * (1 + fanout))
         edges = [outer - inner for inner, outer in pairwise(nodes)]
-        step = self.predictor.costs.bound(Sizes(tuple(reversed(nodes)), tuple(reversed(edges))))
-        recorded = [] if outline.device.type != "cuda" else [Item(RECORDED, "device", library_bytes(outline.device))]
-        plan = self._make_plan(method, recorded, step, step)
-        all_there = plan.placement is not None and {plan.placement.graph, plan.placement.features} == {"device"}
-        return plan if all_there or method.layout == "tree" else None
+        step_bytes = self.predictor.costs.bound(Sizes(tuple(reversed(nodes)), tuple(reversed(edges))))
+        items = []
+        if outline.device.type == "cuda":
+            items.append(Item(CAPTURE_WORKSPACE, "device", library_bytes(outline.device)))
+
+        plan = self._make_plan(method, items, step_bytes=step_bytes, min_step_bytes=step_bytes)
+        placement = plan.placement
+        has_all_data = placement is not None and {placement.graph, placement.features} == {"device"}
+        return plan if has_all_data or method.layout == "tree" else None
 
     @cached_property
     def _batch_bytes(self) -> int:
-        """Of a prepared batch: others may be larger, and the smaller a batch, the more does a single seed matter."""
-        rate = max(batch.num_bytes / Sizes.of(batch).array.sum() for batch in self.batches)
-        return math.ceil(SIZE_MARGIN * self._largest.num_bytes + rate * self._largest_seed_sizes.array.sum())
+        """The bytes of a prepared batch: the largest sampled one with a margin, and one more large seed.
+
+        The seed matters for small batches, whose size may depend on a single node of high degree.
+        """
+        bytes_per_size = max(batch.num_bytes / Sizes.of(batch).array.sum() for batch in self.batches)
+        seed_bytes = bytes_per_size * self._largest_seed_sizes.array.sum()
+        return math.ceil(SIZE_MARGIN * self._largest_batch.num_bytes + seed_bytes)
 
     @property
     def _num_seeds(self) -> int:
+        """The number of training nodes."""
         return self.outline.train_ids.numel()
 
     @cached_property
     def _largest_seed_sizes(self) -> Sizes:
+        """A bound for the sizes of a batch with one seed."""
         return largest_seed_sizes(self.method.fanout_per_layer, self.outline.data.graph, self.outline.train_ids)
 
     @cached_property
-    def _largest(self) -> Batch:
+    def _largest_batch(self) -> Batch:
+        """The sampled batch with the most bytes."""
         return max(self.batches, key=lambda batch: batch.num_bytes)
 
-    def _whole(self, batches_on_host: bool) -> float:
-        """The step of a whole batch; one that waited elsewhere is copied for it."""
-        sizes = [_with_margin(Sizes.of(batch), self.outline.data.graph) for batch in self.batches]
-        copies = MicroBatchBytes.of(self._largest, None) if batches_on_host else None
-        return max(self.predictor.predict_peak(s) + (0 if copies is None else copies.resident(s)) for s in sizes)
+    def _whole_step_bytes(self, batches_on_host: bool) -> float:
+        """The predicted peak of a step that is not split.
 
-    def _least(self, batches_on_host: bool) -> float:
-        """A step that is as small as what may be done with a batch makes it: of a single seed in a piece of its own, of
-        all seeds without an edge, or of the whole batch."""
-        beside, num_seeds = sum(state_bytes(self.outline.model)), min(self.method.batch_size, self._num_seeds)
+        A batch that waits on the host is copied for the step.
+        """
+        copy_bytes = MicroBatchBytes.of(self._largest_batch, None) if batches_on_host else None
+        peaks = []
+        for batch in self.batches:
+            sizes = _with_margin(Sizes.of(batch), self.outline.data.graph)
+            peak_bytes = self.predictor.predict_peak(sizes)
+            if copy_bytes is not None:
+                peak_bytes = peak_bytes + copy_bytes.resident(sizes)
+            peaks.append(peak_bytes)
+        return max(peaks)
+
+    def _min_step_bytes(self, batches_on_host: bool) -> float:
+        """The predicted peak of the smallest step that `over_budget` can make of a batch.
+
+        Cutting leaves all seeds without an edge. Splitting and sampling again end at micro-batches of one
+        seed. If the model cannot be split, or the budget refuses, a step is the whole batch.
+        """
+        snapshot_bytes = sum(state_bytes(self.outline.model))
         if self.over_budget in CUTS:
+            num_seeds = min(self.method.batch_size, self._num_seeds)
             num_hops = len(self.method.fanout_per_layer)
-            seed = Sizes((num_seeds,) * (num_hops + 1), (0,) * num_hops)
+            smallest = Sizes((num_seeds,) * (num_hops + 1), (0,) * num_hops)
         elif self.over_budget == "refuse" or not can_split(self.outline.model):
-            return beside + self._whole(batches_on_host)
+            return snapshot_bytes + self._whole_step_bytes(batches_on_host)
         else:
-            seed = self._largest_seed_sizes
-        copies = MicroBatchBytes.of(self._largest, None if batches_on_host else self.outline.device)
-        return beside + SIZE_MARGIN * copies.maps + copies.peak_with_step(seed, self.predictor.predict_peak(seed))
+            smallest = self._largest_seed_sizes
+        micro_batch = MicroBatchBytes.of(self._largest_batch, None if batches_on_host else self.outline.device)
+        peak_bytes = micro_batch.peak_with_step(smallest, self.predictor.predict_peak(smallest))
+        return snapshot_bytes + SIZE_MARGIN * micro_batch.maps + peak_bytes
 
     def _make_plan(
-        self, method: Sampled, prepared: list[Item], step: float, one: float, batches_on_host: bool = False
+        self,
+        method: Sampled,
+        prepared: list[Item],
+        *,
+        step_bytes: float,
+        min_step_bytes: float,
+        batches_on_host: bool = False,
     ) -> Plan:
-        outline, home = self.outline, self.outline.compute_place
-        items, placement, limit = (
-            [*outline.resident_items(), *outline.data_on_host(), *prepared],
-            None,
-            self.limits[home],
-        )
-        room = math.inf if limit is None else limit - sum(item.num_bytes for item in items if item.place == home)
+        """A plan, with as much of the data on the GPU as the other items leave memory for.
+
+        method: as the plan's form wants it. prepared: items of this form, such as prefetched batches.
+        """
+        outline = self.outline
+        compute_place = outline.compute_place
+        items = [*outline.resident_items(), *outline.data_on_host(), *prepared]
+        placement = None
         if batches_on_host:
             placement = replace(outline.placement, graph="host", features="host")
-            items.append(Item("labels", "device", DataBytes.of(outline.data).labels))  # which go there all the same
-        elif home == "device":
-            placed, placement = place_within(outline, room - with_evaluation(step, outline.async_evaluation))
-            items += placed
-        size = method.batch_size
+            # Labels go to the device all the same.
+            items.append(Item("labels", "device", DataBytes.of(outline.data).labels))
+        elif compute_place == "device":
+            limit = self.limits[compute_place]
+            resident_bytes = sum(item.num_bytes for item in items if item.place == compute_place)
+            free_bytes = math.inf if limit is None else limit - resident_bytes
+            data_items, placement = place_within(
+                outline, free_bytes - with_evaluation(step_bytes, outline.async_evaluation)
+            )
+            items += data_items
         return Plan(
             method=method,
             items=tuple(items),
             limits=self.limits,
-            compute_place=home,
+            compute_place=compute_place,
             async_evaluation=outline.async_evaluation,
             hidden_bytes=outline.hidden_bytes(),
-            step_bytes=step,
-            min_step_bytes=one,
-            steps=-(-self._num_seeds // size),
-            count=size,
+            step_bytes=step_bytes,
+            min_step_bytes=min_step_bytes,
+            steps=-(-self._num_seeds // method.batch_size),
+            count=method.batch_size,
             covers="batches of {} seeds",
             placement=placement,
             batches_on_host=batches_on_host,
@@ -188,23 +273,31 @@ class SampledForms:
         )
 
 
-def place_within(outline: Outline, room: float) -> tuple[list[Item], Placement]:
-    """What of the data goes to a GPU with so many bytes to spare."""
-    sizes, wanted = DataBytes.of(outline.data), outline.placement
+def place_within(outline: Outline, free_bytes: float) -> tuple[list[Item], Placement]:
+    """(items, placement) of the data that goes to a GPU with `free_bytes` left for data."""
+    sizes = DataBytes.of(outline.data)
+    requested = outline.placement
     try:
-        found = make_layout(sizes, int(max(0.0, min(room, 1 << 50)) / SHARE), wanted)
-    except ValueError:  # not even what a GPU needs to read the host's memory
-        return [], replace(wanted, graph="host", features="host", cache="auto")
-    graph = {"device": sizes.graph, "pinned": sizes.indptr, "host": 0}[found.graph]
-    cache = min(found.cache, sizes.features)
-    rows = {"device": sizes.features, "pinned": cache + sizes.hot_slots, "host": 0}[found.features]
-    items = [Item("graph", "device", graph), Item("features", "device", rows)]
-    items.append(Item("labels", "device", sizes.labels if found.labels else 0))
-    kept = str(cache) if found.features == "pinned" else "auto"
-    return items, replace(wanted, graph=found.graph, features=found.features, cache=kept)
+        # `make_layout` gives data only SHARE of what is free. Here all of it is for data, so it gets more.
+        layout = make_layout(sizes, int(max(0.0, min(free_bytes, MAX_FREE_BYTES)) / SHARE), requested)
+    except ValueError:  # too little even for what a GPU needs to read pinned data: offsets and slots
+        return [], replace(requested, graph="host", features="host", cache="auto")
+
+    graph_bytes = {"device": sizes.graph, "pinned": sizes.indptr, "host": 0}[layout.graph]
+    cache_bytes = min(layout.cache, sizes.features)
+    feature_bytes = {"device": sizes.features, "pinned": cache_bytes + sizes.hot_slots, "host": 0}[layout.features]
+    label_bytes = sizes.labels if layout.labels else 0
+    items = [
+        Item("graph", "device", graph_bytes),
+        Item("features", "device", feature_bytes),
+        Item("labels", "device", label_bytes),
+    ]
+    cache = str(cache_bytes) if layout.features == "pinned" else "auto"
+    return items, replace(requested, graph=layout.graph, features=layout.features, cache=cache)
 
 
 def _halvings(count: int) -> Iterator[int]:
+    """count, count // 2, ..., 1."""
     while count > 1:
         yield count
         count //= 2
@@ -212,44 +305,68 @@ def _halvings(count: int) -> Iterator[int]:
 
 
 def draw_batches(method: Sampled, outline: Outline, batch_size: int) -> Iterator[Batch]:
-    """Batches as training would draw them, one after the other; on the host where that is where they are made."""
-    alone = replace(method, batch_size=batch_size, workers=0, look_ahead=1, layout="block", drop_last=False)
-    given = outline.data, outline.train_ids, alone, outline.job.seed, outline.device, outline.model
-    loader = Loader(*given, batches_on_host=True)
+    """The batches of the first epoch, with `batch_size` seeds, in the layout "block".
+
+    They stay on the host if the host samples. Each is prepared when it is asked for.
+    """
+    loader = Loader(
+        data=outline.data,
+        ids=outline.train_ids,
+        method=replace(method, batch_size=batch_size, workers=0, look_ahead=1, layout="block", drop_last=False),
+        seed=outline.job.seed,
+        device=outline.device,
+        model=outline.model,
+        batches_on_host=True,
+    )
     with closing(loader.epoch(1)) as batches:
         yield from batches
 
 
 def _with_margin(sizes: Sizes, graph: Graph) -> Sizes:
-    """Sizes that other batches hardly exceed."""
-    nodes = [min(math.ceil(SIZE_MARGIN * n), graph.num_nodes) for n in sizes.nodes[:-1]]
-    return Sizes(
-        (*nodes, sizes.nodes[-1]), tuple(min(math.ceil(SIZE_MARGIN * e), graph.num_edges) for e in sizes.edges)
-    )
+    """The sizes times `SIZE_MARGIN`, but no more than the graph has. The number of seeds stays."""
+    *nodes, num_seeds = sizes.nodes
+    nodes = [min(math.ceil(SIZE_MARGIN * num_nodes), graph.num_nodes) for num_nodes in nodes]
+    edges = [min(math.ceil(SIZE_MARGIN * num_edges), graph.num_edges) for num_edges in sizes.edges]
+    return Sizes((*nodes, num_seeds), tuple(edges))
 
 
 def largest_seed_sizes(fanouts: Sequence[int], graph: Graph, train_ids: Tensor) -> Sizes:
-    """More than is drawn for any one seed: the largest numbers of nodes and edges, hop by hop, whatever the draws."""
+    """An upper bound for the sizes of a batch with one seed, for any training node and any draws.
+
+    In a large graph, the bound multiplies the largest number of draws of each hop. Otherwise it is computed
+    for every node. Let c_h(v) be the most draws at node v in hop h, and f(v) a bound for what lies around v
+    from hop h + 1 on. What lies around v from hop h on is at most f(v) itself, plus
+
+        min(sum of f(u) over all in-neighbours u of v,   c_h(v) * max of f(u) over these u)
+
+    since c_h(v) of the in-neighbours are drawn.
+    """
     degrees = graph.in_degrees().clamp(max=graph.num_edges)
-    bounds = [degrees if f < 0 else degrees.clamp(max=f) for f in fanouts]
+    max_draws = [degrees if fanout < 0 else degrees.clamp(max=fanout) for fanout in fanouts]
     if graph.num_nodes > MAX_SEARCHED_NODES:
-        nodes, edges = [1], []
-        for taken in bounds:
-            edges.append(min(nodes[-1] * int(taken.max()), int(taken.sum())))
+        nodes = [1]
+        edges = []
+        for hop_draws in max_draws:
+            edges.append(min(nodes[-1] * int(hop_draws.max()), int(hop_draws.sum())))
             nodes.append(min(nodes[-1] + edges[-1], graph.num_nodes))
         return Sizes(tuple(reversed(nodes)), tuple(reversed(edges)))
-    # What is drawn for a node has no more around it than the sum over all its neighbours, and no more than the largest
-    # of them as often as is drawn. A column for each hop's nodes and one for its edges, from the outermost hop inwards.
+
+    # [num_nodes, k]: f of the docstring. Columns alternate, from the seeds outwards: nodes up to a hop,
+    # edges of the next hop, nodes up to that one, and so on.
     around = torch.zeros(graph.num_nodes, 0, dtype=torch.float64, device=degrees.device)
     for hop in reversed(range(len(fanouts))):
-        outer = [bounds[hop + 1].double()] if hop + 1 < len(fanouts) else []
-        around = torch.stack([torch.ones_like(around.sum(1)), *outer, *around.T], 1)
+        outer_draws = [max_draws[hop + 1].double()] if hop + 1 < len(fanouts) else []
+        around = torch.stack([torch.ones_like(around.sum(1)), *outer_draws, *around.T], 1)
         total = ops.reduce_edges(around, graph.indptr, graph.indices, "sum")
-        largest = ops.reduce_edges(around, graph.indptr, graph.indices, "max") * bounds[hop][:, None]
+        largest = ops.reduce_edges(around, graph.indptr, graph.indices, "max") * max_draws[hop][:, None]
         around = around + torch.minimum(total, largest)
-    at = train_ids.to(around.device)
-    most = around[at].amax(0).tolist()
-    nodes = [1, *[min(int(n), graph.num_nodes) for n in most[::2]]]
-    first = int(bounds[0][at].max())
-    edges = [first, *[min(int(n), int(b.sum())) for n, b in zip(most[1::2], bounds[1:], strict=True)]]
+
+    seeds = train_ids.to(around.device)
+    largest_columns = around[seeds].amax(0).tolist()
+    nodes = [1]
+    for num_nodes in largest_columns[::2]:
+        nodes.append(min(int(num_nodes), graph.num_nodes))
+    edges = [int(max_draws[0][seeds].max())]
+    for num_edges, hop_draws in zip(largest_columns[1::2], max_draws[1:], strict=True):
+        edges.append(min(int(num_edges), int(hop_draws.sum())))
     return Sizes(tuple(reversed(nodes)), tuple(reversed(edges)))

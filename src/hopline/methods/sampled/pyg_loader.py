@@ -1,4 +1,4 @@
-"""`NeighborLoader`: PyG's loader by hopline's sampler and threads, for a training script as it is.
+"""`NeighborLoader`: PyG's loader on hopline's sampler and threads, for a training script that uses PyG's.
 
 One batch goes through these stages:
 
@@ -6,10 +6,10 @@ One batch goes through these stages:
     nodes and edges     ->   rows of what lies     ->   to the GPU, if ->   rows of what lies on the GPU,
     around the seeds         in host memory             there is one        then `transform`
 
-A batch has what PyG's has: every attribute with one row per node or edge, cut down to the batch. Rows
-are read from the tensors that the Data has, which are neither copied nor converted. The in-edges of
-all nodes are grouped once (12 bytes per edge, 4 if `edge_index` is sorted by destination), and loaders
-of one `edge_index` share them.
+A batch has what PyG's has: the rows of its nodes and edges, of every attribute with one row per node or
+edge. Rows are read from the tensors of the Data, which are neither copied nor converted. The in-edges
+of all nodes are grouped once (12 bytes per edge, 4 if `edge_index` is sorted by destination), and
+loaders of one `edge_index` share them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -78,35 +78,38 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
     "batch_sampler": (None, "give the seeds by input_nodes=, batch_size= and shuffle="),
     "generator": (None, "give seed="),
 }
-"""PyG's arguments that would change batches: the value that changes nothing, and what to do instead."""
+"""By name, PyG's arguments that would change batches: (value that changes nothing, advice otherwise)."""
 
 
 class NeighborLoader:
     """Batches of a PyG graph by neighbour sampling, in place of `torch_geometric.loader.NeighborLoader`.
 
-    Each batch is a `Data` as PyG's loader makes it: x, edge_index, y, all other attributes by node and edge,
-    batch_size, n_id, e_id, input_id, num_sampled_nodes and num_sampled_edges; the seeds come first. Batches are
-    prepared ahead by threads, and every epoch draws anew. Equal `seed` draws the same, whatever the number of threads.
+    Each batch is a `Data` as PyG's loader makes it: x, edge_index, y, all other attributes by node and
+    edge, batch_size, n_id, e_id, input_id, num_sampled_nodes and num_sampled_edges. The seeds are the first
+    nodes.
 
-    A loader belongs to one thread. It holds `data` and reads its attributes when an epoch begins, so that attributes
-    may be set and deleted between epochs; the edges are those of the beginning.
+    Threads prefetch batches, and every epoch draws anew. Loaders with the same `seed` draw the same,
+    whatever the number of threads. A loader belongs to one thread. It reads the attributes of `data` when
+    an epoch begins, so they may be set and deleted between epochs. The edges are those that `data` had when
+    the loader was made.
 
     Args:
         data: A PyG `Data`, or a dataset, whose batches have what `data.to_pyg()` would have.
-        num_neighbors: In-edges drawn per node and hop, those of the seeds first; -1 takes all.
-        input_nodes: The seeds as ids, as a bool mask or by the name of a dataset's split; None takes all nodes.
+        num_neighbors: In-edges drawn per node, one number per hop, that of the seeds first. -1 takes all.
+        input_nodes: The seeds, as ids, as a bool mask, or as the name of a dataset's split. Default: all nodes.
         batch_size: Seeds per batch.
-        shuffle: Visit the seeds in a new order each epoch.
-        drop_last: Leave out the last batch of an epoch if it is not full.
-        replace: Draw neighbours with replacement.
-        transform: Called on each batch, in order and in the thread that iterates.
-        num_workers: Threads (not processes) that prepare batches; 0 prepares them in the thread that iterates.
-        seed: Of every random draw, together with the epoch.
-        device: Where batches come. Default: the GPU that `data` has tensors on, else the CPU.
-        pyg_arguments: PyG's other arguments. Those that only concern its worker processes are taken and do nothing.
+        shuffle: Whether the seeds have a new order in each epoch.
+        drop_last: Whether to leave out the last batch of an epoch if it is not full.
+        replace: Whether neighbours are drawn with replacement.
+        transform: Called with each batch, in order, in the thread that iterates.
+        num_workers: Threads (not processes) that prepare batches. 0: the thread that iterates does.
+        seed: Seed of every random draw, together with the epoch.
+        device: The device of the batches. Default: the GPU that `data` has tensors on, else the CPU.
+        pyg_arguments: Other arguments of PyG's loader. Those on which no batch depends do nothing.
 
     Raises:
-        ValueError: An argument of PyG would change batches, does not exist or has a wrong value, or a seed is no node.
+        ValueError: An argument of PyG would change batches or has a wrong value, or a seed is no node.
+        TypeError: PyG's loader has no such argument, or `data` is of another type.
 
     Example:
         >>> from torch_geometric.data import Data
@@ -149,10 +152,11 @@ class NeighborLoader:
         graph = self._edges.graph
         self.device = _device_of(data, graph, device)
         self._masks = split_masks(data) if isinstance(data, Dataset) else {}
-        ids, self._input_ids = _seeds_of(data, input_nodes, graph.num_nodes)
-        self._seeds = ids.to(graph.device)
-        self.dataset = range(ids.numel())
-        """Of the length that PyG's has: one entry per seed."""
+        seeds = _seeds_of(data, input_nodes, graph.num_nodes)
+        self._input_ids = seeds.input_ids
+        self._seeds = seeds.ids.to(graph.device)
+        self.dataset = range(seeds.ids.numel())
+        """One entry per seed. PyG's loader has such an attribute, whose length scripts read."""
         self._method = Sampled(
             fanouts=tuple(self.num_neighbors),
             batch_size=batch_size,
@@ -169,46 +173,73 @@ class NeighborLoader:
         return f"NeighborLoader({len(self.dataset):,} seeds, {self.num_neighbors}, batch_size={self.batch_size})"
 
     def __len__(self) -> int:
-        full, rest = divmod(len(self.dataset), self.batch_size)
-        return full + (rest > 0 and not self.drop_last)
+        num_full, num_remaining = divmod(len(self.dataset), self.batch_size)
+        has_smaller_batch = num_remaining > 0 and not self.drop_last
+        return num_full + 1 if has_smaller_batch else num_full
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of the next epoch, each a `Data`; not typed as one, as in PyG, where attributes may be None."""
+        """The batches of the next epoch, each a `Data`.
+
+        Typed as Any, as in PyG, since attributes may be None.
+        """
         self._num_epochs += 1
         return self._epoch(self._num_epochs)
 
     def _epoch(self, epoch: int) -> Iterator[Data]:
+        """The batches of one epoch, counted from 1."""
         workers, look_ahead = self._threads.now
-        cutter = _Cutter(self._columns(), self._edges, self.device)
+        builder = _BatchBuilder(self._columns(), self._edges, self.device)
         mover = Mover(self.device, look_ahead)
-        stages = [Stage("sample", self._sample), Stage("gather", cutter.gather), Stage("move", mover.move)]
+        stages = [Stage("sample", self._sample), Stage("gather", builder.gather), Stage("move", mover.move)]
         pipeline = Pipeline(stages, workers=workers, look_ahead=look_ahead)
+
         epoch_key = ops.derive_key(self.seed, epoch)
-        positions = seed_batches(
+        batch_positions = seed_batches(
             torch.arange(len(self.dataset)),
             self.batch_size,
             epoch_key,
             shuffle=self._method.shuffle,
             drop_last=self.drop_last,
         )
-        requests = ((chosen, ops.derive_key(epoch_key, step)) for step, chosen in enumerate(positions))
+        requests = (
+            _Request(positions, ops.derive_key(epoch_key, step)) for step, positions in enumerate(batch_positions)
+        )
         with closing(pipeline.run(requests)) as prepared:
             for moved in prepared:
-                batch = cutter.finish(mover.ready(moved))
+                batch = builder.finish(mover.ready(moved))
                 yield batch if self.transform is None else self.transform(batch)
         self._threads.learn(pipeline.load)
 
-    def _sample(self, request: tuple[Tensor, int]) -> tuple[Tensor, Subgraph]:
-        """(`input_id` of the seeds, the sample around them)."""
-        chosen, key = request
-        input_id = chosen if self._input_ids is None else self._input_ids[chosen]
-        return input_id, self._sampler.sample_subgraph(self._seeds[chosen.to(self._seeds.device)], key)
+    def _sample(self, request: _Request) -> _Sample:
+        """The sample around the seeds of a batch. The pipeline's first stage."""
+        positions = request.positions
+        input_id = positions if self._input_ids is None else self._input_ids[positions]
+        seeds = self._seeds[positions.to(self._seeds.device)]
+        return _Sample(input_id, self._sampler.sample_subgraph(seeds, request.key))
 
     def _columns(self) -> Columns:
-        """What the data has now."""
+        """The attributes that the data has now."""
         if isinstance(self.data, Dataset):
             return _dataset_columns(self.data, self._masks)
         return _data_columns(self.data)
+
+
+class _Request(NamedTuple):
+    """The seeds and the key of one batch: the input of the pipeline."""
+
+    positions: Tensor
+    """[n] int64: positions of the batch's seeds among the loader's."""
+    key: int
+    """Key of the batch's random draws."""
+
+
+class _Sample(NamedTuple):
+    """The result of the stage "sample"."""
+
+    input_id: Tensor
+    """[n] int64: PyG's `input_id` of the seeds."""
+    subgraph: Subgraph
+    """Nodes and edges around the seeds."""
 
 
 # ---- edges
@@ -220,21 +251,32 @@ class Edges:
 
     graph: Graph
     order: Tensor | None
-    """[num_edges] int64: each grouped edge's position in `edge_index`; None where it is the same."""
+    """[num_edges] int64: each grouped edge's position in `edge_index`. None: the order is the same."""
     edge_index: Tensor | None
-    """What was grouped. Held so that no other tensor can get its id."""
+    """The edges before grouping. Held so that no other tensor can get its id, which is a key of
+    `_grouped`."""
 
     def original_ids(self, edge_ids: Tensor) -> Tensor:
-        """Positions in `edge_index` of edges given by their positions in the graph."""
+        """[n] int64: positions in `edge_index` of edges that are given by their positions in the graph."""
         return edge_ids if self.order is None else ops.gather_rows(self.order, edge_ids)
 
 
 _grouped: WeakValueDictionary[tuple[int, int, int], Edges] = WeakValueDictionary()
-"""Edges that loaders hold, by (id and version of `edge_index`, number of nodes). Owned by this module, so that loaders
-over one `data` share them; they go with the last loader. Threads that group the same edges at once get equal ones."""
+"""By (id of `edge_index`, its version, number of nodes): edges that some loader holds.
+
+This module owns the cache, so that loaders over one `data` share the edges. An entry vanishes with its last
+loader. The version counts changes in place. Two threads may group the same edges at the same time, and get
+equal ones.
+"""
 
 
 def _edges_of(data: Data | Dataset) -> Edges:
+    """The grouped edges of the data, from the cache if another loader holds them.
+
+    Raises:
+        TypeError: The data is neither a `Data` nor a `Dataset`.
+        ValueError: A `Data` has no `edge_index`, or an `adj_t`.
+    """
     if isinstance(data, Dataset):
         return Edges(data.graph, None, None)
     if not isinstance(data, Data):
@@ -244,17 +286,20 @@ def _edges_of(data: Data | Dataset) -> Edges:
         )
     if "adj_t" in data:
         raise ValueError("the Data has an adj_t, and batches have edge_index: make the Data without T.ToSparseTensor()")
-    edge_index, num_nodes = data.edge_index, data.num_nodes
+    edge_index = data.edge_index
+    num_nodes = data.num_nodes
     if edge_index is None or num_nodes is None:
         raise ValueError("the Data has no edge_index: give it one, [2, E] with sources first")
     key = (id(edge_index), version_of(edge_index), num_nodes)
     edges = _grouped.get(key)
     if edges is None:
-        edges = _grouped[key] = _group(edge_index, num_nodes)
+        edges = _group(edge_index, num_nodes)
+        _grouped[key] = edges
     return edges
 
 
 def _group(edge_index: Tensor, num_nodes: int) -> Edges:
+    """Group edges by destination. edge_index: [2, num_edges], sources first."""
     # PyG's EdgeIndex is a Tensor whose operations do more than needed here.
     plain = edge_index.as_subclass(Tensor)
     if plain.dim() != 2 or plain.size(0) != 2:
@@ -263,10 +308,10 @@ def _group(edge_index: Tensor, num_nodes: int) -> Edges:
     src, dst = plain
     indptr, order = ops.group_edges(dst.contiguous(), num_nodes)
     is_sorted = bool((dst[1:] >= dst[:-1]).all())
-    small = src.to(torch.int32 if num_nodes < 2**31 else torch.int64)
+    indices = src.to(torch.int32 if num_nodes < 2**31 else torch.int64).contiguous()
     if is_sorted:
-        return Edges(Graph(indptr, small.contiguous()), None, edge_index)
-    return Edges(Graph(indptr, ops.gather_rows(small.contiguous(), order)), order, edge_index)
+        return Edges(Graph(indptr, indices), order=None, edge_index=edge_index)
+    return Edges(Graph(indptr, ops.gather_rows(indices, order)), order=order, edge_index=edge_index)
 
 
 # ---- attributes
@@ -281,29 +326,42 @@ class Column:
     """The dimension of the attribute along which its rows lie; the table has them along 0."""
 
     def read(self, ids: Tensor) -> Tensor:
+        """The rows of some nodes or edges, along `dim`."""
         return self.table.read(ids).movedim(0, self.dim)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """What an epoch's batches are cut from."""
+    """The attributes of which an epoch's batches get their rows."""
 
     template: Data
-    """A Data with what batches share: attributes of the whole graph."""
+    """A Data with the attributes that are copied into every batch, such as those of the whole graph."""
     node: Mapping[str, Column]
+    """By name: attributes with a row per node."""
     edge: Mapping[str, Column]
+    """By name: attributes with a row per edge."""
 
 
 def _data_columns(data: Data) -> Columns:
-    node, edge = {}, {}
+    """The attributes of a `Data`.
+
+    Raises:
+        ValueError: An attribute by node or edge is not a dense tensor.
+    """
+    node: dict[str, Column] = {}
+    edge: dict[str, Column] = {}
     for key in data.keys():  # noqa: SIM118, a Data is not iterated by its keys
         if key in ("edge_index", "num_nodes"):
             continue
-        value = data[key]
-        columns = node if data.is_node_attr(key) else edge if data.is_edge_attr(key) else None
-        if columns is None:
+        if data.is_node_attr(key):
+            columns = node
+        elif data.is_edge_attr(key):
+            columns = edge
+        else:
             continue
-        value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        value = data[key]
+        if isinstance(value, np.ndarray):
+            value = torch.from_numpy(value)
         if not isinstance(value, Tensor):
             raise ValueError(
                 f"data.{key} is a {type(value).__name__} with an entry per node or edge: make it a tensor, or delete it"
@@ -319,146 +377,181 @@ def _data_columns(data: Data) -> Columns:
 
 
 def _dataset_columns(data: Dataset, masks: Mapping[str, Tensor]) -> Columns:
+    """The attributes that `data.to_pyg()` would have. masks: by name, the splits as node masks."""
     tables = dict(data.tables)
     if data.y is not None:
         tables["y"] = TensorTable(data.y)
     tables |= {name: TensorTable(mask) for name, mask in masks.items()}
+    node = {name: Column(table, 0) for name, table in tables.items()}
     edge = {f"edge_{name}": Column(TensorTable(rows), 0) for name, rows in data.graph.edge.items()}
-    return Columns(Data(), {name: Column(table, 0) for name, table in tables.items()}, edge)
+    return Columns(Data(), node, edge)
 
 
 @dataclass(frozen=True, eq=False)
-class _Cut:
-    """A batch on its way."""
+class _PartialBatch:
+    """A batch between two stages of the pipeline, without the rows that a GPU reads.
+
+    A `Movable` of the mover.
+    """
 
     data: Data
-    subgraph_ids: tuple[Tensor, Tensor]
-    """(global node ids, positions in `edge_index`), on the device of the batch."""
+    """The batch with the rows that it has so far."""
+    node_ids: Tensor
+    """[num_nodes] int64: global node ids, on the device of the batch."""
+    edge_ids: Tensor
+    """[num_edges] int64: positions in `edge_index`, on the device of the batch."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in host memory, which have a way to go."""
-        values = [*self.data.to_dict().values(), *self.subgraph_ids]
+        """The bytes that are still in host memory, and will be copied to the GPU."""
+        values = [*self.data.to_dict().values(), self.node_ids, self.edge_ids]
         return sum(value.nbytes for value in values if isinstance(value, Tensor) and value.device.type == "cpu")
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> _Cut:
+    def to(self, device: torch.device, non_blocking: bool = False) -> _PartialBatch:
         if device.type == "cpu":
             return self
-        node_ids, edge_ids = (ids.to(device, non_blocking=non_blocking) for ids in self.subgraph_ids)
+        node_ids = self.node_ids.to(device, non_blocking=non_blocking)
+        edge_ids = self.edge_ids.to(device, non_blocking=non_blocking)
         data = self.data.apply(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-        return _Cut(data, (node_ids, edge_ids))
+        return _PartialBatch(data, node_ids, edge_ids)
 
 
-class _Cutter:
+class _BatchBuilder:
     """Makes the batches of one epoch. Any thread may call it."""
 
     def __init__(self, columns: Columns, edges: Edges, device: torch.device) -> None:
         self.columns = columns
         self.edges = edges
         self.device = device
-        # Rows on a GPU are read by ids that come there with the batch: ids copied for this alone would wait for the
-        # steps before.
-        self.is_late = edges.graph.device.type == "cpu" and device.type != "cpu"
+        # Rows on a GPU are read late, after the batch has moved, by ids that have moved with it. Copying
+        # ids for this alone would wait for the steps before.
+        self.has_late_rows = edges.graph.device.type == "cpu" and device.type != "cpu"
 
-    def gather(self, sampled: tuple[Tensor, Subgraph]) -> _Cut:
-        """The batch with all that its ids can read where they were drawn."""
-        input_id, subgraph = sampled
+    def gather(self, sample: _Sample) -> _PartialBatch:
+        """The batch with all rows that can be read by ids on the device that sampled them.
+
+        The second stage.
+        """
+        subgraph = sample.subgraph
         edge_ids = self.edges.original_ids(subgraph.edge_ids)
-        batch = copy.copy(self.columns.template)
-        batch.edge_index = subgraph.edge_index
-        batch.num_nodes = subgraph.node_ids.numel()
-        batch.batch_size = input_id.numel()
-        batch.input_id = input_id.to(subgraph.node_ids.device)
-        batch.num_sampled_nodes = subgraph.num_nodes
-        batch.num_sampled_edges = subgraph.num_edges
-        cut = _Cut(batch, (subgraph.node_ids, edge_ids))
-        self._read(cut, late=False)
-        return cut
+        data = copy.copy(self.columns.template)
+        data.edge_index = subgraph.edge_index
+        data.num_nodes = subgraph.node_ids.numel()
+        data.batch_size = sample.input_id.numel()
+        data.input_id = sample.input_id.to(subgraph.node_ids.device)
+        data.num_sampled_nodes = subgraph.num_nodes
+        data.num_sampled_edges = subgraph.num_edges
+        batch = _PartialBatch(data, subgraph.node_ids, edge_ids)
+        self._read(batch, late=False)
+        return batch
 
-    def finish(self, cut: _Cut) -> Data:
-        """The whole batch."""
-        if self.is_late:
-            self._read(cut, late=True)
-        node_ids, edge_ids = cut.subgraph_ids
-        # An attribute of the data's own by these names was cut like any other.
+    def finish(self, batch: _PartialBatch) -> Data:
+        """The whole batch, after its move to the device."""
+        if self.has_late_rows:
+            self._read(batch, late=True)
+        # If the data has attributes with these names, the batch has their rows instead.
         if "n_id" not in self.columns.template:
-            cut.data.n_id = node_ids
+            batch.data.n_id = batch.node_ids
         if "e_id" not in self.columns.template:
-            cut.data.e_id = edge_ids
-        return cut.data
+            batch.data.e_id = batch.edge_ids
+        return batch.data
 
-    def _read(self, cut: _Cut, late: bool) -> None:
-        for columns, ids in zip((self.columns.node, self.columns.edge), cut.subgraph_ids, strict=True):
+    def _read(self, batch: _PartialBatch, late: bool) -> None:
+        """Read the rows of those attributes that are read late, or of all others."""
+        for columns, ids in ((self.columns.node, batch.node_ids), (self.columns.edge, batch.edge_ids)):
             for key, column in columns.items():
                 tiers = column.table.tiers(self.device)
                 is_on_gpu = tiers is not None and tiers.hot.device.type != "cpu"
-                if late == (self.is_late and is_on_gpu):
-                    # Where no kernel reaches the rows, the host reads them.
-                    cut.data[key] = column.read(ids if tiers is not None else ids.cpu())
+                is_late = self.has_late_rows and is_on_gpu
+                if late == is_late:
+                    # If no kernel of the device can read the rows, the host reads them.
+                    batch.data[key] = column.read(ids if tiers is not None else ids.cpu())
 
 
 # ---- arguments
 
 
-def _check_arguments(given: Mapping[str, Any]) -> None:
-    for name, value in given.items():
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments that PyG's loader does not have, or that would change batches.
+
+    Raises:
+        TypeError: There is no such argument.
+        ValueError: An argument of `REFUSED` has a value that changes batches.
+    """
+    for name, value in arguments.items():
         if name in IGNORED:
             continue
         if name not in REFUSED:
             close = nearest(name, [*inspect.signature(NeighborLoader).parameters, *REFUSED, *IGNORED])
             raise TypeError(f"NeighborLoader has no argument {name!r}.{close}")
         default, advice = REFUSED[name]
-        value = getattr(value, "value", value)  # of an enum of PyG's
+        value = getattr(value, "value", value)  # PyG has enums, whose values are strings
         if type(value) is not type(default) or value != default:
             raise ValueError(f"hopline's NeighborLoader has no {name}=: {advice}")
 
 
 def _check_num_neighbors(num_neighbors: Any) -> None:
-    good = isinstance(num_neighbors, Iterable) and not isinstance(num_neighbors, Mapping | str)
-    if not good or not list(num_neighbors):
+    is_list = isinstance(num_neighbors, Iterable) and not isinstance(num_neighbors, Mapping | str)
+    if not is_list or not list(num_neighbors):
         raise ValueError(f"num_neighbors must have one number per hop, for example [15, 10], not {num_neighbors!r}")
 
 
-def _seeds_of(data: Data | Dataset, given: Any, num_nodes: int) -> tuple[Tensor, Tensor | None]:
-    """(ids, `input_id` of each): PyG's are positions in what was given, so those of a mask are the ids themselves.
+class _Seeds(NamedTuple):
+    """The seeds of a loader."""
 
-    None stands for 0, 1, 2, ...
+    ids: Tensor
+    """[n] int64 on the host: global node ids."""
+    input_ids: Tensor | None
+    """[n] int64: PyG's `input_id` of each seed, its position in `input_nodes`. For a mask these are the ids
+    themselves. None stands for 0, 1, 2, ..."""
+
+
+def _seeds_of(data: Data | Dataset, input_nodes: Any, num_nodes: int) -> _Seeds:
+    """The seeds that `input_nodes` names.
+
+    Raises:
+        ValueError: There is no such split, a mask has the wrong length, or an id is no node or comes twice.
     """
-    if given is None:
-        return torch.arange(num_nodes), None
-    if isinstance(given, str):
+    if input_nodes is None:
+        return _Seeds(torch.arange(num_nodes), None)
+    if isinstance(input_nodes, str):
         splits = data.splits if isinstance(data, Dataset) else {}
-        if given not in splits:
-            raise ValueError(f"there is no split {given!r}: give input_nodes= as ids or as a mask, {_one_of(splits)}")
-        given = splits[given]
-    nodes = given.cpu() if isinstance(given, Tensor) else torch.as_tensor(given)
+        if input_nodes not in splits:
+            names = f"or one of {', '.join(splits)}" if splits else "since the data has no named splits"
+            raise ValueError(f"there is no split {input_nodes!r}: give input_nodes= as ids or as a mask, {names}")
+        input_nodes = splits[input_nodes]
+    nodes = input_nodes.cpu() if isinstance(input_nodes, Tensor) else torch.as_tensor(input_nodes)
     if nodes.dtype == torch.bool:
         if nodes.shape != (num_nodes,):
             raise ValueError(f"a mask must be [{num_nodes}], one entry per node, not {list(nodes.shape)}")
         ids = nodes.nonzero().view(-1)
-        return ids, ids
+        return _Seeds(ids, ids)
     check_ids(nodes, num_nodes)
     is_seed = torch.zeros(num_nodes, dtype=torch.bool)
     is_seed[nodes.long()] = True
     if int(is_seed.sum()) != nodes.numel():
         raise ValueError("input_nodes names a node more than once: give each id once, for example input_nodes.unique()")
-    return nodes.long(), None
+    return _Seeds(nodes.long(), None)
 
 
-def _one_of(splits: Mapping[str, Tensor]) -> str:
-    return f"or one of {', '.join(splits)}" if splits else "since the data has no named splits"
+def _device_of(data: Data | Dataset, graph: Graph, requested: torch.device | str | None) -> torch.device:
+    """The device of the batches: the requested one, else a GPU that holds data, else the CPU.
 
-
-def _device_of(data: Data | Dataset, graph: Graph, given: torch.device | str | None) -> torch.device:
+    Raises:
+        ValueError: The data has tensors on a GPU, and the CPU is requested.
+    """
     if isinstance(data, Dataset):
         tensors = [table.storage() for table in data.tables.values()] + [data.y]
     else:
         tensors = list(data.to_dict().values())
     devices = [graph.device, *(tensor.device for tensor in tensors if isinstance(tensor, Tensor))]
-    found = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-    if given is not None:
-        check_cuda(torch.device(given))
-    device = found if given is None else with_index(given)
-    if device.type == "cpu" and found.type != "cpu":
-        raise ValueError(f"the data has tensors on {found} and batches are asked for on the CPU: leave out device=")
+    data_device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+    if requested is None:
+        return data_device
+    check_cuda(torch.device(requested))
+    device = with_index(requested)
+    if device.type == "cpu" and data_device.type != "cpu":
+        raise ValueError(
+            f"the data has tensors on {data_device} and batches are asked for on the CPU: leave out device="
+        )
     return device

@@ -1,4 +1,8 @@
-"""`Sampled`, the settings of neighbour sampling, and `Auto`: plain data, so that reading them needs no torch."""
+"""`Sampled`, the settings of neighbour sampling, and `Auto`, which stands for the fastest method.
+
+Settings are plain data. Torch is imported only where a method is bound to a job, so that help and errors
+about settings come at once.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +25,24 @@ if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
     from hopline.shards.shard import Shard
 
 FIRST_FANOUTS = (15, 10, 5)
-"""Of the layers nearest to the seeds; those further out take as many as the last of these."""
+"""Default fan-outs, the seeds' layer first. Layers further out have the last one. A rule of thumb."""
 
 
 def usual_fanouts(num_layers: int) -> tuple[int, ...]:
-    """15, 10, 5, 5, ...: fewer the further a layer is from the seeds, since hops multiply."""
+    """The default fan-outs, 15, 10, 5, 5, ...
+
+    They fall with the distance from the seeds, because hops multiply.
+    """
     return (FIRST_FANOUTS + FIRST_FANOUTS[-1:] * num_layers)[:num_layers]
 
 
 @settings
 class Sampled(Method):
-    """Neighbour sampling: each batch is some seeds and a sample of the edges that lead to them.
+    """Neighbour sampling: each batch is some seeds, and a sample of the edges that lead to them.
 
     Raises:
-        ValueError: A field has a value that is not allowed. From the Trainer: there is not one fan-out per layer.
+        ValueError: A field has a value that is not allowed. From the Trainer: there is not one fan-out per
+            layer.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
@@ -49,24 +57,26 @@ class Sampled(Method):
     """
 
     fanouts: tuple[int, ...] | Literal["auto"] = "auto"
-    """In-edges sampled per node, one number per layer, the seeds' own first; -1 takes all. `auto`: 15, 10, 5, 5, ...
-    for as many layers as the model has."""
+    """In-edges sampled per node, one number per layer, that of the seeds first. -1 takes all. Default: 15,
+    10, 5, 5, ..., one for each layer of the model."""
     batch_size: int = 1024
     """Seeds per batch and rank."""
     replace: bool = False
-    """Draw neighbours with replacement."""
+    """Draws of neighbours: with replacement (true), or without (false)."""
     layout: Literal["auto", "block", "tree"] = "auto"
-    """`block`: every node once; `tree`: a slot for every draw, shapes never change; `auto`: tree if a GPU reads all."""
+    """Layout of a batch. `block` has every node once, `tree` a slot for every draw, so that shapes never
+    change. Default: tree if a GPU reads graph and features itself, else block."""
     shuffle: bool = True
-    """Visit the seeds in a new order each epoch."""
+    """Order of the seeds: a new one in each epoch (true), or always the given one (false)."""
     drop_last: bool = False
-    """Leave out the last batch of an epoch if it is not full."""
+    """Last batch of an epoch if it is not full: left out (true), or trained (false)."""
     scale_sums: bool = False
-    """Scale sums over sampled edges by degree / sampled, to the expectation of the full sum; GCNConv always does."""
+    """Scaling of sums over sampled edges by degree / sampled, so that they estimate the full sum. GCNConv
+    always scales."""
     workers: int | Literal["auto"] = "auto"
-    """Threads that prepare batches; 0 prepares them in the training thread."""
+    """Threads that prepare batches. 0: the training thread does. Default: at first one per core, up to 8."""
     look_ahead: int | Literal["auto"] = "auto"
-    """Batches prepared before they are needed."""
+    """Batches prepared before they are needed. Default: two per thread."""
 
     def __post_init__(self) -> None:
         fanouts: Any = self.fanouts
@@ -77,14 +87,18 @@ class Sampled(Method):
         check_fields(self)
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {self.batch_size}")
-        for name, least in (("workers", 0), ("look_ahead", 1)):
+        for name, minimum in (("workers", 0), ("look_ahead", 1)):
             value = getattr(self, name)
-            if value != "auto" and (not isinstance(value, int) or value < least):
-                raise ValueError(f"{name} must be 'auto' or a number from {least}, not {value!r}")
+            if value != "auto" and (not isinstance(value, int) or value < minimum):
+                raise ValueError(f"{name} must be 'auto' or a number from {minimum}, not {value!r}")
 
     @property
     def fanout_per_layer(self) -> tuple[int, ...]:
-        """`fanouts` as numbers; refused where there is no model yet that "auto" could follow."""
+        """`fanouts` as numbers.
+
+        Raises:
+            ValueError: They are "auto", and `for_model` has not replaced that yet.
+        """
         if isinstance(self.fanouts, str):
             raise ValueError(
                 "fanouts='auto' follows the model's depth, and there is no model here: give model=, or one number per "
@@ -93,7 +107,7 @@ class Sampled(Method):
         return self.fanouts
 
     def for_model(self, model: nn.Module) -> Sampled:
-        """The same settings, with fan-outs for each of the model's layers."""
+        """A copy of these settings in which "auto" is replaced by a fan-out for each layer of the model."""
         if self.fanouts != "auto":
             return self
         from hopline.nn.whole_module import depth_of
@@ -101,11 +115,19 @@ class Sampled(Method):
         return replace(self, fanouts=usual_fanouts(depth_of(model)))
 
     def place(self, data: Dataset, requested: Placement, device: torch.device) -> Dataset:
-        """Rows that are read most often, at these fan-outs, are the first to be cached on a GPU."""
+        """The dataset, placed for a GPU.
+
+        If rows are cached there, they are those that these fan-outs read most often.
+        """
         from hopline.data.placement import place
 
-        fanouts, batch_size = self.fanout_per_layer, self.batch_size
-        return place(data, self.placement(requested), device, fanouts=fanouts, batch_size=batch_size)
+        return place(
+            data,
+            self.placement(requested),
+            device,
+            fanouts=self.fanout_per_layer,
+            batch_size=self.batch_size,
+        )
 
     def inference_batches(self, job: Job, ids: Tensor) -> Loader | CollectiveLoader:
         from hopline.methods.sampled.work import inference_batches
@@ -157,10 +179,11 @@ class Sampled(Method):
     ) -> Loader | CollectiveLoader:
         """The batches alone, for a loop of your own: `for batch in Sampled(...).loader(data): ...`.
 
-        With `model`, rows that its first layer reads itself are left to it; without, `batch.x` is a tensor.
-        data: a dataset, or a rank's shard of one, where all ranks take their batches together (see `CollectiveLoader`).
-        world: the ranks that share the seeds of each step, as in a `Trainer` (docs/own_loop.md); of a shard, whose
-        ranks are known, it names the rank that stopped if one does.
+        data: a dataset, or one rank's shard of it. With shards, all ranks take their batches together (see
+        `CollectiveLoader`). ids: the seeds, as node ids or as the name of a split. model: a model whose
+        first layer may read rows of features itself. Such rows stay handles. Default: `batch.x` is a
+        tensor. world: the ranks that share the seeds of each step, as in a `Trainer` (docs/own_loop.md).
+        For a shard, errors name the rank that stopped.
         """
         from hopline.methods.sampled.work import make_loader
 
@@ -169,7 +192,10 @@ class Sampled(Method):
 
 @settings
 class Auto(Method):
-    """The method whose steps are the fastest of those that fit: found by `choose`, as `hopline train` does."""
+    """Stands for the method that is fastest among those that fit.
+
+    `hopline train` replaces it before the run.
+    """
 
     def bind(self, job: Job) -> Work:
         raise ValueError(

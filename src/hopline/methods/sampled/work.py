@@ -1,4 +1,14 @@
-"""The work of `Sampled`: its loaders, and the units of an epoch."""
+"""The work of `Sampled`: its loaders, and the units of an epoch.
+
+`bind` decides how a job is sampled:
+
+    graph in shards                                     CollectiveLoader   SampledWork
+    layout "tree", sampled on a GPU                     Loader             CapturedWork (`captured_step`)
+    all others: sampled on the host, or in blocks       Loader             SampledWork
+
+A unit is one batch. With a budget, the guard makes the units: it may split a batch, sample it again, or cut
+edges.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +35,11 @@ from hopline.units.batch_unit import BatchUnit
 
 
 def bind(method: Sampled, job: Job) -> Work:
-    """The work of a job: captured as a CUDA graph where a GPU samples trees, else batch by batch."""
+    """The work of a job.
+
+    Raises:
+        ValueError: The model does not go with the fan-outs, with `scale_sums`, or with sampled blocks.
+    """
     method = method.for_model(job.model)
     num_fanouts = len(method.fanout_per_layer)
     num_layers = getattr(job.model, "num_layers", num_fanouts)
@@ -37,28 +51,34 @@ def bind(method: Sampled, job: Job) -> Work:
     if method.scale_sums and isinstance(job.model, Whole):
         raise ValueError("scale_sums=true needs a model made of layers: use hl.nn.GNN, or set scale_sums=false")
     if isinstance(job.data, ShardedData):
-        shard, ids = job.data.shard, job.train_ids
+        shard = job.data.shard
         job.model.check_blocks(shard.num_features, shard.edge)
-        loader = method.loader(shard, ids, seed=job.seed, device=job.device, model=job.model, world=job.world)
+        loader = method.loader(shard, job.train_ids, seed=job.seed, device=job.device, model=job.model, world=job.world)
         return SampledWork(job, loader)
+
     job.model.check_blocks(job.data.num_features, job.data.graph.edge)
     if isinstance(job.model, Whole) and "x" in job.data.tables:
         check_batches(job.model, method.fanout_per_layer, job.data.graph, job.data.x, job.train_ids)
-    given = {"seed": job.seed, "device": job.device, "model": job.model, "world": job.world}
-    loader = method.loader(job.data, job.train_ids, **given)
+    loader = method.loader(job.data, job.train_ids, seed=job.seed, device=job.device, model=job.model, world=job.world)
     if loader.layout == "tree" and loader.on_gpu:
         return CapturedWork(job, loader)
     return SampledWork(job, loader)
 
 
 def inference_batches(method: Sampled, job: Job, ids: Tensor) -> Loader | CollectiveLoader:
-    """Batches at `ids`, in their order."""
+    """Batches whose seeds are `ids`, in the given order, for approximate inference."""
     in_order = replace(method.for_model(job.model), shuffle=False, drop_last=False)
-    options = {"seed": job.seed, "device": job.device}
     if isinstance(job.data, ShardedData):
-        one_list = isinstance(job.model, Whole)
-        return CollectiveLoader(job.data.shard, ids, in_order, channel=job.data.channel, one_list=one_list, **options)
-    return in_order.loader(job.data, ids, model=job.model, **options)
+        return CollectiveLoader(
+            job.data.shard,
+            ids,
+            in_order,
+            seed=job.seed,
+            device=job.device,
+            channel=job.data.channel,
+            one_list=isinstance(job.model, Whole),
+        )
+    return in_order.loader(job.data, ids, seed=job.seed, device=job.device, model=job.model)
 
 
 def make_loader(
@@ -71,47 +91,70 @@ def make_loader(
     model: nn.Module | None,
     world: World | None,
 ) -> Loader | CollectiveLoader:
-    """The batches alone; `Sampled.loader` says what the arguments are."""
+    """Make the loader of `Sampled.loader`, which describes the arguments."""
     if isinstance(data, ShardedData):
         world = data.channel.world if world is None else world
         data = data.shard
     if isinstance(data, Shard):
         one_list = model is not None and isinstance(as_walkable(model), Whole)
-        return CollectiveLoader(data, ids, method, seed, device, world, one_list=one_list)
+        return CollectiveLoader(data, ids, method, seed=seed, device=device, world=world, one_list=one_list)
+
     if isinstance(ids, str) and ids not in data.splits:
         raise ValueError(f"there is no split {ids!r}: choose one of {', '.join(data.splits)}")
-    chosen = data.splits[ids] if isinstance(ids, str) else torch.as_tensor(ids)
+    seeds = data.splits[ids] if isinstance(ids, str) else torch.as_tensor(ids)
+
+    walkable = None
     if model is not None:
         tell_calls(unwrap(model))
-    walk = None if model is None else as_walkable(model)
-    method = method if walk is None else method.for_model(walk)
-    return Loader(data, chosen, method, seed, torch.device(device), walk, world)
+        walkable = as_walkable(model)
+        method = method.for_model(walkable)
+    return Loader(
+        data=data,
+        ids=seeds,
+        method=method,
+        seed=seed,
+        device=torch.device(device),
+        model=walkable,
+        world=world,
+    )
 
 
 @dataclass
 class SampledWork(Work):
-    """Sampled training of one job."""
+    """Sampled training of one job, batch by batch."""
 
     job: Job
     loader: Loader | CollectiveLoader
     guard: Guard | None = None
-    """Keeps the steps within a budget, where there is one."""
+    """Keeps the steps within a budget. None without a budget."""
 
     def guarded(self, guard: Guard, plan: Plan) -> SampledWork:
-        """The same work, whose batches are split, drawn anew or cut where they would take too much."""
+        """A copy of this work whose guard keeps each batch within the budget.
+
+        Only a `Loader` splits batches ahead, in its threads. A `CollectiveLoader` stays as it is, and the
+        guard splits when the step runs.
+        """
         loader = self.loader
         if isinstance(loader, Loader):
             loader = loader.with_budget(guard.split_ahead, batches_on_host=plan.batches_on_host)
         return replace(self, loader=loader, guard=guard)
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        # Closed when the trainer stops early, so that no thread keeps preparing batches.
         with closing(self.loader.epoch(epoch, done, examples)) as batches:
             for batch in batches:
-                yield BatchUnit(self.job, batch) if self.guard is None else self.guard.unit(batch, self._redraw)
+                if self.guard is None:
+                    yield BatchUnit(self.job, batch)
+                else:
+                    yield self.guard.unit(batch, self._redraw)
 
     @property
     def _redraw(self) -> Redraw | None:
-        sampler = self.loader.sampler if isinstance(self.loader, Loader) else None
+        """Samples seeds again with another key, for over_budget=resample.
+
+        None unless one process samples blocks.
+        """
+        sampler = self.loader.sampler
         return sampler.sample if isinstance(sampler, NeighborSampler) else None
 
     def describe(self) -> WorkDescription:
