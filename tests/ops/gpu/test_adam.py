@@ -61,8 +61,9 @@ def test_options_that_the_kernel_does_not_know_are_taken_by_torch(option: str):
     ours, theirs = (torch.nn.Parameter(randn(5).float().to(KERNEL_DEVICE)) for _ in range(2))
     on_gpu = KERNEL_DEVICE == "cuda"
     rate = torch.tensor(0.1, device=KERNEL_DEVICE)
-    found = gpu_loss_and_adam.Adam([ours], lr=rate, capturable=on_gpu, **{option: True})
-    expected = torch.optim.Adam([theirs], lr=0.1, **{option: True})
+    options: dict[str, Any] = {option: True}
+    found = gpu_loss_and_adam.Adam([ours], lr=rate, capturable=on_gpu, **options)
+    expected = torch.optim.Adam([theirs], lr=0.1, **options)
     for turn in range(4):
         theirs.grad = (randn(5, seed=turn) / (1 + turn)).float().to(KERNEL_DEVICE)
         ours.grad = theirs.grad.clone()
