@@ -1,7 +1,8 @@
 """Faults injected into real runs of the command, what was lost, and how long recovery took: `make test-faults`.
 
-Writes the table of docs/reliability.md. Every run is compared with one that was never interrupted: the losses of all
-epochs and the last weights, bit for bit; where fewer ranks go on, the losses up to there and the number of seeds.
+Writes the table of docs/measurements/faults.md. Every run is compared with one that was never interrupted: the losses
+of all epochs and the last weights, bit for bit; where fewer ranks go on, the losses up to there and the number of
+seeds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import psutil
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "measurements" / "faults.md"
 BEGIN, END = "<!-- made by make test-faults -->", "<!-- end -->"
 EPOCHS = 30
 SETTINGS = [f"epochs={EPOCHS}", "model.hidden=16", "method.batch_size=256", f"evaluate_every={EPOCHS}"]
@@ -135,7 +136,7 @@ def main() -> None:
             rows.append(inject(name, ranks, fault, home / f"run{number}", wholes[ranks]))
     rows.append(lose_a_host())
     titles = ["fault, in the middle of an epoch", "status", "it says", "all processes gone after, s", "lost"]
-    head = f"| {' | '.join([*titles, 'going on after, s'])} |"
+    head = f"| {' | '.join([*titles, 'resumed after, s'])} |"
     table = "\n".join([BEGIN, "", head, "|---|---|---|---|---|---|", *rows, "", END])
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(before + table + rest.partition(END)[2])

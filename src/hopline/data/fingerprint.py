@@ -1,8 +1,7 @@
 """Checksums of a dataset's arrays, by which a run knows that it belongs to other data.
 
 Arrays of a dataset folder have their checksums in the manifest, so nothing is read. For arrays in memory, a
-checksum is computed at the first call, at about 3 GB a second (docs/reliability.md). It is cached until
-torch changes the array in place.
+checksum is computed at the first call. It is cached until torch changes the array in place.
 """
 
 from __future__ import annotations
