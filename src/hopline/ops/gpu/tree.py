@@ -43,7 +43,7 @@ be valid.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -311,12 +311,12 @@ def rows_by_slot(nodes: Tensor, all_parents: Tensor) -> RowMap:
     return RowMap(identity, identity, parents, total)
 
 
-@lru_cache(maxsize=64)
+@cache
 def _identity_map(num: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """([num] int32: 0 .. num - 1, [1] int32: num) on the device.
 
     Cached to keep the tensors alive: a captured CUDA graph has their addresses but holds no reference to
-    them.
+    them. So the cache has no limit. It takes 4 bytes per slot for each number of slots in a process.
     """
     identity = torch.arange(num, dtype=torch.int32, device=device)
     total = torch.full((1,), num, dtype=torch.int32, device=device)
