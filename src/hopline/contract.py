@@ -562,10 +562,13 @@ class Plan:
     @property
     def whole(self) -> str:
         """A phrase for people: what a step covers, and how much of it would fit without a split."""
+        step = self.covers.format(self.count)
         if self.step_bytes <= self.limit_bytes:
-            return f"{self.covers.format(self.count)}, uncut"
+            return f"{step}, whole"
         max_count = max(0, int(self.count * self.limit_bytes / self.step_bytes))
-        return f"{self.covers.format(self.count)}, in pieces; about {max_count} would fit in one piece"
+        if max_count == 0:
+            return f"{step}, in micro-batches"
+        return f"{step}, in micro-batches (about {max_count} would fit at once)"
 
     def peak_bytes(self, place: Place) -> int:
         """The most bytes that will be taken at a place, with steps split to fit."""

@@ -45,7 +45,7 @@ def test_what_a_step_may_take_is_what_the_rest_leaves():
     assert plan.limit_bytes == 3000
     assert plan.peak_bytes("device") == 3500
     assert plan.peak_bytes("host") == 5000
-    assert plan.whole == "batches of 64 seeds, uncut"
+    assert plan.whole == "batches of 64 seeds, whole"
     assert plan.lines()[0] == "plan: device 3.4 KiB of 3.9 KiB: weights 1000 B, a step 2.4 KiB"
 
 
@@ -53,7 +53,7 @@ def test_a_step_that_takes_more_goes_in_pieces():
     plan = plan_of(step_bytes=7000.0).check()
     assert plan.num_micro_batches == 3
     assert plan.peak_bytes("device") == 4000
-    assert plan.whole == "batches of 64 seeds, in pieces; about 27 would fit in one piece"
+    assert plan.whole == "batches of 64 seeds, in micro-batches (about 27 would fit at once)"
 
 
 def test_what_is_missing_is_named_with_what_takes_most():

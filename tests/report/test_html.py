@@ -158,7 +158,7 @@ def test_evaluations_beside_training_are_no_part_of_the_total(tmp_path: Path, co
     (tmp_path / "config.json").write_text(json.dumps({"config": config}))
     seen = text(render(tmp_path))
     assert "evaluation 0.10 2.0%" in seen
-    assert "Validation ran beside training" in seen
+    assert "Validation ran at the same time as training" in seen
 
 
 def test_the_bottleneck_is_that_of_the_sentence_and_is_said_once(tmp_path: Path):

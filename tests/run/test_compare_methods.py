@@ -41,7 +41,7 @@ def test_every_method_is_planned_and_timed():
     assert best is min(found, key=lambda c: c.epoch_s / c.plan.steps)  # type: ignore[union-attr]
     rows = table_of(found)
     assert [len(row) for row in rows] == [7] * 3
-    assert rows[0][-1] == "batches of 100 seeds, uncut"
+    assert rows[0][-1] == "batches of 100 seeds, whole"
     assert all(p.grad is None for p in outline.job.module.parameters())
 
 

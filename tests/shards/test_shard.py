@@ -56,7 +56,7 @@ def test_what_cannot_be_opened_gets_a_sentence(folder: Path, tmp_path: Path) -> 
     assert is_shards(folder)
     assert is_shards(folder / "shard-0")
     assert not is_shards(tmp_path / "none")
-    with pytest.raises(ValueError, match="ranks go from 0 to 2"):
+    with pytest.raises(ValueError, match="numbered from 0 to 2: start one process per shard"):
         open_shard(folder, 3)
     with pytest.raises(ValueError, match="no split 2: choose from 0 to 1"):
         open_shard(folder, 0, split=2)

@@ -155,7 +155,7 @@ def exact_rows(
         if isinstance(walk, Whole):
             if folder is not None:
                 raise ValueError(
-                    f"{type(walk.module).__name__} has no layers to go on from: leave out folder=, or use hl.nn.GNN"
+                    f"{type(walk.module).__name__} has no layers to resume from: leave out folder=, or use hl.nn.GNN"
                 )
             if keep is not None:
                 raise ValueError(f"{type(walk.module).__name__} has no layers whose rows keep= could be given")

@@ -710,7 +710,7 @@ def time_section(parts: Mapping[str, float], evaluation_stages: Sequence[Record]
     total = ("total", unit.write(total_s), "100%", Html(""))
     note = "From the start of training: opening the dataset came before."
     if is_async:
-        note += " Validation ran beside training, and is in none of the parts."
+        note += " Validation ran at the same time as training, and is in none of the parts."
     heads = ("part", f"time ({unit.name})", "share", "")
     by_part = table(heads, rows, numbers_from=1, sums=[total], kind="bars")
     return f'<h2>Time by part</h2><p class="dim">{note}</p>{by_part}{_evaluation_table(evaluation_stages)}'

@@ -51,8 +51,9 @@ class ShardedData(Dataset):
     def graph(self) -> Graph:  # type: ignore[override]
         """Refused: no rank has the whole graph."""
         raise ValueError(
-            f"dataset {self.name!r} is in shards, of which this rank has one, and this needs the whole graph: train by "
-            "method=sampled on layers with known widths, or open the dataset that was cut"
+            f"dataset {self.name!r} is in shards, of which this rank has one, and this method or model needs the whole "
+            "graph: train by method=sampled or method=full_batch with layers whose widths are known, or open the "
+            "dataset that was partitioned"
         )
 
     def _no_labels(self) -> ValueError:

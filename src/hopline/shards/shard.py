@@ -261,8 +261,12 @@ def open_shard(folder: str | os.PathLike[str], rank: int, *, split: int = 0) -> 
     if not shard_path.is_dir():
         _, _, about = read_about(all_shards_path)
         num_shards = about["num_shards"]
-        reason = "it is missing: copy it there" if 0 <= rank < num_shards else f"ranks go from 0 to {num_shards - 1}"
-        raise ValueError(f"there is no shard {rank} in {folder}: {reason}")
+        if 0 <= rank < num_shards:
+            raise ValueError(f"there is no shard {rank} in {folder}: it is missing: copy it there")
+        raise ValueError(
+            f"there is no shard {rank} in {folder}, which has {num_shards}, numbered from 0 to {num_shards - 1}: start "
+            f"one process per shard (devices={num_shards})"
+        )
     path, manifest, about = read_about(shard_path)
     if about["rank"] != rank:
         raise ValueError(f"{path} holds shard {about['rank']}: rename its folder to {shard_name(about['rank'])}")

@@ -67,8 +67,8 @@ class FullBatch(Method):
     one other shard at a time, and again in backward. `stored`: kept for backward. `one_shot`: all at once.
     Default: sweep in one process, unless a module needs all rows at once, else sequential."""
     partition: Literal["metis", "streaming", "random", "range", "labels"] = "metis"
-    """Partitioner of the graph. `metis` needs pymetis, `streaming` works at any size, `range` goes by node
-    id, `labels` by class."""
+    """Partitioner of the graph. `metis` has the fewest edges between parts, `streaming` works at any size,
+    `range` goes by node id, `labels` by class."""
     trim: bool = False
     """Restriction of every layer to the rows that the training nodes need. The gradient stays the same."""
     compress: Literal["none", "bf16", "bf16_both"] = "none"

@@ -67,8 +67,8 @@ class Historical(Method):
     parts_per_batch: int = 10
     """Parts per batch."""
     partition: Literal["metis", "streaming", "random", "range", "labels"] = "metis"
-    """Partitioner of the graph. `metis` needs pymetis, `streaming` works at any size, `range` goes by node
-    id, `labels` by class."""
+    """Partitioner of the graph. `metis` has the fewest edges between parts, `streaming` works at any size,
+    `range` goes by node id, `labels` by class."""
     groups: Literal["redrawn", "fixed"] = "redrawn"
     """Groups of parts that make a batch: `redrawn` in each epoch, or `fixed`, with cached blocks."""
     halo: Literal["history", "drop"] = "history"

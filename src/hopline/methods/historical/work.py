@@ -127,7 +127,7 @@ class HistoricalWork(PartsWork, Work):
         # Which rank trains which batch depends on the ranks and hosts, so only as many can resume within an epoch.
         if done and self._began_with != self.shares.hosts:
             raise ValueError(
-                f"this epoch was begun by {len(self._began_with)} ranks on {max(self._began_with) + 1} hosts: go on "
+                f"this epoch was begun by {len(self._began_with)} ranks on {max(self._began_with) + 1} hosts: resume "
                 "with as many, or from a checkpoint at the end of an epoch"
             )
         every = self.method.refresh_every
@@ -303,7 +303,7 @@ class HistoricalWork(PartsWork, Work):
         # Commits that wait belong to one rank each, so they can only go back to as many ranks.
         if any(waiting) and self._began_with != self.shares.hosts:
             raise ValueError(
-                f"with lag= a run goes on with as many ranks and hosts as it had: {len(self._began_with)} ranks on "
+                f"with lag= a run resumes with as many ranks and hosts as it had: {len(self._began_with)} ranks on "
                 f"{max(self._began_with) + 1} hosts"
             )
         self.histories.load_state_dict(state["histories"])
