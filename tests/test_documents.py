@@ -36,8 +36,6 @@ NOT_YET = (
     "tables",
     "engines",
     "evaluation",
-    "features",
-    "gpu",
     "interop",
     "own_loop",
     "own_loops",
