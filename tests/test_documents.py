@@ -32,7 +32,6 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 FOR_DEVELOPERS = ("design", "convs", "dependencies")
 """Pages about the code itself, or written by a command: they show fragments, which cannot run."""
 NOT_YET = (
-    "budget",
     "tables",
     "engines",
     "evaluation",
