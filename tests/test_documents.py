@@ -34,7 +34,6 @@ FOR_DEVELOPERS = ("design", "convs", "dependencies")
 NOT_YET = (
     "tables",
     "engines",
-    "evaluation",
     "interop",
     "own_loop",
     "own_loops",
