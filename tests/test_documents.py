@@ -38,7 +38,6 @@ NOT_YET = (
     "own_loop",
     "own_loops",
     "own_sampler",
-    "pipeline",
     "reliability",
     "same_as_pyg",
     "shards",
