@@ -89,8 +89,8 @@ class Guard:
     measure_every: int = 8
     """Steps from one measured whole batch to the next on a CPU, once the predictor is sure.
 
-    The meter makes an operation of torch some 20 µs longer on a CPU (docs/budget.md). Always measured are all
-    micro-batches, and whole batches that are expected to take more than any before them in the epoch.
+    The meter makes steps on a CPU longer (docs/measurements/budget.md). Always measured are all micro-batches,
+    and whole batches that are expected to take more than any before them in the epoch.
     """
     target_bytes: float = field(init=False)
     """The bytes that steps are made to fit in: `limit_bytes`, and less for a while after out of memory."""

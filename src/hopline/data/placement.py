@@ -177,8 +177,8 @@ def carry_out(
     graph = data.graph
     if layout.graph != "host":
         graph = graph.to(device) if layout.graph == "device" else graph.pinned(device, copy=True)
-    # Of the three orders of `table`, "access" had the best hit rates (docs/gpu.md). It must know how
-    # batches are sampled.
+    # Of the three orders of `table`, "access" had the best hit rates (docs/measurements/gpu.md). It must
+    # know how batches are sampled.
     order = "degree" if fanouts is None or train_ids is None else "access"
 
     tables = dict(data.tables)

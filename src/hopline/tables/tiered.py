@@ -173,7 +173,7 @@ class TieredTable(Shareable, Table):
             with self._lock:  # several threads may add to the same counters
                 count_ids(device_tiers.seen, ids)
         if ids.device.type != "cpu" and (tiers.hot_slot is None or tiers.cold is not None):
-            # Host memory answers ascending ids faster (docs/features.md: 45 instead of 30 GB/s on an H200).
+            # Host memory answers ascending ids faster (docs/measurements/gpu.md: 48 instead of 28 GB/s).
             # With half of the rows hot, hardly any read goes to the host, and the sort is not worth its
             # time.
             reads_host = tiers.cold is not None and 2 * self.num_hot < len(self)
