@@ -112,8 +112,8 @@ class AllShards(Dataset):
     @property
     def graph(self) -> Graph:  # type: ignore[override]
         raise ValueError(
-            f"dataset {self.name!r} is in shards, and this needs the whole graph: open the dataset that was partitioned, or "
-            f"start one process per shard (devices={self.num_shards})"
+            f"dataset {self.name!r} is in shards, and this needs the whole graph: open the dataset that was "
+            f"partitioned, or start one process per shard (devices={self.num_shards})"
         )
 
     @property
