@@ -38,5 +38,7 @@ def test_what_needs_the_whole_graph_is_refused(folder: Path) -> None:
     model = hl.nn.GNN([SAGEConv(4, 5)])
     with pytest.raises(ValueError, match=r"is in shards, of which this rank has one.*method=sampled"):
         hl.Trainer(model, data, hl.Historical(num_parts=2, parts_per_batch=1), show=False)
+    with pytest.raises(ValueError, match=r"its labels are data\.shard\.labels"):
+        _ = data.labels
     with pytest.raises(ValueError, match="there are 2 shards and 1 processes"):
         hl.shards.open(folder / "shards-2")

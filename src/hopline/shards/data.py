@@ -56,7 +56,7 @@ class ShardedData(Dataset):
             "dataset that was partitioned"
         )
 
-    def _no_labels(self) -> ValueError:
+    def _no_labels_error(self) -> ValueError:
         """The error of code that asks for all labels: each rank has those of its own nodes."""
         return ValueError(
             f"dataset {self.name!r} is in shards, of which this rank has one: its labels are data.shard.labels, and a "
