@@ -80,8 +80,10 @@ def _check_kernels() -> str:
     indptr = torch.arange(0, 41, 4)
     indices = (torch.arange(40) * 7 % 10).int()
     nodes = torch.arange(10)
-    compiled = ops.sample_neighbors(indptr, indices, nodes, 2, 1)
-    defined = reference.sample_neighbors(indptr, indices, nodes, 2, 1)
+    fanout = 2
+    key = 1
+    compiled = ops.sample_neighbors(indptr, indices, nodes, fanout, key)
+    defined = reference.sample_neighbors(indptr, indices, nodes, fanout, key)
     is_equal = all(torch.equal(a, b) for a, b in zip(compiled, defined, strict=True))
     if not is_equal:
         raise RuntimeError("the compiled sampler differs from its definition: please report this machine")

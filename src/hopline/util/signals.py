@@ -68,8 +68,8 @@ class Signals:
         is_first = self.received is None
         if is_first:
             self.received = number
-        is_second_ctrl_c = not is_first and number == signal.SIGINT
-        if self.at_once or is_second_ctrl_c:
+        is_later_ctrl_c = not is_first and number == signal.SIGINT
+        if self.at_once or is_later_ctrl_c:
             # Python drops an exception that is raised while it deletes an object (`__del__`). Then
             # `received` is set, and the run ends after its next step.
             raise Interrupted(number)

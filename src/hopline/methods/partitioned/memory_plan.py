@@ -6,6 +6,7 @@ Historical and FullBatch build their plans of these. All are bounds by the graph
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from hopline.contract import Item, Method, Outline, Place
 from hopline.core.graph import Graph
@@ -44,11 +45,12 @@ def part_sizes(graph: Graph, share: float, num_layers: int) -> Sizes:
 
 def block_bytes(graph: Graph, num_edges: int) -> int:
     """The bytes of a batch's block: per edge 12 and its edge arrays, per source 24."""
-    array_bytes = sum(array[:0].element_size() * array.shape[1:].numel() for array in graph.edge.values())
-    return num_edges * (12 + array_bytes) + 24 * min(graph.num_nodes, num_edges)
+    array_bytes = sum(array.element_size() * array.shape[1:].numel() for array in graph.edge.values())
+    num_src = min(graph.num_nodes, num_edges)
+    return num_edges * (12 + array_bytes) + 24 * num_src
 
 
-def table_items(name: str, folder: object, num_bytes: int, outline: Outline, requested: str) -> list[Item]:
+def table_items(name: str, folder: Path | None, num_bytes: int, outline: Outline, requested: str) -> list[Item]:
     """The items of a plan for tables: the tables, and pinned buffers if a GPU cannot read the tables itself.
 
     requested: the setting `tables`. folder: where tables are mapped files; None for memory.

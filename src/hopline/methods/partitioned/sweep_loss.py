@@ -117,7 +117,8 @@ class JointLoss(SweepLoss):
         """
         # From the order of the pieces to that of `whole`. Both hold the same nodes, each once, so the k-th smallest
         # of one is the k-th smallest of the other.
-        order = seeds.argsort()[whole.seeds.argsort().argsort()]
+        sorted_idx = whole.seeds.argsort().argsort()
+        order = seeds.argsort()[sorted_idx]
         loss = loss_at_outputs(self.job, whole, torch.cat(outputs)[order], self.scale)
         loss.add_to_parameters()
         self.loss_sum += loss.loss_sum
