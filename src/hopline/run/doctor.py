@@ -33,8 +33,8 @@ PACKAGES = (
 )
 """Packages whose version is shown."""
 OPTIONAL_PACKAGES = {"pyarrow", "scipy", "triton", "hopline", "pymetis"}
-"""Packages without which hopline runs. hopline itself has no version if it is not installed but on the
-path."""
+"""Packages that may be missing. "hopline" is one of them: imported from a source tree on Python's path, it
+is not installed and has no version."""
 
 
 class Finding(NamedTuple):
@@ -45,7 +45,10 @@ class Finding(NamedTuple):
     text: str
     """The result of the check, in words."""
     is_fine: bool
-    """Whether hopline can run with it."""
+    """Whether the check passed. If any check did not, `hopline doctor` exits with status 1.
+
+    Some problems do not keep hopline from running: a cache that cannot be written makes it slower.
+    """
 
 
 def examine() -> Iterator[Finding]:
@@ -66,7 +69,7 @@ def examine() -> Iterator[Finding]:
 
 
 def _check_package(package: str) -> Finding:
-    """The version of a package, or the command that installs it."""
+    """The version of a package. For a missing one: "optional", or the command that installs it."""
     try:
         return Finding(package, importlib.metadata.version(package), True)
     except importlib.metadata.PackageNotFoundError:
@@ -76,7 +79,10 @@ def _check_package(package: str) -> Finding:
 
 
 def _check_kernels() -> str:
-    """Compile and run the CPU sampler on a small graph, and compare it with its definition."""
+    """Compile and run the CPU sampler on a small graph, and compare it with its definition.
+
+    The sampler stands for all kernels: the others are not run.
+    """
     indptr = torch.arange(0, 41, 4)
     indices = (torch.arange(40) * 7 % 10).int()
     nodes = torch.arange(10)

@@ -30,17 +30,21 @@ except ImportError:  # not on every system
 FILE = "run.lock"
 """Name of the lock in a run folder."""
 HANDOVER_S = 5.0
-"""Seconds that a resumed run waits for the run before it to end. Ranks that a launcher stops may take
-seconds. A rule of thumb."""
+"""Seconds that a resumed run waits for the earlier run to end and release the lock. Ranks may need seconds
+to end after their launcher was stopped. A rule of thumb."""
 
 _held_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
-"""Locks that this process holds, each from `__enter__` to `__exit__`. A forked child closes its copies."""
+"""Locks that this process holds, each from `__enter__` to `__exit__`. A forked child closes its copies.
+
+The references are weak, so the set keeps no lock alive that its owner has dropped.
+"""
 
 
 class RunLock:
     """A context that holds the lock of a run folder.
 
-    It creates the folder if it does not exist, and removes it at the end if it is empty.
+    It creates the folder and its parents if they do not exist. At the end it removes those of them that did
+    not exist before and are empty.
 
     wait_s: seconds to wait for another run that holds the lock, before a ValueError is raised.
     """
@@ -68,8 +72,10 @@ class RunLock:
 
     def __exit__(self, *error: object) -> None:
         if self._file is not None:
-            # The file is removed before the lock is released. A process that has opened it meanwhile then
-            # gets the lock of a file without a name, which `_try_lock` notices.
+            # The file is removed before the lock is released. In the other order, another run could take the
+            # lock in between, and this one would remove the file of a held lock.
+            # Another run may still have opened the file before its removal. It then gets the lock of a file
+            # that no path leads to. `_try_lock` notices this and gives the lock back.
             (self.folder / FILE).unlink(missing_ok=True)
             self.close()
         # A folder that is not empty stays, and so do its parents.
@@ -78,7 +84,10 @@ class RunLock:
                 path.rmdir()
 
     def close(self) -> None:
-        """Close the file. In the process that took the lock, this releases it."""
+        """Close the file. In the process that took the lock, this releases it.
+
+        In a forked child it closes only the child's copy, and the parent still holds the lock.
+        """
         if self._file is not None:
             os.close(self._file)
         self._file = None
@@ -109,6 +118,8 @@ class RunLock:
             logger.warning(
                 f"{self.folder} cannot be locked ({error.strerror}): see to it that no other run has this folder"
             )
+            # `__exit__` removes only the file of a lock that is held. This one would stay, and with it a
+            # folder that is else empty.
             path.unlink(missing_ok=True)
             return True
 
@@ -119,7 +130,11 @@ class RunLock:
         return True
 
     def _refusal(self) -> str:
-        """The message for a folder that another run holds."""
+        """The message for a folder that another run holds.
+
+        On a network file system, the server may keep the lock of a host that crashed. So the message also says
+        which file to remove.
+        """
         path = self.folder / FILE
         holder = ""
         # The holder may have removed the file by now.

@@ -1,7 +1,9 @@
 """Ctrl-C, SIGTERM and SIGUSR1 end a run after its current step or evaluation, with a checkpoint.
 
-The handler only notes the signal. The trainer looks at `Signals.received`, writes the checkpoint and raises
-`Interrupted`. A second Ctrl-C raises at once.
+While a trainer trains, the handler only notes the first signal. The trainer looks at `Signals.received`,
+writes the checkpoint and raises `Interrupted`. After the first signal, of whichever kind, a Ctrl-C raises
+`Interrupted` at once, so that a person need not wait for a long step. A run that does not train yet, or no
+longer, has nothing to lose. Then every signal raises at once (`Signals.at_once`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended the run. number: of the signal."""
+    """A signal ended the run.
+
+    number: the number of the signal.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -27,19 +32,22 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Signals:
-    """A context in which the first signal is noted, and a Ctrl-C after it raises `Interrupted` at once.
+    """A context that handles the signals of `SIGNALS`, in one of two modes:
 
-    A second SIGTERM or SIGUSR1 changes nothing, since launchers may send the same notice twice. At the end
-    of the context the handlers of before are installed again. Python delivers signals to the main thread
-    alone. In another thread the context does nothing.
+        at_once=True     every signal raises `Interrupted`. The mode at the beginning.
+        at_once=False    the first signal is only noted. After it, Ctrl-C raises `Interrupted`. SIGTERM and
+                         SIGUSR1 change nothing, since launchers may send the same notice twice.
+
+    `Checkpoints.hold_signals` sets the mode. At the end of the context the handlers of before are installed
+    again. Python delivers signals to the main thread alone. In another thread the context does nothing.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
         """The number of the first signal; None before it."""
         self.at_once = True
-        """Whether the first signal raises too. False while a trainer trains, where the work of a step would
-        be lost."""
+        """Whether every signal raises `Interrupted`. False while a trainer trains, where the work of a step
+        would be lost."""
         self._handlers_before: dict[int, Any] = {}
         self._hook_before: Callable[[sys.UnraisableHookArgs], Any] | None = None
 
@@ -64,7 +72,7 @@ class Signals:
             sys.unraisablehook = self._hook_before
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler: note the first signal, and raise `Interrupted` where the class says so."""
+        """The signal handler: note the first signal, and raise `Interrupted` if the mode asks for it."""
         is_first = self.received is None
         if is_first:
             self.received = number

@@ -1,6 +1,13 @@
-"""Memory of training over parts, known before a partition exists: batch sizes, blocks and tables.
+"""Memory of training over parts, estimated before a partition exists.
 
-Historical and FullBatch build their plans of these. All are bounds by the graph's counts alone.
+The memory plans of `Historical` and `FullBatch` are built from these estimates:
+
+    part_sizes      nodes and edges of a batch, from which its step's memory is predicted
+    block_bytes     the block of a batch on the host: its edges, with their sources and destinations
+    table_items     the tables, which hold rows of all nodes after each layer, and gradients at them
+
+The graph's numbers of nodes and edges stand for the parts, which do not exist yet. How uneven the parts will be is
+assumed (`UNEVEN`).
 """
 
 from __future__ import annotations
@@ -15,14 +22,17 @@ from hopline.device.row_mover import BUFFER_BYTES, NUM_BUFFERS
 from hopline.nn.gnn import GNN
 
 UNEVEN = 1.1
-"""Largest part that a plan assumes, as a multiple of the mean size. A rule of thumb."""
+"""Largest part that a plan assumes, as a multiple of the mean size. A rule of thumb.
+
+The plans of both methods multiply the `share` that they give to `part_sizes` by it.
+"""
 
 
 def layers_of(outline: Outline, method: Method) -> GNN:
     """The model of a run, which must be made of layers.
 
     Raises:
-        ValueError: It is not.
+        ValueError: The model is a `Whole`, the wrapper of a module that hopline cannot take apart into layers.
     """
     if not isinstance(outline.model, GNN):
         raise ValueError(
@@ -33,9 +43,11 @@ def layers_of(outline: Outline, method: Method) -> GNN:
 
 
 def part_sizes(graph: Graph, share: float, num_layers: int) -> Sizes:
-    """The most that a batch can have of nodes and edges per layer, if it has a share of all nodes and of all edges.
+    """The largest numbers of nodes and edges of a batch, layer by layer.
 
-    It is reached if no two edges have the same source.
+    They are reached if every edge has a source of its own outside the batch.
+
+    share: the batch's share of all nodes, and of all edges by their destinations. 0 to 1.
     """
     num_own = math.ceil(share * graph.num_nodes)
     num_edges = math.ceil(share * graph.num_edges)
@@ -44,7 +56,12 @@ def part_sizes(graph: Graph, share: float, num_layers: int) -> Sizes:
 
 
 def block_bytes(graph: Graph, num_edges: int) -> int:
-    """The bytes of a batch's block: per edge 12 and its edge arrays, per source 24."""
+    """The bytes of a batch's block on the host, an estimate.
+
+    Per edge: 12 bytes, for its source (int32) and its edge id (int64), and its rows of the edge arrays. Per source:
+    24 bytes, three int64 numbers. Both are rules of thumb. The number of sources is not known: it is taken to be that
+    of the edges, and no more than all nodes.
+    """
     array_bytes = sum(array.element_size() * array.shape[1:].numel() for array in graph.edge.values())
     num_src = min(graph.num_nodes, num_edges)
     return num_edges * (12 + array_bytes) + 24 * num_src
@@ -53,14 +70,20 @@ def block_bytes(graph: Graph, num_edges: int) -> int:
 def table_items(name: str, folder: Path | None, num_bytes: int, outline: Outline, requested: str) -> list[Item]:
     """The items of a plan for tables: the tables, and pinned buffers if a GPU cannot read the tables itself.
 
-    requested: the setting `tables`. folder: where tables are mapped files; None for memory.
+    name: of the tables in the plan.
+    folder: the folder of tables that are mapped files; None for tables in memory.
+    num_bytes: of all tables.
+    requested: the setting `tables` of the method. It counts on a GPU only.
     """
     place: Place = "disk" if folder is not None else "host"
+    # tables=device wins over a folder, as in `allocator_at`, which allocates the tables.
     if outline.compute_place == "device" and requested == "device":
         place = "device"
     items = [Item(name, place, num_bytes)]
-    # Tables that ranks share have no mover, so no buffers. With tables=auto and no folder, `choose_where` decides
-    # when the tables are made.
+    # The pinned buffers belong to a `RowMover`, which copies rows between the host and the GPU. Several ranks share
+    # their tables and have no mover, so no buffers.
+    # With tables=auto and no folder, `choose_where` picks the memory only when the tables are allocated. The plan then
+    # counts the tables as host memory, without buffers.
     needs_buffers = requested == "host" or folder is not None
     if outline.compute_place == "device" and needs_buffers and outline.job.world.size == 1:
         items.append(Item("pinned buffers", "host", NUM_BUFFERS * BUFFER_BYTES))

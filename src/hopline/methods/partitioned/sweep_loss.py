@@ -1,20 +1,25 @@
 """The loss of a model that computes its outputs piece by piece: a sum over pieces, or one call over all seeds.
 
-The usual loss is a mean over the seeds. Each piece gives its share, and nothing is computed twice (`SummedLoss`).
+A *piece* is a set of nodes that the layer-wise engine computes together: a part, or a micro-batch. The backward pass
+of the engine goes over all pieces, from the last layer to the first. It begins at the outputs of the last layer, and
+asks the loss for the gradient at the outputs of each piece.
+
+The usual loss is a mean over the seeds. Each piece gives its share, and the last layer is computed once
+(`SummedLoss`).
 
 A loss of the user's own need not be a sum over pieces: class weights, for one, divide by the weights of all rows.
-For such a loss (`JointLoss`) a sweep computes its last layer twice. The first time gives the outputs of all seeds,
-without gradients. One call of the training step turns them into the loss and its gradient:
+For such a loss (`JointLoss`) the last layer is computed twice at every piece. The first time gives the outputs of all
+seeds, without gradients. One call of the training step turns them into the loss and its gradient:
 
     outputs = model at the seeds of each piece        no gradients kept
     loss    = train_step(model, all seeds)            the model answers with `outputs`, a leaf
     g       = d loss / d outputs                      small: a row per seed
 
-The second time goes back from g, piece by piece: with g held constant, sum(outputs * g) has the gradient g at the
-outputs.
+The second time computes the outputs with autograd, piece by piece, and starts the backward pass from
+sum(outputs * g). Since g is a constant, the gradient of this sum at the outputs is g, the same as that of the loss.
 
-Two other places use this identity. A sampled batch in micro-batches does so with the whole model, and ranks that each
-have a shard gather their outputs for it.
+Two other modules use the same sum. `hopline.budget.guard` computes a sampled batch in micro-batches, and runs the
+whole model twice. `hopline.methods.full_batch.work` has ranks with a shard each, and gathers the outputs of all ranks.
 """
 
 from __future__ import annotations
@@ -38,10 +43,13 @@ WholeBatch: TypeAlias = "Callable[[Tensor, Tensor | None], Batch]"
 
 
 def objective_of(job: Job, scale: float, key: int | None, whole_batch: WholeBatch | None = None) -> SweepLoss:
-    """The objective of a training step over pieces.
+    """The loss of a training step over pieces, as an `Objective` of the layer-wise engine.
 
-    scale: factor of the gradients. key: of the random draws. whole_batch: makes the batch for a loss of the user's
-    own. By default that batch has the seeds, their labels and rows, but no edges.
+    scale: the factor of the gradients. With 1 they are those of the loss summed over the seeds, with
+        1 / (seeds of the step) those of the mean.
+    key: that of the step's random draws, for the default batch of a loss of the user's own.
+    whole_batch: makes the batch for a loss of the user's own. By default that batch has the seeds, their labels and
+        rows, but no edges.
     """
     if job.usual_loss:
         return SummedLoss(job, scale)
@@ -49,9 +57,10 @@ def objective_of(job: Job, scale: float, key: int | None, whole_batch: WholeBatc
 
 
 class SweepLoss(ABC):
-    """The loss over the pieces of a sweep: an `Objective` of the layer-wise engine.
+    """The loss over the pieces of a backward pass: an `Objective` of the layer-wise engine.
 
-    It belongs to one backward pass. `loss_sum` is the loss of the pieces so far, summed over their seeds.
+    It belongs to one backward pass. `loss_sum` is a scalar on the job's device: the loss summed over the seeds,
+    without `scale`. It is complete after the last piece.
     """
 
     def __init__(self, job: Job, scale: float) -> None:
@@ -65,14 +74,18 @@ class SweepLoss(ABC):
 
     @abstractmethod
     def __call__(self, batch: Batch, outputs: Tensor) -> Tensor:
-        """A scalar whose gradient at `outputs` is that of the loss, times `scale`.
+        """A scalar whose gradient at `outputs` is that of the summed loss, times `scale`.
 
-        batch: of the piece, with its seeds. outputs: [num_seeds, ...] of the model at these.
+        batch: the seeds and labels of the piece. outputs: [num_seeds, ...], the model's outputs at these seeds.
         """
 
 
 class SummedLoss(SweepLoss):
-    """The usual loss, a mean over the seeds. The sum over all seeds is the sum over the pieces."""
+    """The usual loss, as a sum over pieces.
+
+    The training step returns a mean over the seeds of its batch. Times their number it is a sum, and the sums of all
+    pieces add up. The caller's `scale` divides by the number of all seeds.
+    """
 
     def __call__(self, batch: Batch, outputs: Tensor) -> Tensor:
         with patch_outputs(self.job.model, batch, outputs):
@@ -82,17 +95,18 @@ class SummedLoss(SweepLoss):
 
 
 class JointLoss(SweepLoss):
-    """A loss of the user's own, computed once over all seeds of a sweep, when the backward pass begins.
+    """A loss of the user's own, computed once over the seeds of all pieces, when the backward pass begins.
 
-    Then it is called once per piece that has seeds, in the order of `Layers.outputs_at_seeds`: gradients are matched
-    by that order alone.
+    `begin` computes the loss, so `loss_sum` is complete after it. The engine then calls the object once per piece that
+    has seeds, in the order of `Layers.outputs_at_seeds`. Each call takes the next gradient: that order alone matches
+    gradients and pieces.
     """
 
     def __init__(self, job: Job, scale: float, whole_batch: WholeBatch) -> None:
         super().__init__(job, scale)
         self.whole_batch = whole_batch
         self._output_gradients: Iterator[Tensor] = iter(())
-        """Per piece with seeds, in order: [num_seeds, ...], the gradient of the loss at its outputs."""
+        """Per piece with seeds, in order: [num_seeds, ...], the scaled gradient of the loss at its outputs."""
 
     def begin(self, layers: Layers[Any]) -> None:
         piece_seeds: list[Tensor] = []
@@ -110,16 +124,19 @@ class JointLoss(SweepLoss):
         self._output_gradients = iter(self._differentiate(whole, seeds, piece_outputs))
 
     def _differentiate(self, whole: Batch, seeds: Tensor, outputs: list[Tensor]) -> tuple[Tensor, ...]:
-        """Per piece: the gradient of the loss at its outputs.
+        """Per piece: the gradient of the summed loss at its outputs, times `scale`.
+
+        Also adds the loss to `loss_sum`, and the gradients at parameters that the loss reads directly to their `.grad`.
 
         whole: the batch for the training step, whose seeds may be in another order. seeds: those of all pieces, one
         piece after the other. outputs: by piece.
         """
-        # From the order of the pieces to that of `whole`. Both hold the same nodes, each once, so the k-th smallest
-        # of one is the k-th smallest of the other.
+        # order[i]: the position in `seeds` of the node whole.seeds[i]. Both hold the same nodes, each once, so the k-th
+        # smallest of one is the k-th smallest of the other. The argsort of an argsort gives each seed's k.
         sorted_idx = whole.seeds.argsort().argsort()
         order = seeds.argsort()[sorted_idx]
         loss = loss_at_outputs(self.job, whole, torch.cat(outputs)[order], self.scale)
+        # A weight penalty, for example, reads parameters directly. No piece's backward pass reaches these gradients.
         loss.add_to_parameters()
         self.loss_sum += loss.loss_sum
         by_piece = torch.empty_like(loss.output_gradients)
@@ -127,4 +144,5 @@ class JointLoss(SweepLoss):
         return by_piece.split([rows.size(0) for rows in outputs])
 
     def __call__(self, batch: Batch, outputs: Tensor) -> Tensor:
+        # `loss_at_outputs` has applied `scale` to the gradients.
         return (outputs * next(self._output_gradients)).sum()
