@@ -54,10 +54,12 @@ _EDGE_NAMES = {"t": "time", "time": "time", "weight": "weight", "type": "type"}
 """Arrays without "edge_" in their names that are edge arrays if they have a row per edge. Their names here."""
 _ALWAYS_EDGE = ("edge_type", "edge_weight", "edge_attr", "edge_time")
 """Arrays that are edge arrays in any case: with another number of rows they are refused later."""
-_NODE_KEYS = ("x", "y", "edge_index", "meta", *_SPARSE)
+_FIXED_KEYS = ("x", "y", "edge_index", "meta", *_SPARSE)
 """Arrays whose name alone says what they are, splits excepted."""
 _SPLIT_KEYS = re.compile("(train|val|valid|validation|dev|test)_(mask|idx)")
 """Names of split arrays."""
+_STORED_ONCE = "each edge once"
+"""Words in the field "edges" of `meta` by which a file says that it stores one direction of undirected edges."""
 
 
 def from_npz(
@@ -96,8 +98,8 @@ def from_npz(
     arrays = _load(path)
     meta = _meta(arrays)
     if "edge_index" not in arrays:
-        is_heterogeneous = any(key.startswith("edge_") for key in arrays)
-        kind = "several node types" if is_heterogeneous else "no edge_index"
+        looks_heterogeneous = any(key.startswith("edge_") for key in arrays)
+        kind = "several node types" if looks_heterogeneous else "no edge_index"
         raise ValueError(f"{path} has {kind}: hopline reads one edge_index [2, E]; join the types into one graph.")
     for key in ("x", "y", "edge_index"):
         if key in arrays and not as_tensor(arrays[key], f"{path}: array {key!r}").dim():  # refuses texts as well
@@ -111,14 +113,15 @@ def from_npz(
     num_nodes = arguments.get("num_nodes") or _num_nodes(arrays, meta)  # None: one more than the largest id
 
     edge_index = arrays["edge_index"]
-    other_arrays = {key: array for key, array in arrays.items() if key not in {*_NODE_KEYS, *splits}}
-    num_rows = num_nodes or (int(edge_index.max()) + 1 if edge_index.size else 0)
-    edge, tables = _separate_edge_arrays(other_arrays, num_rows, edge_index.shape[-1], path)
+    other_arrays = {key: array for key, array in arrays.items() if key not in {*_FIXED_KEYS, *splits}}
+    num_table_rows = num_nodes or (int(edge_index.max()) + 1 if edge_index.size else 0)
+    edge, tables = _separate_edge_arrays(other_arrays, num_table_rows, edge_index.shape[-1], path)
 
     origin = {"origin": path.name, **meta}
-    drawn = usual_split(y, task, split_per_class, seed) if split_per_class else None
-    if not splits and drawn is not None:
-        splits, origin["split"] = drawn
+    if split_per_class and not splits:
+        drawn = usual_split(y, task, split_per_class, seed)
+        if drawn is not None:
+            splits, origin["split"] = drawn
     from_file: dict[str, Any] = {
         "name": default_name(arguments.get("folder"), name),
         "x": x,
@@ -126,7 +129,7 @@ def from_npz(
         "splits": splits,
         "num_nodes": num_nodes,
         "meta": origin,
-        "symmetrize": "each edge once" in str(meta.get("edges", "")),
+        "symmetrize": _STORED_ONCE in str(meta.get("edges", "")),
         "task": task,
         "edge": edge,
         "tables": tables,

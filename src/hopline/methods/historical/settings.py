@@ -54,13 +54,13 @@ class Historical(Method):
     """
 
     REMOVED: ClassVar = {
-        "momentum": RemovedSetting(0.0, FRESH_TABLES),
-        "mixing": RemovedSetting(0.0, FRESH_TABLES),
-        "mixing_score": RemovedSetting("convex", FRESH_TABLES),
-        "refresh_with_evaluation": RemovedSetting(False, "set refresh_every=evaluation"),
-        "pool_size": RemovedSetting("auto", PINNED_BUFFERS),
-        "buffer_rows": RemovedSetting("auto", PINNED_BUFFERS),
-        "measure_bias": RemovedSetting(False, "run benchmarks/history_bias.py, which measures it"),
+        "momentum": RemovedSetting(default=0.0, instead=FRESH_TABLES),
+        "mixing": RemovedSetting(default=0.0, instead=FRESH_TABLES),
+        "mixing_score": RemovedSetting(default="convex", instead=FRESH_TABLES),
+        "refresh_with_evaluation": RemovedSetting(default=False, instead="set refresh_every=evaluation"),
+        "pool_size": RemovedSetting(default="auto", instead=PINNED_BUFFERS),
+        "buffer_rows": RemovedSetting(default="auto", instead=PINNED_BUFFERS),
+        "measure_bias": RemovedSetting(default=False, instead="run benchmarks/history_bias.py, which measures it"),
     }
     num_parts: int = 40
     """Parts of the graph."""
