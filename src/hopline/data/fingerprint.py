@@ -1,7 +1,8 @@
-"""Checksums of a dataset's arrays, by which a run knows that it belongs to other data.
+"""Checksums of a dataset's arrays, by which a run that resumes notices that the data are others.
 
 Arrays of a dataset folder have their checksums in the manifest, so nothing is read. For arrays in memory, a
-checksum is computed at the first call. It is cached until torch changes the array in place.
+checksum is computed at the first call. It is cached until torch changes the array in place. Changes past
+torch, such as by a NumPy array over the same memory, are not noticed once a checksum is cached.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def remember(array: Tensor, checksum: str) -> None:
 
 
 def checksum_of(array: Tensor) -> str:
-    """Dtype, shape and checksum of an array, in one text.
+    """Dtype, shape and checksum of an array in one text, such as "int64 [3] crc32:0a1b2c3d".
 
     The checksum is the one that a manifest would have, so arrays in memory and in files can be compared.
     """
@@ -64,9 +65,10 @@ def checksum_of(array: Tensor) -> str:
 
 
 def contents_of(data: Dataset) -> dict[str, str]:
-    """A text per array of a dataset that changes with its numbers, by the array's name in messages.
+    """Dtype, shape and checksum of each array of a dataset, as `checksum_of` writes them.
 
-    The arrays are the edges, edge arrays, tables and labels. Splits are left out.
+    A key is the array's name in messages, such as "edge array 'weight'". The arrays are the edges, edge
+    arrays, tables and labels. Splits are left out.
     """
     graph = data.graph
     contents = {"edges": f"{checksum_of(graph.indptr)}, {checksum_of(graph.indices)}"}
@@ -87,7 +89,8 @@ def fingerprint(data: Dataset) -> str:
 def _table_checksum(table: Table) -> str:
     """Dtype, shape and checksum of all rows of a table.
 
-    A table without one tensor of its rows is read in chunks.
+    Some tables do not hold all rows in one tensor (`storage` is None). Their rows are read in chunks, and
+    nothing is cached.
     """
     if isinstance(table, SparseTable):
         return ", ".join(checksum_of(array) for array in (table.indptr, table.columns, table.values))

@@ -3,9 +3,10 @@
 DLPack is a protocol by which frameworks hand over an array without a copy: a pointer, a shape, strides and
 a dtype. `from_any` makes a tensor over an array, and `to_numpy`, `to_jax`, ... make an array over a tensor.
 
-A framework may copy silently, or end the process, if it does not like an array. So each function checks
-before, and an error says what to type. A write on one side is seen on the other. JAX takes its
-arrays for constant, so a tensor must not be written after `to_jax`.
+A framework that cannot share a tensor may copy it silently, or end the process. So each `to_...` function
+checks the tensor before it calls the framework, and its error has the line of code that helps. A write on
+one side is seen on the other. JAX takes its arrays for constant, so a tensor must not be written after
+`to_jax`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def from_any(array: Any) -> Tensor:
     """Return a tensor over the memory of any framework's array. Lists and numbers become a new tensor.
 
     Raises:
-        TypeError: It is no array, or it is a variable.
+        TypeError: The argument is no array, or it is a variable, such as TensorFlow's.
         ValueError: The array cannot be shared with torch.
 
     Example:
@@ -46,14 +47,15 @@ def from_any(array: Any) -> Tensor:
     try:
         if isinstance(array, np.ndarray):
             with warnings.catch_warnings():
-                # Torch has no read-only tensors, and warns.
+                # Torch has no read-only tensors: it makes a writable one and warns. No warning here, since graphs
+                # and features are only read. `hl.interop.table` refuses to write into a read-only array.
                 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
                 return torch.from_numpy(array)
         if hasattr(array, "__dlpack__"):
             return torch.from_dlpack(array)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{kind} cannot be shared with torch ({error}): pass a plain array of numbers") from error
-    if hasattr(array, "read_value"):
+    if hasattr(array, "read_value"):  # a tf.Variable
         raise TypeError(f"{kind} is a variable: pass its value, variable.read_value()")
     raise TypeError(f"{kind} is no array that can be shared (it has no __dlpack__): pass one, or a list of numbers")
 
@@ -107,7 +109,9 @@ def to_tensorflow(tensor: Tensor) -> Any:
     if tensor.is_cuda:
         if not tensorflow.config.list_physical_devices("GPU"):
             raise ValueError("this TensorFlow sees no GPU: type tensor.cpu() first, which copies")
-        torch.cuda.current_stream(tensor.device).synchronize()  # TensorFlow does not wait for torch's stream
+        # A capsule of `to_dlpack` names no stream, so TensorFlow does not wait for kernels in torch's queue.
+        torch.cuda.current_stream(tensor.device).synchronize()
+    # TensorFlow takes a capsule. JAX and CuPy take the tensor itself, and ask it for a capsule.
     from_dlpack = tensorflow.experimental.dlpack.from_dlpack
     return _convert("TensorFlow", tensor, lambda: from_dlpack(to_dlpack(tensor)))
 
@@ -124,6 +128,7 @@ def to_paddle(tensor: Tensor) -> Any:
     if tensor.is_cuda:
         if not paddle.is_compiled_with_cuda():
             raise ValueError("this Paddle has no CUDA: type tensor.cpu() first, which copies")
+        # A capsule of `to_dlpack` names no stream, so Paddle does not wait for kernels in torch's queue.
         torch.cuda.current_stream(tensor.device).synchronize()
     return _convert("Paddle", tensor, lambda: paddle.utils.dlpack.from_dlpack(to_dlpack(tensor)))
 

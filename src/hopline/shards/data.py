@@ -14,16 +14,20 @@ from hopline.shards.shard import Shard, check_fits, open_shard
 class ShardedData(Dataset):
     """A dataset in shards. This rank has one of them: `shard`.
 
-    All ranks know the sizes of the dataset and the ids of its splits. Edges, tables and labels are those of
-    `shard`. Code that asks for the whole graph gets a ValueError. Collective: all ranks make one together,
-    usually by `hl.shards.open`.
+    All ranks know the sizes of the dataset and the ids of its splits. Edges, tables and labels of this
+    rank's nodes are in `shard`. Here `tables` is empty and `y` is None. Code that asks for the whole graph
+    gets a ValueError.
+
+    The constructor is collective, since the ranks compare their shards and gather the splits. All ranks
+    call it together, usually by `hl.shards.open`, which is `open_sharded` of this module.
 
     Args:
         shard: This rank's.
         world: The ranks. Default: the processes of torch.distributed, or this process alone.
 
     Raises:
-        ValueError: Shards and ranks do not fit together, or the shards are of several cuts.
+        ValueError: Shards and ranks do not fit together, or the shards are of different datasets
+            or partitions.
 
     Example:
         >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), splits={"train": [3, 1]})
@@ -42,7 +46,8 @@ class ShardedData(Dataset):
         self.num_classes = shard.num_classes
         self.tables = {}
         self.y = None
-        self.alternatives = ()
+        self.alternatives = ()  # published splits to choose from: `open_shard` has chosen one
+        # `Channel.all` gathers the ids of all ranks, shard after shard. A `Dataset` has its split ids sorted.
         self.splits = {name: self.channel.all(ids).sort().values for name, ids in shard.splits.items()}
         self.meta = {}
         self.folder = shard.folder
@@ -57,7 +62,7 @@ class ShardedData(Dataset):
         )
 
     def _no_labels_error(self) -> ValueError:
-        """The error of code that asks for all labels: each rank has those of its own nodes."""
+        """The error of `Dataset.labels` and `Dataset.train_ids`: each rank has the labels of its own nodes."""
         return ValueError(
             f"dataset {self.name!r} is in shards, of which this rank has one: its labels are data.shard.labels, and a "
             "split is drawn before the dataset is cut, by `hopline convert DATASET FOLDER split=0.6,0.2,0.2`"
@@ -65,7 +70,7 @@ class ShardedData(Dataset):
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of all shards."""
+        """Nodes of all shards: a shard knows the size of the whole dataset."""
         return self.shard.num_nodes
 
     @property

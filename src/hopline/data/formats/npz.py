@@ -6,11 +6,11 @@ Names say what most arrays are:
     x, or x_data, x_indices, x_indptr, x_shape             features, dense or in CSR form
     y                                                      labels
     train_mask, val_idx, ...                               splits
-    edge_NAME, and weight, time, t, type of E rows         edge arrays
+    edge_NAME; weight, time, t or type with E rows         edge arrays
     meta                                                   a JSON text: name, num_nodes, edges, ...
 
-Every other array of a row per node is a table. What remains is named in a warning. All arrays are read into
-memory.
+Every other array that has one row per node becomes a table of the dataset (`Dataset.tables`). A warning
+names the arrays that remain. All arrays are read into memory.
 """
 
 from __future__ import annotations
@@ -51,9 +51,12 @@ DAMAGED = (
 _SPARSE = ("x_data", "x_indices", "x_indptr", "x_shape")
 """Arrays of features in CSR form."""
 _EDGE_NAMES = {"t": "time", "time": "time", "weight": "weight", "type": "type"}
-"""Arrays without "edge_" in their names that are edge arrays if they have a row per edge. Their names here."""
+"""Arrays without "edge_" in their names that are edge arrays if they have a row per edge.
+
+By the name in the file: the name of the edge array in the dataset.
+"""
 _ALWAYS_EDGE = ("edge_type", "edge_weight", "edge_attr", "edge_time")
-"""Arrays that are edge arrays in any case: with another number of rows they are refused later."""
+"""Arrays that are edge arrays in any case. `from_edges` refuses them if they have not one row per edge."""
 _FIXED_KEYS = ("x", "y", "edge_index", "meta", *_SPARSE)
 """Arrays whose name alone says what they are, splits excepted."""
 _SPLIT_KEYS = re.compile("(train|val|valid|validation|dev|test)_(mask|idx)")
@@ -98,6 +101,8 @@ def from_npz(
     arrays = _load(path)
     meta = _meta(arrays)
     if "edge_index" not in arrays:
+        # Files of several node types have an array per kind of edge, such as edge_paper__author. A file with
+        # edge_weight alone is taken for one too; the advice is the same.
         looks_heterogeneous = any(key.startswith("edge_") for key in arrays)
         kind = "several node types" if looks_heterogeneous else "no edge_index"
         raise ValueError(f"{path} has {kind}: hopline reads one edge_index [2, E]; join the types into one graph.")
@@ -106,19 +111,22 @@ def from_npz(
             raise ValueError(f"{path}: array {key!r} is a single number: give one row per node, and edges as [2, E].")
 
     name = str(meta.get("name", path.stem))
-    task = KNOWN_TASKS.get(name)
+    task = KNOWN_TASKS.get(name)  # of well-known graphs; None: `from_edges` reads the task off the labels
     splits: dict[str, Any] = {key: array for key, array in arrays.items() if _SPLIT_KEYS.fullmatch(key)}
     x = _features(arrays, path)
     y = arrays.get("y")
-    num_nodes = arguments.get("num_nodes") or _num_nodes(arrays, meta)  # None: one more than the largest id
+    num_nodes = arguments.get("num_nodes") or _num_nodes(arrays, meta)
 
     edge_index = arrays["edge_index"]
     other_arrays = {key: array for key, array in arrays.items() if key not in {*_FIXED_KEYS, *splits}}
+    # `num_nodes` stays None if only the edges tell it. `from_edges` then counts too, and refuses ids that are
+    # far too large for so few edges; it would take a number from here for what the user means.
     num_table_rows = num_nodes or (int(edge_index.max()) + 1 if edge_index.size else 0)
     edge, tables = _separate_edge_arrays(other_arrays, num_table_rows, edge_index.shape[-1], path)
 
     origin = {"origin": path.name, **meta}
     if split_per_class and not splits:
+        # The test set is all other labelled nodes. None: the nodes have no classes.
         drawn = usual_split(y, task, split_per_class, seed)
         if drawn is not None:
             splits, origin["split"] = drawn
@@ -140,9 +148,9 @@ def from_npz(
 def _separate_edge_arrays(
     arrays: dict[str, np.ndarray], num_nodes: int, num_edges: int, path: Path
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """(edge arrays, tables) among the arrays that are neither features, labels nor splits.
+    """(edge arrays, tables), by name. arrays: those whose names do not say what they are.
 
-    A warning names the arrays that are neither. An array that could be both is refused.
+    A warning names the arrays that are no edge array and no table. An array that could be both is refused.
     """
     edge: dict[str, np.ndarray] = {}
     tables: dict[str, np.ndarray] = {}
@@ -163,6 +171,7 @@ def _separate_edge_arrays(
                     f"{path} has two arrays for the edge array {name!r}, one of them {key!r}: leave one out."
                 )
             edge[name] = array
+        # A mask by an unknown name is left to the warning, which says how splits are called.
         elif num_rows == num_nodes and not key.endswith("_mask"):
             tables[key] = array
         else:

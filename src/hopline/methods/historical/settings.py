@@ -1,7 +1,8 @@
 """`Historical`, the settings of training with historical embeddings.
 
-Settings are plain data. Torch is imported only where a method is bound to a job, so that help and errors
-about settings come at once.
+Settings are plain data, and importing them does not import torch, which is slow. So help and errors about
+settings come without a delay. `bind` and `loader` import the modules that train: `bind` joins the settings
+to a `Job`, which has the model, the data and the ranks of a run.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
     from hopline.methods.historical.work import HistoricalWork
 
 FRESH_TABLES = "set refresh_every=1, which makes the tables exact at the beginning of every epoch"
-"""Advice in place of removed settings, which mixed historical embeddings with new, incomplete ones."""
+"""Advice in place of `momentum`, `mixing` and `mixing_score`.
+
+These settings mixed the halo's historical embeddings with new ones, computed from some of their in-edges.
+"""
 PINNED_BUFFERS = "rows of tables=host go through 4 pinned buffers of 32 MiB, so leave it out"
-"""Advice in place of the removed settings of the buffers."""
+"""Advice in place of `pool_size` and `buffer_rows`."""
 
 
 @settings
@@ -82,13 +86,13 @@ class Historical(Method):
     compensate: bool = False
     """Compensation for the backward messages from outside a batch, by tables of gradients (LMC)."""
     max_batches: int | None = None
-    """Batches per epoch, over all ranks. With groups=redrawn, other parts have their turn in later epochs.
-    Default: all."""
+    """Batches per epoch, over all ranks. Every epoch draws the order of its batches, so later epochs train
+    other parts. Default: all."""
     edge_dropout: float = 0.0
     """Share of a batch's edges that is dropped in training, drawn anew for each batch."""
     lipschitz: float = 0.0
-    """Weight of a penalty on how far noise on a layer's input moves its output, since historical embeddings
-    are not exact."""
+    """Weight of a penalty in the loss: how far noise on a layer's input moves its output. Smooth layers pass
+    on less of the error of historical embeddings."""
     lag: int = 0
     """Delay of table writes, in steps. Batch t reads what batches up to t - 1 - lag wrote."""
     storage: Literal["model", "float32", "bf16", "fp16"] = "model"
@@ -127,7 +131,9 @@ class Historical(Method):
     def for_graph(self, num_nodes: int) -> Historical:
         """A copy of these settings with one part per node, if there are fewer nodes than default parts."""
         if self.num_parts != Historical.num_parts or num_nodes >= self.num_parts:
-            return self  # a number that the user has set is followed or refused, never changed
+            # Another number than the default is the user's, and `make_partition` refuses it if it is too large.
+            # The default's own value looks the same whether the user typed it or not.
+            return self
         return replace(self, num_parts=num_nodes, parts_per_batch=min(self.parts_per_batch, num_nodes))
 
     def placement(self, requested: Placement) -> Placement:
@@ -152,6 +158,7 @@ class Historical(Method):
                 "refresh_every=evaluation is for one process, since the first rank evaluates alone: set "
                 "refresh_every=1 instead, which all ranks share"
             )
+        # The Trainer asks `placement` for the graph on the host. `loader` takes the dataset as it is.
         if job.data.graph.device.type != "cpu":
             raise ValueError("method=historical makes its batches on the host: give it a graph that is there")
         job.model.check_blocks(job.data.num_features, job.data.graph.edge)
@@ -174,9 +181,9 @@ class Historical(Method):
         Calling the model with a batch pulls historical embeddings of its halo between layers.
         `batch.commit()`, after the optimizer's step, pushes the embeddings of its own nodes.
 
-        ids: the seeds, as node ids or as the name of a split. model: a `GNN` or a PyG model. Its weights
-        fill the tables if `warm_up` or `refresh_every` is set. world: the ranks that take their turns
-        together (docs/own_loops.md).
+        ids: the seeds, as node ids or as the name of a split. model: a `GNN` or a PyG model. With `warm_up`
+        or a number for `refresh_every`, an exact forward pass of it fills the tables. world: the ranks that
+        train together. At each step every rank has a batch, which may be empty (docs/own_loops.md).
         """
         from hopline.methods.historical.loader import make_loader
 
