@@ -636,7 +636,7 @@ class Plan:
         limits = ", ".join(f"{format_size(self.limits[place] or 0)} on the {place}" for place in smallest)
         largest = self._describe_largest(smallest)
         return DoesNotFit(
-            f"{type(self.method).__name__} does not fit {limits}: it needs at least {needs} ({largest})", smallest
+            f"{type(self.method).__name__} does not fit {limits}: it needs at least {needs}{largest}", smallest
         )
 
     def _fits(self, place: Place) -> bool:
@@ -644,13 +644,19 @@ class Plan:
         return limit is None or self.smallest_bytes(place) <= limit
 
     def _describe_largest(self, places: Mapping[Place, int]) -> str:
-        """A phrase that names the largest item at the places that are too small."""
+        """A phrase in brackets that names the largest item at the places that are too small; "" if there is none.
+
+        The bytes of a step may be a bound, far above what was measured when `places` were found. A step that
+        is larger than the limit which would do is left out.
+        """
         sizes = [(item.num_bytes, item.name) for item in self.items if item.place in places]
-        if self.compute_place in places:
+        if self.compute_place in places and self.min_step_bytes <= places[self.compute_place]:
             sizes.append((math.ceil(self.min_step_bytes), "the smallest step"))
+        if not sizes:
+            return ""
         num_bytes, name = max(sizes)
         verb = "take" if name.endswith("s") else "takes"
-        return f"{name} alone {verb} {format_size(num_bytes)}"
+        return f" ({name} alone {verb} {format_size(num_bytes)})"
 
     def lines(self) -> list[str]:
         """The plan as lines to print: one per place in use, and one about the steps."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,8 @@ def test_the_budget_that_a_refusal_names_would_do_whatever_becomes_of_batches(ho
     with pytest.raises(DoesNotFit, match="it needs at least budget=") as refused:
         trainer_of(how, {"device": "1KiB", "over_budget": over_budget})
     named = str(refused.value).split("budget=")[1].split(" ")[0]
+    largest_item = re.search(r"alone takes? ([\d.]+) (\w+)\)", str(refused.value))
+    assert largest_item is None or parse_size("".join(largest_item.groups())) <= 1.01 * parse_size(named)
     run = trainer_of(how, {"device": named, "over_budget": over_budget}).fit()
     assert sum(e.counters.get("budget.steps_over", 0) for e in run.history) == 0
     with pytest.raises(DoesNotFit):
