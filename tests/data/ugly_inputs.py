@@ -679,7 +679,7 @@ CASES = [
     Case(
         "hl.table on the CPU: id -1",
         lambda f: hl.table(torch.ones(3, 2), device="cpu").read(torch.tensor([-1])),
-        refused="a row id is outside 0 .. 2",
+        refused="row id -1 is outside 0 .. 2",
     ),
     Case(
         "standardized(): a column of 1000000.1 only",

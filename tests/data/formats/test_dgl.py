@@ -138,7 +138,7 @@ def test_the_command_converts_and_cuts_the_same_parts(dgl: Any, tmp_path: Path) 
         assert ours == theirs
     assert_refused(
         command("partition", tmp_path / "out", tmp_path / "more", "shards=3", "how=labels", "labels=parts"),
-        "no labels 'parts'",
+        "labels=parts must name one whole number per node",
         "part",
     )
 
