@@ -70,7 +70,7 @@ def test_a_module_without_layers_on_too_large_a_graph_says_what_to_write(monkeyp
 
 
 def test_a_module_without_layers_has_nothing_to_go_on_from(tmp_path: Path):
-    with pytest.raises(ValueError, match="Plain has no layers to go on from: leave out folder="):
+    with pytest.raises(ValueError, match="Plain has no layers to resume from: leave out folder="):
         infer.exact(Plain(small()), small(), folder=tmp_path)
 
 

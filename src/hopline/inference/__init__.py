@@ -149,19 +149,23 @@ def exact_rows(
         torch.Size([2, 3])
     """
     check_node_ids(ids, data.num_nodes)
-    most = parse_chunk_bytes(chunk_bytes)
+    max_bytes = parse_chunk_bytes(chunk_bytes)
     walk = as_walkable(model)
     with evaluating(walk):
         if isinstance(walk, Whole):
             if folder is not None:
                 raise ValueError(
-                    f"{type(walk.module).__name__} has no layers to go on from: leave out folder=, or use hl.nn.GNN"
+                    f"{type(walk.module).__name__} has no layers to resume from: leave out folder=, or use hl.nn.GNN"
                 )
             if keep is not None:
-                raise ValueError(f"{type(walk.module).__name__} has no layers whose rows keep= could be given")
+                raise ValueError(
+                    f"{type(walk.module).__name__} has no layers whose rows keep= could be given: leave out keep=, or "
+                    "use hl.nn.GNN"
+                )
             initialise(walk, data.x, data.graph.edge)
-            limits = {"chunk_edges": chunk_edges, "chunk_bytes": most}
-            part_hops = part_hops_of(walk, data, hops, [name for name, limit in limits.items() if limit is not None])
+            limits = {"chunk_edges": chunk_edges, "chunk_bytes": max_bytes}
+            set_limits = [name for name, limit in limits.items() if limit is not None]
+            part_hops = part_hops_of(walk, data, hops, set_limits)
             if part_hops is None and show:
                 logger.info(describe_whole(walk, data))
             return whole_rows(walk, data, ids, part_hops, device=torch.device(device), show=show, **limits)
@@ -174,17 +178,18 @@ def exact_rows(
         if folder is not None:
             if keep is not None:
                 raise ValueError("rows that are in folder= already would not come to keep=: give one of them")
-            files = LayerFiles(Path(folder), identity(model, contents_of(data), ids, chunk_edges, most))
-        work = Chunks(walk, data, chunk_edges, torch.device(device), keep, chunk_bytes=most, files=files)
+            files = LayerFiles(Path(folder), identity(model, contents_of(data), ids, chunk_edges, max_bytes))
+        work = Chunks(walk, data, chunk_edges, torch.device(device), keep, chunk_bytes=max_bytes, files=files)
         outputs = work.outputs(ids, show)
-        return lambda asked: Rows(outputs, asked).read_on(CPU)
+        return lambda node_ids: Rows(outputs, node_ids).read_on(CPU)
 
 
 def check_node_ids(ids: Tensor | None, num_nodes: int) -> None:
     """Raise a ValueError if `ids` is empty or holds ids that are no nodes. None stands for all nodes."""
-    if ids is not None:
-        check_ids(ids, num_nodes)
-    if ids is not None and ids.numel() == 0:
+    if ids is None:
+        return
+    check_ids(ids, num_nodes)
+    if ids.numel() == 0:
         raise ValueError("there are no nodes to infer at: give ids that are not empty, or none for all nodes")
 
 
@@ -259,7 +264,8 @@ def measure(data: Dataset, scores: Tensor, labels: Tensor) -> dict[str, float]:
         if data.num_classes > 2:
             raise ValueError(narrow_output_error(1, data.num_classes))
         scores = scores.squeeze(-1)
-        scores = (scores > 0).to(labels.dtype) if data.metric == "accuracy" else scores
+        if data.metric == "accuracy":
+            scores = (scores > 0).to(labels.dtype)
     return {data.metric: metrics.METRICS[data.metric](scores.float(), labels)}
 
 
@@ -284,11 +290,11 @@ def whole_rows(
     """
     if part_hops is None:
         if is_too_large(data):
-            enough = find_hops(walk, data.x, data.graph.edge)
+            enough_hops = find_hops(walk, data.x, data.graph.edge)
+            advice = "" if enough_hops is None else f"give hops={enough_hops}, "
             raise ValueError(
                 f"{type(walk.module).__name__} has no layers that could be computed one by one, and the whole graph is "
-                f"too large for it: {'' if enough is None else f'give hops={enough}, '}build it as "
-                "hl.nn.GNN([...convs...]), or set inference=sampled"
+                f"too large for it: {advice}build it as hl.nn.GNN([...convs...]), or set inference=sampled"
             )
         return run_whole(walk, data, device).__getitem__
     seeds = torch.arange(data.num_nodes) if ids is None else torch.unique(ids.cpu().long())
@@ -298,8 +304,8 @@ def whole_rows(
         return run_whole(walk, data, device).__getitem__
     rows = local.rows(seeds, show)
 
-    def read(some: Tensor) -> Tensor:
-        return rows[torch.searchsorted(seeds, some.cpu().long())]
+    def read(node_ids: Tensor) -> Tensor:
+        return rows[torch.searchsorted(seeds, node_ids.cpu().long())]
 
     return read
 
@@ -313,11 +319,11 @@ def part_hops_of(walk: Whole, data: Dataset, hops: int | None, limits: list[str]
     """
     name = type(walk.module).__name__
     if hops is None and limits:
-        enough = find_hops(walk, data.x, data.graph.edge)
+        enough_hops = find_hops(walk, data.x, data.graph.edge)
+        advice = "leave it out" if enough_hops is None else f"add hops={enough_hops}"
         raise ValueError(
             f"{limits[0]}= needs the number of hops around a node that {name} reads, since it has no layers to compute "
-            f"one by one: {f'add hops={enough}' if enough is not None else 'leave it out'}, or build it as "
-            "hl.nn.GNN([...convs...])"
+            f"one by one: {advice}, or build it as hl.nn.GNN([...convs...])"
         )
     if hops is None:
         return None
@@ -325,11 +331,11 @@ def part_hops_of(walk: Whole, data: Dataset, hops: int | None, limits: list[str]
         raise ValueError(f"hops must be a number from 0, not {hops!r}")
     reach = find_reach(walk, hops, data.x, data.graph.edge)
     if reach.part_hops is None:
-        enough = find_hops(walk, data.x, data.graph.edge)
-        instead = "" if enough is None or enough <= hops else f"hops={enough}, or "
+        enough_hops = find_hops(walk, data.x, data.graph.edge)
+        advice = "" if enough_hops is None or enough_hops <= hops else f"hops={enough_hops}, or "
         raise ValueError(
             f"{name} with hops={hops} would not give its outputs on the whole graph: {reach.reason or reach.refusal}. "
-            f"Give {instead}no hops=, which runs it on the whole graph at once"
+            f"Give {advice}no hops=, which runs it on the whole graph at once"
         )
     return reach.part_hops
 
