@@ -80,15 +80,18 @@ def run_fused(conv: Any, h: Handle | Tensor, block: Block, x0: Tensor | None = N
         return _product(conv, h.reduced_and_own)
 
     def propagate(b: Block, x: Tensor, edge_weight: Tensor | None = None, size: Any = None) -> Tensor:
+        """In place of `MessagePassing.propagate`. Weights come from `gcn_weights`."""
         return _normalised_sum(conv, x, b, dtype)
 
     if isinstance(block, TreeBlock) and block.on_gpu and isinstance(conv, GCNConv):
         # The product is linear, so it may come after the aggregation: a row per destination, not one per slot.
         weight, loops = gcn_weights(conv, block, dtype)
         # The factor that scales up sampled sums is in GCN's weights already.
-        plain = block.scaling_sums(False) if conv.normalize else block
-        reduced, own = _reduce(h, plain, how, weight, dtype, with_own=True).chunk(2, dim=1)
-        return _product(conv, reduced if loops is None else reduced + loops[:, None].to(own.dtype) * own)
+        unscaled = block.scaling_sums(False) if conv.normalize else block
+        reduced, own = _reduce(h, unscaled, how, weight, dtype, with_own=True).chunk(2, dim=1)
+        if loops is not None:
+            reduced = reduced + loops[:, None].to(own.dtype) * own
+        return _product(conv, reduced)
     if isinstance(conv, APPNP):
         # Not by its forward, which adds all rows to the aggregated ones. A block has more sources than destinations.
         rows = as_dtype(h, dtype)
@@ -106,8 +109,8 @@ def _normalised_sum(conv: Any, x: Tensor, block: Block, dtype: torch.dtype) -> T
     """[num_dst, ...]: sum over in-edges of weight * x[src], plus loop weight * own row, for a `NORMALISED` conv."""
     weight, loops = gcn_weights(conv, block, dtype)
     # The factor that scales up sampled sums is in GCN's weights already.
-    plain = block.scaling_sums(False) if conv.normalize else block
-    out = _reduce(x, plain, "sum", weight, dtype)
+    unscaled = block.scaling_sums(False) if conv.normalize else block
+    out = _reduce(x, unscaled, "sum", weight, dtype)
     return out if loops is None else out + loops[:, None].to(x.dtype) * x[: block.num_dst]
 
 
@@ -122,7 +125,7 @@ def _reduces_first(conv: GCNConv, h: Handle | Tensor, block: Block) -> bool:
 
     The cheaper order is taken. Costs are counted in elements moved, `FLOPS` multiplications being one element:
 
-        a product, per row       before + after + before * after / FLOPS
+        a product, per row       before + after + before * after / FLOPS      (widths before and after it)
         aggregation, per edge    the width of the rows that are aggregated
 
     A block has fewer destinations than sources, so the product is cheaper afterwards. But if the product makes rows
@@ -133,17 +136,25 @@ def _reduces_first(conv: GCNConv, h: Handle | Tensor, block: Block) -> bool:
     # A hook, or another type than Linear, must see the rows that PyG would give it.
     if not is_linear(conv.lin) or conv.lin._forward_hooks or conv.lin._forward_pre_hooks:
         return False
-    before, after = conv.lin.weight.size(1), conv.lin.weight.size(0)
-    per_row = before + after + before * after / FLOPS
-    project_first = block.num_src * per_row + block.num_edges * after
-    return block.num_edges * before + block.num_dst * per_row < project_first
+    after, before = conv.lin.weight.shape
+    product_per_row = before + after + before * after / FLOPS
+    cost_product_first = block.num_src * product_per_row + block.num_edges * after
+    cost_reduce_first = block.num_edges * before + block.num_dst * product_per_row
+    return cost_reduce_first < cost_product_first
 
 
 def dtype_of(conv: Any, h: Handle | Tensor) -> torch.dtype:
     """The dtype that a conv computes in: of its parameters, else of floating-point rows, else float32."""
-    known = next((p.dtype for p in conv.parameters()), None)
-    given = h.dtype if isinstance(h, Tensor) else h.table.dtype if isinstance(h, Rows) else torch.float32
-    return known or (given if given.is_floating_point else torch.float32)
+    parameter = next(conv.parameters(), None)
+    if parameter is not None:
+        return parameter.dtype
+    if isinstance(h, Tensor):
+        dtype = h.dtype
+    elif isinstance(h, Rows):
+        dtype = h.table.dtype
+    else:
+        dtype = torch.float32
+    return dtype if dtype.is_floating_point else torch.float32
 
 
 def _plain(conv: Any, h: Handle | Tensor, block: Block, how: str, dtype: torch.dtype) -> Tensor:
@@ -157,10 +168,13 @@ def _plain(conv: Any, h: Handle | Tensor, block: Block, how: str, dtype: torch.d
     """
     linears = _linears_of_one_row(conv, h)
     # Handles stay handles where the kernel takes them: to rows of a table, or to a deferred layer.
-    reads = isinstance(h, Rows) and reads_rows(conv)
-    runs_on = isinstance(h, PendingRows) and linears is not None and how != "max"
-    source = h if reads or runs_on else as_dtype(h, dtype)
-    if linears is None and isinstance(block, TreeBlock) and block.on_gpu and not getattr(conv, "project", False):
+    reads_table = isinstance(h, Rows) and reads_rows(conv)
+    reads_deferred = isinstance(h, PendingRows) and linears is not None and how != "max"
+    source = h if reads_table or reads_deferred else as_dtype(h, dtype)
+
+    is_tree_on_gpu = isinstance(block, TreeBlock) and block.on_gpu
+    own: Rows | Tensor | None
+    if linears is None and is_tree_on_gpu and not getattr(conv, "project", False):
         weight = block.edge.get("weight") if isinstance(conv, GraphConv) else None
         reduced, own = _reduce(source, block, how, weight, dtype, with_own=True).chunk(2, dim=1)
         stand_in = _StandIn(conv, lambda b, x, edge_weight=None, size=None: reduced)
@@ -170,7 +184,8 @@ def _plain(conv: Any, h: Handle | Tensor, block: Block, how: str, dtype: torch.d
     else:
         # Both products in one: [reduced | own] rows times the two weights side by side. The conv gets own=None, so
         # that its forward leaves out the second product.
-        own, pair = None, (getattr(conv, linears[0]), getattr(conv, linears[1]))
+        own = None
+        pair = (getattr(conv, linears[0]), getattr(conv, linears[1]))
         stand_in = _StandIn(
             conv,
             lambda b, x, edge_weight=None, size=None: _reduce(x[0], b, how, edge_weight, dtype, with_own=True),
@@ -187,7 +202,8 @@ def defer_layer(conv: Any, h: Handle | Tensor, block: Block, p: float, key: Any)
     None where that is not possible: only plain convs of two linear layers on a tree on a GPU are deferred
     (`tree_layers`), without edge arrays and without normalised outputs.
     """
-    if not isinstance(block, TreeBlock) or not is_fused(conv) or getattr(conv, "normalize", False) or block.edge:
+    normalises_outputs = getattr(conv, "normalize", False)
+    if not isinstance(block, TreeBlock) or not is_fused(conv) or normalises_outputs or block.edge:
         return None
     linears = _linears_of_one_row(conv, h)
     if linears is None:
@@ -203,16 +219,13 @@ def _linears_of_one_row(conv: Any, source: Handle | Tensor) -> tuple[str, str] |
     layer that is not a plain Linear or has hooks, or a second bias.
     """
     names = LINEARS.get(type(conv))
-    if (
-        names is None
-        or len(source.shape) != 2
-        or getattr(conv, "project", False)
-        or not getattr(conv, "root_weight", True)
-    ):
+    if names is None or len(source.shape) != 2:
+        return None
+    if getattr(conv, "project", False) or not getattr(conv, "root_weight", True):
         return None
     pair = [getattr(conv, name) for name in names]
-    plain = all(is_linear(l) and not l._forward_hooks and not l._forward_pre_hooks for l in pair)
-    return names if plain and pair[1].bias is None else None
+    are_plain = all(is_linear(l) and not l._forward_hooks and not l._forward_pre_hooks for l in pair)
+    return names if are_plain and pair[1].bias is None else None
 
 
 def input_reduction(conv: Any) -> tuple[Any, ...] | None:
@@ -242,13 +255,16 @@ def reduced_input(conv: Any, h: Handle | Tensor, block: Block) -> tuple[Tensor, 
     dtype = dtype_of(conv, h)
     with torch.no_grad():
         if type(conv) is GCNConv:
-            first = _reduces_first(conv, h, block)
-            return (_normalised_sum(conv, as_dtype(h, dtype), block, dtype), NORMALISED_SUM) if first else None
+            if not _reduces_first(conv, h, block):
+                return None
+            return _normalised_sum(conv, as_dtype(h, dtype), block, dtype), NORMALISED_SUM
         how = REDUCE[type(conv.aggr_module)]
-        weighted = isinstance(conv, GraphConv) and "weight" in block.edge
-        if weighted or (how == "sum" and block.scale_sums):
+        has_weights = isinstance(conv, GraphConv) and "weight" in block.edge
+        has_factors = how == "sum" and block.scale_sums
+        if has_weights or has_factors:
             return None
-        return _reduce(h if isinstance(h, Rows) else as_dtype(h, dtype), block, how, None, dtype, with_own=True), how
+        rows = h if isinstance(h, Rows) else as_dtype(h, dtype)
+        return _reduce(rows, block, how, None, dtype, with_own=True), how
 
 
 def read_ahead(conv: Any, rows: Rows, block: Block) -> Rows:
@@ -305,11 +321,13 @@ def _reduce(
     if isinstance(rows, Rows):
         stored = rows.table.storage()
         if stored is not None and stored.dtype == dtype and not ops.is_cold(stored, rows.ids):
-            own = rows.ids[: block.num_dst] if with_own else None
-            return ops.reduce_edges(stored, part.indptr, ops.gather_rows(rows.ids, part.src_idx), how, weight, own)
-    rows = as_dtype(rows, dtype) if isinstance(rows, Handle) else rows
-    own = torch.arange(block.num_dst, device=rows.device) if with_own else None
-    return ops.reduce_edges(rows, part.indptr, part.src_idx, how, weight, own)
+            own_ids = rows.ids[: block.num_dst] if with_own else None
+            edge_src_ids = ops.gather_rows(rows.ids, part.src_idx)
+            return ops.reduce_edges(stored, part.indptr, edge_src_ids, how, weight, own_ids)
+    if isinstance(rows, Handle):
+        rows = as_dtype(rows, dtype)
+    own_idx = torch.arange(block.num_dst, device=rows.device) if with_own else None
+    return ops.reduce_edges(rows, part.indptr, part.src_idx, how, weight, own_idx)
 
 
 class _StandIn:
