@@ -47,18 +47,17 @@ def gcn_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor | N
         return block.edge.get("weight"), None
     weight = block.edge.get("weight")
     if isinstance(block, TreeBlock) or (weight is not None and weight.requires_grad):
-        return _normalised(conv, block, dtype)
+        return _compute_weights(conv, block, dtype)
     # Cached with the edges, since the layers of a historical batch share them. Trees compute their weights every
-    # time.
-    # So do weights with a gradient: a cached result would belong to the autograd graph of an earlier step.
-    known = block.part.cache
-    name = ("GCN weights", bool(conv.add_self_loops), bool(getattr(conv, "improved", False)), dtype)
-    if name not in known:
-        known[name] = _normalised(conv, block, dtype)
-    return known[name]
+    # time. So do weights with a gradient: a cached result would belong to the autograd graph of an earlier step.
+    cache = block.part.cache
+    cache_key = ("GCN weights", bool(conv.add_self_loops), bool(getattr(conv, "improved", False)), dtype)
+    if cache_key not in cache:
+        cache[cache_key] = _compute_weights(conv, block, dtype)
+    return cache[cache_key]
 
 
-def _normalised(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def _compute_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """(weight of each edge, weight of each destination's own row) with the degree norm, computed in float64."""
     graph = block.graph
     assert graph is not None
@@ -72,10 +71,13 @@ def _normalised(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor, Te
     if isinstance(block, TreeBlock) and block.on_gpu:
         # A weight for every slot, that of the edge out of it. Seeds have the parent -1, and no edge leaves them.
         parents = block.parents.clamp(min=0).long()
-        weight, src, dst = inverse * by_dst[parents], src_ids, src_ids[parents]
+        weight = inverse * by_dst[parents]
+        src = src_ids
+        dst = src_ids[parents]
     else:
         part = block.part
-        weight = inverse[part.src_idx] * torch.repeat_interleave(by_dst, part.indptr.diff(), output_size=part.num_edges)
+        by_edge = torch.repeat_interleave(by_dst, part.indptr.diff(), output_size=part.num_edges)
+        weight = inverse[part.src_idx] * by_edge
         # Global ids, since in a tree one node has several local ids, and loops are recognised by equal ids.
         src, dst = src_ids[part.edge_index]
     if "weight" in block.edge:
@@ -84,8 +86,8 @@ def _normalised(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor, Te
         return weight.to(dtype), None
     if graph.self_loops.numel():  # `loop` includes them, so as edges they must not count again
         weight = weight.masked_fill(src == dst, 0)
-    own = loop[: block.num_dst] * inverse[: block.num_dst].square()
-    return weight.to(dtype), own.to(dtype)
+    own_weight = loop[: block.num_dst] * inverse[: block.num_dst].square()
+    return weight.to(dtype), own_weight.to(dtype)
 
 
 def _degrees(graph: Graph, ids: Tensor, add_loops: bool, fill: float) -> tuple[Tensor, Tensor]:
@@ -100,8 +102,8 @@ def _degrees(graph: Graph, ids: Tensor, add_loops: bool, fill: float) -> tuple[T
     if isinstance(graph, PartialGraph):  # it has no edges, but the weight sums of its nodes in the whole graph
         total, loop = graph.weight_sums(ids, add_loops, fill)
         return total + loop, loop
-    name = ("GCN weights", add_loops, fill)
-    weights = graph.get_cached(name, partial(weights_of, graph, add_loops, fill))
+    cache_key = ("GCN weights", add_loops, fill)
+    weights = graph.get_cached(cache_key, partial(weights_of, graph, add_loops, fill))
     total, loop = (array[ids.to(array.device)].to(ids.device) for array in weights)
     return total + loop, loop
 

@@ -38,9 +38,7 @@ def running_statistics(modules: Iterable[nn.Module], *, only_if: bool) -> Iterat
 
     modules: those whose batch norms are meant, inner ones included. only_if: False makes the context do nothing.
     """
-    norms = [m for module in modules for m in module.modules() if isinstance(m, nn.BatchNorm1d) and m.training]
-    if not only_if:
-        norms = []
+    norms = _training_norms(modules) if only_if else []
     for norm in norms:
         norm.eval()
     try:
@@ -56,9 +54,13 @@ def ignore_empty_slots(modules: Iterable[nn.Module], block: Block) -> AbstractCo
     modules: those whose batch norms are meant, inner ones included. The context does nothing if they have none, or if
     the block is not in the tree layout.
     """
-    norms = (m for module in modules for m in module.modules() if isinstance(m, nn.BatchNorm1d) and m.training)
-    present = None if next(norms, None) is None else block.present
-    return nullcontext() if present is None else OwnStatistics(partial(_of_present, present))
+    present = block.present if _training_norms(modules) else None
+    return nullcontext() if present is None else OwnStatistics(partial(_statistics_of_present, present))
+
+
+def _training_norms(modules: Iterable[nn.Module]) -> list[nn.BatchNorm1d]:
+    """The batch norms in training mode among modules and the modules inside them."""
+    return [m for module in modules for m in module.modules() if isinstance(m, nn.BatchNorm1d) and m.training]
 
 
 Statistics = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -101,21 +103,26 @@ class OwnStatistics(TorchFunctionMode):
         mean, var, count = self.statistics(exact)
         if running_mean is not None and running_var is not None:
             with torch.no_grad():
+                unbiased_var = var * count / (count - 1).clamp(min=1)
                 running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-                running_var.lerp_((var * count / (count - 1).clamp(min=1)).to(running_var.dtype), momentum)
+                running_var.lerp_(unbiased_var.to(running_var.dtype), momentum)
         out = (exact - mean) * (var + eps).rsqrt()
-        out = out if weight is None else out * weight
-        return (out if bias is None else out + bias).to(x.dtype)
+        if weight is not None:
+            out = out * weight
+        if bias is not None:
+            out = out + bias
+        return out.to(x.dtype)
 
 
-def _of_present(present: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics_of_present(present: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(mean, variance, number) of the rows of slots that are not empty.
 
     A product with 0 and 1 in place of a selection: shapes stay fixed, and nothing synchronises.
 
     present: [at least n] bool: which slots are not empty. rows: [n, columns].
     """
-    there = present[: rows.size(0), None].to(rows.dtype)
-    count = there.sum().clamp(min=1)
-    mean = (rows * there).sum(0) / count
-    return mean, ((rows - mean).square() * there).sum(0) / count, count
+    mask = present[: rows.size(0), None].to(rows.dtype)
+    count = mask.sum().clamp(min=1)
+    mean = (rows * mask).sum(0) / count
+    var = ((rows - mean).square() * mask).sum(0) / count
+    return mean, var, count

@@ -69,8 +69,8 @@ class Findings:
 
     def get(self, module: nn.Module, question: Hashable, settings: object) -> Any:
         """The stored answer to a question about a module; None if there is none, or if it is for other settings."""
-        known, answer = self._answers.get(module, {}).get(question, (None, None))
-        return answer if known == settings else None
+        stored_settings, answer = self._answers.get(module, {}).get(question, (None, None))
+        return answer if stored_settings == settings else None
 
     def put(self, module: nn.Module, question: Hashable, settings: object, answer: Any) -> None:
         """Store an answer. It replaces an earlier one, for other settings.
@@ -114,11 +114,11 @@ def probe_graph(edge: Mapping[str, Tensor]) -> Graph:
 
 def random_rows(*shape: int) -> Tensor:
     """Normally distributed float64 rows on the host. Calls with the same shape return the same numbers."""
-    return _drawn(shape).clone()
+    return _draw_rows(shape).clone()
 
 
 @functools.lru_cache(maxsize=16)
-def _drawn(shape: tuple[int, ...]) -> Tensor:
+def _draw_rows(shape: tuple[int, ...]) -> Tensor:
     """The numbers of `random_rows`. Cached, because a model's layers and their copies ask for the same shapes."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -136,8 +136,8 @@ def block_of(graph: Graph, nodes: Sequence[int]) -> Block:
 def reverse_edges_of_nodes(graph: Graph) -> Graph:
     """A copy of a graph in which the in-edges of each node are in reverse order."""
     # Edge e of a node with the range [start, stop) goes to start + stop - 1 - e.
-    stops = torch.repeat_interleave(graph.indptr[1:] + graph.indptr[:-1] - 1, graph.in_degrees())
-    order = stops - torch.arange(graph.num_edges)
+    start_plus_last = torch.repeat_interleave(graph.indptr[1:] + graph.indptr[:-1] - 1, graph.in_degrees())
+    order = start_plus_last - torch.arange(graph.num_edges)
     return Graph(graph.indptr, graph.indices[order], {name: rows[order] for name, rows in graph.edge.items()})
 
 
@@ -151,13 +151,14 @@ def tree_of(graph: Graph, nodes: Sequence[int]) -> TreeBlock:
     edge_ids = torch.zeros_like(slots)
     counts = torch.zeros(len(nodes), dtype=torch.int32)
     for i, node in enumerate(nodes):
-        first, stop = int(graph.indptr[node]), int(graph.indptr[node + 1])
-        counts[i] = stop - first
-        slots[i, : stop - first] = graph.indices[first:stop]
-        edge_ids[i, : stop - first] = torch.arange(first, stop)
-    tree = Tree(
-        Slots(len(nodes), (fanout,)), torch.cat([torch.tensor(nodes), slots.view(-1)]), counts, edge_ids.view(-1)
-    )
+        start = int(graph.indptr[node])
+        stop = int(graph.indptr[node + 1])
+        degree = stop - start
+        counts[i] = degree
+        slots[i, :degree] = graph.indices[start:stop]
+        edge_ids[i, :degree] = torch.arange(start, stop)
+    tree_nodes = torch.cat([torch.tensor(nodes), slots.view(-1)])
+    tree = Tree(Slots(len(nodes), (fanout,)), tree_nodes, counts, edge_ids.view(-1))
     return TreeBlock(tree=tree, hop=0, graph=graph)
 
 
@@ -199,14 +200,18 @@ def _detach_caches(module: nn.Module) -> Iterator[None]:
 
     The weight that `weight_norm` computes is such a tensor. Afterwards the module has its own tensors again.
     """
-    kept = [(m, k, v) for m in module.modules() for k, v in vars(m).items() if isinstance(v, Tensor) and not v.is_leaf]
-    for m, name, value in kept:
-        vars(m)[name] = value.detach()
+    computed: list[tuple[nn.Module, str, Tensor]] = []
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                computed.append((part, name, value))
+    for part, name, value in computed:
+        vars(part)[name] = value.detach()
     try:
         yield
     finally:
-        for m, name, value in kept:
-            vars(m)[name] = value
+        for part, name, value in computed:
+            vars(part)[name] = value
 
 
 def options_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:

@@ -41,7 +41,8 @@ def spread_of(model: GNN, l: int, state: State, block: Block) -> Tensor | None:
 
 def _spread(model: GNN, l: int, state: State, block: Block, noise: float) -> Tensor:
     """Mean over the destinations of |f(h) - f(h + noise z)|, with f the conv of layer `l` in evaluation mode."""
-    conv, h = model.convs[l], as_tensor(state.h)
+    conv = model.convs[l]
+    h = as_tensor(state.h)
     x0 = None if state.x0 is None else state.x0[: block.num_dst]
     # In evaluation mode the conv draws no dropout, so that only the noise differs between the two calls. Modes are
     # restored module by module, since a user may have set some of them to evaluation.
@@ -67,5 +68,6 @@ def _normal(h: Tensor, block: Block, l: int) -> Tensor:
     raw = draw(ops.derive_key(block.key, ROWS + l), block.src_keys[: h.size(0), None], columns)
     # Box-Muller: sqrt(-2 ln u) cos(2 pi v) is standard normal for uniform u and v. Both come from one 64-bit draw, 26
     # bits each. 1 - uniform is above 0, so that its logarithm is finite.
-    angle, size = uniform(raw, 26), 1 - uniform(raw >> 26, 26)
-    return ((-2 * size.log()).sqrt() * (2 * math.pi * angle).cos()).to(h.dtype)
+    v = uniform(raw, 26)
+    u = 1 - uniform(raw >> 26, 26)
+    return ((-2 * u.log()).sqrt() * (2 * math.pi * v).cos()).to(h.dtype)

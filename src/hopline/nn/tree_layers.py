@@ -64,7 +64,7 @@ def reduce_on_tree(
         factor = block.sampling_factor.to(dtype)[block.parents.clamp(min=0).long()]
         weight = factor if weight is None else weight * factor
     if isinstance(rows, PendingRows) and weight is None and with_own and how != "max":
-        return rows.reduced(block, how)
+        return rows.reduce(block, how)
     # Where the device can read the table, the kernel takes the rows from it. No row per slot is gathered first.
     tiers = rows.table.tiers(tree.nodes.device) if isinstance(rows, Rows) else None
     if isinstance(rows, Rows) and tiers is not None and tiers.hot.is_contiguous():
@@ -73,10 +73,11 @@ def reduce_on_tree(
             # The table does not see what a kernel reads. It is told here, so that it can choose its hot rows.
             rows.table.observe(tree.nodes)  # type: ignore[attr-defined]
             cold = (tiers.cold, tiers.hot_slot, rows.table.counts(tree.nodes.device))  # type: ignore[attr-defined]
-        x, kind = tiers.hot, compute_dtype(dtype)
+        out_dtype = compute_dtype(dtype)
         return ops.gpu_kernels("tree").reduce_rows(
-            x, tree.slots, block.hop, tree.nodes, how, weight, with_own, kind, table=True, tiers=cold, dense_out=dense
-        )
+            tiers.hot, tree.slots, block.hop, tree.nodes, how, weight, with_own, out_dtype,
+            table=True, tiers=cold, dense_out=dense,
+        )  # fmt: skip
     return ops.gpu_kernels("tree").reduce_tree(
         as_dtype(rows, dtype), tree.slots, block.hop, tree.nodes, tree.counts, how, weight, with_own
     )
@@ -101,10 +102,13 @@ def two_part_linear(reduced_and_own: Tensor, linears: tuple[Any, Any]) -> Tensor
 
     linears: the layer of the reduced rows, which has the bias, and the layer of the own rows.
     """
-    left, right, bias = linears[0].weight, linears[1].weight, linears[0].bias
+    left = linears[0].weight
+    right = linears[1].weight
+    bias = linears[0].bias
     # The kernel computes in the dtype of the rows, so float32 rows under autocast are left to torch.
-    single = reduced_and_own.dtype == torch.float32 == compute_dtype(torch.float32)
-    if reduced_and_own.is_cuda and (single or reduced_and_own.dtype in HALVES) and bias is not None:
+    is_single = reduced_and_own.dtype == torch.float32 == compute_dtype(torch.float32)
+    is_half = reduced_and_own.dtype in HALVES
+    if reduced_and_own.is_cuda and (is_single or is_half) and bias is not None:
         return ops.gpu_kernels("dense").two_part_linear(reduced_and_own, left, right, bias)
     return torch.nn.functional.linear(reduced_and_own, torch.cat([left, right], dim=1), bias)
 
@@ -113,7 +117,7 @@ def two_part_linear(reduced_and_own: Tensor, linears: tuple[Any, Any]) -> Tensor
 class PendingRows(Handle):
     """A handle to hidden rows h = dropout(relu(a [left | right]' + bias)) that are not computed yet.
 
-    The next layer computes h together with its aggregation (`reduced`). `read` computes h alone, for a next layer
+    The next layer computes h together with its aggregation (`reduce`). `read` computes h alone, for a next layer
     that needs the rows themselves.
     """
 
@@ -138,7 +142,7 @@ class PendingRows(Handle):
     def shape(self) -> tuple[int, ...]:
         return (self.block.num_dst, self.left.size(0))
 
-    def reduced(self, block: TreeBlock, how: str) -> Tensor:
+    def reduce(self, block: TreeBlock, how: str) -> Tensor:
         """[next layer's num_dst, 2 * columns]: [reduced | own] rows of h for the layer that reads these rows.
 
         block: the block of that layer. how: its aggregation, "sum" or "mean".
@@ -151,9 +155,9 @@ class PendingRows(Handle):
 
     def read(self) -> Tensor:
         # `row_of_slot` may hold anything at an empty slot. Row 0 stands in, and nobody reads the result.
-        place = torch.where(self.block.present[: self.block.num_dst], self.rows.row_of_slot, 0)
+        row_of_slot = torch.where(self.block.present[: self.block.num_dst], self.rows.row_of_slot, 0)
         weight = torch.cat([self.left, self.right], dim=1)
-        h = torch.relu(torch.nn.functional.linear(self.a[place.long()], weight, self.bias))
+        h = torch.relu(torch.nn.functional.linear(self.a[row_of_slot.long()], weight, self.bias))
         if self.key is None or not self.p:
             return h
         return ops.keyed_dropout(h, self.p, self.key, self.block.src_keys[: self.block.num_dst])
@@ -170,22 +174,25 @@ def pending_rows(
     linears: the layer of the reduced rows, which has the bias, and the layer of the own rows.
     p, key: the dropout after the ReLU.
     """
-    left, right = linears[0].weight, linears[1].weight
+    left = linears[0].weight
+    right = linears[1].weight
     dtype = compute_dtype(left.dtype)
     if not isinstance(block, TreeBlock) or not block.on_gpu or dtype not in HALVES or how == "max":
         return None
     if block.scale_sums or 2 * left.size(1) > MAX_DEPTH or not (key is None or isinstance(key, Tensor)):
         return None
-    tree, num_dst = block.tree, block.num_dst
-    reads = isinstance(h, Rows) and h.table.tiers(tree.nodes.device) is not None
+    tree = block.tree
+    reads_table = isinstance(h, Rows) and h.table.tiers(tree.nodes.device) is not None
     if isinstance(h, Tensor) and h.dtype != dtype:
         h = h.to(dtype)
     # Most slots are in the outermost hops, and the layer that reads the table is theirs. So only that layer leaves
     # out empty slots; later layers have few slots, and keep a row for each.
     kernels = ops.gpu_kernels("tree")
-    with_index = kernels.dense_rows if reads else kernels.rows_by_slot
-    rows = with_index(tree.nodes[:num_dst], tree.slots.parents(tree.nodes.device))
-    a = reduce_on_tree(h, block, how, None, left.dtype, True, rows.row_of_slot if reads else None)
+    map_rows = kernels.dense_rows if reads_table else kernels.rows_by_slot
+    rows = map_rows(tree.nodes[: block.num_dst], tree.slots.parents(tree.nodes.device))
+    dense = rows.row_of_slot if reads_table else None
+    a = reduce_on_tree(h, block, how, None, left.dtype, with_own=True, dense=dense)
     bias = linears[0].bias
-    bias = torch.zeros(left.size(0), device=a.device) if bias is None else bias
-    return PendingRows(a.to(dtype), left, right, bias, block, rows, p, key)
+    if bias is None:
+        bias = torch.zeros(left.size(0), device=a.device)
+    return PendingRows(a=a.to(dtype), left=left, right=right, bias=bias, block=block, rows=rows, p=p, key=key)

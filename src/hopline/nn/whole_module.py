@@ -123,7 +123,8 @@ def _required_edge_arguments(module: nn.Module) -> list[str]:
         ValueError: The module's `forward` does not take (x, edge_index, ...), or needs an unknown argument.
     """
     parameters = list(inspect.signature(module.forward).parameters.values())
-    names, class_name = [p.name for p in parameters], type(module).__name__
+    names = [p.name for p in parameters]
+    class_name = type(module).__name__
     if names[1:2] != ["edge_index"]:
         raise ValueError(
             f"{class_name}.forward takes ({', '.join(names)}): write forward(x, edge_index, ...), "
@@ -186,10 +187,10 @@ def as_walkable(model: nn.Module) -> GNN | Whole:
             # A new object, which DDP does not know: training it would not sum gradients over ranks.
             walk.register_forward_pre_hook(_refuse_gradients)
         return walk
-    by_layers = is_layered(model)
+    has_layers = is_layered(model)  # also refuses a GNN whose layers do not tell what it computes
     if isinstance(model, GNN | Whole):
         return model
-    walk = GNN.from_pyg(model) if by_layers else Whole(model)  # type: ignore[arg-type]
+    walk = GNN.from_pyg(model) if has_layers else Whole(model)  # type: ignore[arg-type]
     walk.training = model.training
     return walk
 
@@ -215,16 +216,17 @@ def is_layered(model: nn.Module) -> bool:
         )
     if not isinstance(model, BasicGNN):
         return isinstance(model, GNN)
-    own_forward = type(model).forward is not BasicGNN.forward or is_patched
+    overrides_forward = type(model).forward is not BasicGNN.forward or is_patched
     # Run layer by layer, neither the model itself nor its dropout module is called, so their hooks would not run.
-    return not (own_forward or has_hooks(model) or has_hooks(model.dropout))
+    return not (overrides_forward or has_hooks(model) or has_hooks(model.dropout))
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks, other than those that hopline itself has registered."""
-    forward = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    others = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
-    return any(hook not in (_refuse_gradients, _refuse_batch) for hook in forward) or bool(others)
+    if module._backward_hooks or module._backward_pre_hooks:
+        return True
+    forward_hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(hook not in (_refuse_gradients, _refuse_batch) for hook in forward_hooks)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -249,7 +251,9 @@ def _fabric_wrappers() -> list[type[nn.Module]]:
 
 def num_wrapped_ranks(model: nn.Module) -> int:
     """The number of ranks on which DDP trains a model; 1 if the model is not wrapped by DDP."""
-    return torch.distributed.get_world_size(model.process_group) if isinstance(model, DistributedDataParallel) else 1
+    if not isinstance(model, DistributedDataParallel):
+        return 1
+    return torch.distributed.get_world_size(model.process_group)
 
 
 def _refuse_gradients(walk: nn.Module, arguments: tuple[Any, ...]) -> None:

@@ -97,15 +97,18 @@ def find_hops(walk: Whole, x: Readable, edge: Mapping[str, Tensor]) -> int | Non
     The number of the module's PyG convs is tried first, then 0, 1, ... `FURTHER`.
     """
     num_convs = sum(isinstance(part, MessagePassing) for part in walk.module.modules())
-    tried = (num_convs, *range(FURTHER + 1))
-    return next((hops for hops in tried if find_reach(walk, hops, x, edge).part_hops is not None), None)
+    for hops in (num_convs, *range(FURTHER + 1)):
+        if find_reach(walk, hops, x, edge).part_hops is not None:
+            return hops
+    return None
 
 
 def initialise(walk: Whole, x: Readable, edge: Mapping[str, Tensor]) -> None:
     """Give convs built with in_channels=-1 their parameters, by a forward pass on the tiny graph."""
     parameters = list(walk.module.parameters())
     if any(map(is_lazy, parameters)):
-        tiny, device = _TinyGraph(1, x, edge), parameters[0].device
+        tiny = _TinyGraph(1, x, edge)
+        device = parameters[0].device
         with torch.no_grad():
             walk.on_block(tiny.x.to(device), tiny.block.to(device))
 
@@ -137,10 +140,10 @@ def check_batches(walk: Whole, fanouts: Sequence[int], graph: Graph, x: Readable
         if isinstance(error, ValueError) and str(error).startswith(f"{name}.forward"):
             raise
         text = " ".join(str(error).split())[:200]
+        reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
         raise ValueError(
-            f"{name} cannot run on a batch, here of {union.num_src} nodes and {union.num_edges} edges "
-            f"({type(error).__name__}{': ' * bool(text)}{text}). Use convs such as SAGEConv, GCNConv or GATConv, which "
-            "take any graph"
+            f"{name} cannot run on a batch, here of {union.num_src} nodes and {union.num_edges} edges ({reason}). Use "
+            "convs such as SAGEConv, GCNConv or GATConv, which take any graph"
         ) from error
 
 
@@ -149,8 +152,9 @@ def check_batches(walk: Whole, fanouts: Sequence[int], graph: Graph, x: Readable
 
 def _find(module: nn.Module, hops: int, x: Readable, edge: Mapping[str, Tensor]) -> Reach:
     """Try a module with a number of hops, without the cache of `find_reach`."""
-    num_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if not is_lazy(p))
-    if max(num_bytes, _TinyGraph.num_nodes(hops + FURTHER) * 8 * torch.Size(x.shape[1:]).numel()) > MAX_BYTES:
+    module_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if not is_lazy(p))
+    feature_bytes = _TinyGraph.num_nodes(hops + FURTHER) * 8 * torch.Size(x.shape[1:]).numel()
+    if max(module_bytes, feature_bytes) > MAX_BYTES:
         return Reach(reason="it is too large to be tried out on a small graph")
     error: Exception | None = None
     tiny = _TinyGraph(hops, x, edge)
@@ -166,16 +170,18 @@ def _find(module: nn.Module, hops: int, x: Readable, edge: Mapping[str, Tensor])
 
 def _compare(trials: list[_Trial], hops: int, x: Readable, edge: Mapping[str, Tensor], tiny: _TinyGraph) -> Reach:
     """Rule out modules about which a comparison would show nothing, then compare neighbourhoods by hops."""
-    first, outputs = trials[0], [trial.outputs for trial in trials]
+    first = trials[0]
+    outputs = [trial.outputs for trial in trials]
     if not all(map(_tells, outputs)):
         return Reach(reason="its outputs on a small graph are all alike or not finite, which shows nothing")
     if not _are_equal(first.run(tiny.x, tiny.block), outputs[0]):
         return Reach(reason="it draws at random in evaluation mode")
     if first.remembers(tiny):
         return Reach(refusal="it keeps something of the first graph that it is run on")
-    x_renumbered, renumbered, numbers = tiny.renumbered()
-    if not _are_equal(first.run(x_renumbered, renumbered)[numbers], outputs[0]):
+    renumbered_x, renumbered_block, numbers = tiny.renumber()
+    if not _are_equal(first.run(renumbered_x, renumbered_block)[numbers], outputs[0]):
         return Reach(refusal="its output depends on how nodes are numbered, and every batch numbers them anew")
+
     # The last seeds have no in-edges, so their neighbourhood has no edges, on which some modules fail. A batch of
     # only such nodes is rare, so `in_batch` does without them. A chunk of inference may be one, so `part_hops` needs
     # them.
@@ -187,16 +193,18 @@ def _compare(trials: list[_Trial], hops: int, x: Readable, edge: Mapping[str, Te
         return Reach(in_batch, hops + 1)
     if difference:  # the module failed: more hops would not help
         return Reach(in_batch, None, difference)
+
     # Other numbers: the message is better if it names how many hops would be enough.
     for more in range(hops + 1, hops + 1 + FURTHER):
         larger = _TinyGraph(more, x, edge)
-        wanted = [trial.run(larger.x, larger.block) for trial in trials]
-        if _difference(trials, wanted, larger, larger.seeds, more + 1) is None:
+        larger_outputs = [trial.run(larger.x, larger.block) for trial in trials]
+        if _difference(trials, larger_outputs, larger, larger.seeds, more + 1) is None:
             return Reach(in_batch, None, f"its output at a node depends on nodes up to {more} hops away")
+    plural = "" if hops == 1 else "s"
     return Reach(
         in_batch,
         None,
-        f"its output at a node depends on more than {hops} hop{'s' * (hops != 1)} around it: on nodes further away, or "
+        f"its output at a node depends on more than {hops} hop{plural} around it: on nodes further away, or "
         "on all that are there (pooling, a norm over nodes, out-degrees, the largest degree)",
     )
 
@@ -213,10 +221,10 @@ def _difference(
         assert part is not None
         for trial, expected in zip(trials, outputs, strict=True):
             try:
-                found = trial.run(tiny.x[part.src_ids], part)
+                part_outputs = trial.run(tiny.x[part.src_ids], part)
             except Exception as error:
                 return f"it fails on a part of a graph with {part.num_edges} edges ({_text(error)})"
-            if not _are_equal(found[: seeds.numel()], expected[seeds]):
+            if not _are_equal(part_outputs[: seeds.numel()], expected[seeds]):
                 return ""
     return None
 
@@ -225,14 +233,16 @@ class _Trial:
     """A copy of a module with weights drawn from a seed, and its outputs on the whole tiny graph."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype | None, seed: int, tiny: _TinyGraph) -> None:
-        self._module, self._dtype, self._seed = module, dtype, seed
+        self._module = module
+        self._dtype = dtype
+        self._seed = seed
         self._draws = True
-        self._walk = self._copied(tiny)
+        self._walk = self._copy_module(tiny)
         self.outputs = self.run(tiny.x, tiny.block)
         if not bool(self.outputs.isfinite().all()):
             # The drawn weights lead to inf or nan. Try the module's own.
             self._draws = False
-            self._walk = self._copied(tiny)
+            self._walk = self._copy_module(tiny)
             self.outputs = self.run(tiny.x, tiny.block)
 
     def run(self, x: Tensor, block: Block) -> Tensor:
@@ -244,13 +254,13 @@ class _Trial:
         part = neighborhood(tiny.graph, tiny.seeds[0], 2)
         assert part is not None
         x = tiny.x[part.src_ids]
-        expected = self._copied(tiny).on_block(x, part)
+        expected = self._copy_module(tiny).on_block(x, part)
         try:
             return not _are_equal(self.run(x, part), expected)
         except Exception:
             return True
 
-    def _copied(self, tiny: _TinyGraph) -> Whole:
+    def _copy_module(self, tiny: _TinyGraph) -> Whole:
         """A new copy of the module. Copies of one trial have the same weights: the generator is seeded for each."""
         module = copy.deepcopy(self._module).cpu().eval()
         walk = Whole(module if self._dtype is None else module.to(self._dtype))
@@ -263,7 +273,10 @@ class _Trial:
                 noise = torch.randn(p.shape, generator=generator).to(p.dtype)
                 # Matrices are drawn again. Vectors and numbers, such as a temperature or a power, stay near their
                 # values.
-                p.copy_(noise / p.size(-1) ** 0.5) if p.dim() > 1 else p.add_(0.1 * noise)
+                if p.dim() > 1:
+                    p.copy_(noise / p.size(-1) ** 0.5)
+                else:
+                    p.add_(0.1 * noise)
         return walk
 
 
@@ -272,13 +285,14 @@ def _tells(out: Tensor) -> bool:
     return bool(out.isfinite().all()) and bool((out != out[:1]).any())
 
 
-def _are_equal(found: Tensor, expected: Tensor) -> bool:
+def _are_equal(outputs: Tensor, expected: Tensor) -> bool:
     """Whether two outputs have the same shape and are equal up to the tolerance of their precision."""
     tolerance = TOLERANCE if expected.dtype == torch.float64 else TOLERANCE_SINGLE
-    if found.shape != expected.shape:
+    if outputs.shape != expected.shape:
         return False
-    found, expected = found.double(), expected.double()
-    return bool(((found - expected).abs() <= tolerance * expected.abs().max()).all())
+    expected = expected.double()
+    difference = (outputs.double() - expected).abs()
+    return bool((difference <= tolerance * expected.abs().max()).all())
 
 
 def _text(error: Exception | None) -> str:
@@ -345,7 +359,7 @@ class _TinyGraph:
         """Nodes of the graph for a number of hops, known without building it."""
         return (hops + 4) * WIDTH + 4
 
-    def renumbered(self) -> tuple[Tensor, Block, Tensor]:
+    def renumber(self) -> tuple[Tensor, Block, Tensor]:
         """(features, block, the new number of each node) of this graph with other node numbers.
 
         The last node keeps its number, so that only the order of the nodes differs.
@@ -376,16 +390,17 @@ def _rows_like(rows: Readable | Tensor, count: int, generator: torch.Generator) 
     total = rows.shape[0]
     if not total:
         return torch.zeros((count, *rows.shape[1:]), dtype=rows.dtype)
-    found = _read(rows, torch.arange(count) * total // count)
-    found = found[torch.randperm(count, generator=generator)]
-    if not found.is_floating_point():
-        return found
-    found = found.double()
-    spread = found.std() if found.numel() > 1 and float(found.std()) > 0 else found.abs().mean().clamp(min=1.0)
+    values = _read(rows, torch.arange(count) * total // count)
+    values = values[torch.randperm(count, generator=generator)]
+    if not values.is_floating_point():
+        return values
+    values = values.double()
     if isinstance(rows, Tensor):
         # An edge array. Weights may have to be positive, so they are scaled: a factor keeps the sign.
-        return found * (0.5 + torch.rand(found.shape, generator=generator, dtype=torch.float64))
-    return found + spread * torch.randn(found.shape, generator=generator, dtype=torch.float64)
+        return values * (0.5 + torch.rand(values.shape, generator=generator, dtype=torch.float64))
+    differ = values.numel() > 1 and float(values.std()) > 0
+    spread = values.std() if differ else values.abs().mean().clamp(min=1.0)
+    return values + spread * torch.randn(values.shape, generator=generator, dtype=torch.float64)
 
 
 def _read(rows: Readable | Tensor, ids: Tensor) -> Tensor:
