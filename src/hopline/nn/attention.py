@@ -6,12 +6,12 @@ For a destination i and its sources j, with projected rows x and own, each head 
     GATv2Conv    score_ij = att . leaky_relu(x_j + own_i)
     both         out_i = sum over j of  dropout(softmax over j of score_ij)  x_j
 
-The conv's own modules compute the projection, the residual and the bias. Everything between projection and bias is
-one kernel (`ops.gpu.attention`).
+The conv's own modules compute the projection, the residual and the bias. Everything between projection and
+bias is one kernel (`ops.gpu.attention`).
 
-`is_fused_attention` decides whether a conv is fused. PyG's own code runs all others: convs with edge features
-(`edge_dim`), with an aggregation other than a sum, with heads wider than `MAX_CHANNELS`, with hooks or in explain
-mode, and subclasses.
+`is_fused_attention` decides whether a conv is fused. PyG's own code runs all others: convs with edge
+features (`edge_dim`), with an aggregation other than a sum, with heads wider than `MAX_CHANNELS`, with
+hooks or in explain mode, and subclasses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from hopline.ops.random import NUM_PURPOSES
 MAX_CHANNELS = 512
 """Most columns of a head that is fused. A program of the kernel holds all columns of one head."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Endings of the attributes that hold a conv's hooks, those of PyG included (such as `_message_forward_hooks`)."""
+"""Endings of the attributes that hold a conv's hooks, those of PyG included (such as
+`_message_forward_hooks`)."""
 
 
 def is_fused_attention(conv: Any) -> bool:
@@ -46,7 +47,8 @@ def is_fused_attention(conv: Any) -> bool:
 def attention(conv: Any, h: Handle | Tensor, block: Block, layer: int = 0) -> Tensor:
     """[num_dst, ...]: the output of a conv with `is_fused_attention` on a block.
 
-    The kernel draws the dropout of the attention weights from the step's key, or from a random key if there is none.
+    The kernel draws the dropout of the attention weights from the step's key, or from a random key if there
+    is none.
 
     h: rows of the block's sources, or a handle to them.
     layer: the number of the layer in the model, so that every layer draws other weights.
@@ -64,14 +66,16 @@ def attention(conv: Any, h: Handle | Tensor, block: Block, layer: int = 0) -> Te
         out = out.view(num_dst, conv.heads, conv.out_channels).mean(dim=1)
     if conv.res is not None:
         out = out + conv.res(rows[:num_dst])
-    # A float32 bias would turn half-precision rows into float32. Under autocast hidden rows stay in half precision.
+    # A float32 bias would turn half-precision rows into float32. Under autocast hidden rows stay in half
+    # precision.
     return out if conv.bias is None else out + conv.bias.to(out.dtype)
 
 
 def _project(conv: Any, rows: Tensor, num_dst: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """(x, own, att, att_own): projected rows and attention vectors of sources and of destinations.
 
-    own: None where the destinations' rows are the first of `x`. att_own: None for GATv2Conv, which has one vector.
+    own: None where the destinations' rows are the first of `x`. att_own: None for GATv2Conv, which has one
+    vector.
     """
     if isinstance(conv, GATv2Conv):
         x = conv.lin_l(rows)
@@ -85,8 +89,8 @@ def _project(conv: Any, rows: Tensor, num_dst: int) -> tuple[Tensor, Tensor | No
 def _key(block: Block, layer: int, device: torch.device) -> int | Tensor:
     """The key of a layer's attention dropout.
 
-    A step has `NUM_PURPOSES` keys. Dropout on the layers' outputs takes them from the first on, attention from the
-    last one down. So the two do not meet unless a model has very many layers.
+    A step has `NUM_PURPOSES` keys. Dropout on the layers' outputs takes them from the first on, attention
+    from the last one down. So the two do not meet unless a model has very many layers.
     """
     if block.key is None:
         return torch.randint(-(2**63), 2**63 - 1, (1,), device=device)

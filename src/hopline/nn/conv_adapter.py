@@ -1,20 +1,20 @@
 """An adapter that runs any PyG conv on a block, with the output that it has on the whole graph.
 
-PyG convs do not declare whether they can run on a bipartite block, so hopline tries it. The first time that a conv is
-used, copies of it run on the tiny graph of `probe`: on the whole of it, and on blocks of it. The conv is then called
-in the first way whose outputs are equal:
+PyG convs do not declare whether they can run on a bipartite block, so hopline tries it. The first time that
+a conv is used, copies of it run on the tiny graph of `probe`: on the whole of it, and on blocks of it. The
+conv is then called in the first way whose outputs are equal:
 
     fused     hopline's kernels (`fused`), the only way tried for the convs that they know
     block     `conv.on_block(rows, block)`, the only way tried if the conv's author has written it
     pair      `conv((source rows, destination rows), edge_index)`
     square    `conv(source rows, edge_index)`, keeping the outputs of the destinations
 
-A conv for which no way is right is refused by name: one that takes several hops in a layer, has a norm over the nodes
-present, or pads to the largest degree present.
+A conv for which no way is right is refused by name: one that takes several hops in a layer, has a norm over
+the nodes present, or pads to the largest degree present.
 
-The way is cached by conv and layout in `probe.findings`, together with the conv's settings: whoever changes a setting
-of a conv causes a new trial. All other calls cost a look-up. GATConv and GATv2Conv are tried like any conv, and then
-run by `attention` on a GPU.
+The way is cached by conv and layout in `probe.findings`, together with the conv's settings: whoever changes
+a setting of a conv causes a new trial. All other calls cost a look-up. GATConv and GATv2Conv are tried like
+any conv, and then run by `attention` on a GPU.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ from hopline.nn.probe import (
 Convention = Literal["fused", "block", "pair", "square"]
 """A way to call a conv; the module docstring explains the four."""
 Layout = Literal["block", "tree", "padded tree"]
-"""The kind of edges that a conv is given. In a tree every edge has a source of its own. In a padded tree, used on a
-GPU, there is an edge out of every slot, empty ones included."""
+"""The kind of edges that a conv is given. In a tree every edge has a source of its own. In a padded tree,
+used on a GPU, there is an edge out of every slot, empty ones included."""
 
 CALLS: tuple[Convention, ...] = ("pair", "square")
 """The conventions in which the conv's own `forward` runs, in the order of the trial."""
@@ -80,32 +80,35 @@ class CallingConvention:
     convention: Convention
     """The arguments of the call."""
     without_loops: bool = False
-    """Whether the adapter leaves out edges from a node to itself. For convs that drop or replace self-loops: in a
-    tree a node and its copy in a child slot have different local ids, so the conv sees no loop."""
+    """Whether the adapter leaves out edges from a node to itself. For convs that drop or replace
+    self-loops: in a tree a node and its copy in a child slot have different local ids, so the conv sees no
+    loop."""
     with_edges: bool = False
     """Whether the adapter adds a destination with two edges before all others, and drops its output. Some
-    aggregations fail without edges. Quantiles fail if the first node has none, or if a node without edges follows a
-    single edge."""
+    aggregations fail without edges. Quantiles fail if the first node has none, or if a node without edges
+    follows a single edge."""
     by_order: bool = False
     """Whether the conv's output depends on the order of a node's in-edges."""
     has_cache: bool = False
     """Whether the conv was built with cached=True."""
     padded: bool = False
-    """Whether the conv is given the edges out of a tree's empty slots. They lead to a row behind the destinations,
-    whose output is dropped."""
+    """Whether the conv is given the edges out of a tree's empty slots. They lead to a row behind the
+    destinations, whose output is dropped."""
 
 
 def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | None = None, layer: int = 0) -> Tensor:
     """Run a PyG conv on a block. For a module of your own that is called with batches.
 
-    Where the block has all in-edges of a destination, the output is that of the conv on the whole graph.
-    On a block of `hl.FullBatch(...).loader(...)`, rows of other shards are fetched in forward, and again in backward.
+    Where the block has all in-edges of a destination, the output is that of the conv on the whole graph. On
+    a block of `hl.FullBatch(...).loader(...)`, rows of other shards are fetched in forward, and again in
+    backward.
 
     Args:
         conv: A PyG conv, or any module with forward(x, edge_index).
         h: [num_src, ...] rows of the block's sources, or a handle to them, such as `batch.x`.
         block: One of `batch.blocks`.
-        x0: Initial rows for convs that take them, such as GCN2Conv. The first num_dst are those of the destinations.
+        x0: Initial rows for convs that take them, such as GCN2Conv. The first num_dst are those of the
+            destinations.
         layer: The number of the layer in the model. Every layer draws other random numbers.
 
     Returns:
@@ -185,12 +188,15 @@ def calling_convention(
 
 
 def _cached_convention(conv: nn.Module, layout: Layout, edge: Mapping[str, Tensor]) -> CallingConvention | None:
-    """The calling convention that an earlier trial found; None before a trial, or if the conv has changed since."""
+    """The calling convention that an earlier trial found; None before a trial, or if the conv has changed
+    since."""
     return findings.get(conv, ("way", layout), _cache_key(conv, edge))
 
 
 def _cache_key(conv: nn.Module, edge: Mapping[str, Tensor]) -> Any:
-    """Everything that a calling convention depends on and that may change after a trial. Compared for equality.
+    """Everything that a calling convention depends on and that may change after a trial.
+
+    Compared for equality.
 
     Hooks may be added or removed at any time, and both `is_fused` and `reads_blocks` depend on them.
     """
@@ -228,8 +234,8 @@ def _call(conv: nn.Module, way: CallingConvention, h: Handle | Tensor, block: Bl
 
     first_dst = 0
     if way.with_edges:
-        # A new destination 0 with two edges from source 0. All other destinations move up by one. In a square call
-        # sources and destinations share their numbers, so the sources move up as well.
+        # A new destination 0 with two edges from source 0. All other destinations move up by one. In a
+        # square call sources and destinations share their numbers, so the sources move up as well.
         first_dst = 1
         edges = {name: torch.cat([_two_rows(values), values]) for name, values in edges.items()}
         shift = edge_index.new_tensor([[0], [1]] if is_pair else [[1], [1]])
@@ -251,7 +257,8 @@ def _two_rows(like: Tensor) -> Tensor:
 
 
 def _edges_of(block: Block, way: CallingConvention) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """(edge_index [2, num_edges], edge arrays) of a block, in the form that the calling convention asks for."""
+    """(edge_index [2, num_edges], edge arrays) of a block, in the form that the calling convention asks
+    for."""
     if not isinstance(block, TreeBlock):
         return block.edge_index, block.edge
     edge_index, edge = block.padded if way.padded else (block.part.edge_index, block.part.edge)
@@ -276,7 +283,8 @@ def _pad_rows(x0: Tensor, num_rows: int) -> Tensor:
 
 
 def reads_blocks(conv: nn.Module) -> bool:
-    """Whether the conv computes on blocks itself, by a method `on_block(rows, block)` that its author has written.
+    """Whether the conv computes on blocks itself, by a method `on_block(rows, block)` that its author has
+    written.
 
     False for a conv with hooks, which torch runs only around `forward`.
     """
@@ -290,12 +298,18 @@ def takes_x0(conv: nn.Module) -> bool:
 
 @functools.cache
 def _arguments(kind: type[nn.Module]) -> frozenset[str]:
-    """Names of the arguments of a class's `forward`. Cached by class, since every call of a conv asks for them."""
+    """Names of the arguments of a class's `forward`.
+
+    Cached by class, since every call of a conv asks for them.
+    """
     return frozenset(inspect.signature(kind.forward).parameters)
 
 
 def edge_arguments(conv: nn.Module, edge: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The graph's edge arrays that this conv takes, by argument name. Weights and real numbers become `dtype`."""
+    """The graph's edge arrays that this conv takes, by argument name.
+
+    Weights and real numbers become `dtype`.
+    """
     parameters = _arguments(type(conv))
     arguments = {}
     for argument, name in EDGE_ARGUMENTS.items():
@@ -310,28 +324,32 @@ def edge_arguments(conv: nn.Module, edge: Mapping[str, Tensor], dtype: torch.dty
 
 
 def _lacks_edge_features(conv: nn.Module, attr: Tensor) -> bool:
-    """Whether a conv was built without edge features. In plain PyG its user would not pass `edge_attr` to it."""
+    """Whether a conv was built without edge features.
+
+    In plain PyG its user would not pass `edge_attr` to it.
+    """
     if any(getattr(conv, name, 0) is None for name in ("edge_dim", "in_edge_channels")):
         return True
     if isinstance(conv, CGConv):
         return conv.dim == 0
-    # GENConv does not store whether it was. Without `lin_edge` it adds edge features to its messages, which works
-    # only if both have the same width.
+    # GENConv does not store whether it was. Without `lin_edge` it adds edge features to its messages, which
+    # works only if both have the same width.
     return isinstance(conv, GENConv) and not hasattr(conv, "lin_edge") and attr.size(-1) != conv.out_channels
 
 
 def find_calling_convention(
     conv: nn.Module, width: int, edge: Mapping[str, Tensor], layout: Layout, initial_width: int | None
 ) -> CallingConvention:
-    """Try the ways of calling a conv, and return the first that gives the whole graph's outputs on all `BATCHES`.
+    """Try the ways of calling a conv, and return the first that gives the whole graph's outputs on all
+    `BATCHES`.
 
-    The batches of `probe` differ in which other nodes they hold. So a conv whose output at a node depends on the
-    other nodes fails on one of them. Copies of the conv run, in float64 on the host.
+    The batches of `probe` differ in which other nodes they hold. So a conv whose output at a node depends
+    on the other nodes fails on one of them. Copies of the conv run, in float64 on the host.
 
     Raises:
         NeedsWholeGraph: No way is right, since the conv needs more than a node's in-edges.
-        ValueError: Plain PyG cannot run the conv on the tiny graph, or it keeps something between calls, has another
-            flow, a wrong `on_block`, or cannot run on trees.
+        ValueError: Plain PyG cannot run the conv on the tiny graph, or it keeps something between calls,
+            has another flow, a wrong `on_block`, or cannot run on trees.
     """
     if getattr(conv, "flow", "source_to_target") != "source_to_target":
         raise ValueError(f"{_name(conv)} sends messages from target to source: build it with the default flow")
@@ -340,7 +358,8 @@ def find_calling_convention(
     x = random_rows(graph.num_nodes, width)
     x0 = None if initial_width is None else random_rows(graph.num_nodes, initial_width)
     expected = whole_output(conv, x, graph, x0)
-    # One copy for all blocks: if the conv keeps something of the first block, its output on the next is wrong.
+    # One copy for all blocks: if the conv keeps something of the first block, its output on the next is
+    # wrong.
     trial = trial_of(conv)
     is_tree = layout != "block"
 
@@ -396,8 +415,8 @@ def find_calling_convention(
     with torch.no_grad():
         for way in ways:
             if is_right(way, graph) and (way.convention == "fused" or trains(way)):
-                # Fused convs count as independent of the order. GCN takes the last of a node's self-loops, but from
-                # the graph and not from the block, so the block's order does not matter.
+                # Fused convs count as independent of the order. GCN takes the last of a node's self-loops,
+                # but from the graph and not from the block, so the block's order does not matter.
                 by_order = way.convention != "fused" and not is_right(way, reverse_edges_of_nodes(graph), BATCHES[:1])
                 return replace(way, by_order=by_order)
         # No way is right. If one is right with a new copy per block, the conv keeps something between calls.
@@ -433,10 +452,12 @@ def find_calling_convention(
 
 
 def whole_output(conv: nn.Module, x: Tensor, graph: Graph, x0: Tensor | None) -> Tensor:
-    """[num_nodes, ...] float64: the conv's output on a whole graph, as plain PyG computes it in evaluation mode.
+    """[num_nodes, ...] float64: the conv's output on a whole graph, as plain PyG computes it in evaluation
+    mode.
 
     Raises:
-        ValueError: The call fails, or its output is not one tensor with a row per node, or none of it is finite.
+        ValueError: The call fails, or its output is not one tensor with a row per node, or none of it is
+            finite.
     """
     trial = trial_of(conv)
     initial = (x0,) if takes_x0(conv) else ()

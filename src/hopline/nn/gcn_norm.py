@@ -4,15 +4,16 @@ On the whole graph GCN computes, with d the degree including the loop,
 
     out_i  =  loop_i / d_i  x_i  +  sum over in-edges (j, i) of   w_ji / sqrt(d_j d_i)  x_j
 
-PyG takes degrees from the edges that it is given, which is wrong on a block. Here d is always the whole graph's.
-Weights of sampled edges are multiplied by the sampling factor of their destination: in-edges in the graph over
-in-edges in the block. So the expectation of the sum is the full sum. Self-loops are added exactly, and never sampled.
+PyG takes degrees from the edges that it is given, which is wrong on a block. Here d is always the whole
+graph's. Weights of sampled edges are multiplied by the sampling factor of their destination: in-edges in
+the graph over in-edges in the block. So the expectation of the sum is the full sum. Self-loops are added
+exactly, and never sampled.
 
-The expectation over several layers is that of the whole graph too, apart from activations; `ops.layer_key` says why.
-The exception are loops that are sampled as edges, with `add_self_loops=False`.
+The expectation over several layers is that of the whole graph too, apart from activations; `ops.layer_key`
+says why. The exception are loops that are sampled as edges, with `add_self_loops=False`.
 
-Sums of edge weights are computed once per graph, and cached with it. Edge weights are cached with a block's edges,
-but for trees.
+Sums of edge weights are computed once per graph, and cached with it. Edge weights are cached with a block's
+edges, but for trees.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ class Weights(NamedTuple):
     """Weights of each node's in-edges and of its self-loop. Their sum is the node's degree."""
 
     total: Tensor
-    """[num_nodes] float64: summed weight of a node's in-edges. Without the graph's self-loops, if loops are added."""
+    """[num_nodes] float64: summed weight of a node's in-edges.
+
+    Without the graph's self-loops, if loops are added.
+    """
     loop: Tensor
     """[num_nodes] float64: weight of the loop that is added at each node. 0 if none is added."""
 
@@ -48,8 +52,9 @@ def gcn_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor | N
     weight = block.edge.get("weight")
     if isinstance(block, TreeBlock) or (weight is not None and weight.requires_grad):
         return _compute_weights(conv, block, dtype)
-    # Cached with the edges, since the layers of a historical batch share them. Trees compute their weights every
-    # time. So do weights with a gradient: a cached result would belong to the autograd graph of an earlier step.
+    # Cached with the edges, since the layers of a historical batch share them. Trees compute their weights
+    # every time. So do weights with a gradient: a cached result would belong to the autograd graph of an
+    # earlier step.
     cache = block.part.cache
     cache_key = ("GCN weights", bool(conv.add_self_loops), bool(getattr(conv, "improved", False)), dtype)
     if cache_key not in cache:
@@ -58,7 +63,8 @@ def gcn_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor | N
 
 
 def _compute_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """(weight of each edge, weight of each destination's own row) with the degree norm, computed in float64."""
+    """(weight of each edge, weight of each destination's own row) with the degree norm, computed in
+    float64."""
     graph = block.graph
     assert graph is not None
     add_loops = bool(conv.add_self_loops)
@@ -69,7 +75,8 @@ def _compute_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tenso
     by_dst = inverse[: block.num_dst] * block.sampling_factor
     src_ids = block.src_ids
     if isinstance(block, TreeBlock) and block.on_gpu:
-        # A weight for every slot, that of the edge out of it. Seeds have the parent -1, and no edge leaves them.
+        # A weight for every slot, that of the edge out of it. Seeds have the parent -1, and no edge leaves
+        # them.
         parents = block.parents.clamp(min=0).long()
         weight = inverse * by_dst[parents]
         src = src_ids
@@ -121,8 +128,8 @@ def weights_of(graph: Graph, add_loops: bool, fill: float) -> Weights:
         total = torch.segment_reduce(weight.double(), "sum", offsets=offsets, initial=0)
     if not add_loops:
         return Weights(total.to(graph.device), torch.zeros_like(total, device=graph.device))
-    # On the host, because the last of several loops of a node counts, as in PyG. A GPU does not define which of
-    # several writes to one element comes last. Loops are few, and this runs once per graph.
+    # On the host, because the last of several loops of a node counts, as in PyG. A GPU does not define
+    # which of several writes to one element comes last. Loops are few, and this runs once per graph.
     total = total.cpu()
     loop = torch.full_like(total, fill)
     positions = graph.self_loops

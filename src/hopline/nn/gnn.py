@@ -2,9 +2,9 @@
 
     input rows  -- encode -->  State  -- layer(0, block) -->  State  -- ... -->  State  -- decode -->  outputs
 
-Mini-batch training runs the whole chain (`forward`). Other methods stop between two layers: exact inference computes
-a layer for all nodes before the next one, and historical training replaces rows between layers. All call the same
-three methods, so the mathematics of a model is written down once.
+Mini-batch training runs the whole chain (`forward`). Other methods stop between two layers: exact inference
+computes a layer for all nodes before the next one, and historical training replaces rows between layers.
+All call the same three methods, so the mathematics of a model is written down once.
 
 A state may hold a handle in place of rows, so that rows are read or computed where they are used:
 
@@ -13,8 +13,8 @@ A state may hold a handle in place of rows, so that rows are read or computed wh
     DroppedRows    rows of a table with input dropout
     PendingRows    a hidden layer that the next layer's kernel completes (`tree_layers`)
 
-Dropout is keyed: a mask depends on the step's key, the layer and `Block.src_keys`. These are node ids, or slots in
-the tree layout. So it does not matter in which micro-batch or order a row is computed.
+Dropout is keyed: a mask depends on the step's key, the layer and `Block.src_keys`. These are node ids, or
+slots in the tree layout. So it does not matter in which micro-batch or order a row is computed.
 """
 
 from __future__ import annotations
@@ -76,11 +76,13 @@ class State:
 
 
 class GNN(nn.Module):
-    """A model made of PyG convs. Parameters are named as in PyG's own models (`convs.0...`, `norms.0...`, `lin`).
+    """A model made of PyG convs.
 
-    Every conv but the last is followed by norm, activation and dropout. With jumping knowledge the last one is too.
-    An encoder is followed by activation and dropout. Call the model with a `Batch`; `hl.infer.exact` runs it on all
-    nodes.
+    Parameters are named as in PyG's own models (`convs.0...`, `norms.0...`, `lin`).
+
+    Every conv but the last is followed by norm, activation and dropout. With jumping knowledge the last one
+    is too. An encoder is followed by activation and dropout. Call the model with a `Batch`;
+    `hl.infer.exact` runs it on all nodes.
 
     Args:
         convs: One per layer. The first takes rows of width num_features, or of the encoder's output.
@@ -99,8 +101,8 @@ class GNN(nn.Module):
 
     Raises:
         TypeError: `convs`, `encoder` or `head` is no module.
-        ValueError: There is no conv, a dropout is not between 0 and 1, or norms are not one per conv. Or jumping
-            knowledge has no head, or layers of several widths.
+        ValueError: There is no conv, a dropout is not between 0 and 1, or norms are not one per conv. Or
+            jumping knowledge has no head, or layers of several widths.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
@@ -173,7 +175,8 @@ class GNN(nn.Module):
             self.lin = head
 
     def _make_norms(self, norm: str | Sequence[nn.Module] | None, with_last: bool) -> nn.ModuleList:
-        """One norm per conv, `Identity` for none. with_last: a norm given by name follows the last conv too."""
+        """One norm per conv, `Identity` for none. with_last: a norm given by name follows the last conv
+        too."""
         if norm is None:
             norms: list[nn.Module] = [nn.Identity() for _ in self.convs]
         elif isinstance(norm, str):
@@ -194,7 +197,10 @@ class GNN(nn.Module):
 
     @classmethod
     def from_pyg(cls, model: BasicGNN) -> GNN:
-        """A `GNN` with the layers of a PyG model (GraphSAGE, GCN, GAT, ...). Parameters are shared, not copied."""
+        """A `GNN` with the layers of a PyG model (GraphSAGE, GCN, GAT, ...).
+
+        Parameters are shared, not copied.
+        """
         # PyG has no module for jk="last", only its name in `jk_mode`.
         jk = getattr(model, "jk", None) or ("last" if model.jk_mode is not None else None)
         return cls(
@@ -219,8 +225,8 @@ class GNN(nn.Module):
     def keeps_handle(self, table: Readable) -> bool:
         """Whether a batch should hold a handle to input rows of this table, and not the rows.
 
-        True if the first conv's kernel reads the stored rows itself. Or if the table is sparse and the model begins
-        with a product, which need not make the rows dense.
+        True if the first conv's kernel reads the stored rows itself. Or if the table is sparse and the
+        model begins with a product, which need not make the rows dense.
         """
         stored = table.storage()
         if stored is not None:
@@ -236,7 +242,8 @@ class GNN(nn.Module):
 
     @property
     def _uses_x0(self) -> bool:
-        """Whether layers read the initial rows again, by `initial_residual` or as an argument of their conv."""
+        """Whether layers read the initial rows again, by `initial_residual` or as an argument of their
+        conv."""
         return self.initial_residual > 0 or any(takes_x0(conv) for conv in self.convs)
 
     @property
@@ -261,7 +268,9 @@ class GNN(nn.Module):
         return input_reduction(self.convs[0]) if self._reduces_input else None
 
     def reduced_input(self, h: Handle | Tensor, block: Block) -> tuple[Tensor, str] | None:
-        """(rows, how): the part of the first layer that needs no parameter, computed on a block. None if it has none.
+        """(rows, how): the part of the first layer that needs no parameter, computed on a block.
+
+        None if it has none.
 
         `layer(0, ...)` computes the rest if its state holds the result as `ReducedRows`.
         """
@@ -271,8 +280,8 @@ class GNN(nn.Module):
     def _reduces_input(self) -> bool:
         """Whether the first layer may run on aggregated features alone.
 
-        The conv must take the features as they are. GCNConv keeps no own rows in `ReducedRows`, so it must have no
-        residual that reads them.
+        The conv must take the features as they are. GCNConv keeps no own rows in `ReducedRows`, so it must
+        have no residual that reads them.
         """
         return not self.encodes and not (self.residual and isinstance(self.convs[0], GCNConv))
 
@@ -289,8 +298,8 @@ class GNN(nn.Module):
     def rest_parameters(self) -> list[nn.Parameter]:
         """Parameters that may have a weight decay of their own: those of encoder and head.
 
-        If the model has neither, those of the last conv. If the convs have no parameters, as in APPNP, only the last
-        layer of encoder and head counts.
+        If the model has neither, those of the last conv. If the convs have no parameters, as in APPNP, only
+        the last layer of encoder and head counts.
         """
         modules = [module for module in (self.encoder, getattr(self, "lin", None)) if module is not None]
         if not any(True for _ in self.convs.parameters()):
@@ -302,7 +311,8 @@ class GNN(nn.Module):
         return [p for module in modules for p in module.parameters()]
 
     def check_blocks(self, num_features: int, edge: Mapping[str, Tensor]) -> None:
-        """Raise ValueError if a module between the convs would compute something else on a block than on the graph.
+        """Raise ValueError if a module between the convs would compute something else on a block than on
+        the graph.
 
         Convs are not checked here: `convolve` tries each when it first runs.
 
@@ -343,8 +353,9 @@ class GNN(nn.Module):
         """
         if block.layer_hooks is not None:
             block.layer_hooks.before_layer(l, self, state, block)
-        # A single row, or none, has no variance, so batch norms use their running statistics. Not where ranks sum
-        # statistics: a rank with one row must take part in the sum, or the others would wait for it.
+        # A single row, or none, has no variance, so batch norms use their running statistics. Not where
+        # ranks sum statistics: a rank with one row must take part in the sum, or the others would wait for
+        # it.
         sums_over_ranks = block.convs is not None and block.convs.over_ranks
         has_no_variance = block.num_dst <= 1 and not sums_over_ranks
         modules = [self.convs[l], self.norms[l]]
@@ -388,7 +399,10 @@ class GNN(nn.Module):
         return State(h, x0, jk)
 
     def _is_plain(self, l: int) -> bool:
-        """Whether layer `l` is hidden, and nothing but conv, ReLU and dropout. Only such layers are deferred."""
+        """Whether layer `l` is hidden, and nothing but conv, ReLU and dropout.
+
+        Only such layers are deferred.
+        """
         is_hidden = l < self.num_layers - 1
         has_norm = type(self.norms[l]) is not nn.Identity
         has_more = self.residual or self.keeps_jk or self._uses_x0 or has_norm
@@ -432,8 +446,8 @@ class GNN(nn.Module):
     def _after_conv(self, l: int, h: Tensor, before: Handle | Tensor, relu_later: bool = False) -> Tensor:
         """Norm, activation and residual of layer `l`, in the order of the model's settings.
 
-        before: the layer's input, whose first rows are the residual. relu_later: the activation is a ReLU that
-        `_drop` computes together with dropout.
+        before: the layer's input, whose first rows are the residual. relu_later: the activation is a ReLU
+        that `_drop` computes together with dropout.
         """
         residual: Tensor | None = None
         if self.residual and tuple(h.shape[1:]) == tuple(before.shape[1:]):
@@ -461,7 +475,8 @@ class GNN(nn.Module):
     ) -> Tensor:
         """Rows after dropout, and after a ReLU before it if `with_relu`.
 
-        purpose: the number of the draw among the keys of a step: `INPUT`, a layer, or `num_layers` for the encoder.
+        purpose: the number of the draw among the keys of a step: `INPUT`, a layer, or `num_layers` for the
+        encoder.
         """
         if not self.training or p == 0:
             return h
@@ -502,7 +517,8 @@ def _activation(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def out_width(conv: Any) -> int:
-    """The number of columns that a conv, or an encoder, puts out: all heads together where they are concatenated."""
+    """The number of columns that a conv, or an encoder, puts out: all heads together where they are
+    concatenated."""
     width = getattr(conv, "out_channels", None) or getattr(conv, "channels", None)
     if width is None:
         linears = [module for module in conv.modules() if isinstance(getattr(module, "out_features", None), int)]

@@ -24,7 +24,8 @@ from hopline.core.batch import Block
 
 
 def make_norm(name: str, width: int) -> nn.Module:
-    """PyG's BatchNorm for "batch", or its LayerNorm over each node's row for "layer". width: columns of the rows."""
+    """PyG's BatchNorm for "batch", or its LayerNorm over each node's row for "layer". width: columns of the
+    rows."""
     if name == "batch":
         return pyg_norm.BatchNorm(width)
     if name == "layer":
@@ -36,7 +37,8 @@ def make_norm(name: str, width: int) -> nn.Module:
 def running_statistics(modules: Iterable[nn.Module], *, only_if: bool) -> Iterator[None]:
     """Make batch norms in training use their running statistics while the context lasts.
 
-    modules: those whose batch norms are meant, inner ones included. only_if: False makes the context do nothing.
+    modules: those whose batch norms are meant, inner ones included. only_if: False makes the context do
+    nothing.
     """
     norms = _training_norms(modules) if only_if else []
     for norm in norms:
@@ -49,10 +51,11 @@ def running_statistics(modules: Iterable[nn.Module], *, only_if: bool) -> Iterat
 
 
 def ignore_empty_slots(modules: Iterable[nn.Module], block: Block) -> AbstractContextManager[Any]:
-    """Make batch norms in training take their statistics only from slots that are not empty, while the context lasts.
+    """Make batch norms in training take their statistics only from slots that are not empty, while the
+    context lasts.
 
-    modules: those whose batch norms are meant, inner ones included. The context does nothing if they have none, or if
-    the block is not in the tree layout.
+    modules: those whose batch norms are meant, inner ones included. The context does nothing if they have
+    none, or if the block is not in the tree layout.
     """
     present = block.present if _training_norms(modules) else None
     return nullcontext() if present is None else OwnStatistics(partial(_statistics_of_present, present))
@@ -70,8 +73,8 @@ Statistics = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 class OwnStatistics(TorchFunctionMode):
     """A context in which `batch_norm` in training takes mean and variance from a given function of the rows.
 
-    As torch does, it normalises by the biased variance and updates the running variance by the unbiased one. In
-    evaluation torch's own `batch_norm` runs. Statistics are computed in float32 or better.
+    As torch does, it normalises by the biased variance and updates the running variance by the unbiased
+    one. In evaluation torch's own `batch_norm` runs. Statistics are computed in float32 or better.
     """
 
     def __init__(self, statistics: Statistics) -> None:

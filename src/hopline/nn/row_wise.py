@@ -1,11 +1,12 @@
 """Checks that the modules between a model's convs are row-wise: that they compute each node's row by itself.
 
-A batch, a chunk of inference, a part and a rank each hold some of the graph's rows. A norm that averages over the
-rows present computes something else on each of them. Such a module must be refused, or handled, before a run starts.
+A batch, a chunk of inference, a part and a rank each hold some of the graph's rows. A norm that averages
+over the rows present computes something else on each of them. Such a module must be refused, or handled,
+before a run starts.
 
-Modules of known types are row-wise without a trial. All others are tried, as copies in float64 on the tiny graph of
-`probe`. The copy runs on all rows and on the rows of a few nodes (`SUBSET`). If the rows of these nodes differ, the
-module *mixes* rows.
+Modules of known types are row-wise without a trial. All others are tried, as copies in float64 on the tiny
+graph of `probe`. The copy runs on all rows and on the rows of a few nodes (`SUBSET`). If the rows of these
+nodes differ, the module *mixes* rows.
 
 There are two questions, since batch norms mix rows in training but not in evaluation:
 
@@ -41,7 +42,10 @@ KNOWN_TYPES = (
     nn.Identity, nn.Linear, pyg.Linear, nn.LayerNorm, nn.Dropout, pyg.JumpingKnowledge,
     nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.GELU, nn.SELU, nn.SiLU, nn.Tanh, nn.Sigmoid,
 )  # fmt: skip
-"""Modules that are row-wise in training and in evaluation. Exact types only: a subclass may do something else."""
+"""Modules that are row-wise in training and in evaluation.
+
+Exact types only: a subclass may do something else.
+"""
 KNOWN_IN_EVALUATION = (*KNOWN_TYPES, nn.BatchNorm1d, pyg.BatchNorm)
 """Modules that are row-wise in evaluation. Batch norms then use their running statistics."""
 KNOWN_FUNCTIONS = {None, torch.relu, torch.tanh, torch.sigmoid} | {
@@ -83,12 +87,13 @@ def mixing_module(model: GNN, num_features: int, edge: Mapping[str, Tensor]) -> 
 def mixing_in_training(
     model: GNN, num_features: int, edge: Mapping[str, Tensor], *, over_ranks: bool = False
 ) -> Module | None:
-    """The first module that mixes rows in training, as batch norms do, or writes something of the rows into buffers.
+    """The first module that mixes rows in training, as batch norms do, or writes something of the rows into
+    buffers.
 
     None if there is none. Convs count too: some have norms inside.
 
-    over_ranks: batch norms and convs do not count, nor do buffers. Ranks sum the statistics of batch norms, and fetch
-        each other's rows for convs.
+    over_ranks: batch norms and convs do not count, nor do buffers. Ranks sum the statistics of batch norms,
+        and fetch each other's rows for convs.
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     if norms and not over_ranks:
@@ -107,7 +112,8 @@ def mixing_in_training(
         mixing = _find_mixing_conv(trial, num_features, edge)
     if mixing is not None:
         return mixing
-    # A buffer that changes with the rows would be updated once per part, and again when backward recomputes the part.
+    # A buffer that changes with the rows would be updated once per part, and again when backward recomputes
+    # the part.
     for module, old in old_buffers.items():
         if not all(map(torch.equal, old, module.buffers(recurse=False))):
             return module
@@ -115,7 +121,8 @@ def mixing_in_training(
 
 
 def describe_module(module: Module) -> str:
-    """A module's type for a message, with the types inside a container and "with hooks"; a function's name."""
+    """A module's type for a message, with the types inside a container and "with hooks"; a function's
+    name."""
     if not isinstance(module, nn.Module):
         return getattr(module, "__name__", repr(module))
     text = type(module).__name__
@@ -134,7 +141,10 @@ def _between(model: GNN) -> Iterable[Any]:
 
 
 def _is_known(module: Any, known_types: tuple[type, ...]) -> bool:
-    """Whether a module is row-wise by its type alone. A hook may change the rows, so a module with hooks is not."""
+    """Whether a module is row-wise by its type alone.
+
+    A hook may change the rows, so a module with hooks is not.
+    """
     if not isinstance(module, nn.Module):
         return module in KNOWN_FUNCTIONS
     if module._forward_hooks or module._forward_pre_hooks:
@@ -166,7 +176,8 @@ class _KnownOutput(ConvRunner):
 
 
 def _find_mixing_module(trial: GNN, num_features: int, edge: Mapping[str, Tensor]) -> Module | None:
-    """The first module between convs whose rows at `SUBSET` differ if the other rows are left out; None if none does.
+    """The first module between convs whose rows at `SUBSET` differ if the other rows are left out; None if
+    none does.
 
     trial: a copy of the model, in the mode that is asked about. Convs always run on the whole tiny graph.
     """
@@ -186,7 +197,8 @@ def _find_mixing_module(trial: GNN, num_features: int, edge: Mapping[str, Tensor
             h = trial._as_dtype(state.h)
             out = whole_output(trial.convs[l], h, graph, state.x0)
             before = replace(state, h=h)
-            # A layer runs norm and activation together. If there is a norm, it is named as the one that mixes.
+            # A layer runs norm and activation together. If there is a norm, it is named as the one that
+            # mixes.
             is_norm = type(trial.norms[l]) is not nn.Identity
             suspect: Any = trial.norms[l] if is_norm else trial.act
             try:
@@ -258,7 +270,8 @@ def _constant_statistics(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class NoDropout(TorchFunctionMode):
-    """A context in which dropout leaves rows as they are, so that two runs in training mode can be compared."""
+    """A context in which dropout leaves rows as they are, so that two runs in training mode can be
+    compared."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

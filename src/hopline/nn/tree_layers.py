@@ -1,18 +1,21 @@
-"""Aggregation in the tree layout on a GPU, and hidden layers that the next layer computes with its aggregation.
+"""Aggregation in the tree layout on a GPU, and hidden layers that the next layer computes with its
+aggregation.
 
-In the tree layout every drawn neighbour has a slot of its own, so the sources of a destination are its child slots.
-`reduce_on_tree` aggregates them in one kernel, straight from the feature table where the device can read it.
+In the tree layout every drawn neighbour has a slot of its own, so the sources of a destination are its
+child slots. `reduce_on_tree` aggregates them in one kernel, straight from the feature table where the
+device can read it.
 
-A hidden layer SAGEConv or GraphConv -> ReLU -> dropout may be deferred. `pending_rows` computes only its aggregation,
-and the next layer does the rest, as one autograd function:
+A hidden layer SAGEConv or GraphConv -> ReLU -> dropout may be deferred. `pending_rows` computes only its
+aggregation, and the next layer does the rest, as one autograd function:
 
     layer l                                   layer l + 1
     a = [reduced | own]   -- PendingRows -->  h = dropout(relu(a [left | right]' + bias)), then [reduced | own] of h
 
-One kernel computes product, ReLU and dropout, so neither the rows in between nor a dropout mask is written to memory.
-The rows h are, for the backward pass (`ops.gpu.dense`).
+One kernel computes product, ReLU and dropout, so neither the rows in between nor a dropout mask is written
+to memory. The rows h are, for the backward pass (`ops.gpu.dense`).
 
-Shapes never depend on what was drawn, and nothing in this file synchronises, as the capture of a CUDA graph needs it.
+Shapes never depend on what was drawn, and nothing in this file synchronises, as the capture of a CUDA graph
+needs it.
 """
 
 from __future__ import annotations
@@ -48,24 +51,29 @@ def reduce_on_tree(
     with_own: bool,
     dense: Any = None,
 ) -> Tensor:
-    """[num_dst, width]: the aggregated rows of each destination's children. [num_dst, 2 * width] if `with_own`.
+    """[num_dst, width]: the aggregated rows of each destination's children.
+
+    [num_dst, 2 * width] if `with_own`.
 
     rows: rows of all slots, or a handle to them.
     how: "sum", "mean" or "max".
     weight: [num_src] a weight for the edge out of each slot, or None.
     dtype: the precision of the conv's parameters.
     with_own: whether the destination's own row stands to the right of the aggregated one.
-    dense: `RowMap.row_of_slot`, to write rows only for slots that are not empty. Used only where a table is read.
+    dense: `RowMap.row_of_slot`, to write rows only for slots that are not empty. Used only where a table is
+    read.
     """
     tree = block.tree
     if how == "sum" and block.scale_sums:
-        # The factor belongs to a destination, the weight to the edge out of a child slot: hence the parents. Seeds
-        # are children of no slot and have the parent -1. Any factor does for them, since no edge leaves them.
+        # The factor belongs to a destination, the weight to the edge out of a child slot: hence the
+        # parents. Seeds are children of no slot and have the parent -1. Any factor does for them, since no
+        # edge leaves them.
         factor = block.sampling_factor.to(dtype)[block.parents.clamp(min=0).long()]
         weight = factor if weight is None else weight * factor
     if isinstance(rows, PendingRows) and weight is None and with_own and how != "max":
         return rows.reduce(block, how)
-    # Where the device can read the table, the kernel takes the rows from it. No row per slot is gathered first.
+    # Where the device can read the table, the kernel takes the rows from it. No row per slot is gathered
+    # first.
     tiers = rows.table.tiers(tree.nodes.device) if isinstance(rows, Rows) else None
     if isinstance(rows, Rows) and tiers is not None and tiers.hot.is_contiguous():
         cold = None
@@ -84,7 +92,8 @@ def reduce_on_tree(
 
 
 def edges_to_attend(block: Block) -> Any:
-    """The edges of a block on a GPU, in the form that the attention kernels take: `ops.gpu.attention.Edges`."""
+    """The edges of a block on a GPU, in the form that the attention kernels take:
+    `ops.gpu.attention.Edges`."""
     kernels = ops.gpu_kernels("attention")
     if isinstance(block, TreeBlock):
         return kernels.tree_edges(block.tree.slots, block.hop, block.tree.nodes, block.tree.counts)
@@ -92,7 +101,8 @@ def edges_to_attend(block: Block) -> Any:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision in which a product with parameters of this dtype runs: autocast's for float32, else `dtype`."""
+    """The precision in which a product with parameters of this dtype runs: autocast's for float32, else
+    `dtype`."""
     autocast = torch.is_autocast_enabled("cuda") and dtype == torch.float32
     return torch.get_autocast_dtype("cuda") if autocast else dtype
 
@@ -117,12 +127,15 @@ def two_part_linear(reduced_and_own: Tensor, linears: tuple[Any, Any]) -> Tensor
 class PendingRows(Handle):
     """A handle to hidden rows h = dropout(relu(a [left | right]' + bias)) that are not computed yet.
 
-    The next layer computes h together with its aggregation (`reduce`). `read` computes h alone, for a next layer
-    that needs the rows themselves.
+    The next layer computes h together with its aggregation (`reduce`). `read` computes h alone, for a next
+    layer that needs the rows themselves.
     """
 
     a: Tensor
-    """[num_dst, 2 * width] half precision: [reduced | own] rows of the deferred layer. `rows` maps slots to them."""
+    """[num_dst, 2 * width] half precision: [reduced | own] rows of the deferred layer.
+
+    `rows` maps slots to them.
+    """
     left: Tensor
     """[columns, width]: the weight of the reduced rows."""
     right: Tensor
@@ -166,10 +179,11 @@ class PendingRows(Handle):
 def pending_rows(
     h: Handle | Tensor, block: Block, how: str, linears: tuple[Any, Any], p: float, key: Any
 ) -> PendingRows | None:
-    """Compute the aggregation of a hidden layer, and leave its product, ReLU and dropout to the next layer's kernel.
+    """Compute the aggregation of a hidden layer, and leave its product, ReLU and dropout to the next
+    layer's kernel.
 
-    None where that is not possible: outside of trees on a GPU, in single precision, for "max", with scaled sums, for
-    rows wider than `MAX_DEPTH`, or with a key that is not on the device.
+    None where that is not possible: outside of trees on a GPU, in single precision, for "max", with scaled
+    sums, for rows wider than `MAX_DEPTH`, or with a key that is not on the device.
 
     linears: the layer of the reduced rows, which has the bias, and the layer of the own rows.
     p, key: the dropout after the ReLU.
@@ -185,8 +199,8 @@ def pending_rows(
     reads_table = isinstance(h, Rows) and h.table.tiers(tree.nodes.device) is not None
     if isinstance(h, Tensor) and h.dtype != dtype:
         h = h.to(dtype)
-    # Most slots are in the outermost hops, and the layer that reads the table is theirs. So only that layer leaves
-    # out empty slots; later layers have few slots, and keep a row for each.
+    # Most slots are in the outermost hops, and the layer that reads the table is theirs. So only that layer
+    # leaves out empty slots; later layers have few slots, and keep a row for each.
     kernels = ops.gpu_kernels("tree")
     map_rows = kernels.dense_rows if reads_table else kernels.rows_by_slot
     rows = map_rows(tree.nodes[: block.num_dst], tree.slots.parents(tree.nodes.device))

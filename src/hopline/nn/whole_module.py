@@ -6,8 +6,8 @@ Every model that hopline runs is one of two classes, both called with a `Batch`:
     Whole    any module with `forward(x, edge_index)`. It runs on the union of a batch's blocks, so every conv in it
              sees every sampled edge. That costs more, but needs to know nothing about the module.
 
-`as_walkable` turns a user's model into one of them: `is_layered` decides which. It also takes models out of wrappers
-such as DDP. Hooks of hopline's own raise an error with advice where a user calls the wrong object.
+`as_walkable` turns a user's model into one of them: `is_layered` decides which. It also takes models out of
+wrappers such as DDP. Hooks of hopline's own raise an error with advice where a user calls the wrong object.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ from hopline.nn.probe import without_caches
 
 
 class Whole(nn.Module):
-    """Run any module with `forward(x, edge_index, ...)` on batches. Every layer of it sees every sampled edge.
+    """Run any module with `forward(x, edge_index, ...)` on batches.
 
-    Caches of convs with `cached=True` are set aside while the module runs, and put back afterwards. So no graph is
-    computed with the cache of another one.
+    Every layer of it sees every sampled edge.
+
+    Caches of convs with `cached=True` are set aside while the module runs, and put back afterwards. So no
+    graph is computed with the cache of another one.
 
     Args:
-        module: A module whose forward takes x [num_nodes, num_features] and edge_index [2, num_edges] int64. It may
-            also take edge_weight, edge_attr or edge_type.
+        module: A module whose forward takes x [num_nodes, num_features] and edge_index [2, num_edges]
+            int64. It may also take edge_weight, edge_attr or edge_type.
 
     Raises:
-        ValueError: `forward` needs more than features and edges. Raised by a call: a conv has cached=True, or the
-            output is not one tensor with a row per node.
+        ValueError: `forward` needs more than features and edges. Raised by a call: a conv has cached=True,
+            or the output is not one tensor with a row per node.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
@@ -65,11 +67,17 @@ class Whole(nn.Module):
         self.required_edge_arguments = _required_edge_arguments(module)
 
     def keeps_handle(self, table: Readable) -> bool:
-        """Whether a batch should hold a handle to input rows of this table. Never: the module takes a tensor."""
+        """Whether a batch should hold a handle to input rows of this table.
+
+        Never: the module takes a tensor.
+        """
         return False
 
     def check_blocks(self, num_features: int, edge: Mapping[str, Tensor]) -> None:
-        """Raise ValueError if a conv has cached=True. `whole_module_probe` looks for all else that is wrong."""
+        """Raise ValueError if a conv has cached=True.
+
+        `whole_module_probe` looks for all else that is wrong.
+        """
         self._refuse_caches()
 
     def _refuse_caches(self) -> None:
@@ -160,9 +168,9 @@ def as_walkable(model: nn.Module) -> GNN | Whole:
     """Return a model that can be called with a batch, and shares its parameters with the given one.
 
     A GNN is returned as it is. A PyG model becomes a GNN, which runs layer by layer. Any other module with
-    `forward(x, edge_index)` becomes a Whole. So does a subclass of a PyG model with a `forward` of its own, since its
-    layers do not tell what it computes. A model inside of DDP or Fabric is taken out of its wrapper: to train over
-    ranks, wrap what this returns.
+    `forward(x, edge_index)` becomes a Whole. So does a subclass of a PyG model with a `forward` of its own,
+    since its layers do not tell what it computes. A model inside of DDP or Fabric is taken out of its
+    wrapper: to train over ranks, wrap what this returns.
 
     Args:
         model: A `GNN`, a PyG model, or any module with forward(x, edge_index).
@@ -171,7 +179,8 @@ def as_walkable(model: nn.Module) -> GNN | Whole:
         A `GNN`, or a `Whole` for a module that is not made of layers.
 
     Raises:
-        ValueError: A GNN overrides `forward` or has hooks, or a module's `forward` needs more than features and edges.
+        ValueError: A GNN overrides `forward` or has hooks, or a module's `forward` needs more than features
+            and edges.
 
     Example:
         >>> from torch_geometric.nn import GraphSAGE
@@ -196,7 +205,8 @@ def as_walkable(model: nn.Module) -> GNN | Whole:
 
 
 def is_layered(model: nn.Module) -> bool:
-    """Whether a model is run layer by layer: a GNN, or a PyG model whose `forward` does no more than run its layers.
+    """Whether a model is run layer by layer: a GNN, or a PyG model whose `forward` does no more than run
+    its layers.
 
     model: without a wrapper such as DDP, see `unwrap`.
 
@@ -217,7 +227,8 @@ def is_layered(model: nn.Module) -> bool:
     if not isinstance(model, BasicGNN):
         return isinstance(model, GNN)
     overrides_forward = type(model).forward is not BasicGNN.forward or is_patched
-    # Run layer by layer, neither the model itself nor its dropout module is called, so their hooks would not run.
+    # Run layer by layer, neither the model itself nor its dropout module is called, so their hooks would
+    # not run.
     return not (overrides_forward or has_hooks(model) or has_hooks(model.dropout))
 
 
@@ -230,7 +241,8 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module: without DDP, the wrapper of Lightning Fabric's `setup`, or that of `torch.compile`."""
+    """The user's own module: without DDP, the wrapper of Lightning Fabric's `setup`, or that of
+    `torch.compile`."""
     while True:
         if isinstance(model, (DistributedDataParallel, *_fabric_wrappers())):
             model = model.module  # type: ignore[assignment]

@@ -1,8 +1,8 @@
 """Finds out how far from a node a module looks, by running copies of the module on a tiny graph.
 
-A module with `forward(x, edge_index)` does not declare how many hops it reads. Whoever runs it on the neighbourhood
-of some seeds must know whether its outputs at the seeds are then those of the whole graph. For k hops there are three
-answers:
+A module with `forward(x, edge_index)` does not declare how many hops it reads. Whoever runs it on the
+neighbourhood of some seeds must know whether its outputs at the seeds are then those of the whole graph.
+For k hops there are three answers:
 
     its output at a node depends on                              the outputs are right on
     in-edges within k hops (SAGE, GAT, GIN)                      the k-hop neighbourhood of the seeds
@@ -11,14 +11,14 @@ answers:
     anything else: more hops, all nodes present (pooling,        neither of the two
     norms over nodes), out-degrees, the largest degree
 
-A trial (`_find`) runs a copy of the module on the whole tiny graph, and on neighbourhoods of several seeds. It
-compares the outputs at the seeds, for two draws of the weights. It also looks for outputs that depend on random
-numbers, on earlier calls or on the numbers of the nodes.
+A trial (`_find`) runs a copy of the module on the whole tiny graph, and on neighbourhoods of several seeds.
+It compares the outputs at the seeds, for two draws of the weights. It also looks for outputs that depend on
+random numbers, on earlier calls or on the numbers of the nodes.
 
-The tiny graph reaches further than k + 1 hops. It has what goes wrong elsewhere: loops, duplicate edges, isolated
-nodes, nodes without in-edges, a hub, and edges in one direction. Its features and edge arrays are rows of the dataset
-with noise, so that they have the dataset's dtypes and ranges. Weights are drawn again, since some are zero before
-training. Copies run on the CPU in evaluation mode, in float64 where they can.
+The tiny graph reaches further than k + 1 hops. It has what goes wrong elsewhere: loops, duplicate edges,
+isolated nodes, nodes without in-edges, a hub, and edges in one direction. Its features and edge arrays are
+rows of the dataset with noise, so that they have the dataset's dtypes and ranges. Weights are drawn again,
+since some are zero before training. Copies run on the CPU in evaluation mode, in float64 where they can.
 
 A finding is stored in `probe.findings`, so a module is tried once for each number of hops.
 """
@@ -43,11 +43,15 @@ from hopline.nn.probe import findings
 from hopline.nn.whole_module import Whole
 
 WIDTH = 4
-"""Nodes of the tiny graph at each distance from the seeds. Also the most seeds of a batch in `check_batches`."""
+"""Nodes of the tiny graph at each distance from the seeds.
+
+Also the most seeds of a batch in `check_batches`.
+"""
 FURTHER = 4
 """Hops that are tried beyond the number asked for, so that a message can name a number that is enough."""
 MAX_BYTES = 256 << 20
-"""Most bytes of a module's parameters, or of the tiny graph's features, for a trial. A larger module is not tried.
+"""Most bytes of a module's parameters, or of the tiny graph's features, for a trial. A larger module is not
+tried.
 A rule of thumb: half a second."""
 TOLERANCE = 1e-8
 """Largest difference of equal outputs in float64, relative to the largest output."""
@@ -62,8 +66,8 @@ class Reach:
     in_batch: bool = False
     """Whether a batch with all neighbours of these hops gives the whole graph's outputs."""
     part_hops: int | None = None
-    """Hops of a neighbourhood that gives the whole graph's outputs: the number tried, or one more. With one more,
-    nodes at the border of the number tried have all their in-edges. None if neither is enough."""
+    """Hops of a neighbourhood that gives the whole graph's outputs: the number tried, or one more. With one
+    more, nodes at the border of the number tried have all their in-edges. None if neither is enough."""
     reason: str = ""
     """The reason why `part_hops` is None: a clause with the module as "it"."""
     refusal: str = ""
@@ -116,8 +120,8 @@ def initialise(walk: Whole, x: Readable, edge: Mapping[str, Tensor]) -> None:
 def check_batches(walk: Whole, fanouts: Sequence[int], graph: Graph, x: Readable, seeds: Tensor) -> None:
     """Raise ValueError if the module's outputs mean nothing in sampled batches, or cannot be computed.
 
-    fanouts, graph, x, seeds: settings and data of the run. If the module fails on the tiny graph, a copy of it runs
-    on a batch of the first few seeds.
+    fanouts, graph, x, seeds: settings and data of the run. If the module fails on the tiny graph, a copy of
+    it runs on a batch of the first few seeds.
     """
     name = type(walk.module).__name__
     reach = find_reach(walk, len(fanouts), x, graph.edge)
@@ -128,7 +132,8 @@ def check_batches(walk: Whole, fanouts: Sequence[int], graph: Graph, x: Readable
         )
     if reach.error is None:
         return
-    # The tiny graph may lack something that the module expects of the dataset's graph, so a real batch decides.
+    # The tiny graph may lack something that the module expects of the dataset's graph, so a real batch
+    # decides.
     blocks = NeighborSampler(graph, tuple(fanouts)).sample(seeds[:WIDTH], 0)
     union = Batch(seeds[:WIDTH], blocks, None, None).union()
     try:
@@ -158,7 +163,8 @@ def _find(module: nn.Module, hops: int, x: Readable, edge: Mapping[str, Tensor])
         return Reach(reason="it is too large to be tried out on a small graph")
     error: Exception | None = None
     tiny = _TinyGraph(hops, x, edge)
-    # In float64 first, where equal outputs differ least. Some modules run only in the precision they were built in.
+    # In float64 first, where equal outputs differ least. Some modules run only in the precision they were
+    # built in.
     for dtype in (torch.float64, None):
         try:
             trials = [_Trial(module, dtype, seed, tiny) for seed in (0, 1)]
@@ -182,9 +188,9 @@ def _compare(trials: list[_Trial], hops: int, x: Readable, edge: Mapping[str, Te
     if not _are_equal(first.run(renumbered_x, renumbered_block)[numbers], outputs[0]):
         return Reach(refusal="its output depends on how nodes are numbered, and every batch numbers them anew")
 
-    # The last seeds have no in-edges, so their neighbourhood has no edges, on which some modules fail. A batch of
-    # only such nodes is rare, so `in_batch` does without them. A chunk of inference may be one, so `part_hops` needs
-    # them.
+    # The last seeds have no in-edges, so their neighbourhood has no edges, on which some modules fail. A
+    # batch of only such nodes is rare, so `in_batch` does without them. A chunk of inference may be one, so
+    # `part_hops` needs them.
     in_batch = _difference(trials, outputs, tiny, tiny.seeds[:-1], hops) is None
     if in_batch and _difference(trials, outputs, tiny, tiny.seeds[-1:], hops) is None:
         return Reach(True, hops)
@@ -214,7 +220,8 @@ def _difference(
 ) -> str | None:
     """Compare the outputs at seeds on their neighbourhoods with `outputs`, those on the whole tiny graph.
 
-    None if they are equal. "" if the numbers differ. A clause that says why if the module fails on a neighbourhood.
+    None if they are equal. "" if the numbers differ. A clause that says why if the module fails on a
+    neighbourhood.
     """
     for seeds in all_seeds:
         part = neighborhood(tiny.graph, seeds, num_hops)
@@ -250,7 +257,8 @@ class _Trial:
         return self._walk.on_block(x, block)
 
     def remembers(self, tiny: _TinyGraph) -> bool:
-        """Whether the output on a neighbourhood differs from that of a new copy, which has seen no graph before."""
+        """Whether the output on a neighbourhood differs from that of a new copy, which has seen no graph
+        before."""
         part = neighborhood(tiny.graph, tiny.seeds[0], 2)
         assert part is not None
         x = tiny.x[part.src_ids]
@@ -261,7 +269,10 @@ class _Trial:
             return True
 
     def _copy_module(self, tiny: _TinyGraph) -> Whole:
-        """A new copy of the module. Copies of one trial have the same weights: the generator is seeded for each."""
+        """A new copy of the module.
+
+        Copies of one trial have the same weights: the generator is seeded for each.
+        """
         module = copy.deepcopy(self._module).cpu().eval()
         walk = Whole(module if self._dtype is None else module.to(self._dtype))
         if any(map(is_lazy, walk.parameters())):
@@ -271,8 +282,8 @@ class _Trial:
         for p in walk.parameters():
             if self._draws and p.is_floating_point():
                 noise = torch.randn(p.shape, generator=generator).to(p.dtype)
-                # Matrices are drawn again. Vectors and numbers, such as a temperature or a power, stay near their
-                # values.
+                # Matrices are drawn again. Vectors and numbers, such as a temperature or a power, stay near
+                # their values.
                 if p.dim() > 1:
                     p.copy_(noise / p.size(-1) ** 0.5)
                 else:
@@ -281,7 +292,10 @@ class _Trial:
 
 
 def _tells(out: Tensor) -> bool:
-    """Whether outputs are finite and rows differ. Otherwise a wrong output could not be told from a right one."""
+    """Whether outputs are finite and rows differ.
+
+    Otherwise a wrong output could not be told from a right one.
+    """
     return bool(out.isfinite().all()) and bool((out != out[:1]).any())
 
 
@@ -304,22 +318,23 @@ def _text(error: Exception | None) -> str:
 
 
 class _TinyGraph:
-    """The graph of a trial: levels of `WIDTH` nodes at distances 0 .. hops + 3 from the seeds, and four more nodes.
+    """The graph of a trial: levels of `WIDTH` nodes at distances 0 .. hops + 3 from the seeds, and four
+    more nodes.
 
         level hops + 3  -->  ...  -->  level 1  -->  level 0, with most of the seeds
 
-    Node (level, i) is the i-th of its level. Edges lead from level + 1 to level, within a level, and from level back
-    to level + 1. Two observers receive edges from the levels and lead only into the hub, the first also into the
-    second. The hub is in the last level, and every node but two leads into it. These two, `alone` and `last`, have no
-    edges.
+    Node (level, i) is the i-th of its level. Edges lead from level + 1 to level, within a level, and from
+    level back to level + 1. Two observers receive edges from the levels and lead only into the hub, the
+    first also into the second. The hub is in the last level, and every node but two leads into it. These
+    two, `alone` and `last`, have no edges.
     """
 
     def __init__(self, hops: int, x: Readable, edge: Mapping[str, Tensor]) -> None:
         generator = torch.Generator().manual_seed(0)
         num_levels = hops + 4
         num_nodes = self.num_nodes(hops)
-        # Nodes are numbered at random. Only the last stays last: code that counts nodes by the largest id in an edge
-        # misses it.
+        # Nodes are numbered at random. Only the last stays last: code that counts nodes by the largest id
+        # in an edge misses it.
         order = [*torch.randperm(num_nodes - 1, generator=generator).tolist(), num_nodes - 1]
 
         def node(level: int, i: int) -> int:
