@@ -1,8 +1,8 @@
 """The resident bytes of a run by place (device, host, disk), known before anything runs.
 
-`RunOutline` lists the bytes of weights, optimizer, data and embeddings, and the limits that a budget sets for each
-place. Each method subtracts the one from the other in its own plan. The rest is the limit of a step, for which the
-outline has a predictor.
+`RunOutline` lists the bytes of weights, optimizer, data and embeddings, and the limits that a budget sets
+for each place. Each method subtracts the one from the other in its own plan. The rest is the limit of a
+step, for which the outline has a predictor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class RunOutline(Outline):
     """The predictor of the model's steps for each number of blocks in a batch."""
 
     def predictor(self, num_blocks: int) -> Predictor:
-        """The predictor for batches of that many blocks. It knows the bound, and the steps measured so far."""
+        """The predictor for batches of that many blocks.
+
+        It knows the bound, and the steps measured so far.
+        """
         if num_blocks not in self.predictors:
             x = self.data.tables.get("x")
             shape = None if x is None else Rows(x, torch.empty(0, dtype=torch.int64))
@@ -48,7 +51,8 @@ class RunOutline(Outline):
         return next((p.dtype for p in self.model.parameters()), torch.float32)
 
     def resident_items(self) -> list[Item]:
-        """The resident bytes that every method has: weights, optimizer state and, on a GPU, libraries and others."""
+        """The resident bytes that every method has: weights, optimizer state and, on a GPU, libraries and
+        others."""
         weights = [p for p in self.model.parameters() if not isinstance(p, nn.UninitializedParameter)]
         total = sum(p.numel() * p.element_size() for p in weights)
         items = [
@@ -56,8 +60,8 @@ class RunOutline(Outline):
             Item("optimizer", self.compute_place, STATES[self.optimizer] * total),
         ]
         if self.device.type == "cuda":
-            # CUDA's libraries keep a workspace per stream. With asynchronous evaluation there are three streams: the
-            # one that was there, one for training and one for evaluation.
+            # CUDA's libraries keep a workspace per stream. With asynchronous evaluation there are three
+            # streams: the one that was there, one for training and one for evaluation.
             streams = 3 if self.async_evaluation else 1
             items.append(Item("workspace of CUDA's libraries", "device", streams * library_bytes(self.device)))
             items.append(Item("what the process had there before", "device", self._other_bytes))
@@ -65,7 +69,8 @@ class RunOutline(Outline):
 
     @cached_property
     def _other_bytes(self) -> int:
-        """Bytes of the GPU that this process holds for something else than the run, such as an earlier run."""
+        """Bytes of the GPU that this process holds for something else than the run, such as an earlier
+        run."""
         tables = self.data.tables.values()
         if self.data.graph.indptr.is_cuda or any(isinstance(table, TieredTable) for table in tables):
             return 0  # the dataset is on the GPU already, and is counted with the run
@@ -91,7 +96,8 @@ class RunOutline(Outline):
         return limits
 
     def hidden_bytes(self) -> int:
-        """An estimate of the bytes of layer-wise tables of embeddings, by the widest layer. 0 without layers."""
+        """An estimate of the bytes of layer-wise tables of embeddings, by the widest layer. 0 without
+        layers."""
         if not isinstance(self.model, GNN):
             return 0
         widest = max(row_widths(self.model, self.data.num_features)[1:])

@@ -1,13 +1,15 @@
 """Two ways to make a sampled batch fit: split it into micro-batches, or cut edges out of it.
 
-Splitting (`groups_to_fit`, `micro_batch_of`) divides the seeds into groups. A micro-batch is a group with the edges
-of the batch that lead to it. The gradients of all micro-batches thus add up to those of the batch:
+Splitting (`groups_to_fit`, `micro_batch_of`) divides the seeds into groups. A micro-batch is a group with
+the edges of the batch that lead to it. The gradients of all micro-batches thus add up to those of the
+batch:
 
     batch  ->  seed_costs  ->  balanced_groups  ->  sizes_of  ->  fits?  no: more groups
-                                                                         yes: micro_batch_of(group) at its turn
+                                                                         yes: micro_batch_of(group) at its
+                                                                         turn
 
-The price is time: nodes that several groups need are computed in each of them. Sizes of micro-batches are counted
-without building them, so a search over numbers of groups is cheap.
+The price is time: nodes that several groups need are computed in each of them. Sizes of micro-batches are
+counted without building them, so a search over numbers of groups is cheap.
 
 Cutting (`cut_to_fit`) leaves edges out and so changes the sample. It happens only where the user chose it
 (over_budget=cut and its variants).
@@ -49,8 +51,8 @@ NUM_SHARES = 32
 FILLED_FRACTION = 0.97
 """The fraction of the limit up to which the first group is filled.
 
-It is below 1 because predicted peaks change until the group runs, and a group that is then too large would be split
-again.
+It is below 1 because predicted peaks change until the group runs, and a group that is then too large would
+be split again.
 """
 
 
@@ -66,7 +68,8 @@ def can_split(model: nn.Module) -> bool:
 def check_split(model: nn.Module, instead: str = "set over_budget=cut", training: bool = False) -> None:
     """Raise a ValueError if micro-batches would not give what the whole batch gives. It names the module.
 
-    instead: the advice at the end of the message. training: check as in training mode, whatever the mode is now.
+    instead: the advice at the end of the message. training: check as in training mode, whatever the mode is
+    now.
     """
     if isinstance(model, Whole):
         raise ValueError(
@@ -133,8 +136,8 @@ def _edges_to(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(indptr, src_idx, sources, edges) of the edges of `part` that lead to the destinations `dst`.
 
-    sources: positions among the part's num_src sources, `dst` first. edges: positions among the part's edges; the CPU
-    kernel leaves them out (None) unless `with_positions`.
+    sources: positions among the part's num_src sources, `dst` first. edges: positions among the part's
+    edges; the CPU kernel leaves them out (None) unless `with_positions`.
     """
     if dst.device.type == "cpu":
         return cpu_cut_batches.take(part.indptr, part.src_idx, num_src, dst, with_positions)
@@ -151,11 +154,13 @@ class MicroBatchBytes:
     """
 
     per_node: tuple[float, ...]
-    """[num_blocks + 1]: bytes per node for ids, indptr, labels and copied rows, by the entries of `Sizes.nodes`."""
+    """[num_blocks + 1]: bytes per node for ids, indptr, labels and copied rows, by the entries of
+    `Sizes.nodes`."""
     per_edge: tuple[float, ...]
     """[num_blocks]: bytes per edge for indices and copied edge arrays, by the entries of `Sizes.edges`."""
     build_bytes_per_edge: float
-    """Temporary bytes per edge of the largest block while the micro-batch is built; 0 if built on another device."""
+    """Temporary bytes per edge of the largest block while the micro-batch is built; 0 if built on another
+    device."""
     maps: int
     """Temporary bytes of the map from the batch's nodes to their local ids while the micro-batch is built."""
 
@@ -183,7 +188,8 @@ class MicroBatchBytes:
             edge_id_bytes = 0 if part.edge_ids is None else 8
             per_edge.append(4 + sum(map(_row_bytes, part.edge.values())) + edge_id_bytes)
 
-        # Temporary bytes per edge and per node of the batch: those of the CPU kernel, or of `ops.relabel` on a GPU.
+        # Temporary bytes per edge and per node of the batch: those of the CPU kernel, or of `ops.relabel`
+        # on a GPU.
         if device is None:
             build_bytes_per_edge, map_bytes_per_node = 0, 0
         elif device.type == "cpu":
@@ -204,7 +210,8 @@ class MicroBatchBytes:
         return node_bytes + edge_bytes + SMALL_TENSOR_BYTES
 
     def while_built(self, sizes: Sizes) -> float:
-        """The bytes of a micro-batch while it is built: with local ids of nodes and positions of edges on top."""
+        """The bytes of a micro-batch while it is built: with local ids of nodes and positions of edges on
+        top."""
         is_built_elsewhere = not self.build_bytes_per_edge
         if is_built_elsewhere:
             return self.resident(sizes)
@@ -220,9 +227,11 @@ def _row_bytes(rows: Tensor) -> int:
 
 
 def seed_costs(batch: Batch, costs: Costs) -> Tensor:
-    """[num_seeds] float64 on the host: the bytes of each seed alone, by the bound, as if its sources formed a tree.
+    """[num_seeds] float64 on the host: the bytes of each seed alone, by the bound, as if its sources formed
+    a tree.
 
-    Computed for all seeds at once, layer by layer from the inputs. With c_l the bytes per node and e_l per edge:
+    Computed for all seeds at once, layer by layer from the inputs. With c_l the bytes per node and e_l per
+    edge:
 
         total_0[v]      =  c_0
         total_(l+1)[v]  =  c_(l+1)  +  total_l[v]  +  sum over in-edges (u, v) of block l   (total_l[u] + e_l)
@@ -252,8 +261,8 @@ def sizes_of(batch: Batch, groups: Sequence[Tensor]) -> list[Sizes]:
 def balanced_groups(seed_cost: Tensor, num_micro_batches: int) -> list[Tensor]:
     """Groups of seeds of about equal cost, each [n] int64: ascending positions in `seed_cost`.
 
-    Seeds are dealt out, the most expensive first, to groups 0, 1, ..., k - 1, k - 1, ..., 1, 0, and so on. Empty
-    groups are left out.
+    Seeds are dealt out, the most expensive first, to groups 0, 1, ..., k - 1, k - 1, ..., 1, 0, and so on.
+    Empty groups are left out.
     """
     order = torch.argsort(seed_cost, descending=True, stable=True)
     # One round deals a seed to every group on the way up and another on the way down.
@@ -274,11 +283,11 @@ def find_fewest(
     most: int,
     grow: float,
 ) -> tuple[list[P], float]:
-    """(micro-batches, bytes of the largest): the first number tried that fits below `limit`, or `most`, fitting or
-    not.
+    """(micro-batches, bytes of the largest): the first number tried that fits below `limit`, or `most`,
+    fitting or not.
 
-    split: makes that number of micro-batches. first: the number that is tried first. grow: the largest factor from one
-    tried number to the next.
+    split: makes that number of micro-batches. first: the number that is tried first. grow: the largest
+    factor from one tried number to the next.
     """
     num_micro_batches = first
     while True:
@@ -309,11 +318,13 @@ def groups_to_fit(
 ) -> list[Tensor]:
     """Groups of seeds, as few as fit, such that the micro-batch of each takes at most `limit` bytes.
 
-    Each group is [n] int64 on the host: positions of seeds. If not even single seeds fit, groups of one seed are
-    returned as long as `min_bytes_of` of the largest is at most `max_bytes`. Otherwise a ValueError is raised.
+    Each group is [n] int64 on the host: positions of seeds. If not even single seeds fit, groups of one
+    seed are returned as long as `min_bytes_of` of the largest is at most `max_bytes`. Otherwise a
+    ValueError is raised.
 
-    among: [n] int64, the positions of the seeds to divide; None for all. first: the number of groups tried first; by
-    default by the bytes of all seeds together. max_bytes: None for `limit`. min_bytes_of: None for `bytes_of`.
+    among: [n] int64, the positions of the seeds to divide; None for all. first: the number of groups tried
+    first; by default by the bytes of all seeds together. max_bytes: None for `limit`. min_bytes_of: None
+    for `bytes_of`.
     """
     seed_cost = seed_costs(batch, costs)
     seeds = torch.arange(batch.num_seeds) if among is None else among.cpu()
@@ -349,8 +360,9 @@ def _fill_first_group(
 ) -> list[Tensor]:
     """One group as large as fits and even groups of the remaining seeds; or `groups` if that gains nothing.
 
-    Nodes that seeds share are computed in every group, so one large and some small groups cost less than even ones. A
-    large group also teaches the predictor: it adds less to predictions for sizes that it has seen.
+    Nodes that seeds share are computed in every group, so one large and some small groups cost less than
+    even ones. A large group also teaches the predictor: it adds less to predictions for sizes that it has
+    seen.
 
     groups: even groups that fit.
     """
@@ -388,10 +400,13 @@ def _fill_first_group(
 
 
 def cut_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, by: CutBy = "random", key: int = 0) -> Batch:
-    """The batch with as many of its edges as fit below `limit` bytes. Nodes that no remaining edge needs go too.
+    """The batch with as many of its edges as fit below `limit` bytes.
 
-    Edges are numbered in a random order drawn from `key`, or by importance (`edge_numbers`). An edge or node *enters*
-    at the lowest number with which it is needed. The largest number is searched up to which everything fits.
+    Nodes that no remaining edge needs go too.
+
+    Edges are numbered in a random order drawn from `key`, or by importance (`edge_numbers`). An edge or
+    node *enters* at the lowest number with which it is needed. The largest number is searched up to which
+    everything fits.
 
     by: "random", or "degree" or "pagerank", which leave out edges between hubs first.
     """
@@ -422,7 +437,10 @@ def cut_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, by: CutBy = "rando
 
 
 def edge_numbers(batch: Batch, by: CutBy, key: int = 0) -> list[np.ndarray]:
-    """[num_edges] int64 per block: the number of each edge, distinct and from 0 on. Low numbers are kept first."""
+    """[num_edges] int64 per block: the number of each edge, distinct and from 0 on.
+
+    Low numbers are kept first.
+    """
     block_edges = _edges_of(batch)
     if by == "random":
         return cpu_cut_batches.drawn_numbers([block.num_edges for block in batch.blocks], key)
@@ -518,9 +536,9 @@ def _batch(
 ) -> Batch:
     """The batch of some seeds of `batch`, over other blocks.
 
-    seed_idx, input_idx: positions of its seeds and input rows in the batch. own_idx: positions of the first block's
-    destinations; None if the first block lost edges. Reduced rows are then replaced by handles, since their sums are
-    no longer right.
+    seed_idx, input_idx: positions of its seeds and input rows in the batch. own_idx: positions of the first
+    block's destinations; None if the first block lost edges. Reduced rows are then replaced by handles,
+    since their sums are no longer right.
     """
     src_ids = blocks[0].src_ids
 

@@ -1,12 +1,13 @@
 """The predicted peak of a step before it runs, from the numbers of nodes and edges in each layer.
 
-Write s for the sizes of a step: nodes and edges per layer, and a 1 for the constant term. `Costs` holds the bytes c_i
-per unit of each size, from the widths of the model alone, so that
+Write s for the sizes of a step: nodes and edges per layer, and a 1 for the constant term. `Costs` holds the
+bytes c_i per unit of each size, from the widths of the model alone, so that
 
     bound(s)     =  sum over i   c_i * s_i                an upper bound, usually far above the real peak
     expected(s)  =  sum over i   f_i * c_i * s_i          the factors f_i >= 0 are fitted to measured steps
 
-`Predictor` returns the bound until `ENOUGH` steps were measured. Afterwards it returns the least of three values:
+`Predictor` returns the bound until `ENOUGH` steps were measured. Afterwards it returns the least of three
+values:
 
     the bound
     expected(s), plus a margin from the residuals of the fit and from how unlike the measured steps s is
@@ -70,23 +71,27 @@ BEYOND = 0.3
 A larger step may have its peak at another moment of the step, where other terms count.
 """
 UNLIKE = 1.2
-"""Margin for proportions of sizes outside those measured, as a fraction of the expected bytes. A rule of thumb.
+"""Margin for proportions of sizes outside those measured, as a fraction of the expected bytes.
 
-It is multiplied by the logarithm of how far outside they are. A step with other proportions may have its peak at
-another moment, where other terms count.
+A rule of thumb.
+
+It is multiplied by the logarithm of how far outside they are. A step with other proportions may have its
+peak at another moment, where other terms count.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """An upper bound of a step's bytes: a sum of bytes per node and per edge of each layer, and a constant."""
+    """An upper bound of a step's bytes: a sum of bytes per node and per edge of each layer, and a
+    constant."""
 
     per_node: tuple[float, ...]
     """[num_blocks + 1]: bytes per node, one entry for each of `Sizes.nodes`."""
     per_edge: tuple[float, ...]
     """[num_blocks]: bytes per edge, one entry for each of `Sizes.edges`."""
     fixed: float
-    """Bytes per step whatever its sizes: gradients of the parameters, and the terms that these are summed from."""
+    """Bytes per step whatever its sizes: gradients of the parameters, and the terms that these are summed
+    from."""
     rounding: float = 0.0
     """Bytes that the allocator may add. They depend on its free blocks, so no fit learns them."""
 
@@ -112,8 +117,9 @@ class Costs:
 def costs_of(model: GNN | Whole, x: Rows | Readable | Tensor | None, num_blocks: int) -> Costs:
     """The bound for a model on batches whose input rows have the shape of `x`'s.
 
-    Each term counts the numbers that are in memory at once in forward and backward, as multiples of the widths of
-    rows. The multiples are rules of thumb, meant to lie above what steps take. x: None if there are no features.
+    Each term counts the numbers that are in memory at once in forward and backward, as multiples of the
+    widths of rows. The multiples are rules of thumb, meant to lie above what steps take. x: None if there
+    are no features.
     """
     width = 0 if x is None else math.prod(x.shape[1:])
     number_bytes = max((p.element_size() for p in model.parameters()), default=4)
@@ -207,8 +213,8 @@ def _widths(module: nn.Module) -> int:
 class _Fit:
     """The state of a predictor after some measured steps. Immutable, and replaced as a whole.
 
-    A thread that predicts reads one reference and so sees a consistent state without a lock. Below, num_terms is the
-    length of `Sizes.array`: all sizes and a 1.
+    A thread that predicts reads one reference and so sees a consistent state without a lock. Below,
+    num_terms is the length of `Sizes.array`: all sizes and a 1.
     """
 
     factors: np.ndarray
@@ -220,7 +226,8 @@ class _Fit:
     largest: np.ndarray
     """[num_terms] float64: the largest value of each size over all steps."""
     shapes: np.ndarray
-    """[2, num_sizes] float64: the least and the largest value of each entry of `Sizes.shape` over all steps."""
+    """[2, num_sizes] float64: the least and the largest value of each entry of `Sizes.shape` over all
+    steps."""
     sizes: np.ndarray
     """[num_kept, num_terms] float64: `Sizes.array` of the steps that the fit uses."""
     peaks: np.ndarray
@@ -240,9 +247,10 @@ class _Fit:
     def scale_up(self, sizes: Sizes) -> float:
         """An upper estimate of a step's peak from each measured step; returns the least of them.
 
-        For a measured step with sizes m and peak p let t = max(1, max over i of s_i / m_i). The estimate is t * p.
-        It rests on two assumptions: no larger size takes less memory, and t times all sizes take at most t times as
-        much.
+        For a measured step with sizes m and peak p let t = max(1, max over i of s_i / m_i). The estimate is
+        t * p.
+        It rests on two assumptions: no larger size takes less memory, and t times all sizes take at most t
+        times as much.
         """
         times = np.maximum.reduce(sizes.array * self.per_size, axis=1)
         return float(np.minimum.reduce(np.maximum(times, 1, out=times) * self.peaks))
@@ -250,13 +258,15 @@ class _Fit:
     def scale_down(self, sizes: Sizes) -> float:
         """A lower estimate of a step's peak from each measured step; returns the largest of them.
 
-        It rests on the assumptions of `scale_up`: a measured step with t times the sizes took at most t times as much.
+        It rests on the assumptions of `scale_up`: a measured step with t times the sizes took at most t
+        times as much.
         """
         times = (self.sizes / np.maximum(sizes.array, 1)).max(1)
         return float((self.peaks / np.maximum(times, 1)).max())
 
     def bytes_outside(self, sizes: Sizes, peak_bytes: float) -> float:
-        """The bytes by which a step is outside the range that earlier steps give for it; negative or 0 if inside."""
+        """The bytes by which a step is outside the range that earlier steps give for it; negative or 0 if
+        inside."""
         if self.num_seen < 2:
             return 0.0
         return max(peak_bytes - self.scale_up(sizes), self.scale_down(sizes) - peak_bytes)
@@ -268,9 +278,9 @@ class Predictor:
     Call `observe` with every measured step and `predict_peak` before the next. Any thread may call either:
     observations take a lock, and predictions read one immutable `_Fit`.
 
-    The fit scales the terms of the bound: with few steps all by one factor, with more each by its own. Errors are
-    relative, so a small batch counts as much as a large one. No factor is negative: more nodes or edges never take
-    less.
+    The fit scales the terms of the bound: with few steps all by one factor, with more each by its own.
+    Errors are relative, so a small batch counts as much as a large one. No factor is negative: more nodes
+    or edges never take less.
     """
 
     def __init__(self, costs: Costs) -> None:
@@ -304,7 +314,8 @@ class Predictor:
         with self._lock:
             before = self._fit
             if before.num_seen == 1:
-                # The second step replaces the first, which may have allocated memory that later steps find in place.
+                # The second step replaces the first, which may have allocated memory that later steps find
+                # in place.
                 self._sizes.clear()
                 self._peaks.clear()
             self._sizes.append(sizes.array)
@@ -331,7 +342,8 @@ class Predictor:
         return float((self.costs.array * sizes.array) @ self._fit.factors)
 
     def predict_peak(self, sizes: Sizes) -> float:
-        """The bytes that a step of these sizes will not exceed: the bound at first, then the fit and a margin.
+        """The bytes that a step of these sizes will not exceed: the bound at first, then the fit and a
+        margin.
 
         The formula is in the module's docstring.
         """
@@ -345,7 +357,8 @@ class Predictor:
         # Noise of one step, and on top the uncertainty of the factors for these sizes.
         noise = DEVIATIONS * fit.deviation
         margin = noise * math.sqrt(1 + float(terms @ fit.spread @ terms) / expected**2)
-        # Sizes beyond the largest seen, and proportions outside those seen: the peak may be at another moment.
+        # Sizes beyond the largest seen, and proportions outside those seen: the peak may be at another
+        # moment.
         excess = sizes.array - fit.largest
         beyond_margin = BEYOND * float(self.costs.array @ np.maximum(excess, 0, out=excess)) / expected
         least_shape, largest_shape = fit.shapes
@@ -357,9 +370,11 @@ class Predictor:
         return min(bound, min(fitted_bytes, scaled_bytes) + self.costs.rounding)
 
     def _fit_factors(self) -> tuple[np.ndarray, np.ndarray, float]:
-        """(factors, spread, deviation) of `_Fit`, by least squares of the relative errors with a ridge penalty.
+        """(factors, spread, deviation) of `_Fit`, by least squares of the relative errors with a ridge
+        penalty.
 
-        Row k of `shares` is c_i * s_i / peak of step k. With f0 the one factor that fits best for all terms, minimise
+        Row k of `shares` is c_i * s_i / peak of step k. With f0 the one factor that fits best for all
+        terms, minimise
 
             sum over k   (1 - sum over i  shares[k, i] * f_i)^2   +   RIDGE * num_steps * sum over i  (f_i - f0)^2
 

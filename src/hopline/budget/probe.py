@@ -1,7 +1,8 @@
 """Measured steps of a copy of the model before a run, so that its plan need not rely on the bound.
 
-The bound by widths is far above the peaks of steps. A plan by the bound would split batches that fit. `measure_steps`
-trains a copy of the model on batches of 1, 2, 4, ... seeds and gives each peak to the predictor.
+The bound by widths is far above the peaks of steps. A plan by the bound would split batches that fit.
+`measure_steps` trains a copy of the model on batches of 1, 2, 4, ... seeds and gives each peak to the
+predictor.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ def measure_steps(
 ) -> None:
     """Measure steps of a copy of the model with 1, 2, 4, ... seeds, and give their peaks to the predictor.
 
-    It ends when the next step is expected to take more than `limit` bytes, or when a step runs out of memory. It also
-    ends when the predictor is sure and the last step was long or large. Torch's random state is restored at the end.
+    It ends when the next step is expected to take more than `limit` bytes, or when a step runs out of
+    memory. It also ends when the predictor is sure and the last step was long or large. Torch's random
+    state is restored at the end.
 
     draw: makes a batch of that many seeds, on the host.
     """
