@@ -1,7 +1,7 @@
 """Inference: exact, over all edges and layer by layer; or sampled, as an estimate over drawn edges.
 
-Exact inference computes all nodes, or only those that the requested nodes depend on. A module that is not made of
-layers runs on the hops around the nodes (`hops=`), or on the whole graph at once.
+Exact inference computes all nodes, or only those that the requested nodes depend on. A module that is not
+made of layers runs on the hops around the nodes (`hops=`), or on the whole graph at once.
 
 `exact`, `exact_rows` and `sampled` are public. The other modules, by the way that they compute:
 
@@ -15,8 +15,8 @@ layers runs on the hops around the nodes (`hops=`), or on the whole graph at onc
 
 It stands on `shards` and below.
 
-A graph owns the cache of the last inference on it (`Graph.get_cached`). The object that evaluates repeatedly owns the
-captured inferences (`CapturedInferences`); in a run that is the Trainer.
+A graph owns the cache of the last inference on it (`Graph.get_cached`). The object that evaluates
+repeatedly owns the captured inferences (`CapturedInferences`); in a run that is the Trainer.
 """
 
 from __future__ import annotations
@@ -70,19 +70,21 @@ def exact(
 ) -> Tensor:
     """Return the model's output for `ids`, over every edge, in evaluation mode.
 
-    Each layer is computed in chunks, for all nodes that need it, before the next one starts. Hidden embeddings are
-    stored in tables, on the device if it has enough free memory, else on the host.
+    Each layer is computed in chunks, for all nodes that need it, before the next one starts. Hidden
+    embeddings are stored in tables, on the device if it has enough free memory, else on the host.
 
-    A module that is not made of layers runs on the whole graph at once. With `hops` it runs on the hops around chunks
-    of `ids` instead. Too few hops are found by a trial on a tiny graph, and refused.
+    A module that is not made of layers runs on the whole graph at once. With `hops` it runs on the hops
+    around chunks of `ids` instead. Too few hops are found by a trial on a tiny graph, and refused.
 
     Args:
-        model: A `GNN`, a PyG model, or any module with forward(x, edge_index). Its modes are restored afterwards.
+        model: A `GNN`, a PyG model, or any module with forward(x, edge_index). Its modes are restored
+            afterwards.
         data: The dataset, with features.
         ids: [n] int64 nodes. Default: all nodes.
         hops: The number of hops around a node that the output of a module without layers depends on.
         chunk_edges: Edges per chunk. Default: a million, more on a GPU.
-        chunk_bytes: Memory for chunks apart from the hidden embeddings, such as "2GiB", in place of `chunk_edges`.
+        chunk_bytes: Memory for chunks apart from the hidden embeddings, such as "2GiB", in place of
+            `chunk_edges`.
         device: The device to compute on. The model must be on it.
         show: Show progress.
         keep: Called as keep(layer, ids, rows) with the embeddings of every layer but the last, at all nodes.
@@ -92,8 +94,8 @@ def exact(
         [n, num_outputs] on the host, in the order of `ids`, in the model's dtype.
 
     Raises:
-        ValueError: `ids` is empty or holds no node, a conv cannot run on blocks, or an argument does not go with the
-            model or with another one.
+        ValueError: `ids` is empty or holds no node, a conv cannot run on blocks, or an argument does not go
+            with the model or with another one.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
@@ -220,11 +222,13 @@ def sampled(
     """Return the model's output for the batches' seeds, in their order: an estimate over sampled edges.
 
     Args:
-        model: A `GNN`, a PyG model, or any module with forward(x, edge_index). Its modes are restored afterwards.
+        model: A `GNN`, a PyG model, or any module with forward(x, edge_index). Its modes are restored
+            afterwards.
         batches: Batches such as those of `hl.Sampled(fanouts=(20, 20), shuffle=False).loader(data, ids)`.
         num_nodes: The number of seeds, for the progress bar.
         show: Show progress.
-        guard: The guard of training under a budget. Batches that would take more are computed in micro-batches.
+        guard: The guard of training under a budget. Batches that would take more are computed in
+            micro-batches.
 
     Returns:
         [n, num_outputs] on the host, in the model's dtype.
@@ -285,8 +289,8 @@ def whole_rows(
 ) -> ReadRows:
     """A function from some of `ids` to the outputs of a module without layers.
 
-    part_hops: the hops of the parts that the module runs on; None for the whole graph at once. Without a limit on
-    chunks the whole graph is also used where it is small enough and parts would cost more.
+    part_hops: the hops of the parts that the module runs on; None for the whole graph at once. Without a
+    limit on chunks the whole graph is also used where it is small enough and parts would cost more.
     """
     if part_hops is None:
         if is_too_large(data):
@@ -311,7 +315,8 @@ def whole_rows(
 
 
 def part_hops_of(walk: Whole, data: Dataset, hops: int | None, limits: list[str]) -> int | None:
-    """The hops of the parts that a module runs on if it reads `hops` hops around a node; None for the whole graph.
+    """The hops of the parts that a module runs on if it reads `hops` hops around a node; None for the whole
+    graph.
 
     Raises a ValueError if `hops` is too few, or if there are limits on the size of parts but no hops.
 

@@ -1,15 +1,15 @@
 """Exact inference at the same nodes with changing weights, captured once as a CUDA graph and then replayed.
 
-Evaluation after every epoch computes the same kernels each time. Launching a few dozen kernels keeps the host busy
-for longer than they run, so one replay takes their place:
+Evaluation after every epoch computes the same kernels each time. Launching a few dozen kernels keeps the
+host busy for longer than they run, so one replay takes their place:
 
     1st inference        runs as usual, and compiles kernels
     before the 2nd       inference runs until the cache has all blocks; then it is captured
     from the 2nd on      replay; the graph reads the weights that are in memory at that moment
 
-A replay reads fixed addresses. The graph is thus valid only while weights, features and cached blocks stay at their
-addresses (`CapturedInference._is_current`); otherwise inference runs as usual, and may be captured again. The price
-is memory: a graph keeps all that it computes in, limited by `SHARE`.
+A replay reads fixed addresses. The graph is thus valid only while weights, features and cached blocks stay
+at their addresses (`CapturedInference._is_current`); otherwise inference runs as usual, and may be captured
+again. The price is memory: a graph keeps all that it computes in, limited by `SHARE`.
 """
 
 from __future__ import annotations
@@ -39,19 +39,25 @@ from hopline.util import trace
 WARM_UP_INFERENCES = 1
 """Inferences that run before the capture. They compile the kernels."""
 MAX_CAPTURES = 3
-"""Captures of one inference, at most. Weights or features that keep moving in memory are not worth another one.
-A rule of thumb."""
+"""Captures of one inference, at most. Weights or features that keep moving in memory are not worth another
+one. A rule of thumb."""
 SHARE = 16
-"""A graph may keep 1 / SHARE of the GPU's memory, and at most a quarter of the free memory. A rule of thumb."""
+"""A graph may keep 1 / SHARE of the GPU's memory, and at most a quarter of the free memory.
+
+A rule of thumb.
+"""
 KNOWN_PACKAGES = ("torch", "torch_geometric", "hopline")
-"""Packages whose modules do the same at every call. Other modules may count calls, or read more than weights."""
+"""Packages whose modules do the same at every call.
+
+Other modules may count calls, or read more than weights.
+"""
 
 
 class CapturedInference:
     """Exact inference with a job's model at some nodes: run, then captured, then replayed.
 
-    It owns the CUDA graph and the buffers of the output. The job is referenced weakly, and owns the model and the
-    data. One thread at a time may use it.
+    It owns the CUDA graph and the buffers of the output. The job is referenced weakly, and owns the model
+    and the data. One thread at a time may use it.
     """
 
     def __init__(self, job: Job, ids: Tensor) -> None:
@@ -89,8 +95,9 @@ class CapturedInference:
     def launch(self, weights: Mapping[str, Tensor], after: Any, stream: torch.cuda.Stream) -> PendingInference | None:
         """Replay the graph with other weights on a stream, without waiting. None if there is no valid graph.
 
-        The stream first waits for the event `after`, when `weights` are complete, and copies them into the job's
-        module. At most two launches may be pending: each writes its rows into one of two host buffers.
+        The stream first waits for the event `after`, when `weights` are complete, and copies them into the
+        job's module. At most two launches may be pending: each writes its rows into one of two host
+        buffers.
         """
         captured = self._captured
         job = self._job()
@@ -123,7 +130,8 @@ class CapturedInference:
         return self._captured.is_settled
 
     def capture(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Capture the inference as a CUDA graph whose kernels have the stream's priority, if that is possible.
+        """Capture the inference as a CUDA graph whose kernels have the stream's priority, if that is
+        possible.
 
         No other thread may draw random numbers on the GPU meanwhile.
         """
@@ -133,8 +141,8 @@ class CapturedInference:
     def _prepare_capture(self) -> Iterator[Callable[[], _Capture]]:
         """Yield the function to capture, once the cache has the blocks of all layers.
 
-        Raises `CaptureDeclined` where the graph would take too much memory, or would read tensors that may move or
-        that are on the host.
+        Raises `CaptureDeclined` where the graph would take too much memory, or would read tensors that may
+        move or that are on the host.
         """
         model, device = self.model, self.device
         with infer.evaluating(model):
@@ -173,7 +181,8 @@ class CapturedInference:
                 raise CaptureDeclined
 
     def _is_current(self, capture: _Capture) -> bool:
-        """Whether the captured graph is valid: the same nodes and features, with all tensors where they were."""
+        """Whether the captured graph is valid: the same nodes and features, with all tensors where they
+        were."""
         same = capture.cache.matches(self.data.graph, self.ids, capture.cache.settings, self.data.x)
         return same and self.addresses(features=capture.reads_features) == capture.addresses
 
@@ -212,7 +221,10 @@ class PendingInference(NamedTuple):
 
 @dataclass(eq=False)
 class _Capture:
-    """The tensors that a captured inference reads and writes. The CUDA graph itself holds only their addresses."""
+    """The tensors that a captured inference reads and writes.
+
+    The CUDA graph itself holds only their addresses.
+    """
 
     rows: Tensor
     """[n, num_outputs] on the GPU: the output. Each replay overwrites it."""
@@ -249,8 +261,8 @@ def _say_for(job_ref: weakref.ref[Job]) -> Callable[[str], None]:
 def repeats(model: nn.Module) -> bool:
     """Whether a model can be captured: it launches the same kernels at every call, whatever its weights are.
 
-    All convs must be fused, all modules of known packages (`KNOWN_PACKAGES`), and no forward hook may be registered:
-    a replay would not call it.
+    All convs must be fused, all modules of known packages (`KNOWN_PACKAGES`), and no forward hook may be
+    registered: a replay would not call it.
     """
     if not isinstance(model, GNN) or not all(is_fused(conv) or is_fused_attention(conv) for conv in model.convs):
         return False
@@ -263,7 +275,10 @@ def repeats(model: nn.Module) -> bool:
 
 
 def _is_known(class_or_function: Any) -> bool:
-    """Whether a class or function is of a known package. Compiled functions without a module count as torch's."""
+    """Whether a class or function is of a known package.
+
+    Compiled functions without a module count as torch's.
+    """
     module_name = getattr(class_or_function, "__module__", None) or "torch"
     return module_name.split(".")[0] in KNOWN_PACKAGES
 
@@ -278,7 +293,8 @@ class CapturedInferences:
         self._by_job: WeakKeyDictionary[Job, dict[int, CapturedInference]] = WeakKeyDictionary()
 
     def of(self, job: Job, ids: Tensor) -> CapturedInference | None:
-        """The captured inference of a job at some nodes, made at the first call; None where it cannot be captured."""
+        """The captured inference of a job at some nodes, made at the first call; None where it cannot be
+        captured."""
         if job.device.type != "cuda" or not repeats(job.model):
             return None
         by_ids = self._by_job.setdefault(job, {})

@@ -1,14 +1,17 @@
-"""Exact inference with a shard per rank: each rank computes its own nodes, layer by layer, and sends rows of halos.
+"""Exact inference with a shard per rank: each rank computes its own nodes, layer by layer, and sends rows
+of halos.
 
-A rank numbers its own nodes 0 .. num_own - 1, and behind them the halo: nodes of other ranks that have an edge into
-the shard, by owner. Before the first layer the ranks find out, from the output backwards, which rows are needed:
+A rank numbers its own nodes 0 .. num_own - 1, and behind them the halo: nodes of other ranks that have an
+edge into the shard, by owner. Before the first layer the ranks find out, from the output backwards, which
+rows are needed:
 
     own nodes needed after layer l  ->  their sources  ->  halo: ask the owners   (all-to-all)
-                                                       ->  own, and asked for by others: needed after layer l - 1
+                                                       ->  own, and asked for by others: needed after layer
+                                                       l - 1
 
 Then each layer is computed over chunks of the own nodes. After it the ranks send the requested rows in one
-all-to-all, into the halo's part of the table that the next layer reads. The features of the halo travel once, before
-the first layer.
+all-to-all, into the halo's part of the table that the next layer reads. The features of the halo travel
+once, before the first layer.
 
 All calls here are collective: every rank must make them, in the same order.
 """
@@ -84,9 +87,9 @@ def exact(
 ) -> Tensor:
     """The model's output for some of this rank's nodes, over every edge: [n, num_outputs] on the host.
 
-    Collective: every rank must call it, with rows of its own or with none. Only rows that the outputs depend on are
-    computed, by the ranks that own them, and only those travel. Memory holds the embeddings of the own nodes and of
-    the halo, and chunks as in `hopline.inference.exact`.
+    Collective: every rank must call it, with rows of its own or with none. Only rows that the outputs
+    depend on are computed, by the ranks that own them, and only those travel. Memory holds the embeddings
+    of the own nodes and of the halo, and chunks as in `hopline.inference.exact`.
 
     rows: [n] int64, rows of the shard's own nodes; None for all of them.
     """
@@ -99,7 +102,8 @@ def exact(
     with evaluating(walk):
         work = RankChunks(walk, shard, channel, chunk_edges, torch.device(device), chunk_bytes=max_bytes)
         rows = torch.arange(shard.num_own) if rows is None else rows
-        # A rank without rows computes one all the same: it tells the rank the width of the rows of each layer.
+        # A rank without rows computes one all the same: it tells the rank the width of the rows of each
+        # layer.
         computed_rows = rows if rows.numel() else torch.zeros(1, dtype=torch.int64)
         return work.run(computed_rows, show)[: rows.numel()]
 
@@ -139,7 +143,9 @@ class RankChunks(Chunks):
         super().__init__(model, data, chunk_edges, device, chunk_bytes=chunk_bytes)
 
     def layer_nodes(self, ids: Tensor | None) -> list[Tensor]:
-        """The own nodes whose rows are needed after each layer, by this rank or another. Entry 0: all input rows.
+        """The own nodes whose rows are needed after each layer, by this rank or another.
+
+        Entry 0: all input rows.
 
         Entry 0 has the own nodes and the halo that the first layer reads. Also fetches the halo's features.
         """
@@ -162,7 +168,10 @@ class RankChunks(Chunks):
         return [torch.cat([layer_nodes[0], halo_numbers + num_own]), *layer_nodes[1:]]
 
     def _sources(self, rows: Tensor) -> Tensor:
-        """The nodes `rows` and their in-neighbours: ascending local numbers. Reads about `CHUNK` edges at a time."""
+        """The nodes `rows` and their in-neighbours: ascending local numbers.
+
+        Reads about `CHUNK` edges at a time.
+        """
         graph = self.data.graph
         is_source = torch.zeros(graph.num_nodes, dtype=torch.bool)
         is_source[rows] = True
@@ -173,7 +182,8 @@ class RankChunks(Chunks):
         return is_source.nonzero().view(-1)
 
     def completed(self, l: int) -> None:
-        """Fetch the halo rows that the next layer reads, by one all-to-all with the ranks that computed them."""
+        """Fetch the halo rows that the next layer reads, by one all-to-all with the ranks that computed
+        them."""
         if l == self.last:
             return
         del self._halo_rows[0]
@@ -192,7 +202,8 @@ def _local_graph(shard: Shard, channel: Channel) -> PartialGraph:
     request = RowRequest(channel, shard.ptr, shard.halo_positions)
     num_nodes = shard.num_own + shard.halo_positions.numel()
 
-    # The local number of a source: its number among its owner's nodes that the shard reads, plus the owner's first.
+    # The local number of a source: its number among its owner's nodes that the shard reads, plus the
+    # owner's first.
     first_of_owner = torch.where(torch.arange(shard.num_shards) == shard.rank, 0, shard.num_own + shard.halo_ptr[:-1])
     indices = torch.empty(shard.at.numel(), dtype=index_dtype(num_nodes))
     for start in range(0, shard.at.numel(), CHUNK):
@@ -237,7 +248,8 @@ def _join_tables(own: Table, halo: Table | Tensor, halo_numbers: Tensor, num_hal
 
 
 def sampled(model: nn.Module, channel: Channel, batches: Iterable[Batch]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(ids, outputs, labels) of the seeds of this rank's batches, over sampled edges. labels: None without labels.
+    """(ids, outputs, labels) of the seeds of this rank's batches, over sampled edges. labels: None without
+    labels.
 
     Collective. A rank without seeds learns the width of the outputs from the others.
     """
@@ -259,7 +271,10 @@ def sampled(model: nn.Module, channel: Channel, batches: Iterable[Batch]) -> tup
 def evaluate(
     model: nn.Module, data: ShardedData, split: str, batches: Iterable[Batch] | None, device: torch.device | str = "cpu"
 ) -> dict[str, float]:
-    """The metric of a split, equal on every rank. Collective. batches: sampled batches of the split; None: exact."""
+    """The metric of a split, equal on every rank.
+
+    Collective. batches: sampled batches of the split; None: exact.
+    """
     shard = data.shard
     channel = data.channel
     if batches is None:

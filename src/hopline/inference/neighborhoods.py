@@ -1,13 +1,15 @@
-"""Exact inference of a module that is not made of layers: on the whole graph, or on the hops around chunks of nodes.
+"""Exact inference of a module that is not made of layers: on the whole graph, or on the hops around chunks
+of nodes.
 
-A module that reads k hops around a node gives the same output on the *part* of the graph within k hops. If it also
-reads degrees of the outermost nodes, the part must have k + 1 hops; `nn/whole_module_probe.py` finds out which. Seeds
-are taken in chunks, each as large as a limit on the nodes and edges of its part allows:
+A module that reads k hops around a node gives the same output on the *part* of the graph within k hops. If
+it also reads degrees of the outermost nodes, the part must have k + 1 hops; `nn/whole_module_probe.py`
+finds out which. Seeds are taken in chunks, each as large as a limit on the nodes and edges of its part
+allows:
 
     seeds -> neighborhood(part_hops) -> features -> module -> rows of the seeds
 
-Parts of different chunks overlap, so that many chunks together compute more than the whole graph once. Without a
-limit from the user, the module runs on the whole graph if that is less work and not too large.
+Parts of different chunks overlap, so that many chunks together compute more than the whole graph once.
+Without a limit from the user, the module runs on the whole graph if that is less work and not too large.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ def run_whole(walk: Whole, data: Dataset, device: torch.device) -> Tensor:
 class LocalInference:
     """The outputs of some nodes, by forward passes over the hops around chunks of them. For one thread.
 
-    chunk_edges: the most nodes and edges of a part, by default a million, more on a GPU. chunk_bytes: the most bytes
-    of a chunk, in place of `chunk_edges`. A node whose own part is larger is a chunk of its own.
+    chunk_edges: the most nodes and edges of a part, by default a million, more on a GPU. chunk_bytes: the
+    most bytes of a chunk, in place of `chunk_edges`. A node whose own part is larger is a chunk of its own.
     """
 
     def __init__(
@@ -109,8 +111,8 @@ class LocalInference:
     def _chunks(self, seeds: Tensor) -> Iterator[tuple[Tensor, Block]]:
         """Pairs of a chunk of seeds and the part around it, which is within the limit.
 
-        A chunk whose part exceeds the limit is halved. After a part of at most half the limit, the next chunk has
-        twice the seeds. The limit may change from one chunk to the next.
+        A chunk whose part exceeds the limit is halved. After a part of at most half the limit, the next
+        chunk has twice the seeds. The limit may change from one chunk to the next.
         """
         graph = self.data.graph
         mean_degree = graph.num_edges / max(1, graph.num_nodes)
@@ -130,7 +132,10 @@ class LocalInference:
             num_seeds = 2 * chunk.numel() if is_half_empty else chunk.numel()
 
     def _compute(self, block: Block) -> Tensor:
-        """The outputs of a part's nodes. With `chunk_bytes` it is measured, which sets the limit of later parts."""
+        """The outputs of a part's nodes.
+
+        With `chunk_bytes` it is measured, which sets the limit of later parts.
+        """
         if self.chunk_bytes is None:
             return self.walk.on_block(Rows(self.data.x, block.src_ids).read_on(self.device), block.to(self.device))
         with meter_of(self.device) as meter:

@@ -1,13 +1,14 @@
 """Exact inference over shards in one process, for graphs larger than memory.
 
-A node's *position* is its index when the rows of all shards stand one behind the other. Inference numbers nodes by
-position. The nodes of a shard are then contiguous, and the chunks of a layer go through one shard after the other:
+A node's *position* is its index when the rows of all shards stand one behind the other. Inference numbers
+nodes by position. The nodes of a shard are then contiguous, and the chunks of a layer go through one shard
+after the other:
 
     shard 0 (opened)  ->  chunks of its nodes  ->  rows into the layer's table
     shard 1 (opened)  ->  ...
 
-Only one shard's edges are open at a time. Features are read from all shards. In memory are the embeddings between two
-layers (with `folder` in mapped files), one chunk, and some 40 bytes per node.
+Only one shard's edges are open at a time. Features are read from all shards. In memory are the embeddings
+between two layers (with `folder` in mapped files), one chunk, and some 40 bytes per node.
 
 Sources of a chunk may be in any shard. Their embeddings come from the layer's table, which holds all nodes.
 """
@@ -111,8 +112,8 @@ class _TableRows(NamedTuple):
 class AllShards(Dataset):
     """A dataset in shards that one process has all of.
 
-    Sizes, splits and features of all shards are open all the time. Edges are open of one shard at a time (`shard`),
-    so one thread at a time may read them. The property `graph` raises a ValueError.
+    Sizes, splits and features of all shards are open all the time. Edges are open of one shard at a time
+    (`shard`), so one thread at a time may read them. The property `graph` raises a ValueError.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, split: int = 0) -> None:
@@ -188,7 +189,8 @@ class _ByPosition(PartialGraph):
 
 
 def _graph_of(data: AllShards) -> _ByPosition:
-    """The graph of a `ShardChunks`: degrees of all nodes, and `weights` if edges have weights or are loops."""
+    """The graph of a `ShardChunks`: degrees of all nodes, and `weights` if edges have weights or are
+    loops."""
     has_loops = False
     degrees = []
     for rank in range(data.num_shards):
@@ -309,10 +311,12 @@ def exact_rows(
     show: bool = False,
     folder: Path | str | None = None,
 ) -> ReadRows:
-    """Compute as `hopline.inference.exact_rows` does, over shards. Returns a function from node ids to output rows.
+    """Compute as `hopline.inference.exact_rows` does, over shards.
 
-    In memory are the embeddings between two layers (with `folder` in mapped files instead), a chunk, and some 40
-    bytes per node. Features and edges are read from the shards.
+    Returns a function from node ids to output rows.
+
+    In memory are the embeddings between two layers (with `folder` in mapped files instead), a chunk, and
+    some 40 bytes per node. Features and edges are read from the shards.
     """
     check_node_ids(ids, data.num_nodes)
     max_bytes = parse_chunk_bytes(chunk_bytes)

@@ -5,12 +5,13 @@ The folder holds
     encoded.bin, layer0.bin, ...   the tables of embeddings, mapped; removed once no later layer reads them
     inference.json                 the progress: the layer, its finished chunks, and the identity of the inference
 
-Rows are written through the mapping. Progress is saved every `SAVE_S` seconds and after each layer, in this order:
+Rows are written through the mapping. Progress is saved every `SAVE_S` seconds and after each layer, in this
+order:
 
     fsync the rows  ->  write a new inference.json  ->  replace the old one in one step
 
-Rows that the progress counts as finished are thus always on the disk. A chunk that was finished after the last save
-is computed again.
+Rows that the progress counts as finished are thus always on the disk. A chunk that was finished after the
+last save is computed again.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class LayerFiles(Allocator):
 
     Rows that the progress counts as finished were synced to the disk before it was saved.
 
-    identity: names and values, in plain text, of all that must be equal to resume: data, model, weights, nodes, chunk
-    size. A folder with another identity is refused with a ValueError.
+    identity: names and values, in plain text, of all that must be equal to resume: data, model, weights,
+    nodes, chunk size. A folder with another identity is refused with a ValueError.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, str]) -> None:
@@ -71,7 +72,8 @@ class LayerFiles(Allocator):
     def begin(self, layer: int, chunk_edges: int) -> int:
         """Begin or resume a layer in chunks of that size. Returns the number of chunks that are finished.
 
-        A resumed layer must have chunks of the same size, since finished ones are known by their number alone.
+        A resumed layer must have chunks of the same size, since finished ones are known by their number
+        alone.
         """
         assert layer == self.layer
         assert self.chunk_edges in (0, chunk_edges)
@@ -96,7 +98,8 @@ class LayerFiles(Allocator):
             self._save()
 
     def layer_done(self, gone: Iterable[int] = ()) -> None:
-        """Save that all chunks of the layer are finished, and remove the files of layers that nobody reads any more.
+        """Save that all chunks of the layer are finished, and remove the files of layers that nobody reads
+        any more.
 
         Files go after the save: progress never names a table that is missing. gone: the layers to remove.
         """
