@@ -1,13 +1,12 @@
-"""Exact inference with a shard per rank: each rank computes its own nodes, layer by layer, and sends rows
-of halos.
+"""Exact inference with a shard per rank: each rank computes its own nodes layer by layer, and sends halo rows.
 
 A rank numbers its own nodes 0 .. num_own - 1, and behind them the halo: nodes of other ranks that have an
 edge into the shard, by owner. Before the first layer the ranks find out, from the output backwards, which
 rows are needed:
 
-    own nodes needed after layer l  ->  their sources  ->  halo: ask the owners   (all-to-all)
-                                                       ->  own, and asked for by others: needed after layer
-                                                       l - 1
+    own nodes needed after layer l  ->  their sources  ->  halo: ask the owners (all-to-all)
+                                                       ->  own, with those that others ask for:
+                                                           needed after layer l - 1
 
 Then each layer is computed over chunks of the own nodes. After it the ranks send the requested rows in one
 all-to-all, into the halo's part of the table that the next layer reads. The features of the halo travel
