@@ -5,8 +5,7 @@ the edges of the batch that lead to it. The gradients of all micro-batches thus 
 batch:
 
     batch  ->  seed_costs  ->  balanced_groups  ->  sizes_of  ->  fits?  no: more groups
-                                                                         yes: micro_batch_of(group) at its
-                                                                         turn
+                                                                         yes: micro_batch_of(each group)
 
 The price is time: nodes that several groups need are computed in each of them. Sizes of micro-batches are
 counted without building them, so a search over numbers of groups is cheap.
