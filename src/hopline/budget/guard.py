@@ -435,7 +435,10 @@ class Guard:
         overhead_bytes = self.overhead_bytes(is_split)
         if copied is None:
             copied = self._is_on_other_device(batch)
-        copies = MicroBatchBytes.of(batch, None if copied else self.job.device) if is_split or copied else None
+        copies = None
+        if is_split or copied:
+            build_device = None if copied else self.job.device
+            copies = MicroBatchBytes.of(batch, build_device)
 
         def bytes_of(sizes: Sizes) -> float:
             step_bytes = self.predict_peak_of_sizes(sizes)
