@@ -488,8 +488,8 @@ FAULTS: tuple[Fault, ...] = (
         name="promise does not grow with a larger step",
         area="predictor",
         file="src/hopline/budget/predictor.py",
-        old="np.maximum(times, 1, out=times) * self.taken",
-        new="np.minimum(times, 1, out=times) * self.taken",
+        old="np.maximum(times, 1, out=times) * self.peaks",
+        new="np.minimum(times, 1, out=times) * self.peaks",
         tests=("tests/budget/test_predictor.py",),
     ),
     Fault(

@@ -164,7 +164,7 @@ def test_what_a_piece_takes_besides_its_step_is_known_by_its_sizes(handle: str):
             found = micro_batches.micro_batch_of(batch, group).batch()
         assert Sizes.of(found) == sizes
         assert found.num_bytes <= takes.resident(sizes) <= found.num_bytes + 2024
-        assert found.num_bytes <= meter.peak_bytes <= takes.while_made(sizes) <= 2 * meter.peak_bytes
+        assert found.num_bytes <= meter.peak_bytes <= takes.while_built(sizes) <= 2 * meter.peak_bytes
 
 
 # ---- how seeds are grouped

@@ -166,11 +166,11 @@ def test_a_step_somewhat_larger_than_one_seen_takes_so_much_more_at_most():
         assert (
             convex(larger)
             <= predictor.predict_peak(larger)
-            <= (1 + max(0.02, DEVIATIONS * predictor._learnt.deviation)) * times * convex(sizes) + 1
+            <= (1 + max(0.02, DEVIATIONS * predictor._fit.deviation)) * times * convex(sizes) + 1
         )
-    assert predictor._learnt.unsteady == pytest.approx(0, abs=2)
+    assert predictor._fit.max_miss == pytest.approx(0, abs=2)
     predictor.observe(sizes, int(1.5 * convex(sizes)))
-    assert predictor._learnt.unsteady == pytest.approx(0.5 * convex(sizes), rel=1e-3)
+    assert predictor._fit.max_miss == pytest.approx(0.5 * convex(sizes), rel=1e-3)
 
 
 def test_it_follows_a_change():

@@ -1,7 +1,7 @@
 """Steps that keep to a memory budget.
 
-A `Guard` predicts the peak of each step before it runs, and makes a step smaller that would not fit. It measures
-steps and gives the measurements to its predictor. There are three kinds of steps:
+A `Guard` predicts the peak of each step before it runs, and makes a step smaller that would not fit. It
+measures steps and gives the measurements to its predictor. There are three kinds of steps:
 
     run       a sampled batch       micro-batches are independent: one that fails is made smaller and tried again
     step      a `SplittableStep`    micro-batches need each other's rows: after out of memory all starts again
@@ -14,8 +14,9 @@ The way of a sampled batch:
                                      run: each group as a micro-batch
                                      _attempt: snapshot, step, measure, learn; after out of memory undo
 
-`run` and `step` share `_attempt`. After out of memory it restores gradients, buffers and random numbers, and lowers
-`target_bytes` for a while. The costs are a prediction per step and, on a CPU, the meter (`Guard.measure_every`).
+`run` and `step` share `_attempt`. After out of memory it restores gradients, buffers and random numbers,
+and lowers `target_bytes` for a while. The costs are a prediction per step and, on a CPU, the meter
+(`Guard.measure_every`).
 """
 
 from __future__ import annotations
@@ -59,18 +60,21 @@ Step = Callable[[Batch], Tensor]
 MAX_REDRAWS = 10
 """Samples that over_budget=resample draws for a batch before it is split instead. A rule of thumb."""
 SHRINK = 0.8
-"""`Guard.target_bytes` after out of memory, as a fraction of the smaller of predicted peak and old target. A rule of
-thumb."""
+"""`Guard.target_bytes` after out of memory, as a fraction of the smaller of predicted peak and old target.
+A rule of thumb."""
 RECOVER = 1.02
-"""Factor by which `Guard.target_bytes` grows again after each step that succeeds, up to the limit. A rule of thumb."""
+"""Factor by which `Guard.target_bytes` grows again after each step that succeeds, up to the limit.
+
+A rule of thumb.
+"""
 
 
 @dataclass(eq=False)
 class Guard:
     """Keeps the steps of one job within `limit_bytes`.
 
-    A guard owns its predictor and its ledger; the job and its model belong to the trainer. `split_ahead` may run in
-    any thread. Everything else belongs to the one thread that runs the steps.
+    A guard owns its predictor and its ledger; the job and its model belong to the trainer. `split_ahead`
+    may run in any thread. Everything else belongs to the one thread that runs the steps.
 
     The first batches are split by the bound of the predictor, which is far above their peak. They run in more
     micro-batches than later ones.
@@ -79,11 +83,13 @@ class Guard:
     job: Job
     budget: Budget
     limit_bytes: int
-    """The most bytes that a step may take, besides resident bytes: weights, optimizer, data, prefetched batches."""
+    """The most bytes that a step may take, besides resident bytes: weights, optimizer, data, prefetched
+    batches."""
     predictor: Predictor | None = None
     """Predicts the peaks of steps. None: one is made at the first batch, and starts with the bound."""
     batches_on_host: bool = False
-    """Whether batches wait on the host for a GPU. A batch or micro-batch is copied to the GPU when it runs."""
+    """Whether batches wait on the host for a GPU. A batch or micro-batch is copied to the GPU when it
+    runs."""
     forward_only: bool = False
     """Whether all steps are forward passes without gradients."""
     measure_every: int = 8
@@ -137,9 +143,9 @@ class Guard:
     def split_ahead(self, batch: Batch) -> Batch:
         """The batch with its groups of seeds if it will have to be split, else the batch itself.
 
-        Preparing threads call it, to save the training thread the search for groups. Only splitting is decided here,
-        because it does not change the gradients. The predictor's state at this moment depends on timing, and nothing
-        that changes results may depend on it.
+        Preparing threads call it, to save the training thread the search for groups. Only splitting is
+        decided here, because it does not change the gradients. The predictor's state at this moment depends
+        on timing, and nothing that changes results may depend on it.
         """
         sizes = Sizes.of(batch)
         if self.budget.over_budget != "split" or not self._predictor(sizes).is_sure:
@@ -153,7 +159,8 @@ class Guard:
         return batch
 
     def make_fit(self, batch: Batch, redraw: Redraw | None = None) -> Batch:
-        """The batch in a form that fits: whole, with groups of seeds, redrawn, or with edges cut (`over_budget`)."""
+        """The batch in a form that fits: whole, with groups of seeds, redrawn, or with edges cut
+        (`over_budget`)."""
         needed_bytes = self._bytes_of(batch, is_split=False)(Sizes.of(batch))
         if needed_bytes <= self.target_bytes:
             return replace(batch, groups=()) if batch.groups else batch
@@ -170,8 +177,8 @@ class Guard:
         return batch if batch.groups else replace(batch, groups=tuple(self._groups(batch)))
 
     def run(self, batch: Batch, step: Step, redraw: Redraw | None = None) -> list[tuple[Tensor | None, Tensor]]:
-        """Call `step` with a batch, whole or in micro-batches that fit. Returns [(seed_idx, result)] in order of
-        running.
+        """Call `step` with a batch, whole or in micro-batches that fit. Returns [(seed_idx, result)] in
+        order of running.
 
         seed_idx: [n] int64, positions of the seeds of a micro-batch; None for the whole batch.
         """
@@ -185,8 +192,8 @@ class Guard:
         done = []
         while todo:
             seed_idx = todo.popleft()
-            # A batch with other edges was made by this step, and is not among the prefetched batches that the budget
-            # has counted. On the host it takes no memory of the GPU.
+            # A batch with other edges was made by this step, and is not among the prefetched batches that
+            # the budget has counted. On the host it takes no memory of the GPU.
             is_replacement = batch.blocks is not original_blocks and not self._is_on_other_device(batch)
             other_bytes = batch.num_bytes if is_replacement else 0
             result, peak_bytes = self._try(batch, seed_idx, step, other_bytes)
@@ -196,8 +203,8 @@ class Guard:
                 continue
             done.append((seed_idx, result))
             max_bytes = max(max_bytes, peak_bytes)
-            # The first batches are split by the bound, into too many groups. Once their first micro-batches have
-            # taught the predictor enough, the remaining seeds are split into fewer.
+            # The first batches are split by the bound, into too many groups. Once their first micro-batches
+            # have taught the predictor enough, the remaining seeds are split into fewer.
             if not was_sure and len(todo) > 1 and self._predictor(Sizes.of(batch)).is_sure:
                 was_sure = True
                 remaining = torch.cat([group for group in todo if group is not None])
@@ -208,7 +215,8 @@ class Guard:
         return done
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The model's output for the seeds: [num_seeds, ...] on the host, by forward passes within the limit."""
+        """The model's output for the seeds: [num_seeds, ...] on the host, by forward passes within the
+        limit."""
         done = self.inference.run(batch, lambda micro_batch: model(micro_batch).cpu())
         ran_whole = done[0][0] is None
         if ran_whole:
@@ -217,7 +225,9 @@ class Guard:
         return torch.cat([rows for _, rows in done])[order.argsort()]
 
     def _try(self, batch: Batch, seed_idx: Tensor | None, step: Step, other_bytes: int) -> tuple[Tensor | None, int]:
-        """(result, peak bytes) of one micro-batch. The result is None if it takes too much; then nothing has changed.
+        """(result, peak bytes) of one micro-batch.
+
+        The result is None if it takes too much; then nothing has changed.
 
         other_bytes: bytes of the batch if this step made it (cut or redrawn), else 0.
         """
@@ -287,8 +297,8 @@ class Guard:
         predictor = self._predictor(Sizes.of(batch))
         bytes_of = self._bytes_of(batch, is_split=True, copied=copied)
 
-        # The predicted peak of sizes unlike all measured ones is far too high. Expected bytes tell the number of
-        # groups to try first, and whether a single seed must be refused.
+        # The predicted peak of sizes unlike all measured ones is far too high. Expected bytes tell the
+        # number of groups to try first, and whether a single seed must be refused.
         def expected_bytes_of(sizes: Sizes) -> float:
             return bytes_of(sizes) - predictor.predict_peak(sizes) + predictor.expected_bytes(sizes)
 
@@ -335,7 +345,8 @@ class Guard:
         return True
 
     def _needed_bytes(self, step: SplittableStep) -> float:
-        """Predicted peak of a step at once: the lower of two predictions, from whole steps and from micro-batches."""
+        """Predicted peak of a step at once: the lower of two predictions, from whole steps and from
+        micro-batches."""
         return min(self.predict_peak_of_sizes(step.sizes()), step.bound_bytes())
 
     def note_split(self, num_micro_batches: int) -> None:
@@ -362,15 +373,16 @@ class Guard:
         measured: bool = True,
         other_bytes: int = 0,
     ) -> tuple[Tensor | None, int]:
-        """(result, peak bytes) of a step or a micro-batch. The result is None if it takes too much; then all is
-        undone.
+        """(result, peak bytes) of a step or a micro-batch. The result is None if it takes too much; then
+        all is undone.
 
-        predicted_bytes: the predicted peak as far as it is known now; `run` may set it in its `Attempt`. other_bytes:
-        bytes that the step allocated before this call. measured: whether a meter runs.
+        predicted_bytes: the predicted peak as far as it is known now; `run` may set it in its `Attempt`.
+        other_bytes: bytes that the step allocated before this call. measured: whether a meter runs.
         """
         with meter_of(self.job.device) if measured else NoMeter() as meter:
             before = StepSnapshot(self.job.module, self.job.device)
-            # The snapshot takes earlier gradients out of the module. They are still in memory, and are counted here.
+            # The snapshot takes earlier gradients out of the module. They are still in memory, and are
+            # counted here.
             self._set_aside_bytes = before.gradient_bytes
             this = Attempt(meter, predicted_bytes)
             try:
@@ -406,7 +418,8 @@ class Guard:
     def overhead_bytes(self, is_split: bool = False) -> int:
         """Bytes in memory besides a step: earlier gradients, and a copy of the buffers.
 
-        is_split: gradients of all parameters are counted, since the first micro-batch leaves them for the others.
+        is_split: gradients of all parameters are counted, since the first micro-batch leaves them for the
+        others.
         """
         gradients, buffers = state_bytes(self.job.module)
         if is_split and not self.forward_only:
@@ -416,13 +429,16 @@ class Guard:
     def _bytes_of(self, batch: Batch, is_split: bool, copied: bool | None = None) -> Callable[[Sizes], float]:
         """A function from sizes to the predicted peak of a step, with overhead and copies.
 
-        is_split: the step is of a micro-batch, whose rows and indices are copies. copied: whether the step's batch is
-        copied from the host; None to tell by where the batch is now.
+        is_split: the step is of a micro-batch, whose rows and indices are copies. copied: whether the
+        step's batch is copied from the host; None to tell by where the batch is now.
         """
         overhead_bytes = self.overhead_bytes(is_split)
         if copied is None:
             copied = self._is_on_other_device(batch)
-        copies = MicroBatchBytes.of(batch, None if copied else self.job.device) if is_split or copied else None
+        copies = None
+        if is_split or copied:
+            build_device = None if copied else self.job.device
+            copies = MicroBatchBytes.of(batch, build_device)
 
         def bytes_of(sizes: Sizes) -> float:
             step_bytes = self.predict_peak_of_sizes(sizes)
@@ -454,7 +470,10 @@ class Guard:
         self._predictor(sizes).observe(sizes, peak_bytes)
 
     def _predictor(self, sizes: Sizes) -> Predictor:
-        """The predictor, made at the first call. sizes: of a batch, for the number of blocks. Any thread may call."""
+        """The predictor, made at the first call. sizes: of a batch, for the number of blocks.
+
+        Any thread may call.
+        """
         with self._lock:
             if self.predictor is None:
                 costs = costs_of(self.job.model, self.job.data.tables.get("x"), len(sizes.edges))
@@ -473,7 +492,8 @@ class Guard:
         return cut
 
     def _resample(self, batch: Batch, redraw: Redraw | None) -> Batch | None:
-        """The first other sample of the seeds that fits, as a batch; None after `MAX_REDRAWS` that do not fit."""
+        """The first other sample of the seeds that fits, as a batch; None after `MAX_REDRAWS` that do not
+        fit."""
         if redraw is None:
             raise ValueError("over_budget=resample is for sampled batches: set over_budget=split")
         bytes_of = self._bytes_of(batch, is_split=True)
@@ -488,7 +508,10 @@ class Guard:
 
 @dataclass(eq=False)
 class Attempt:
-    """A step or micro-batch that is being tried. The function that runs it sets the fields once it knows them."""
+    """A step or micro-batch that is being tried.
+
+    The function that runs it sets the fields once it knows them.
+    """
 
     meter: Meter
     """Measures the attempt. The running function calls `lap()` where the step itself begins."""
@@ -551,10 +574,10 @@ class GuardedUnit(Unit):
     def _own_loss(self, total: float) -> Tensor:
         """`forward_backward` for a loss of the user's own, which may not be a sum over seeds.
 
-        A batch in micro-batches takes two passes. The first one computes all outputs without gradients, and from them
-        the loss L over all seeds and its gradient g at the outputs. The second one runs each micro-batch with
-        gradients, and goes back from sum(outputs * g), whose gradient at the outputs is g. A batch that fits takes
-        one pass.
+        A batch in micro-batches takes two passes. The first one computes all outputs without gradients, and
+        from them the loss L over all seeds and its gradient g at the outputs. The second one runs each
+        micro-batch with gradients, and goes back from sum(outputs * g), whose gradient at the outputs is g.
+        A batch that fits takes one pass.
         """
         job = self.job
         batch = self.guard.make_fit(self.batch, self.redraw)

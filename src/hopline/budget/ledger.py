@@ -1,7 +1,8 @@
 """Predicted and measured bytes of the steps of a run, epoch by epoch.
 
-The guard notes each step, batch, split, cut and out of memory. At the end of an epoch the trainer takes the `Record`,
-which goes into the report. The names of its fields are keys of report files, so they stay as they are.
+The guard notes each step, batch, split, cut and out of memory. At the end of an epoch the trainer takes the
+`Record`, which goes into the report. The names of its fields are keys of report files, so they stay as they
+are.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Record:
     before: list[float] = field(default_factory=list)
     """One entry per batch: the predicted peak of the whole batch."""
     after: list[int] = field(default_factory=list)
-    """One entry per batch: the largest peak of its micro-batches, measured or, without a measurement, expected."""
+    """One entry per batch: the largest peak of its micro-batches, measured or, without a measurement,
+    expected."""
     over: int = 0
     """The number of steps or micro-batches that took more than the limit."""
     split: int = 0
@@ -69,7 +71,8 @@ class Ledger:
             trace.count("budget.steps_over", 1)
 
     def note_batch(self, before_bytes: float, after_bytes: int) -> None:
-        """Note a batch that ran: the predicted peak of all of it, and the largest peak of its micro-batches."""
+        """Note a batch that ran: the predicted peak of all of it, and the largest peak of its
+        micro-batches."""
         self._record.before.append(before_bytes)
         self._record.after.append(after_bytes)
 

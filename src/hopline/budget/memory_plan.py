@@ -1,8 +1,8 @@
 """The resident bytes of a run by place (device, host, disk), known before anything runs.
 
-`RunOutline` lists the bytes of weights, optimizer, data and embeddings, and the limits that a budget sets for each
-place. Each method subtracts the one from the other in its own plan. The rest is the limit of a step, for which the
-outline has a predictor.
+`RunOutline` lists the bytes of weights, optimizer, data and embeddings, and the limits that a budget sets
+for each place. Each method subtracts the one from the other in its own plan. The rest is the limit of a
+step, for which the outline has a predictor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class RunOutline(Outline):
     """The predictor of the model's steps for each number of blocks in a batch."""
 
     def predictor(self, num_blocks: int) -> Predictor:
-        """The predictor for batches of that many blocks. It knows the bound, and the steps measured so far."""
+        """The predictor for batches of that many blocks.
+
+        It knows the bound, and the steps measured so far.
+        """
         if num_blocks not in self.predictors:
             x = self.data.tables.get("x")
             shape = None if x is None else Rows(x, torch.empty(0, dtype=torch.int64))
@@ -48,7 +51,8 @@ class RunOutline(Outline):
         return next((p.dtype for p in self.model.parameters()), torch.float32)
 
     def resident_items(self) -> list[Item]:
-        """The resident bytes that every method has: weights, optimizer state and, on a GPU, libraries and others."""
+        """The resident bytes that every method has: weights, optimizer state and, on a GPU, libraries and
+        others."""
         weights = [p for p in self.model.parameters() if not isinstance(p, nn.UninitializedParameter)]
         total = sum(p.numel() * p.element_size() for p in weights)
         items = [
@@ -56,8 +60,8 @@ class RunOutline(Outline):
             Item("optimizer", self.compute_place, STATES[self.optimizer] * total),
         ]
         if self.device.type == "cuda":
-            # CUDA's libraries keep a workspace per stream. With asynchronous evaluation there are three streams: the
-            # one that was there, one for training and one for evaluation.
+            # CUDA's libraries keep a workspace per stream. With asynchronous evaluation there are three
+            # streams: the one that was there, one for training and one for evaluation.
             streams = 3 if self.async_evaluation else 1
             items.append(Item("workspace of CUDA's libraries", "device", streams * library_bytes(self.device)))
             items.append(Item("what the process had there before", "device", self._other_bytes))
@@ -65,47 +69,53 @@ class RunOutline(Outline):
 
     @cached_property
     def _other_bytes(self) -> int:
-        """Bytes of the GPU that this process holds for something else than the run, such as an earlier run."""
+        """Bytes of the GPU that this process holds for something else than the run, such as an earlier
+        run."""
         tables = self.data.tables.values()
         if self.data.graph.indptr.is_cuda or any(isinstance(table, TieredTable) for table in tables):
             return 0  # the dataset is on the GPU already, and is counted with the run
         free_memory(self.device)
-        own = [*self.job.module.parameters(), *self.job.module.buffers()]
-        run = library_bytes(self.device) + sum(t.nbytes for t in own if not is_lazy(t) and t.is_cuda)
-        return max(0, torch.cuda.memory_allocated(self.device) - run)
+        module = self.job.module
+        module_tensors = [t for t in (*module.parameters(), *module.buffers()) if not is_lazy(t) and t.is_cuda]
+        run_bytes = library_bytes(self.device) + sum(t.nbytes for t in module_tensors)
+        return max(0, torch.cuda.memory_allocated(self.device) - run_bytes)
 
     def limits(self, budget: Budget) -> dict[Place, int | None]:
         """The most bytes that the run may take in each place; None for no limit.
 
         Without a limit for a GPU it is the GPU's free memory and what this process has allocated on it.
         """
-        found: dict[Place, int | None] = {}
+        limits: dict[Place, int | None] = {}
         for place in PLACES:
             size = getattr(budget, place)
-            found[place] = None if size is None else parse_size(size)
+            limits[place] = None if size is None else parse_size(size)
         if self.compute_place == "host":
-            return {**found, "device": None, "host": budget.bytes_on(self.device)}
-        if found["device"] is None:
-            found["device"] = free_bytes(self.device) + torch.cuda.memory_allocated(self.device)
-        return found
+            return {**limits, "device": None, "host": budget.bytes_on(self.device)}
+        if limits["device"] is None:
+            limits["device"] = free_bytes(self.device) + torch.cuda.memory_allocated(self.device)
+        return limits
 
     def hidden_bytes(self) -> int:
-        """An estimate of the bytes of layer-wise tables of embeddings, by the widest layer. 0 without layers."""
+        """An estimate of the bytes of layer-wise tables of embeddings, by the widest layer. 0 without
+        layers."""
         if not isinstance(self.model, GNN):
             return 0
         widest = max(row_widths(self.model, self.data.num_features)[1:])
-        tables = 2 + 2 * self.model.encodes + 2 * self.model.num_layers * self.model.keeps_jk
-        return tables * widest * self.data.num_nodes * self.dtype.itemsize
+        num_tables = 2
+        if self.model.encodes:
+            num_tables += 2
+        if self.model.keeps_jk:
+            num_tables += 2 * self.model.num_layers
+        return num_tables * widest * self.data.num_nodes * self.dtype.itemsize
 
     def data_on_host(self) -> list[Item]:
         """The bytes of the dataset in host memory: none if it is mapped from a folder."""
-        if self.data.folder is not None:
-            return []
         data = self.data
-        rest = data.num_bytes - data.graph.num_bytes - sum(table.num_bytes for table in data.tables.values())
-        tables = [Item(_title(name), "host", table.num_bytes) for name, table in data.tables.items()]
-        return [Item("graph", "host", data.graph.num_bytes), *tables, Item("labels and splits", "host", rest)]
-
-
-def _title(table: str) -> str:
-    return "features" if table == "x" else f"table {table}"
+        if data.folder is not None:
+            return []
+        items = [Item("graph", "host", data.graph.num_bytes)]
+        for name, table in data.tables.items():
+            title = "features" if name == "x" else f"table {name}"
+            items.append(Item(title, "host", table.num_bytes))
+        rest = data.num_bytes - sum(item.num_bytes for item in items)
+        return [*items, Item("labels and splits", "host", rest)]

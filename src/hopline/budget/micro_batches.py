@@ -1,13 +1,14 @@
 """Two ways to make a sampled batch fit: split it into micro-batches, or cut edges out of it.
 
-Splitting (`groups_to_fit`, `micro_batch_of`) divides the seeds into groups. A micro-batch is a group with the edges
-of the batch that lead to it. The gradients of all micro-batches thus add up to those of the batch:
+Splitting (`groups_to_fit`, `micro_batch_of`) divides the seeds into groups. A micro-batch is a group with
+the edges of the batch that lead to it. The gradients of all micro-batches thus add up to those of the
+batch:
 
     batch  ->  seed_costs  ->  balanced_groups  ->  sizes_of  ->  fits?  no: more groups
-                                                                         yes: micro_batch_of(group) at its turn
+                                                                         yes: micro_batch_of(each group)
 
-The price is time: nodes that several groups need are computed in each of them. Sizes of micro-batches are counted
-without building them, so a search over numbers of groups is cheap.
+The price is time: nodes that several groups need are computed in each of them. Sizes of micro-batches are
+counted without building them, so a search over numbers of groups is cheap.
 
 Cutting (`cut_to_fit`) leaves edges out and so changes the sample. It happens only where the user chose it
 (over_budget=cut and its variants).
@@ -39,13 +40,18 @@ BytesOf = Callable[[Sizes], float]
 """A function from sizes to peak bytes. It must be monotonic: never less for more nodes or edges."""
 SMALL_TENSOR_BYTES = 1024
 """Bytes reckoned per micro-batch for small tensors. A rule of thumb."""
-MAX_FILLED_GROUPS, FILLED_BY, FILLED_TO = 4, 32, 0.97
-"""Settings of `_first_filled`, which makes the first group as large as fits. Rules of thumb.
 
-MAX_FILLED_GROUPS: with more groups than this all stay even. FILLED_BY: the number of shares that the seeds are
-divided into; the first group takes some of these. FILLED_TO: the fraction of the limit up to which it is filled. It
-is below 1 because predicted peaks change until the group runs, and a group that is then too large would be split
-again.
+# ---- filling the first group (`_fill_first_group`). All are rules of thumb.
+
+MAX_FILLED_GROUPS = 4
+"""The most groups of which the first is made as large as fits. With more groups all stay even."""
+NUM_SHARES = 32
+"""The number of even shares that the seeds are divided into. The first group takes some of these."""
+FILLED_FRACTION = 0.97
+"""The fraction of the limit up to which the first group is filled.
+
+It is below 1 because predicted peaks change until the group runs, and a group that is then too large would
+be split again.
 """
 
 
@@ -61,7 +67,8 @@ def can_split(model: nn.Module) -> bool:
 def check_split(model: nn.Module, instead: str = "set over_budget=cut", training: bool = False) -> None:
     """Raise a ValueError if micro-batches would not give what the whole batch gives. It names the module.
 
-    instead: the advice at the end of the message. training: check as in training mode, whatever the mode is now.
+    instead: the advice at the end of the message. training: check as in training mode, whatever the mode is
+    now.
     """
     if isinstance(model, Whole):
         raise ValueError(
@@ -110,28 +117,32 @@ def micro_batch_of(batch: Batch, seed_idx: Tensor) -> MicroBatch:
 
     seed_idx: [n] int64, positions of the seeds among the batch's.
     """
-    chosen = own = seed_idx = seed_idx.to(batch.seeds.device)
+    seed_idx = seed_idx.to(batch.seeds.device)
+    dst = src = seed_idx
     blocks: list[Block] = []
     # From the seeds backwards: the sources of a block are the destinations of the block before it.
     for block in reversed(batch.blocks):
-        part, own = _splittable(block).part, chosen
-        wants = bool(part.edge) or part.edge_ids is not None
-        indptr, src_idx, chosen, edges = _edges_to(part, block.num_src, own, wants)
-        blocks.append(_block(block, chosen, own.numel(), _part(part, indptr, src_idx, edges)))
-    return MicroBatch(batch, seed_idx, tuple(reversed(blocks)), chosen, own)
+        dst = src
+        part = _check_divisible(block).part
+        has_edge_arrays = bool(part.edge) or part.edge_ids is not None
+        indptr, src_idx, src, edges = _edges_to(part, block.num_src, dst, with_positions=has_edge_arrays)
+        blocks.append(_block(block, src, dst.numel(), _part(part, indptr, src_idx, edges)))
+    return MicroBatch(whole=batch, seed_idx=seed_idx, blocks=tuple(reversed(blocks)), input_idx=src, own_idx=dst)
 
 
-def _edges_to(part: Part, num_src: int, own: Tensor, wants: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(indptr, src_idx, sources, edges) of the edges of `part` that lead to the destinations `own`.
+def _edges_to(
+    part: Part, num_src: int, dst: Tensor, with_positions: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(indptr, src_idx, sources, edges) of the edges of `part` that lead to the destinations `dst`.
 
-    sources: positions among the part's num_src sources, `own` first. edges: positions among the part's edges; the CPU
-    kernel may leave them out (None) unless `wants`.
+    sources: positions among the part's num_src sources, `dst` first. edges: positions among the part's
+    edges; the CPU kernel leaves them out (None) unless `with_positions`.
     """
-    if own.device.type == "cpu":
-        return cpu_cut_batches.take(part.indptr, part.src_idx, num_src, own, wants)
-    indptr, edges = ops.row_positions(part.indptr, own)
-    chosen, src_idx = ops.relabel(own, ops.gather_rows(part.src_idx, edges))
-    return indptr, src_idx, chosen, edges
+    if dst.device.type == "cpu":
+        return cpu_cut_batches.take(part.indptr, part.src_idx, num_src, dst, with_positions)
+    indptr, edges = ops.row_positions(part.indptr, dst)
+    sources, src_idx = ops.relabel(dst, ops.gather_rows(part.src_idx, edges))
+    return indptr, src_idx, sources, edges
 
 
 @dataclass(frozen=True)
@@ -142,11 +153,13 @@ class MicroBatchBytes:
     """
 
     per_node: tuple[float, ...]
-    """[num_blocks + 1]: bytes per node for ids, indptr, labels and copied rows, by the entries of `Sizes.nodes`."""
+    """[num_blocks + 1]: bytes per node for ids, indptr, labels and copied rows, by the entries of
+    `Sizes.nodes`."""
     per_edge: tuple[float, ...]
     """[num_blocks]: bytes per edge for indices and copied edge arrays, by the entries of `Sizes.edges`."""
-    to_make: float
-    """Temporary bytes per edge of the largest block while the micro-batch is built; 0 if built on another device."""
+    build_bytes_per_edge: float
+    """Temporary bytes per edge of the largest block while the micro-batch is built; 0 if built on another
+    device."""
     maps: int
     """Temporary bytes of the map from the batch's nodes to their local ids while the micro-batch is built."""
 
@@ -156,39 +169,56 @@ class MicroBatchBytes:
 
         device: where micro-batches are built and run; None if they are built on the host and then copied.
         """
-        nodes = [8.0] * len(batch.blocks) + [0.0]
+        per_node = [8.0] * len(batch.blocks) + [0.0]  # each block's ids of sources
         for l in range(len(batch.blocks)):
-            nodes[l + 1] += 8  # the block's indptr
-        nodes[-1] += 8 + (0 if batch.y is None else _row_bytes(batch.y))
+            per_node[l + 1] += 8  # the block's indptr
+        per_node[-1] += 8  # the seeds
+        if batch.y is not None:
+            per_node[-1] += _row_bytes(batch.y)
         for rows in (batch.x, *batch.tables.values()):
             if isinstance(rows, ReducedRows):
-                nodes[1] += _row_bytes(rows.reduced_and_own)
+                per_node[1] += _row_bytes(rows.reduced_and_own)
             elif isinstance(rows, Tensor):
-                nodes[0] += _row_bytes(rows)
-        edges = []
+                per_node[0] += _row_bytes(rows)
+
+        per_edge = []
         for block in batch.blocks:
-            part = _splittable(block).part
-            edges.append(4 + sum(map(_row_bytes, part.edge.values())) + 8 * (part.edge_ids is not None))
+            part = _check_divisible(block).part
+            edge_id_bytes = 0 if part.edge_ids is None else 8
+            per_edge.append(4 + sum(map(_row_bytes, part.edge.values())) + edge_id_bytes)
+
+        # Temporary bytes per edge and per node of the batch: those of the CPU kernel, or of `ops.relabel`
+        # on a GPU.
         if device is None:
-            return cls(tuple(nodes), tuple(edges), 0, 0)
-        # Temporary bytes per edge and per node of the batch: those of the CPU kernel, or of `ops.relabel` on a GPU.
-        on_cpu = device.type == "cpu"
-        return cls(tuple(nodes), tuple(edges), 24 if on_cpu else 96, (4 if on_cpu else 16) * batch.blocks[0].num_src)
+            build_bytes_per_edge, map_bytes_per_node = 0, 0
+        elif device.type == "cpu":
+            build_bytes_per_edge, map_bytes_per_node = 24, 4
+        else:
+            build_bytes_per_edge, map_bytes_per_node = 96, 16
+        return cls(
+            per_node=tuple(per_node),
+            per_edge=tuple(per_edge),
+            build_bytes_per_edge=build_bytes_per_edge,
+            maps=map_bytes_per_node * batch.blocks[0].num_src,
+        )
 
     def resident(self, sizes: Sizes) -> float:
         """The bytes of a micro-batch while its step runs."""
-        of_nodes = sum(b * n for b, n in zip(self.per_node, sizes.nodes, strict=True))
-        return of_nodes + sum(b * n for b, n in zip(self.per_edge, sizes.edges, strict=True)) + SMALL_TENSOR_BYTES
+        node_bytes = sum(b * n for b, n in zip(self.per_node, sizes.nodes, strict=True))
+        edge_bytes = sum(b * n for b, n in zip(self.per_edge, sizes.edges, strict=True))
+        return node_bytes + edge_bytes + SMALL_TENSOR_BYTES
 
-    def while_made(self, sizes: Sizes) -> float:
-        """The bytes of a micro-batch while it is built: with local ids of nodes and positions of edges on top."""
-        if not self.to_make:
+    def while_built(self, sizes: Sizes) -> float:
+        """The bytes of a micro-batch while it is built: with local ids of nodes and positions of edges on
+        top."""
+        is_built_elsewhere = not self.build_bytes_per_edge
+        if is_built_elsewhere:
             return self.resident(sizes)
-        return self.resident(sizes) + 24 * sizes.nodes[0] + self.to_make * max(sizes.edges) + self.maps
+        return self.resident(sizes) + 24 * sizes.nodes[0] + self.build_bytes_per_edge * max(sizes.edges) + self.maps
 
     def peak_with_step(self, sizes: Sizes, step_bytes: float) -> float:
         """The peak bytes of building and running a micro-batch. step_bytes: the peak of its step alone."""
-        return max(self.resident(sizes) + step_bytes, self.while_made(sizes))
+        return max(self.resident(sizes) + step_bytes, self.while_built(sizes))
 
 
 def _row_bytes(rows: Tensor) -> int:
@@ -196,9 +226,11 @@ def _row_bytes(rows: Tensor) -> int:
 
 
 def seed_costs(batch: Batch, costs: Costs) -> Tensor:
-    """[num_seeds] float64 on the host: the bytes of each seed alone, by the bound, as if its sources formed a tree.
+    """[num_seeds] float64 on the host: the bytes of each seed alone, by the bound, as if its sources formed
+    a tree.
 
-    Computed for all seeds at once, layer by layer from the inputs. With c_l the bytes per node and e_l per edge:
+    Computed for all seeds at once, layer by layer from the inputs. With c_l the bytes per node and e_l per
+    edge:
 
         total_0[v]      =  c_0
         total_(l+1)[v]  =  c_(l+1)  +  total_l[v]  +  sum over in-edges (u, v) of block l   (total_l[u] + e_l)
@@ -206,10 +238,12 @@ def seed_costs(batch: Batch, costs: Costs) -> Tensor:
     A node that a seed reaches by two paths counts twice.
     """
     total = torch.full((batch.blocks[0].num_src, 1), costs.per_node[0], dtype=torch.float64)
-    for block, node, edge in zip(batch.blocks, costs.per_node[1:], costs.per_edge, strict=True):
-        indptr, src_idx = block.part.indptr.cpu(), block.part.src_idx.cpu()
-        below = ops.reduce_edges(total, indptr, src_idx, "sum")
-        total = below.add_(total[: block.num_dst]).add_(node).add_(indptr.diff()[:, None], alpha=edge)
+    for block, node_bytes, edge_bytes in zip(batch.blocks, costs.per_node[1:], costs.per_edge, strict=True):
+        indptr = block.part.indptr.cpu()
+        src_idx = block.part.src_idx.cpu()
+        from_sources = ops.reduce_edges(total, indptr, src_idx, "sum")
+        num_in_edges = indptr.diff()[:, None]
+        total = from_sources.add_(total[: block.num_dst]).add_(node_bytes).add_(num_in_edges, alpha=edge_bytes)
     return total[:, 0]
 
 
@@ -218,49 +252,51 @@ def sizes_of(batch: Batch, groups: Sequence[Tensor]) -> list[Sizes]:
 
     groups: each [n] int64, positions of seeds.
     """
-    num_nodes, num_blocks = Sizes.of(batch).nodes, len(batch.blocks)
+    num_nodes = Sizes.of(batch).nodes
     counts = cpu_cut_batches.count(_edges_of(batch), num_nodes, [group.cpu().numpy() for group in groups]).tolist()
-    return [Sizes(tuple(row[: num_blocks + 1]), tuple(row[num_blocks + 1 :])) for row in counts]
+    return [Sizes(tuple(row[: len(num_nodes)]), tuple(row[len(num_nodes) :])) for row in counts]
 
 
 def balanced_groups(seed_cost: Tensor, num_micro_batches: int) -> list[Tensor]:
     """Groups of seeds of about equal cost, each [n] int64: ascending positions in `seed_cost`.
 
-    Seeds are dealt out, the most expensive first, to groups 0, 1, ..., k - 1, k - 1, ..., 1, 0, and so on. Empty
-    groups are left out.
+    Seeds are dealt out, the most expensive first, to groups 0, 1, ..., k - 1, k - 1, ..., 1, 0, and so on.
+    Empty groups are left out.
     """
     order = torch.argsort(seed_cost, descending=True, stable=True)
-    turn = torch.arange(order.numel(), device=order.device)
-    place = turn % (2 * num_micro_batches)
-    owner = torch.minimum(place, 2 * num_micro_batches - 1 - place)
-    return [
-        order[owner == number].sort().values for number in range(num_micro_batches) if bool((owner == number).any())
-    ]
+    # One round deals a seed to every group on the way up and another on the way down.
+    round_length = 2 * num_micro_batches
+    step_in_round = torch.arange(order.numel(), device=order.device) % round_length
+    group_of = torch.minimum(step_in_round, round_length - 1 - step_in_round)
+
+    groups = [order[group_of == number].sort().values for number in range(num_micro_batches)]
+    return [group for group in groups if group.numel()]
 
 
 def find_fewest(
-    cut: Callable[[int], list[P]],
-    worst: Callable[[list[P]], float],
+    split: Callable[[int], list[P]],
+    bytes_of_largest: Callable[[list[P]], float],
     limit: float,
     *,
     first: int,
     most: int,
     grow: float,
 ) -> tuple[list[P], float]:
-    """(micro-batches, bytes of the largest): the first number tried that fits below `limit`, or `most`, fitting or
-    not.
+    """(micro-batches, bytes of the largest): the first number tried that fits below `limit`, or `most`,
+    fitting or not.
 
-    cut: makes that number of micro-batches. worst: the bytes of the largest. first: the number that is tried first.
-    grow: the largest factor from one tried number to the next.
+    split: makes that number of micro-batches. first: the number that is tried first. grow: the largest
+    factor from one tried number to the next.
     """
     num_micro_batches = first
     while True:
         num_micro_batches = min(num_micro_batches, most)
-        pieces = cut(num_micro_batches)
-        taken = worst(pieces)
-        if taken <= limit or num_micro_batches == most:
-            return pieces, taken
-        num_micro_batches = max(num_micro_batches + 1, math.floor(num_micro_batches * min(taken / limit, grow)))
+        micro_batches = split(num_micro_batches)
+        largest_bytes = bytes_of_largest(micro_batches)
+        if largest_bytes <= limit or num_micro_batches == most:
+            return micro_batches, largest_bytes
+        factor = min(largest_bytes / limit, grow)
+        num_micro_batches = max(num_micro_batches + 1, math.floor(num_micro_batches * factor))
 
 
 def split_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, costs: Costs) -> list[MicroBatch]:
@@ -281,135 +317,172 @@ def groups_to_fit(
 ) -> list[Tensor]:
     """Groups of seeds, as few as fit, such that the micro-batch of each takes at most `limit` bytes.
 
-    Each group is [n] int64 on the host: positions of seeds. If not even single seeds fit, groups of one seed are
-    returned as long as `min_bytes_of` of the largest is at most `max_bytes`. Otherwise a ValueError is raised.
+    Each group is [n] int64 on the host: positions of seeds. If not even single seeds fit, groups of one
+    seed are returned as long as `min_bytes_of` of the largest is at most `max_bytes`. Otherwise a
+    ValueError is raised.
 
-    among: [n] int64, the positions of the seeds to divide; None for all. first: the number of groups tried first; by
-    default by the bytes of all seeds together. max_bytes: None for `limit`. min_bytes_of: None for `bytes_of`.
+    among: [n] int64, the positions of the seeds to divide; None for all. first: the number of groups tried
+    first; by default by the bytes of all seeds together. max_bytes: None for `limit`. min_bytes_of: None
+    for `bytes_of`.
     """
     seed_cost = seed_costs(batch, costs)
     seeds = torch.arange(batch.num_seeds) if among is None else among.cpu()
 
-    def cut(num_groups: int) -> list[Tensor]:
+    def split(num_groups: int) -> list[Tensor]:
+        """Even groups, the most expensive first."""
         groups = [seeds[group] for group in balanced_groups(seed_cost[seeds], num_groups)]
         return sorted(groups, key=lambda group: -float(seed_cost[group].sum()))
 
-    def worst(groups: list[Tensor], bytes_of: BytesOf = bytes_of) -> float:
+    def bytes_of_largest(groups: list[Tensor], bytes_of: BytesOf = bytes_of) -> float:
+        """The bytes of the largest micro-batch of these groups."""
         return max(map(bytes_of, sizes_of(batch, groups)))
 
-    num_groups = math.ceil(worst([seeds]) / limit) if first is None else max(1, first)
-    groups, taken = find_fewest(cut, worst, limit, first=num_groups, most=seeds.numel(), grow=1.5)
-    if taken <= limit:
-        return _first_filled(batch, bytes_of, limit, groups, seed_cost)
-    least, most = worst(groups, min_bytes_of or bytes_of), limit if max_bytes is None else max_bytes
-    if least <= most:
+    num_groups = math.ceil(bytes_of_largest([seeds]) / limit) if first is None else max(1, first)
+    groups, largest_bytes = find_fewest(split, bytes_of_largest, limit, first=num_groups, most=seeds.numel(), grow=1.5)
+    if largest_bytes <= limit:
+        return _fill_first_group(batch, bytes_of, limit, groups, seed_cost)
+
+    # Every group is a single seed, and the largest is above the limit.
+    min_bytes = bytes_of_largest(groups, min_bytes_of or bytes_of)
+    if max_bytes is None:
+        max_bytes = limit
+    if min_bytes <= max_bytes:
         return groups
     raise ValueError(
-        f"one seed takes {format_size(least)} and {format_size(most)} are left for a step: give the budget "
-        f"{format_size(least - most)} more, make the fan-outs smaller, or set over_budget=cut"
+        f"one seed takes {format_size(min_bytes)} and {format_size(max_bytes)} are left for a step: give the budget "
+        f"{format_size(min_bytes - max_bytes)} more, make the fan-outs smaller, or set over_budget=cut"
     )
 
 
-def _first_filled(
+def _fill_first_group(
     batch: Batch, bytes_of: BytesOf, limit: float, groups: list[Tensor], seed_cost: Tensor
 ) -> list[Tensor]:
     """One group as large as fits and even groups of the remaining seeds; or `groups` if that gains nothing.
 
-    Nodes that seeds share are computed in every group, so one large and some small groups cost less than even ones. A
-    large group also teaches the predictor: it adds less to predictions for sizes that it has seen.
+    Nodes that seeds share are computed in every group, so one large and some small groups cost less than
+    even ones. A large group also teaches the predictor: it adds less to predictions for sizes that it has
+    seen.
 
     groups: even groups that fit.
     """
-    num_groups, seeds = len(groups), torch.cat(groups)
+    num_groups = len(groups)
     if not 1 < num_groups <= MAX_FILLED_GROUPS:
         return groups
-    shares = balanced_groups(seed_cost[seeds], FILLED_BY)
+    seeds = torch.cat(groups)
+    shares = balanced_groups(seed_cost[seeds], NUM_SHARES)
 
-    even = len(shares) // num_groups
-    low, high = even, len(shares)  # bisection: the largest count of shares that fits is >= low and < high
+    # Bisection: the largest count of shares that fits is at least `low` and below `high`.
+    even_count = len(shares) // num_groups
+    low = even_count
+    high = len(shares)
     while high - low > 1:
         count = (low + high) // 2
-        if bytes_of(sizes_of(batch, [seeds[torch.cat(shares[:count])]])[0]) <= FILLED_TO * limit:
+        (sizes,) = sizes_of(batch, [seeds[torch.cat(shares[:count])]])
+        if bytes_of(sizes) <= FILLED_FRACTION * limit:
             low = count
         else:
             high = count
-    if low == even:
+    if low == even_count:
         return groups
-    first, rest = (seeds[torch.cat(some)] for some in (shares[:low], shares[low:]))
-    others = balanced_groups(seed_cost[rest], -(-num_groups * (len(shares) - low) // len(shares)))
-    found = [first, *(rest[group] for group in others)]
-    return found if max(map(bytes_of, sizes_of(batch, found))) <= limit else groups
+
+    first_group = seeds[torch.cat(shares[:low])]
+    remaining = seeds[torch.cat(shares[low:])]
+    # The number of even groups that the remaining shares would fill, rounded up.
+    num_remaining_groups = -(-num_groups * (len(shares) - low) // len(shares))
+    remaining_groups = balanced_groups(seed_cost[remaining], num_remaining_groups)
+    filled = [first_group, *(remaining[group] for group in remaining_groups)]
+    all_fit = max(map(bytes_of, sizes_of(batch, filled))) <= limit
+    return filled if all_fit else groups
 
 
 # ---- cutting edges
 
 
 def cut_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, by: CutBy = "random", key: int = 0) -> Batch:
-    """The batch with as many of its edges as fit below `limit` bytes. Nodes that no remaining edge needs go too.
+    """The batch with as many of its edges as fit below `limit` bytes.
 
-    Edges are numbered in a random order drawn from `key`, or by importance (`edge_numbers`). An edge or node *enters*
-    at the lowest number with which it is needed. The largest number is searched up to which everything fits.
+    Nodes that no remaining edge needs go too.
+
+    Edges are numbered in a random order drawn from `key`, or by importance (`edge_numbers`). An edge or
+    node *enters* at the lowest number with which it is needed. The largest number is searched up to which
+    everything fits.
 
     by: "random", or "degree" or "pagerank", which leave out edges between hubs first.
     """
-    blocks, numbers = _edges_of(batch), edge_numbers(batch, by, key)
-    nodes, edges = [np.full(batch.num_seeds, -1)], []
-    for block, edge, number in zip(reversed(batch.blocks), reversed(blocks), reversed(numbers), strict=True):
-        src_entry, edge_entry = cpu_cut_batches.entries(edge, number, nodes[0], block.num_src)
-        nodes.insert(0, src_entry)
-        edges.insert(0, edge_entry)
+    block_edges = _edges_of(batch)
+    numbers = edge_numbers(batch, by, key)
+    node_entries = [np.full(batch.num_seeds, -1)]
+    edge_entries: list[np.ndarray] = []
+    for l in reversed(range(len(batch.blocks))):
+        num_src = batch.blocks[l].num_src
+        src_entry, edge_entry = cpu_cut_batches.entries(block_edges[l], numbers[l], node_entries[0], num_src)
+        node_entries.insert(0, src_entry)
+        edge_entries.insert(0, edge_entry)
 
     def fits(counts: Sequence[int]) -> bool:
-        return bytes_of(Sizes(tuple(counts[: len(nodes)]), tuple(counts[len(nodes) :]))) <= limit
+        """Whether a batch fits. counts: the nodes of each layer, then the edges of each block."""
+        num_nodes = tuple(counts[: len(node_entries)])
+        num_edges = tuple(counts[len(node_entries) :])
+        return bytes_of(Sizes(num_nodes, num_edges)) <= limit
 
-    if not fits([*[batch.num_seeds] * len(nodes), *[0] * len(edges)]):
+    seeds_alone = [*[batch.num_seeds] * len(node_entries), *[0] * len(edge_entries)]
+    if not fits(seeds_alone):
         raise ValueError(
             f"the seeds alone take more than the {format_size(limit)} left for a step: give a larger budget, or make "
             "batch_size smaller"
         )
-    last = cpu_cut_batches.last_that_fits([*nodes, *edges], lambda counts: fits(counts.tolist()))
-    return _kept(batch, blocks, nodes, edges, last)
+    last = cpu_cut_batches.last_that_fits([*node_entries, *edge_entries], lambda counts: fits(counts.tolist()))
+    return _batch_up_to(batch, block_edges, node_entries, edge_entries, last)
 
 
 def edge_numbers(batch: Batch, by: CutBy, key: int = 0) -> list[np.ndarray]:
-    """[num_edges] int64 per block: the number of each edge, distinct and from 0 on. Low numbers are kept first."""
-    blocks, num_nodes = _edges_of(batch), batch.blocks[0].num_src
+    """[num_edges] int64 per block: the number of each edge, distinct and from 0 on.
+
+    Low numbers are kept first.
+    """
+    block_edges = _edges_of(batch)
     if by == "random":
         return cpu_cut_batches.drawn_numbers([block.num_edges for block in batch.blocks], key)
-    hub = (
-        cpu_cut_batches.num_ends(blocks, num_nodes) if by == "degree" else cpu_cut_batches.page_rank(blocks, num_nodes)
-    )
-    return cpu_cut_batches.hub_numbers(blocks, hub, key)
+    num_nodes = batch.blocks[0].num_src
+    if by == "degree":
+        importance = cpu_cut_batches.num_ends(block_edges, num_nodes)
+    else:
+        importance = cpu_cut_batches.page_rank(block_edges, num_nodes)
+    return cpu_cut_batches.hub_numbers(block_edges, importance, key)
 
 
 def _edges_of(batch: Batch) -> list[cpu_cut_batches.Edges]:
     """(indptr, src_idx) of each block, on the host. Refuses blocks that cannot be divided."""
     for block in batch.blocks:
-        _splittable(block)
+        _check_divisible(block)
     return [(block.part.indptr.cpu().numpy(), block.part.src_idx.cpu().numpy()) for block in batch.blocks]
 
 
-def _kept(
+def _batch_up_to(
     batch: Batch,
-    edges: Sequence[cpu_cut_batches.Edges],
-    nodes: Sequence[np.ndarray],
-    entry: Sequence[np.ndarray],
+    block_edges: Sequence[cpu_cut_batches.Edges],
+    node_entries: Sequence[np.ndarray],
+    edge_entries: Sequence[np.ndarray],
     last: int,
 ) -> Batch:
     """The batch of the nodes and edges that enter at number `last` or before.
 
-    nodes, entry: the number at which each node, and each edge of a block, enters.
+    node_entries, edge_entries: the number at which each node of a layer, and each edge of a block, enters.
     """
 
-    def here(array: np.ndarray) -> Tensor:
+    def to_device(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(batch.seeds.device)
 
-    chosen, blocks = [here(np.flatnonzero(n <= last)) for n in nodes], []
+    nodes = [to_device(np.flatnonzero(entry <= last)) for entry in node_entries]
+    blocks = []
     for l, block in enumerate(batch.blocks):
-        found = cpu_cut_batches.kept_edges(edges[l], entry[l], nodes[l + 1], nodes[l], last)
-        indptr, src_idx, kept = map(here, found)
-        blocks.append(_block(block, chosen[l], chosen[l + 1].numel(), _part(block.part, indptr, src_idx, kept)))
-    return _batch(batch, chosen[-1], tuple(blocks), chosen[0], None)
+        arrays = cpu_cut_batches.kept_edges(
+            block_edges[l], edge_entries[l], dst_entry=node_entries[l + 1], src_entry=node_entries[l], last=last
+        )
+        indptr, src_idx, edges = map(to_device, arrays)
+        part = _part(block.part, indptr, src_idx, edges)
+        blocks.append(_block(block, src=nodes[l], num_dst=nodes[l + 1].numel(), part=part))
+    return _batch(batch, seed_idx=nodes[-1], blocks=tuple(blocks), input_idx=nodes[0], own_idx=None)
 
 
 def with_rows(batch: Batch, tables: Mapping[str, Readable]) -> Batch:
@@ -424,14 +497,14 @@ def with_rows(batch: Batch, tables: Mapping[str, Readable]) -> Batch:
             return Rows(before.table, ids)
         return tables[name].read(ids.cpu()).to(before.device)
 
-    others = {name: rows(name, before) for name, before in batch.tables.items()}
-    return replace(batch, x=None if batch.x is None else rows("x", batch.x), tables=others)
+    x = None if batch.x is None else rows("x", batch.x)
+    return replace(batch, x=x, tables={name: rows(name, before) for name, before in batch.tables.items()})
 
 
 # ---- parts of blocks and batches
 
 
-def _splittable(block: Block) -> Block:
+def _check_divisible(block: Block) -> Block:
     """The block itself; raises a ValueError if its edges cannot be divided."""
     if not block.is_divisible:
         raise ValueError(
@@ -448,34 +521,41 @@ def _part(part: Part, indptr: Tensor, src_idx: Tensor, edges: Tensor | None) -> 
     if edges is None:
         return Part(indptr, src_idx)
     edge = {name: ops.gather_rows(rows, edges) for name, rows in part.edge.items()}
-    return Part(indptr, src_idx, edge, None if part.edge_ids is None else ops.gather_rows(part.edge_ids, edges))
+    edge_ids = None if part.edge_ids is None else ops.gather_rows(part.edge_ids, edges)
+    return Part(indptr, src_idx, edge, edge_ids)
 
 
-def _block(block: Block, chosen: Tensor, num_dst: int, part: Part) -> Block:
-    return replace(block, src_ids=ops.gather_rows(block.src_ids, chosen), num_dst=num_dst, parts=(part,))
+def _block(block: Block, src: Tensor, num_dst: int, part: Part) -> Block:
+    """A block over some edges of another one. src: positions of its sources among the sources of `block`."""
+    return replace(block, src_ids=ops.gather_rows(block.src_ids, src), num_dst=num_dst, parts=(part,))
 
 
-def _batch(batch: Batch, seed_idx: Tensor, blocks: tuple[Block, ...], chosen: Tensor, own: Tensor | None) -> Batch:
+def _batch(
+    batch: Batch, seed_idx: Tensor, blocks: tuple[Block, ...], input_idx: Tensor, own_idx: Tensor | None
+) -> Batch:
     """The batch of some seeds of `batch`, over other blocks.
 
-    seed_idx, chosen: positions of its seeds and input rows in the batch. own: positions of the first block's
-    destinations; None if the first block lost edges. Reduced rows are then replaced by handles, since their sums are
-    no longer right.
+    seed_idx, input_idx: positions of its seeds and input rows in the batch. own_idx: positions of the first
+    block's destinations; None if the first block lost edges. Reduced rows are then replaced by handles,
+    since their sums are no longer right.
     """
+    src_ids = blocks[0].src_ids
 
-    def rows(of: Rows | Tensor | None) -> Any:
-        if isinstance(of, Tensor):
-            return ops.gather_rows(of, chosen)
-        if isinstance(of, ReducedRows) and own is not None:
-            return replace(of, ids=blocks[0].src_ids, reduced_and_own=ops.gather_rows(of.reduced_and_own, own))
-        return None if of is None else Rows(of.table, blocks[0].src_ids)
+    def select(rows: Rows | Tensor | None) -> Any:
+        if rows is None:
+            return None
+        if isinstance(rows, Tensor):
+            return ops.gather_rows(rows, input_idx)
+        if isinstance(rows, ReducedRows) and own_idx is not None:
+            return replace(rows, ids=src_ids, reduced_and_own=ops.gather_rows(rows.reduced_and_own, own_idx))
+        return Rows(rows.table, src_ids)
 
     return replace(
         batch,
         seeds=ops.gather_rows(batch.seeds, seed_idx),
         blocks=blocks,
-        x=rows(batch.x),
+        x=select(batch.x),
         y=None if batch.y is None else ops.gather_rows(batch.y, seed_idx.to(batch.y.device)),
-        tables={name: rows(of) for name, of in batch.tables.items()},
+        tables={name: select(rows) for name, rows in batch.tables.items()},
         groups=(),
     )

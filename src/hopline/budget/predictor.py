@@ -1,16 +1,17 @@
 """The predicted peak of a step before it runs, from the numbers of nodes and edges in each layer.
 
-Write s for the sizes of a step: nodes and edges per layer, and a 1 for the constant term. `Costs` holds the bytes c_i
-per unit of each size, from the widths of the model alone, so that
+Write s for the sizes of a step: nodes and edges per layer, and a 1 for the constant term. `Costs` holds the
+bytes c_i per unit of each size, from the widths of the model alone, so that
 
     bound(s)     =  sum over i   c_i * s_i                an upper bound, usually far above the real peak
     expected(s)  =  sum over i   f_i * c_i * s_i          the factors f_i >= 0 are fitted to measured steps
 
-`Predictor` returns the bound until `ENOUGH` steps were measured. Afterwards it returns the least of three values:
+`Predictor` returns the bound until `ENOUGH` steps were measured. Afterwards it returns the least of three
+values:
 
     the bound
     expected(s), plus a margin from the residuals of the fit and from how unlike the measured steps s is
-    the peak of a measured step, scaled up to sizes s (`_Fit.scaled`), plus a margin
+    the peak of a measured step, scaled up to sizes s (`_Fit.scale_up`), plus a margin
 
 CUDA's rounding comes on top. A prediction costs a few operations on small arrays; an observation costs a fit.
 """
@@ -23,7 +24,7 @@ from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
@@ -35,17 +36,22 @@ from hopline.nn.gnn import GNN, out_width
 from hopline.nn.whole_module import Whole
 from hopline.ops.cpu.linear import ROWS
 
-PER_NODE, PER_EDGE, SMALL = 64, 160, 1 << 16
-"""Bytes of the bound besides rows. Rules of thumb.
+# ---- the bound
 
-PER_NODE, PER_EDGE: bytes per node and per edge for indices, degrees and weights. SMALL: bytes per step for small
-tensors.
-"""
+BYTES_PER_NODE = 64
+"""Bytes of the bound per node for indices, degrees and weights, apart from rows. A rule of thumb."""
+BYTES_PER_EDGE = 160
+"""Bytes of the bound per edge for indices, degrees and weights, apart from rows. A rule of thumb."""
+SMALL_TENSOR_BYTES = 1 << 16
+"""Bytes of the bound per step for small tensors. A rule of thumb."""
 CUDA_ROUNDING = 4 << 20
 """Bytes by which CUDA's allocator may exceed the requests of a step: it leaves up to 1 MiB of a block unused.
 The number of such blocks is a rule of thumb."""
 FORWARD = 0.5
 """Fraction of a training step's bound that bounds a forward pass without gradients. A rule of thumb."""
+
+# ---- the fit
+
 ENOUGH = 6
 """Steps that must have been measured before the predicted peak may be below the bound. A rule of thumb."""
 MAX_OBSERVED = 128
@@ -65,23 +71,27 @@ BEYOND = 0.3
 A larger step may have its peak at another moment of the step, where other terms count.
 """
 UNLIKE = 1.2
-"""Margin for proportions of sizes outside those measured, as a fraction of the expected bytes. A rule of thumb.
+"""Margin for proportions of sizes outside those measured, as a fraction of the expected bytes.
 
-It is multiplied by the logarithm of how far outside they are. A step with other proportions may have its peak at
-another moment, where other terms count.
+A rule of thumb.
+
+It is multiplied by the logarithm of how far outside they are. A step with other proportions may have its
+peak at another moment, where other terms count.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """An upper bound of a step's bytes: a sum of bytes per node and per edge of each layer, and a constant."""
+    """An upper bound of a step's bytes: a sum of bytes per node and per edge of each layer, and a
+    constant."""
 
     per_node: tuple[float, ...]
     """[num_blocks + 1]: bytes per node, one entry for each of `Sizes.nodes`."""
     per_edge: tuple[float, ...]
     """[num_blocks]: bytes per edge, one entry for each of `Sizes.edges`."""
     fixed: float
-    """Bytes per step whatever its sizes: gradients of the parameters, and the terms that these are summed from."""
+    """Bytes per step whatever its sizes: gradients of the parameters, and the terms that these are summed
+    from."""
     rounding: float = 0.0
     """Bytes that the allocator may add. They depend on its free blocks, so no fit learns them."""
 
@@ -96,61 +106,102 @@ class Costs:
 
     def forward_only(self) -> Costs:
         """The bound for a forward pass without gradients, which keeps no layer for a backward pass."""
-        per_node, per_edge = (tuple(FORWARD * each for each in terms) for terms in (self.per_node, self.per_edge))
-        return Costs(per_node, per_edge, FORWARD * self.fixed, self.rounding)
+        return Costs(
+            per_node=tuple(FORWARD * num_bytes for num_bytes in self.per_node),
+            per_edge=tuple(FORWARD * num_bytes for num_bytes in self.per_edge),
+            fixed=FORWARD * self.fixed,
+            rounding=self.rounding,
+        )
 
 
 def costs_of(model: GNN | Whole, x: Rows | Readable | Tensor | None, num_blocks: int) -> Costs:
     """The bound for a model on batches whose input rows have the shape of `x`'s.
 
-    Each term counts the numbers that are in memory at once in forward and backward, as multiples of the widths of
-    rows. The multiples are rules of thumb, meant to lie above what steps take. x: None if there are no features.
+    Each term counts the numbers that are in memory at once in forward and backward, as multiples of the
+    widths of rows. The multiples are rules of thumb, meant to lie above what steps take. x: None if there
+    are no features.
     """
     width = 0 if x is None else math.prod(x.shape[1:])
-    unit = max((p.element_size() for p in model.parameters()), default=4)
-    fixed = 3 * sum(p.numel() * p.element_size() for p in model.parameters()) + SMALL
+    number_bytes = max((p.element_size() for p in model.parameters()), default=4)
+    fixed = 3 * sum(p.numel() * p.element_size() for p in model.parameters()) + SMALL_TENSOR_BYTES
     rounding = CUDA_ROUNDING if any(p.is_cuda for p in model.parameters()) else 0.0
-    if isinstance(model, Whole):  # runs all its layers on all nodes: one node term and one edge term cover everything
+    if isinstance(model, Whole):
+        # It runs all its layers on all nodes, so one term for nodes and one for edges cover everything.
         numbers = 6 * _widths(model) + 2 * width
-        edges = (numbers * unit + PER_EDGE, *[0.0] * (num_blocks - 1))
-        return Costs((numbers * unit + PER_NODE, *[0.0] * num_blocks), edges, fixed, rounding)
-    nodes, edges = [0.0] * (num_blocks + 1), [0.0] * num_blocks
+        return Costs(
+            per_node=(numbers * number_bytes + BYTES_PER_NODE, *[0.0] * num_blocks),
+            per_edge=(numbers * number_bytes + BYTES_PER_EDGE, *[0.0] * (num_blocks - 1)),
+            fixed=fixed,
+            rounding=rounding,
+        )
+
+    node_numbers = [0.0] * (num_blocks + 1)
+    per_edge = [0.0] * num_blocks
     if model.encoder is not None:
-        nodes[0] += 2 * width + 4 * _widths(model.encoder)
+        node_numbers[0] += 2 * width + 4 * _widths(model.encoder)
         width = out_width(model.encoder)
-    nodes[0] += 0 if model.reads_rows else 3 * width
+    if not model.reads_rows:
+        node_numbers[0] += 3 * width
+
     widths = [width]
-    for conv in model.convs:  # a conv without weights leaves the width as it is
-        widths.append(out_width(conv) if any(True for _ in conv.parameters()) else widths[-1])
-    after_conv = 6 + 6 * (model.residual or model.encodes or any(type(n) is not nn.Identity for n in model.norms))
-    for l, (before, after) in enumerate(pairwise(widths)):
-        src, dst, edge = _conv_numbers(model.convs[l], before, after, learns=l > 0 or model.encodes)
-        nodes[l] += src
-        nodes[l + 1] += dst + after_conv * after + 2 * sum(widths) * model.keeps_jk
-        edges[l] = edge * unit + PER_EDGE
+    for conv in model.convs:
+        # A conv without weights leaves the width as it is.
+        has_weights = any(True for _ in conv.parameters())
+        widths.append(out_width(conv) if has_weights else widths[-1])
+
+    has_norm = any(type(norm) is not nn.Identity for norm in model.norms)
+    rows_after_conv = 12 if model.residual or model.encodes or has_norm else 6
+    jk_numbers = 2 * sum(widths) if model.keeps_jk else 0
+    for l, (in_width, conv_width) in enumerate(pairwise(widths)):
+        numbers = _conv_numbers(model.convs[l], in_width, conv_width, needs_input_gradient=l > 0 or model.encodes)
+        node_numbers[l] += numbers.per_src
+        node_numbers[l + 1] += numbers.per_dst + rows_after_conv * conv_width + jk_numbers
+        per_edge[l] = numbers.per_edge * number_bytes + BYTES_PER_EDGE
+
     head = [module for module in (getattr(model, "jk", None), getattr(model, "lin", None)) if module is not None]
-    nodes[-1] += 6 * (sum(map(_widths, head)) + widths[-1])
-    return Costs(tuple(n * unit + PER_NODE for n in nodes), tuple(edges), fixed, rounding)
+    node_numbers[-1] += 6 * (sum(map(_widths, head)) + widths[-1])
+    return Costs(
+        per_node=tuple(numbers * number_bytes + BYTES_PER_NODE for numbers in node_numbers),
+        per_edge=tuple(per_edge),
+        fixed=fixed,
+        rounding=rounding,
+    )
 
 
-def _conv_numbers(conv: Any, before: int, after: int, learns: bool) -> tuple[float, float, float]:
-    """Numbers that a conv holds at once in forward and backward: (per source, per destination, per edge).
+class _ConvNumbers(NamedTuple):
+    """The numbers (values, not bytes) that a conv holds at once in forward and backward."""
 
-    learns: whether the conv's input rows need a gradient.
-    """
-    heads = getattr(conv, "heads", 1)
+    per_src: float
+    """Numbers per source."""
+    per_dst: float
+    """Numbers per destination."""
+    per_edge: float
+    """Numbers per edge."""
+
+
+def _conv_numbers(conv: Any, in_width: int, width: int, needs_input_gradient: bool) -> _ConvNumbers:
+    """The numbers that a conv holds. in_width, width: of its input and output rows."""
     if not is_fused(conv):
-        channels = heads * getattr(conv, "out_channels", after)
-        by_edge = 10 * channels if heads > 1 or "GAT" in type(conv).__name__ else 6 * (_widths(conv) + before)
-        by_node = 6 * (_widths(conv) + channels)
-        return by_node, by_node, by_edge + 20 * heads
-    src = 3 * before * learns
+        heads = getattr(conv, "heads", 1)
+        channels = heads * getattr(conv, "out_channels", width)
+        is_attention = heads > 1 or "GAT" in type(conv).__name__
+        per_edge = 10 * channels if is_attention else 6 * (_widths(conv) + in_width)
+        per_node = 6 * (_widths(conv) + channels)
+        return _ConvNumbers(per_node, per_node, per_edge + 20 * heads)
+
+    per_src = 3 * in_width if needs_input_gradient else 0
     if isinstance(conv, NORMALISED):  # multiplies by the weight before or after the reduction
-        return src + 4 * after, 3 * (before + after), 0
-    inside = sum(_widths(m) for name, m in conv.named_children() if not name.startswith("lin"))
-    sums = 2 * before * after / ROWS  # the weight's gradient is summed from one per range of ROWS rows
-    projected = 4 * before * bool(getattr(conv, "project", False))
-    return src + projected, 4 * before + 4 * inside + 4 * after * bool(getattr(conv, "normalize", False)) + sums, 0
+        return _ConvNumbers(per_src + 4 * width, 3 * (in_width + width), 0)
+
+    if getattr(conv, "project", False):
+        per_src += 4 * in_width
+    inner_widths = sum(_widths(child) for name, child in conv.named_children() if not name.startswith("lin"))
+    per_dst = 4 * in_width + 4 * inner_widths
+    if getattr(conv, "normalize", False):
+        per_dst += 4 * width
+    # The weight's gradient is summed from one gradient per range of ROWS rows.
+    weight_gradients = 2 * in_width * width / ROWS
+    return _ConvNumbers(per_src, per_dst + weight_gradients, 0)
 
 
 def _widths(module: nn.Module) -> int:
@@ -162,8 +213,8 @@ def _widths(module: nn.Module) -> int:
 class _Fit:
     """The state of a predictor after some measured steps. Immutable, and replaced as a whole.
 
-    A thread that predicts reads one reference and so sees a consistent state without a lock. Below, num_terms is the
-    length of `Sizes.array`: all sizes and a 1.
+    A thread that predicts reads one reference and so sees a consistent state without a lock. Below,
+    num_terms is the length of `Sizes.array`: all sizes and a 1.
     """
 
     factors: np.ndarray
@@ -175,40 +226,50 @@ class _Fit:
     largest: np.ndarray
     """[num_terms] float64: the largest value of each size over all steps."""
     shapes: np.ndarray
-    """[2, num_sizes] float64: the least and the largest value of each entry of `Sizes.shape` over all steps."""
+    """[2, num_sizes] float64: the least and the largest value of each entry of `Sizes.shape` over all
+    steps."""
     sizes: np.ndarray
     """[num_kept, num_terms] float64: `Sizes.array` of the steps that the fit uses."""
-    taken: np.ndarray
+    peaks: np.ndarray
     """[num_kept] float64: the measured peak bytes of the steps that the fit uses."""
     num_seen: int = 0
     """The number of steps measured so far."""
     over_bound: float = 1.0
     """The largest factor by which a step exceeded the bound; 1 if none did."""
-    unsteady: float = 0.0
-    """The most bytes by which a step missed the range that `scaled` and `scaled_down` gave for it before."""
+    max_miss: float = 0.0
+    """The most bytes by which a step missed the range that `scale_up` and `scale_down` gave for it before."""
 
     @cached_property
     def per_size(self) -> np.ndarray:
         """[num_kept, num_terms] float64: 1 / sizes. Stored because multiplying is faster than dividing."""
         return 1 / np.maximum(self.sizes, 1)
 
-    def scaled(self, sizes: Sizes) -> float:
+    def scale_up(self, sizes: Sizes) -> float:
         """An upper estimate of a step's peak from each measured step; returns the least of them.
 
-        For a measured step with sizes m and peak p let t = max(1, max over i of s_i / m_i). The estimate is t * p.
-        It rests on two assumptions: no larger size takes less memory, and t times all sizes take at most t times as
-        much.
+        For a measured step with sizes m and peak p let t = max(1, max over i of s_i / m_i). The estimate is
+        t * p.
+        It rests on two assumptions: no larger size takes less memory, and t times all sizes take at most t
+        times as much.
         """
         times = np.maximum.reduce(sizes.array * self.per_size, axis=1)
-        return float(np.minimum.reduce(np.maximum(times, 1, out=times) * self.taken))
+        return float(np.minimum.reduce(np.maximum(times, 1, out=times) * self.peaks))
 
-    def scaled_down(self, sizes: Sizes) -> float:
+    def scale_down(self, sizes: Sizes) -> float:
         """A lower estimate of a step's peak from each measured step; returns the largest of them.
 
-        It rests on the assumptions of `scaled`: a measured step with t times the sizes took at most t times as much.
+        It rests on the assumptions of `scale_up`: a measured step with t times the sizes took at most t
+        times as much.
         """
         times = (self.sizes / np.maximum(sizes.array, 1)).max(1)
-        return float((self.taken / np.maximum(times, 1)).max())
+        return float((self.peaks / np.maximum(times, 1)).max())
+
+    def bytes_outside(self, sizes: Sizes, peak_bytes: float) -> float:
+        """The bytes by which a step is outside the range that earlier steps give for it; negative or 0 if
+        inside."""
+        if self.num_seen < 2:
+            return 0.0
+        return max(peak_bytes - self.scale_up(sizes), self.scale_down(sizes) - peak_bytes)
 
 
 class Predictor:
@@ -217,24 +278,31 @@ class Predictor:
     Call `observe` with every measured step and `predict_peak` before the next. Any thread may call either:
     observations take a lock, and predictions read one immutable `_Fit`.
 
-    The fit scales the terms of the bound: with few steps all by one factor, with more each by its own. Errors are
-    relative, so a small batch counts as much as a large one. No factor is negative: more nodes or edges never take
-    less.
+    The fit scales the terms of the bound: with few steps all by one factor, with more each by its own.
+    Errors are relative, so a small batch counts as much as a large one. No factor is negative: more nodes
+    or edges never take less.
     """
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         # Before the first step: the bound itself, no sizes seen, and a measured step of infinite peak.
         ones = np.ones_like(costs.array)
-        shapes = np.outer([np.inf, -np.inf], ones[1:])
-        self._learnt = _Fit(ones, np.zeros((ones.size, ones.size)), 0.0, ones, shapes, ones[None], np.array([np.inf]))
+        self._fit = _Fit(
+            factors=ones,
+            spread=np.zeros((ones.size, ones.size)),
+            deviation=0.0,
+            largest=ones,
+            shapes=np.outer([np.inf, -np.inf], ones[1:]),
+            sizes=ones[None],
+            peaks=np.array([np.inf]),
+        )
         self._sizes: deque[np.ndarray] = deque(maxlen=MAX_OBSERVED)
-        self._taken: deque[float] = deque(maxlen=MAX_OBSERVED)
+        self._peaks: deque[float] = deque(maxlen=MAX_OBSERVED)
         self._lock = threading.Lock()
 
     @property
     def num_seen(self) -> int:
-        return self._learnt.num_seen
+        return self._fit.num_seen
 
     @property
     def is_sure(self) -> bool:
@@ -244,86 +312,95 @@ class Predictor:
     def observe(self, sizes: Sizes, peak_bytes: int) -> None:
         """Learn from a step that took `peak_bytes`."""
         with self._lock:
-            before = self._learnt
+            before = self._fit
             if before.num_seen == 1:
-                # The second step replaces the first, which may have allocated memory that later steps find in place.
+                # The second step replaces the first, which may have allocated memory that later steps find
+                # in place.
                 self._sizes.clear()
-                self._taken.clear()
+                self._peaks.clear()
             self._sizes.append(sizes.array)
-            self._taken.append(float(max(peak_bytes, 1)))
-            factors, spread, deviation = self._fit()
-            self._learnt = _Fit(
-                factors,
-                spread,
-                deviation,
+            self._peaks.append(float(max(peak_bytes, 1)))
+
+            factors, spread, deviation = self._fit_factors()
+            least_shape = np.minimum(before.shapes[0], sizes.shape)
+            largest_shape = np.maximum(before.shapes[1], sizes.shape)
+            self._fit = _Fit(
+                factors=factors,
+                spread=spread,
+                deviation=deviation,
                 largest=np.maximum(before.largest, sizes.array),
-                shapes=np.stack([np.minimum(before.shapes[0], sizes.shape), np.maximum(before.shapes[1], sizes.shape)]),
+                shapes=np.stack([least_shape, largest_shape]),
                 sizes=np.array(self._sizes),
-                taken=np.array(self._taken),
+                peaks=np.array(self._peaks),
                 num_seen=before.num_seen + 1,
                 over_bound=max(before.over_bound, peak_bytes / self.costs.bound(sizes)),
-                unsteady=max(before.unsteady, self._apart(before, sizes, peak_bytes)),
+                max_miss=max(before.max_miss, before.bytes_outside(sizes, peak_bytes)),
             )
-
-    @staticmethod
-    def _apart(learnt: _Fit, sizes: Sizes, peak_bytes: float) -> float:
-        """The bytes by which a step is outside the range that earlier steps give for it; negative or 0 if inside."""
-        if learnt.num_seen < 2:
-            return 0.0
-        return max(peak_bytes - learnt.scaled(sizes), learnt.scaled_down(sizes) - peak_bytes)
 
     def expected_bytes(self, sizes: Sizes) -> float:
         """The expected bytes of a step of these sizes, without a margin. Before the first step, the bound."""
-        return float((self.costs.array * sizes.array) @ self._learnt.factors)
+        return float((self.costs.array * sizes.array) @ self._fit.factors)
 
     def predict_peak(self, sizes: Sizes) -> float:
-        """The bytes that a step of these sizes will not exceed: the bound at first, then the fit and a margin.
+        """The bytes that a step of these sizes will not exceed: the bound at first, then the fit and a
+        margin.
 
         The formula is in the module's docstring.
         """
-        learnt = self._learnt
-        terms = self.costs.array * sizes.array
-        bound = float(self.costs.array @ sizes.array) * learnt.over_bound + self.costs.rounding
-        if learnt.num_seen < ENOUGH:
+        fit = self._fit  # read once: another thread may replace it meanwhile
+        bound = float(self.costs.array @ sizes.array) * fit.over_bound + self.costs.rounding
+        if fit.num_seen < ENOUGH:
             return bound
-        expected, noise, shape = float(terms @ learnt.factors), DEVIATIONS * learnt.deviation, sizes.shape
+        terms = self.costs.array * sizes.array
+        expected = float(terms @ fit.factors)
+
         # Noise of one step, and on top the uncertainty of the factors for these sizes.
-        margin = noise * math.sqrt(1 + float(terms @ learnt.spread @ terms) / expected**2)
-        # Sizes beyond the largest seen, and proportions outside those seen: the peak may be at another moment.
-        more = sizes.array - learnt.largest
-        beyond = BEYOND * float(self.costs.array @ np.maximum(more, 0, out=more)) / expected
-        apart = np.maximum.reduce(np.maximum(shape - learnt.shapes[1], learnt.shapes[0] - shape))
-        other = UNLIKE * max(0.0, float(apart))
-        learnt_bytes = expected * (1 + max(margin, MIN_MARGIN) + beyond + other)
-        scaled_bytes = learnt.scaled(sizes) * (1 + max(noise, MIN_MARGIN)) + learnt.unsteady
-        return min(bound, min(learnt_bytes, scaled_bytes) + self.costs.rounding)
+        noise = DEVIATIONS * fit.deviation
+        margin = noise * math.sqrt(1 + float(terms @ fit.spread @ terms) / expected**2)
+        # Sizes beyond the largest seen, and proportions outside those seen: the peak may be at another
+        # moment.
+        excess = sizes.array - fit.largest
+        beyond_margin = BEYOND * float(self.costs.array @ np.maximum(excess, 0, out=excess)) / expected
+        least_shape, largest_shape = fit.shapes
+        outside = np.maximum.reduce(np.maximum(sizes.shape - largest_shape, least_shape - sizes.shape))
+        unlike_margin = UNLIKE * max(0.0, float(outside))
 
-    def _fit(self) -> tuple[np.ndarray, np.ndarray, float]:
-        """(factors, spread, deviation) of `_Fit`, by least squares of the relative errors with a ridge penalty.
+        fitted_bytes = expected * (1 + max(margin, MIN_MARGIN) + beyond_margin + unlike_margin)
+        scaled_bytes = fit.scale_up(sizes) * (1 + max(noise, MIN_MARGIN)) + fit.max_miss
+        return min(bound, min(fitted_bytes, scaled_bytes) + self.costs.rounding)
 
-        Row k of `shares` is c_i * s_i / peak of step k. With f0 the one factor that fits best for all terms, minimise
+    def _fit_factors(self) -> tuple[np.ndarray, np.ndarray, float]:
+        """(factors, spread, deviation) of `_Fit`, by least squares of the relative errors with a ridge
+        penalty.
+
+        Row k of `shares` is c_i * s_i / peak of step k. With f0 the one factor that fits best for all
+        terms, minimise
 
             sum over k   (1 - sum over i  shares[k, i] * f_i)^2   +   RIDGE * num_steps * sum over i  (f_i - f0)^2
 
         with every f_i >= 0. Terms whose factor comes out negative are set to 0, and the rest is fitted again.
         """
-        taken = np.array(self._taken)
-        shares = self.costs.array * np.array(self._sizes) / taken[:, None]
+        peaks = np.array(self._peaks)
+        shares = self.costs.array * np.array(self._sizes) / peaks[:, None]
+        num_steps, num_terms = shares.shape
         total = shares.sum(1)
         common = float(total.sum() / (total @ total))
-        free = np.ones(shares.shape[1], dtype=bool)
-        factors = np.zeros(shares.shape[1])
-        held = RIDGE * len(taken) * np.eye(len(free))
+
+        is_free = np.ones(num_terms, dtype=bool)
+        factors = np.zeros(num_terms)
+        penalty = RIDGE * num_steps * np.eye(num_terms)
         while True:
-            use = shares[:, free]
-            inverse = np.linalg.inv(use.T @ use + held[np.ix_(free, free)])
-            factors[free] = common + inverse @ use.T @ (1 - common * use.sum(1))
-            if (factors[free] >= 0).all():
+            free_shares = shares[:, is_free]
+            inverse = np.linalg.inv(free_shares.T @ free_shares + penalty[np.ix_(is_free, is_free)])
+            factors[is_free] = common + inverse @ free_shares.T @ (1 - common * free_shares.sum(1))
+            if (factors[is_free] >= 0).all():
                 break
-            free &= factors > 0
+            is_free &= factors > 0
             factors[:] = 0
-        spread = np.zeros((len(free), len(free)))
-        spread[np.ix_(free, free)] = inverse
-        errors = 1 - shares @ factors
-        used = float(np.einsum("ij,jk,ik->", shares, spread, shares))  # degrees of freedom of the fit
-        return factors, spread, math.sqrt(float(errors @ errors) / max(1.0, len(taken) - used))
+        spread = np.zeros((num_terms, num_terms))
+        spread[np.ix_(is_free, is_free)] = inverse
+
+        residuals = 1 - shares @ factors
+        degrees_of_freedom = float(np.einsum("ij,jk,ik->", shares, spread, shares))
+        deviation = math.sqrt(float(residuals @ residuals) / max(1.0, num_steps - degrees_of_freedom))
+        return factors, spread, deviation

@@ -1,7 +1,8 @@
 """Measured steps of a copy of the model before a run, so that its plan need not rely on the bound.
 
-The bound by widths is far above the peaks of steps. A plan by the bound would split batches that fit. `measure_steps`
-trains a copy of the model on batches of 1, 2, 4, ... seeds and gives each peak to the predictor.
+The bound by widths is far above the peaks of steps. A plan by the bound would split batches that fit.
+`measure_steps` trains a copy of the model on batches of 1, 2, 4, ... seeds and gives each peak to the
+predictor.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from hopline.device.out_of_memory import free_memory, is_out_of_memory
 from hopline.nn.whole_module import as_walkable
 from hopline.units.batch_unit import BatchUnit, own_threads
 
-MAX_PROBE_SEEDS, LONG_S = 1024, 0.3
-"""Ends of the probe, once the predictor is sure. Rules of thumb.
+# ---- ends of the probe, once the predictor is sure
 
-MAX_PROBE_SEEDS: the seeds of the largest step. LONG_S: a step that takes more seconds than this is the last.
-"""
+MAX_PROBE_SEEDS = 1024
+"""The seeds of the largest step. A rule of thumb."""
+LONG_S = 0.3
+"""Seconds. A step that takes longer is the last. A rule of thumb."""
 
 
 def measure_steps(
@@ -36,17 +38,22 @@ def measure_steps(
 ) -> None:
     """Measure steps of a copy of the model with 1, 2, 4, ... seeds, and give their peaks to the predictor.
 
-    It ends when the next step is expected to take more than `limit` bytes, or when a step runs out of memory. It also
-    ends when the predictor is sure and the last step was long or large. Torch's random state is restored at the end.
+    It ends when the next step is expected to take more than `limit` bytes, or when a step runs out of
+    memory. It also ends when the predictor is sure and the last step was long or large. Torch's random
+    state is restored at the end.
 
     draw: makes a batch of that many seeds, on the host.
     """
-    job, size = job_of(outline), 1
-    with torch.random.fork_rng([outline.device] if outline.device.type == "cuda" else []), own_threads(job):
+    job = job_of(outline)
+    num_train = outline.train_ids.numel()
+    gpus = [outline.device] if outline.device.type == "cuda" else []
+    num_seeds = 1
+    with torch.random.fork_rng(gpus), own_threads(job):
         while True:
             try:
-                batch = draw(size)
-                sizes, began = Sizes.of(batch), time.perf_counter()
+                batch = draw(num_seeds)
+                sizes = Sizes.of(batch)
+                began = time.perf_counter()
                 if predictor.num_seen and predictor.expected_bytes(sizes) > limit:
                     break
                 batch = batch.to(outline.device)
@@ -58,10 +65,11 @@ def measure_steps(
                 break  # the expected bytes were too low; the predictor keeps the steps it has
             job.module.zero_grad(set_to_none=True)
             predictor.observe(sizes, meter.peak_bytes)
-            lasted = time.perf_counter() - began > LONG_S or size >= min(MAX_PROBE_SEEDS, outline.train_ids.numel())
-            if predictor.is_sure and lasted:
+            was_long = time.perf_counter() - began > LONG_S
+            was_large = num_seeds >= min(MAX_PROBE_SEEDS, num_train)
+            if predictor.is_sure and (was_long or was_large):
                 break
-            size = min(2 * size, outline.train_ids.numel())
+            num_seeds = min(2 * num_seeds, num_train)
     free_memory(outline.device)
 
 

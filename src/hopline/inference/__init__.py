@@ -1,7 +1,7 @@
 """Inference: exact, over all edges and layer by layer; or sampled, as an estimate over drawn edges.
 
-Exact inference computes all nodes, or only those that the requested nodes depend on. A module that is not made of
-layers runs on the hops around the nodes (`hops=`), or on the whole graph at once.
+Exact inference computes all nodes, or only those that the requested nodes depend on. A module that is not
+made of layers runs on the hops around the nodes (`hops=`), or on the whole graph at once.
 
 `exact`, `exact_rows` and `sampled` are public. The other modules, by the way that they compute:
 
@@ -15,8 +15,8 @@ layers runs on the hops around the nodes (`hops=`), or on the whole graph at onc
 
 It stands on `shards` and below.
 
-A graph owns the cache of the last inference on it (`Graph.get_cached`). The object that evaluates repeatedly owns the
-captured inferences (`CapturedInferences`); in a run that is the Trainer.
+A graph owns the cache of the last inference on it (`Graph.get_cached`). The object that evaluates
+repeatedly owns the captured inferences (`CapturedInferences`); in a run that is the Trainer.
 """
 
 from __future__ import annotations
@@ -70,19 +70,21 @@ def exact(
 ) -> Tensor:
     """Return the model's output for `ids`, over every edge, in evaluation mode.
 
-    Each layer is computed in chunks, for all nodes that need it, before the next one starts. Hidden embeddings are
-    stored in tables, on the device if it has enough free memory, else on the host.
+    Each layer is computed in chunks, for all nodes that need it, before the next one starts. Hidden
+    embeddings are stored in tables, on the device if it has enough free memory, else on the host.
 
-    A module that is not made of layers runs on the whole graph at once. With `hops` it runs on the hops around chunks
-    of `ids` instead. Too few hops are found by a trial on a tiny graph, and refused.
+    A module that is not made of layers runs on the whole graph at once. With `hops` it runs on the hops
+    around chunks of `ids` instead. Too few hops are found by a trial on a tiny graph, and refused.
 
     Args:
-        model: A `GNN`, a PyG model, or any module with forward(x, edge_index). Its modes are restored afterwards.
+        model: A `GNN`, a PyG model, or any module with forward(x, edge_index). Its modes are restored
+            afterwards.
         data: The dataset, with features.
         ids: [n] int64 nodes. Default: all nodes.
         hops: The number of hops around a node that the output of a module without layers depends on.
         chunk_edges: Edges per chunk. Default: a million, more on a GPU.
-        chunk_bytes: Memory for chunks apart from the hidden embeddings, such as "2GiB", in place of `chunk_edges`.
+        chunk_bytes: Memory for chunks apart from the hidden embeddings, such as "2GiB", in place of
+            `chunk_edges`.
         device: The device to compute on. The model must be on it.
         show: Show progress.
         keep: Called as keep(layer, ids, rows) with the embeddings of every layer but the last, at all nodes.
@@ -92,8 +94,8 @@ def exact(
         [n, num_outputs] on the host, in the order of `ids`, in the model's dtype.
 
     Raises:
-        ValueError: `ids` is empty or holds no node, a conv cannot run on blocks, or an argument does not go with the
-            model or with another one.
+        ValueError: `ids` is empty or holds no node, a conv cannot run on blocks, or an argument does not go
+            with the model or with another one.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
@@ -149,7 +151,7 @@ def exact_rows(
         torch.Size([2, 3])
     """
     check_node_ids(ids, data.num_nodes)
-    most = parse_chunk_bytes(chunk_bytes)
+    max_bytes = parse_chunk_bytes(chunk_bytes)
     walk = as_walkable(model)
     with evaluating(walk):
         if isinstance(walk, Whole):
@@ -158,10 +160,14 @@ def exact_rows(
                     f"{type(walk.module).__name__} has no layers to resume from: leave out folder=, or use hl.nn.GNN"
                 )
             if keep is not None:
-                raise ValueError(f"{type(walk.module).__name__} has no layers whose rows keep= could be given")
+                raise ValueError(
+                    f"{type(walk.module).__name__} has no layers whose rows keep= could be given: leave out keep=, or "
+                    "use hl.nn.GNN"
+                )
             initialise(walk, data.x, data.graph.edge)
-            limits = {"chunk_edges": chunk_edges, "chunk_bytes": most}
-            part_hops = part_hops_of(walk, data, hops, [name for name, limit in limits.items() if limit is not None])
+            limits = {"chunk_edges": chunk_edges, "chunk_bytes": max_bytes}
+            set_limits = [name for name, limit in limits.items() if limit is not None]
+            part_hops = part_hops_of(walk, data, hops, set_limits)
             if part_hops is None and show:
                 logger.info(describe_whole(walk, data))
             return whole_rows(walk, data, ids, part_hops, device=torch.device(device), show=show, **limits)
@@ -174,17 +180,18 @@ def exact_rows(
         if folder is not None:
             if keep is not None:
                 raise ValueError("rows that are in folder= already would not come to keep=: give one of them")
-            files = LayerFiles(Path(folder), identity(model, contents_of(data), ids, chunk_edges, most))
-        work = Chunks(walk, data, chunk_edges, torch.device(device), keep, chunk_bytes=most, files=files)
+            files = LayerFiles(Path(folder), identity(model, contents_of(data), ids, chunk_edges, max_bytes))
+        work = Chunks(walk, data, chunk_edges, torch.device(device), keep, chunk_bytes=max_bytes, files=files)
         outputs = work.outputs(ids, show)
-        return lambda asked: Rows(outputs, asked).read_on(CPU)
+        return lambda node_ids: Rows(outputs, node_ids).read_on(CPU)
 
 
 def check_node_ids(ids: Tensor | None, num_nodes: int) -> None:
     """Raise a ValueError if `ids` is empty or holds ids that are no nodes. None stands for all nodes."""
-    if ids is not None:
-        check_ids(ids, num_nodes)
-    if ids is not None and ids.numel() == 0:
+    if ids is None:
+        return
+    check_ids(ids, num_nodes)
+    if ids.numel() == 0:
         raise ValueError("there are no nodes to infer at: give ids that are not empty, or none for all nodes")
 
 
@@ -215,11 +222,13 @@ def sampled(
     """Return the model's output for the batches' seeds, in their order: an estimate over sampled edges.
 
     Args:
-        model: A `GNN`, a PyG model, or any module with forward(x, edge_index). Its modes are restored afterwards.
+        model: A `GNN`, a PyG model, or any module with forward(x, edge_index). Its modes are restored
+            afterwards.
         batches: Batches such as those of `hl.Sampled(fanouts=(20, 20), shuffle=False).loader(data, ids)`.
         num_nodes: The number of seeds, for the progress bar.
         show: Show progress.
-        guard: The guard of training under a budget. Batches that would take more are computed in micro-batches.
+        guard: The guard of training under a budget. Batches that would take more are computed in
+            micro-batches.
 
     Returns:
         [n, num_outputs] on the host, in the model's dtype.
@@ -259,7 +268,8 @@ def measure(data: Dataset, scores: Tensor, labels: Tensor) -> dict[str, float]:
         if data.num_classes > 2:
             raise ValueError(narrow_output_error(1, data.num_classes))
         scores = scores.squeeze(-1)
-        scores = (scores > 0).to(labels.dtype) if data.metric == "accuracy" else scores
+        if data.metric == "accuracy":
+            scores = (scores > 0).to(labels.dtype)
     return {data.metric: metrics.METRICS[data.metric](scores.float(), labels)}
 
 
@@ -279,16 +289,16 @@ def whole_rows(
 ) -> ReadRows:
     """A function from some of `ids` to the outputs of a module without layers.
 
-    part_hops: the hops of the parts that the module runs on; None for the whole graph at once. Without a limit on
-    chunks the whole graph is also used where it is small enough and parts would cost more.
+    part_hops: the hops of the parts that the module runs on; None for the whole graph at once. Without a
+    limit on chunks the whole graph is also used where it is small enough and parts would cost more.
     """
     if part_hops is None:
         if is_too_large(data):
-            enough = find_hops(walk, data.x, data.graph.edge)
+            enough_hops = find_hops(walk, data.x, data.graph.edge)
+            advice = "" if enough_hops is None else f"give hops={enough_hops}, "
             raise ValueError(
                 f"{type(walk.module).__name__} has no layers that could be computed one by one, and the whole graph is "
-                f"too large for it: {'' if enough is None else f'give hops={enough}, '}build it as "
-                "hl.nn.GNN([...convs...]), or set inference=sampled"
+                f"too large for it: {advice}build it as hl.nn.GNN([...convs...]), or set inference=sampled"
             )
         return run_whole(walk, data, device).__getitem__
     seeds = torch.arange(data.num_nodes) if ids is None else torch.unique(ids.cpu().long())
@@ -298,14 +308,15 @@ def whole_rows(
         return run_whole(walk, data, device).__getitem__
     rows = local.rows(seeds, show)
 
-    def read(some: Tensor) -> Tensor:
-        return rows[torch.searchsorted(seeds, some.cpu().long())]
+    def read(node_ids: Tensor) -> Tensor:
+        return rows[torch.searchsorted(seeds, node_ids.cpu().long())]
 
     return read
 
 
 def part_hops_of(walk: Whole, data: Dataset, hops: int | None, limits: list[str]) -> int | None:
-    """The hops of the parts that a module runs on if it reads `hops` hops around a node; None for the whole graph.
+    """The hops of the parts that a module runs on if it reads `hops` hops around a node; None for the whole
+    graph.
 
     Raises a ValueError if `hops` is too few, or if there are limits on the size of parts but no hops.
 
@@ -313,11 +324,11 @@ def part_hops_of(walk: Whole, data: Dataset, hops: int | None, limits: list[str]
     """
     name = type(walk.module).__name__
     if hops is None and limits:
-        enough = find_hops(walk, data.x, data.graph.edge)
+        enough_hops = find_hops(walk, data.x, data.graph.edge)
+        advice = "leave it out" if enough_hops is None else f"add hops={enough_hops}"
         raise ValueError(
             f"{limits[0]}= needs the number of hops around a node that {name} reads, since it has no layers to compute "
-            f"one by one: {f'add hops={enough}' if enough is not None else 'leave it out'}, or build it as "
-            "hl.nn.GNN([...convs...])"
+            f"one by one: {advice}, or build it as hl.nn.GNN([...convs...])"
         )
     if hops is None:
         return None
@@ -325,11 +336,11 @@ def part_hops_of(walk: Whole, data: Dataset, hops: int | None, limits: list[str]
         raise ValueError(f"hops must be a number from 0, not {hops!r}")
     reach = find_reach(walk, hops, data.x, data.graph.edge)
     if reach.part_hops is None:
-        enough = find_hops(walk, data.x, data.graph.edge)
-        instead = "" if enough is None or enough <= hops else f"hops={enough}, or "
+        enough_hops = find_hops(walk, data.x, data.graph.edge)
+        advice = "" if enough_hops is None or enough_hops <= hops else f"hops={enough_hops}, or "
         raise ValueError(
             f"{name} with hops={hops} would not give its outputs on the whole graph: {reach.reason or reach.refusal}. "
-            f"Give {instead}no hops=, which runs it on the whole graph at once"
+            f"Give {advice}no hops=, which runs it on the whole graph at once"
         )
     return reach.part_hops
 

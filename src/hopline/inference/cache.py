@@ -1,11 +1,11 @@
 """A cache for exact inference at the same nodes with changing weights, as evaluation after every epoch is.
 
-Much of layer-wise inference needs no weight: which nodes each layer needs, their chunks, the blocks of in-edges, and
-the first layer's aggregation of the features. `InferenceCache` stores these for one set of nodes, up to a limit of
-bytes. Each graph has at most one cache, of its last inference (`LastInference`).
+Much of layer-wise inference needs no weight: which nodes each layer needs, their chunks, the blocks of
+in-edges, and the first layer's aggregation of the features. `InferenceCache` stores these for one set of
+nodes, up to a limit of bytes. Each graph has at most one cache, of its last inference (`LastInference`).
 
-The list of nodes is stored at the first inference. Blocks and sums are stored from the second inference at the same
-nodes on, so that a single inference does not spend memory on them.
+The list of nodes is stored at the first inference. Blocks and sums are stored from the second inference at
+the same nodes on, so that a single inference does not spend memory on them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ SHARE = 32
 
 
 def max_cache_bytes(device: torch.device) -> int:
-    """The most bytes that a cache may take on a device; on the host also at most a quarter of the free memory."""
+    """The most bytes that a cache may take on a device; on the host also at most a quarter of the free
+    memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory // SHARE
     memory = psutil.virtual_memory()
@@ -40,11 +41,11 @@ def max_cache_bytes(device: torch.device) -> int:
 class InferenceCache:
     """The results of exact inference at some nodes that do not depend on the weights.
 
-    It holds the nodes of each layer, their chunks, the blocks of chunks and the first layer's sums. The caller's ids
-    and features are referenced weakly: the cache does not keep them alive.
+    It holds the nodes of each layer, their chunks, the blocks of chunks and the first layer's sums. The
+    caller's ids and features are referenced weakly: the cache does not keep them alive.
 
-    Chunks, blocks and sums are looked up by `id()` of a node tensor. That is safe because `layer_nodes` and `chunks`
-    hold these tensors as long as the cache lives: no other object can get the same id.
+    Chunks, blocks and sums are looked up by `id()` of a node tensor. That is safe because `layer_nodes` and
+    `chunks` hold these tensors as long as the cache lives: no other object can get the same id.
 
     Two threads may run inference with one cache at the same time: see `get_chunks` and `store`.
     """
@@ -54,7 +55,8 @@ class InferenceCache:
     version: int
     """The version of `ids`, which torch increases at each change in place."""
     settings: Hashable
-    """All else that the cached values depend on, such as the chunk size, the device and the number of layers."""
+    """All else that the cached values depend on, such as the chunk size, the device and the number of
+    layers."""
     x: weakref.ref[Table]
     """The table of features, compared by identity."""
     x_version: int | None
@@ -77,7 +79,8 @@ class InferenceCache:
     """Held while `store` compares `free_bytes` with what it needs and subtracts it."""
 
     def matches(self, graph: Graph, ids: Tensor, settings: Hashable, x: Table) -> bool:
-        """Whether the cache is valid for an inference: the same objects, unchanged in place, and equal settings."""
+        """Whether the cache is valid for an inference: the same objects, unchanged in place, and equal
+        settings."""
         same = self.ids() is ids and self.version == ids._version and self.settings == settings
         return same and self.x() is x and self.x_version == x.version and self.edge_versions == graph.versions
 
@@ -85,8 +88,8 @@ class InferenceCache:
         """The chunks of `nodes`, made by `split()` the first time."""
         chunks = self.chunks.get(id(nodes))
         if chunks is None:
-            # Two threads may make chunks at the same time. `setdefault` gives both the list that was stored first.
-            # They must agree, because blocks are looked up by the identity of the chunk tensors.
+            # Two threads may make chunks at the same time. `setdefault` gives both the list that was stored
+            # first. They must agree, because blocks are looked up by the identity of the chunk tensors.
             chunks = self.chunks.setdefault(id(nodes), split())
         return chunks
 
@@ -95,7 +98,10 @@ class InferenceCache:
         return all(id(nodes) in self.blocks for nodes in self.layer_nodes[-num_layers:])
 
     def has_sums(self, num_layers: int) -> bool:
-        """Whether the first layer's sums are cached, so that features are not read again. For a single chunk."""
+        """Whether the first layer's sums are cached, so that features are not read again.
+
+        For a single chunk.
+        """
         return id(self.layer_nodes[-num_layers]) in self.sums
 
     def block(self, chunk: Tensor, graph: Graph) -> Block | None:
@@ -114,7 +120,8 @@ class InferenceCache:
         sums = None if rows is None or self.x_version is None else (rows.reduced_and_own, rows.how)
         taken = sum(tensor.nbytes for tensor in block.tensors() if tensor is not None)
         taken += 0 if sums is None else sums[0].nbytes
-        # Two threads may compute one chunk at the same time. The lock lets only the first store it and count its bytes.
+        # Two threads may compute one chunk at the same time. The lock lets only the first store it and
+        # count its bytes.
         with self.lock:
             if taken > self.free_bytes or id(chunk) in self.blocks:
                 return
@@ -144,7 +151,8 @@ def get_inference_cache(
     device: torch.device,
     layer_nodes: Callable[[], list[Tensor]],
 ) -> InferenceCache:
-    """The cache of the last inference on a graph if only the weights have changed, else a new one that replaces it.
+    """The cache of the last inference on a graph if only the weights have changed, else a new one that
+    replaces it.
 
     layer_nodes: computes `InferenceCache.layer_nodes`. Called only for a new cache.
     """

@@ -1,15 +1,15 @@
 """Exact inference at the same nodes with changing weights, captured once as a CUDA graph and then replayed.
 
-Evaluation after every epoch computes the same kernels each time. Launching a few dozen kernels keeps the host busy
-for longer than they run, so one replay takes their place:
+Evaluation after every epoch computes the same kernels each time. Launching a few dozen kernels keeps the
+host busy for longer than they run, so one replay takes their place:
 
     1st inference        runs as usual, and compiles kernels
     before the 2nd       inference runs until the cache has all blocks; then it is captured
     from the 2nd on      replay; the graph reads the weights that are in memory at that moment
 
-A replay reads fixed addresses. The graph is thus valid only while weights, features and cached blocks stay at their
-addresses (`CapturedInference._is_current`); otherwise inference runs as usual, and may be captured again. The price
-is memory: a graph keeps all that it computes in, limited by `SHARE`.
+A replay reads fixed addresses. The graph is thus valid only while weights, features and cached blocks stay
+at their addresses (`CapturedInference._is_current`); otherwise inference runs as usual, and may be captured
+again. The price is memory: a graph keeps all that it computes in, limited by `SHARE`.
 """
 
 from __future__ import annotations
@@ -39,24 +39,33 @@ from hopline.util import trace
 WARM_UP_INFERENCES = 1
 """Inferences that run before the capture. They compile the kernels."""
 MAX_CAPTURES = 3
-"""Captures of one inference, at most. Weights or features that keep moving in memory are not worth another one.
-A rule of thumb."""
+"""Captures of one inference, at most. Weights or features that keep moving in memory are not worth another
+one. A rule of thumb."""
 SHARE = 16
-"""A graph may keep 1 / SHARE of the GPU's memory, and at most a quarter of the free memory. A rule of thumb."""
-KNOWN = ("torch", "torch_geometric", "hopline")
-"""Packages whose modules do the same at every call. Other modules may count calls, or read more than weights."""
+"""A graph may keep 1 / SHARE of the GPU's memory, and at most a quarter of the free memory.
+
+A rule of thumb.
+"""
+KNOWN_PACKAGES = ("torch", "torch_geometric", "hopline")
+"""Packages whose modules do the same at every call.
+
+Other modules may count calls, or read more than weights.
+"""
 
 
 class CapturedInference:
     """Exact inference with a job's model at some nodes: run, then captured, then replayed.
 
-    It owns the CUDA graph and the buffers of the output. The job is referenced weakly, and owns the model and the
-    data. One thread at a time may use it.
+    It owns the CUDA graph and the buffers of the output. The job is referenced weakly, and owns the model
+    and the data. One thread at a time may use it.
     """
 
     def __init__(self, job: Job, ids: Tensor) -> None:
         assert isinstance(job.model, GNN)
-        self.model, self.data, self.device, self.ids = job.model, job.data, job.device, ids
+        self.model = job.model
+        self.data = job.data
+        self.device = job.device
+        self.ids = ids
         self.left_to_others = False
         """Whether only others call `capture`. `__call__` then never captures by itself."""
         self._job = weakref.ref(job)
@@ -86,22 +95,25 @@ class CapturedInference:
     def launch(self, weights: Mapping[str, Tensor], after: Any, stream: torch.cuda.Stream) -> PendingInference | None:
         """Replay the graph with other weights on a stream, without waiting. None if there is no valid graph.
 
-        The stream first waits for the event `after`, when `weights` are complete, and copies them into the job's
-        module. At most two launches may be pending: each writes its rows into one of two host buffers.
+        The stream first waits for the event `after`, when `weights` are complete, and copies them into the
+        job's module. At most two launches may be pending: each writes its rows into one of two host
+        buffers.
         """
-        captured, job = self._captured, self._job()
+        captured = self._captured
+        job = self._job()
         if captured.graph is None or job is None or not self._is_current(captured.result):
             return None
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             stream.wait_event(after)
-            own = job.module.state_dict()
-            torch._foreach_copy_(list(own.values()), [weights[name] for name in own])
-            place = captured.result.next_host_buffer()
-            begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True)
+            job_weights = job.module.state_dict()
+            torch._foreach_copy_(list(job_weights.values()), [weights[name] for name in job_weights])
+            host_rows = captured.result.next_host_buffer()
+            begun = torch.cuda.Event(enable_timing=True)
+            done = torch.cuda.Event(enable_timing=True, blocking=True)
             begun.record()
-            place.copy_(captured.replay().rows, non_blocking=True)
+            host_rows.copy_(captured.replay().rows, non_blocking=True)
             done.record()
-        return PendingInference(place, begun, done)
+        return PendingInference(host_rows, begun, done)
 
     @property
     def is_captured(self) -> bool:
@@ -118,7 +130,8 @@ class CapturedInference:
         return self._captured.is_settled
 
     def capture(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Capture the inference as a CUDA graph whose kernels have the stream's priority, if that is possible.
+        """Capture the inference as a CUDA graph whose kernels have the stream's priority, if that is
+        possible.
 
         No other thread may draw random numbers on the GPU meanwhile.
         """
@@ -128,36 +141,48 @@ class CapturedInference:
     def _prepare_capture(self) -> Iterator[Callable[[], _Capture]]:
         """Yield the function to capture, once the cache has the blocks of all layers.
 
-        Raises `CaptureDeclined` where the graph would take too much memory, or would read tensors that may move or
-        that are on the host.
+        Raises `CaptureDeclined` where the graph would take too much memory, or would read tensors that may
+        move or that are on the host.
         """
         model, device = self.model, self.device
         with infer.evaluating(model):
-            work, ids = Chunks(model, self.data, None, device), self.ids.to(device)
+            work = Chunks(model, self.data, None, device)
+            ids = self.ids.to(device)
             for _ in range(2):  # the cache stores blocks from the second inference on
                 if not work.is_cached:
                     Rows(work.outputs(self.ids, show=False), ids).read_on(device)
             cache = work.cache
-            if not work.is_cached or cache is None or (model.encodes and cache.layer_nodes[0].device.type == "cpu"):
+            if not work.is_cached or cache is None:
+                raise CaptureDeclined
+            encodes_nodes_on_host = model.encodes and cache.layer_nodes[0].device.type == "cpu"
+            if encodes_nodes_on_host:
                 raise CaptureDeclined
             reads_features = not cache.has_sums(model.num_layers)
             addresses = self.addresses(features=reads_features)
             if addresses is None:
                 raise CaptureDeclined
             torch.cuda.empty_cache()
-            total = torch.cuda.get_device_properties(device).total_memory
-            max_bytes, before = min(total // SHARE, free_bytes(device) // 4), torch.cuda.memory_reserved(device)
+            total_bytes = torch.cuda.get_device_properties(device).total_memory
+            max_bytes = min(total_bytes // SHARE, free_bytes(device) // 4)
+            bytes_before = torch.cuda.memory_reserved(device)
 
             def run() -> _Capture:
                 rows = Rows(work.outputs(self.ids, show=False), ids).read_on(device)
-                return _Capture(rows, cache, reads_features, addresses, (work, ids))
+                return _Capture(
+                    rows=rows,
+                    cache=cache,
+                    reads_features=reads_features,
+                    addresses=addresses,
+                    keep_alive=(work, ids),
+                )
 
             yield run
-            if torch.cuda.memory_reserved(device) - before > max_bytes:
+            if torch.cuda.memory_reserved(device) - bytes_before > max_bytes:
                 raise CaptureDeclined
 
     def _is_current(self, capture: _Capture) -> bool:
-        """Whether the captured graph is valid: the same nodes and features, with all tensors where they were."""
+        """Whether the captured graph is valid: the same nodes and features, with all tensors where they
+        were."""
         same = capture.cache.matches(self.data.graph, self.ids, capture.cache.settings, self.data.x)
         return same and self.addresses(features=capture.reads_features) == capture.addresses
 
@@ -166,13 +191,13 @@ class CapturedInference:
 
         None where the features have no tensor of their own on the GPU, whose address would stay the same.
         """
-        read = [*self.model.parameters(), *self.model.buffers()]
+        tensors = [*self.model.parameters(), *self.model.buffers()]
         if features:
-            stored = self.data.x.storage()
-            if stored is None or not stored.is_cuda:
+            x = self.data.x.storage()
+            if x is None or not x.is_cuda:
                 return None
-            read.append(stored)
-        return [tensor.data_ptr() for tensor in read]
+            tensors.append(x)
+        return [tensor.data_ptr() for tensor in tensors]
 
 
 class PendingInference(NamedTuple):
@@ -196,7 +221,10 @@ class PendingInference(NamedTuple):
 
 @dataclass(eq=False)
 class _Capture:
-    """The tensors that a captured inference reads and writes. The CUDA graph itself holds only their addresses."""
+    """The tensors that a captured inference reads and writes.
+
+    The CUDA graph itself holds only their addresses.
+    """
 
     rows: Tensor
     """[n, num_outputs] on the GPU: the output. Each replay overwrites it."""
@@ -219,13 +247,13 @@ class _Capture:
         return self.host_buffers[0]
 
 
-def _say_for(job: weakref.ref[Job]) -> Callable[[str], None]:
+def _say_for(job_ref: weakref.ref[Job]) -> Callable[[str], None]:
     """A function that passes a line to `job.say` as long as the job lives, and does not keep it alive."""
 
     def say(text: str) -> None:
-        known = job()
-        if known is not None:
-            known.say(text)
+        job = job_ref()
+        if job is not None:
+            job.say(text)
 
     return say
 
@@ -233,20 +261,26 @@ def _say_for(job: weakref.ref[Job]) -> Callable[[str], None]:
 def repeats(model: nn.Module) -> bool:
     """Whether a model can be captured: it launches the same kernels at every call, whatever its weights are.
 
-    All convs must be fused, all modules of known packages (`KNOWN`), and no forward hook may be registered: a replay
-    would not call it.
+    All convs must be fused, all modules of known packages (`KNOWN_PACKAGES`), and no forward hook may be
+    registered: a replay would not call it.
     """
     if not isinstance(model, GNN) or not all(is_fused(conv) or is_fused_attention(conv) for conv in model.convs):
         return False
-    modules, act = list(model.modules()), model.act
-    known = all(_is_known(type(module)) for module in modules)
-    silent = not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
-    return known and silent and (isinstance(act, nn.Module | None) or _is_known(act))
+    modules = list(model.modules())
+    are_known = all(_is_known(type(module)) for module in modules)
+    have_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+    # An activation that is a module is among the modules. Any other one is a function.
+    act_is_known = isinstance(model.act, nn.Module | None) or _is_known(model.act)
+    return are_known and not have_hooks and act_is_known
 
 
-def _is_known(made: Any) -> bool:
-    """Whether a class or function is of a known package. Compiled functions without a module count as torch's."""
-    return (getattr(made, "__module__", None) or "torch").split(".")[0] in KNOWN
+def _is_known(class_or_function: Any) -> bool:
+    """Whether a class or function is of a known package.
+
+    Compiled functions without a module count as torch's.
+    """
+    module_name = getattr(class_or_function, "__module__", None) or "torch"
+    return module_name.split(".")[0] in KNOWN_PACKAGES
 
 
 class CapturedInferences:
@@ -259,11 +293,12 @@ class CapturedInferences:
         self._by_job: WeakKeyDictionary[Job, dict[int, CapturedInference]] = WeakKeyDictionary()
 
     def of(self, job: Job, ids: Tensor) -> CapturedInference | None:
-        """The captured inference of a job at some nodes, made at the first call; None where it cannot be captured."""
+        """The captured inference of a job at some nodes, made at the first call; None where it cannot be
+        captured."""
         if job.device.type != "cuda" or not repeats(job.model):
             return None
-        known = self._by_job.setdefault(job, {})
+        by_ids = self._by_job.setdefault(job, {})
         # Keyed by identity. The stored inference holds `ids`, so no other tensor can get the same id.
-        if id(ids) not in known:
-            known[id(ids)] = CapturedInference(job, ids)
-        return known[id(ids)]
+        if id(ids) not in by_ids:
+            by_ids[id(ids)] = CapturedInference(job, ids)
+        return by_ids[id(ids)]

@@ -1,14 +1,16 @@
-"""Exact inference with a shard per rank: each rank computes its own nodes, layer by layer, and sends rows of halos.
+"""Exact inference with a shard per rank: each rank computes its own nodes layer by layer, and sends halo rows.
 
-A rank numbers its own nodes 0 .. num_own - 1, and behind them the halo: nodes of other ranks that have an edge into
-the shard, by owner. Before the first layer the ranks find out, from the output backwards, which rows are needed:
+A rank numbers its own nodes 0 .. num_own - 1, and behind them the halo: nodes of other ranks that have an
+edge into the shard, by owner. Before the first layer the ranks find out, from the output backwards, which
+rows are needed:
 
-    own nodes needed after layer l  ->  their sources  ->  halo: ask the owners   (all-to-all)
-                                                       ->  own, and asked for by others: needed after layer l - 1
+    own nodes needed after layer l  ->  their sources  ->  halo: ask the owners (all-to-all)
+                                                       ->  own, with those that others ask for:
+                                                           needed after layer l - 1
 
 Then each layer is computed over chunks of the own nodes. After it the ranks send the requested rows in one
-all-to-all, into the halo's part of the table that the next layer reads. The features of the halo travel once, before
-the first layer.
+all-to-all, into the halo's part of the table that the next layer reads. The features of the halo travel
+once, before the first layer.
 
 All calls here are collective: every rank must make them, in the same order.
 """
@@ -45,11 +47,15 @@ class JoinedTable(Table):
     """The rows of one table, and behind them num_second rows of which a second table holds some.
 
     Only rows that the second table holds may be read.
+
+    second_ids: [len(second)] int64, ascending: which of the num_second rows the second table holds.
     """
 
-    def __init__(self, first: Table, second: Table, known: Tensor, num_second: int) -> None:
-        self.first, self.second, self.known, self.num_second = first, second, known, num_second
-        # known: [len(second)] int64, ascending: which of the num_second rows the second table holds.
+    def __init__(self, first: Table, second: Table, second_ids: Tensor, num_second: int) -> None:
+        self.first = first
+        self.second = second
+        self.second_ids = second_ids
+        self.num_second = num_second
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,10 +66,10 @@ class JoinedTable(Table):
         return self.first.dtype
 
     def read(self, ids: Tensor) -> Tensor:
-        of_first = ids < len(self.first)
+        is_first = ids < len(self.first)
         rows = torch.empty((ids.numel(), *self.shape[1:]), dtype=self.dtype)
-        rows[of_first] = self.first.read(ids[of_first])
-        rows[~of_first] = self.second.read(torch.searchsorted(self.known, ids[~of_first] - len(self.first)))
+        rows[is_first] = self.first.read(ids[is_first])
+        rows[~is_first] = self.second.read(torch.searchsorted(self.second_ids, ids[~is_first] - len(self.first)))
         return rows
 
 
@@ -80,23 +86,25 @@ def exact(
 ) -> Tensor:
     """The model's output for some of this rank's nodes, over every edge: [n, num_outputs] on the host.
 
-    Collective: every rank must call it, with rows of its own or with none. Only rows that the outputs depend on are
-    computed, by the ranks that own them, and only those travel. Memory holds the embeddings of the own nodes and of
-    the halo, and chunks as in `hopline.inference.exact`.
+    Collective: every rank must call it, with rows of its own or with none. Only rows that the outputs
+    depend on are computed, by the ranks that own them, and only those travel. Memory holds the embeddings
+    of the own nodes and of the halo, and chunks as in `hopline.inference.exact`.
 
     rows: [n] int64, rows of the shard's own nodes; None for all of them.
     """
-    most = parse_chunk_bytes(chunk_bytes)
+    max_bytes = parse_chunk_bytes(chunk_bytes)
     channel = Channel() if channel is None else channel
     walk = as_walkable(model)
     if not isinstance(walk, GNN):
         raise ValueError(f"{type(model).__name__} has no layers to compute one by one: build it as hl.nn.GNN([...])")
     walk.check_blocks(shard.num_features, shard.edge)
     with evaluating(walk):
-        work = RankChunks(walk, shard, channel, chunk_edges, torch.device(device), most)
+        work = RankChunks(walk, shard, channel, chunk_edges, torch.device(device), chunk_bytes=max_bytes)
         rows = torch.arange(shard.num_own) if rows is None else rows
-        # A rank without rows computes one all the same: it tells the rank the width of the rows of each layer.
-        return work.run(rows if rows.numel() else torch.zeros(1, dtype=torch.int64), show)[: rows.numel()]
+        # A rank without rows computes one all the same: it tells the rank the width of the rows of each
+        # layer.
+        computed_rows = rows if rows.numel() else torch.zeros(1, dtype=torch.int64)
+        return work.run(computed_rows, show)[: rows.numel()]
 
 
 class _RemoteRows(NamedTuple):
@@ -126,122 +134,153 @@ class RankChunks(Chunks):
         device: torch.device,
         chunk_bytes: int | None = None,
     ) -> None:
-        self.shard, self.channel = shard, channel
-        self.wanted: list[_RemoteRows] = []
+        self.shard = shard
+        self.channel = channel
+        self._halo_rows: list[_RemoteRows] = []
         """The halo rows of each layer that is still to be computed; `completed` removes the first."""
-        data = Dataset(name=shard.name, graph=_local(shard, channel))
+        data = Dataset(name=shard.name, graph=_local_graph(shard, channel))
         super().__init__(model, data, chunk_edges, device, chunk_bytes=chunk_bytes)
 
     def layer_nodes(self, ids: Tensor | None) -> list[Tensor]:
-        """The own nodes whose rows are needed after each layer, by this rank or another. Entry 0: all input rows.
+        """The own nodes whose rows are needed after each layer, by this rank or another.
+
+        Entry 0: all input rows.
 
         Entry 0 has the own nodes and the halo that the first layer reads. Also fetches the halo's features.
         """
         assert ids is not None
-        layer_nodes, num_own = [ids.unique()], self.shard.num_own
+        num_own = self.shard.num_own
+        layer_nodes = [ids.unique()]
         for _ in range(self.model.num_layers):
             sources = self._sources(layer_nodes[0])
-            numbers = sources[sources >= num_own] - num_own
+            halo_numbers = sources[sources >= num_own] - num_own
             # Collective. `request.rows` are the own rows that other ranks need before this layer.
-            request = RowRequest(self.channel, self.shard.ptr, self.shard.halo_positions[numbers])
-            self.wanted.insert(0, _RemoteRows(numbers, request))
+            request = RowRequest(self.channel, self.shard.ptr, self.shard.halo_positions[halo_numbers])
+            self._halo_rows.insert(0, _RemoteRows(halo_numbers, request))
             layer_nodes.insert(0, torch.cat([sources[sources < num_own], request.rows]).unique())
-        numbers = self.wanted[0].numbers
+
+        halo_numbers, request = self._halo_rows[0]
         if "x" in self.shard.tables:
-            own = self.shard.tables["x"]
-            rows = fetch(self.wanted[0].request, own)
-            self.data.tables["x"] = _joined(own, rows, numbers, self.shard.halo_positions.numel())
-        return [torch.cat([layer_nodes[0], numbers + num_own]), *layer_nodes[1:]]
+            own_x = self.shard.tables["x"]
+            halo_x = fetch(request, own_x)
+            self.data.tables["x"] = _join_tables(own_x, halo_x, halo_numbers, self.shard.halo_positions.numel())
+        return [torch.cat([layer_nodes[0], halo_numbers + num_own]), *layer_nodes[1:]]
 
     def _sources(self, rows: Tensor) -> Tensor:
-        """The nodes `rows` and their in-neighbours: ascending local numbers. Reads about `CHUNK` edges at a time."""
+        """The nodes `rows` and their in-neighbours: ascending local numbers.
+
+        Reads about `CHUNK` edges at a time.
+        """
         graph = self.data.graph
-        marked = torch.zeros(graph.num_nodes, dtype=torch.bool)
-        marked[rows] = True
-        costs = (graph.in_degrees(rows) + 1).cumsum(0) // CHUNK
-        for piece in rows.split(torch.bincount(costs).tolist()):
-            marked[graph.indices[ops.row_positions(graph.indptr, piece)[1]].long()] = True
-        return marked.nonzero().view(-1)
+        is_source = torch.zeros(graph.num_nodes, dtype=torch.bool)
+        is_source[rows] = True
+        chunk_of = (graph.in_degrees(rows) + 1).cumsum(0) // CHUNK
+        for chunk in rows.split(torch.bincount(chunk_of).tolist()):
+            _, edges = ops.row_positions(graph.indptr, chunk)
+            is_source[graph.indices[edges].long()] = True
+        return is_source.nonzero().view(-1)
 
     def completed(self, l: int) -> None:
-        """Fetch the halo rows that the next layer reads, by one all-to-all with the ranks that computed them."""
+        """Fetch the halo rows that the next layer reads, by one all-to-all with the ranks that computed
+        them."""
         if l == self.last:
             return
-        del self.wanted[0]
-        numbers, request = self.wanted[0]
+        del self._halo_rows[0]
+        halo_numbers, request = self._halo_rows[0]
         table = self.tables.of(l)
-        home = table.rows.device
-        rows = request.reply(table.read(request.rows.to(home)).cpu())
-        table.write((numbers + self.shard.num_own).to(home), rows.to(home))
+        device = table.rows.device
+        halo_rows = request.reply(table.read(request.rows.to(device)).cpu())
+        table.write((halo_numbers + self.shard.num_own).to(device), halo_rows.to(device))
 
 
-def _local(shard: Shard, channel: Channel) -> PartialGraph:
+def _local_graph(shard: Shard, channel: Channel) -> PartialGraph:
     """The graph of one rank: own nodes with all their in-edges, then the halo without edges.
 
     Degrees and weights of the halo are those in the whole graph. The owners send them.
     """
     request = RowRequest(channel, shard.ptr, shard.halo_positions)
-    num_all = shard.num_own + shard.halo_positions.numel()
-    first = torch.where(torch.arange(shard.num_shards) == shard.rank, 0, shard.num_own + shard.halo_ptr[:-1])
-    indices = torch.empty(shard.at.numel(), dtype=index_dtype(num_all))
+    num_nodes = shard.num_own + shard.halo_positions.numel()
+
+    # The local number of a source: its number among its owner's nodes that the shard reads, plus the
+    # owner's first.
+    first_of_owner = torch.where(torch.arange(shard.num_shards) == shard.rank, 0, shard.num_own + shard.halo_ptr[:-1])
+    indices = torch.empty(shard.at.numel(), dtype=index_dtype(num_nodes))
     for start in range(0, shard.at.numel(), CHUNK):
-        at = shard.at[start : start + CHUNK].long()
-        owner = torch.bucketize(at, shard.part_ptr[1:-1], right=True)
-        indices[start : start + CHUNK] = (shard.src_idx[at] + first[owner]).to(indices.dtype)
-    indptr = torch.full((num_all + 1,), int(shard.indptr[-1]))
+        edges = shard.at[start : start + CHUNK].long()
+        owner = torch.bucketize(edges, shard.part_ptr[1:-1], right=True)
+        indices[start : start + CHUNK] = (shard.src_idx[edges] + first_of_owner[owner]).to(indices.dtype)
+    indptr = torch.full((num_nodes + 1,), int(shard.indptr[-1]))
     indptr[: shard.num_own + 1] = shard.indptr
-    known = CollectiveSampler(shard, channel, (-1,))
-    degrees, weights = shard.layout.degrees, known.weights
+
+    # The order of the collective calls is the same on all ranks: the sampler's, degrees, weights.
+    sampler = CollectiveSampler(shard, channel, (-1,))
+    degrees = shard.layout.degrees
+    degrees = torch.cat([degrees, request.reply(degrees[request.rows])])
+    weights = sampler.weights
+    if weights is not None:
+        weights = torch.cat([weights, request.reply(weights[request.rows])])
     return PartialGraph(
         indptr,
         indices,
         {name: ops.gather_rows(array, shard.at) for name, array in shard.edge.items()},
-        ids=torch.arange(num_all),
-        degrees=torch.cat([degrees, request.reply(degrees[request.rows])]),
-        has_loops=known.has_loops,
-        weights=None if weights is None else torch.cat([weights, request.reply(weights[request.rows])]),
+        ids=torch.arange(num_nodes),
+        degrees=degrees,
+        has_loops=sampler.has_loops,
+        weights=weights,
     )
 
 
-def _joined(own: Table, others: Table | Tensor, known: Tensor, num_others: int) -> Table:
+def _join_tables(own: Table, halo: Table | Tensor, halo_numbers: Tensor, num_halo: int) -> Table:
     """The own rows and the fetched halo rows as one table. Sparse rows stay sparse.
 
-    known: [len(others)] int64, ascending: the halo numbers of the fetched rows.
+    halo_numbers: [len(halo)] int64, ascending: the halo numbers of the fetched rows.
     """
-    if isinstance(own, SparseTable) and isinstance(others, SparseTable):
-        counts = torch.zeros(num_others, dtype=torch.int64)
-        counts[known] = others.indptr.diff()
+    if isinstance(own, SparseTable) and isinstance(halo, SparseTable):
+        counts = torch.zeros(num_halo, dtype=torch.int64)
+        counts[halo_numbers] = halo.indptr.diff()
         indptr = torch.cat([own.indptr, counts.cumsum(0) + own.indptr[-1]])
-        columns, values = (torch.cat([getattr(own, name), getattr(others, name)]) for name in ("columns", "values"))
+        columns = torch.cat([own.columns, halo.columns])
+        values = torch.cat([own.values, halo.values])
         return SparseTable(indptr, columns, values, own.num_columns)
-    return JoinedTable(own, TensorTable(others) if isinstance(others, Tensor) else others, known, num_others)
+    halo_table = TensorTable(halo) if isinstance(halo, Tensor) else halo
+    return JoinedTable(own, halo_table, halo_numbers, num_halo)
 
 
 def sampled(model: nn.Module, channel: Channel, batches: Iterable[Batch]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(ids, outputs, labels) of the seeds of this rank's batches, over sampled edges. labels: None without labels.
+    """(ids, outputs, labels) of the seeds of this rank's batches, over sampled edges. labels: None without
+    labels.
 
     Collective. A rank without seeds learns the width of the outputs from the others.
     """
-    found, walk = [], as_walkable(model)
+    walk = as_walkable(model)
+    ids: list[Tensor] = []
+    outputs: list[Tensor] = []
+    labels: list[Tensor] = []
     with evaluating(walk):
         for batch in batches:
-            out = walk(batch).float().cpu() if batch.num_seeds else torch.empty(0, 0)
-            found.append((batch.seeds.cpu(), out, batch.y))
-    width = int(channel.max(torch.tensor([max(out.size(1) for _, out, _ in found)])))
-    labels = [y.cpu() for _, _, y in found if y is not None]
-    scores = torch.cat([out.view(-1, width) for _, out, _ in found])
-    return torch.cat([ids for ids, _, _ in found]), scores, torch.cat(labels) if labels else None
+            ids.append(batch.seeds.cpu())
+            outputs.append(walk(batch).float().cpu() if batch.num_seeds else torch.empty(0, 0))
+            if batch.y is not None:
+                labels.append(batch.y.cpu())
+    width = int(channel.max(torch.tensor([max(rows.size(1) for rows in outputs)])))
+    scores = torch.cat([rows.view(-1, width) for rows in outputs])
+    return torch.cat(ids), scores, torch.cat(labels) if labels else None
 
 
 def evaluate(
     model: nn.Module, data: ShardedData, split: str, batches: Iterable[Batch] | None, device: torch.device | str = "cpu"
 ) -> dict[str, float]:
-    """The metric of a split, equal on every rank. Collective. batches: sampled batches of the split; None: exact."""
-    shard, channel = data.shard, data.channel
+    """The metric of a split, equal on every rank.
+
+    Collective. batches: sampled batches of the split; None: exact.
+    """
+    shard = data.shard
+    channel = data.channel
     if batches is None:
         ids = shard.splits[split]
         rows = shard.rows_of(ids)
-        scores, labels = exact(model, shard, channel, rows, device=device), shard.labels[rows]
+        scores = exact(model, shard, channel, rows, device=device)
+        labels = shard.labels[rows]
     else:
         ids, scores, labels = sampled(model, channel, batches)
         assert labels is not None

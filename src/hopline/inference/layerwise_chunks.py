@@ -1,7 +1,7 @@
 """Exact inference, layer by layer: layer l is computed for all nodes that need it before layer l + 1 starts.
 
-Every embedding is computed once. Mini-batches would compute a node again for each batch that needs it. The price is
-memory for the embeddings between two layers, in `InferenceTables`.
+Every embedding is computed once. Mini-batches would compute a node again for each batch that needs it. The
+price is memory for the embeddings between two layers, in `InferenceTables`.
 
 A layer runs as a pipeline over chunks of nodes:
 
@@ -9,12 +9,12 @@ A layer runs as a pipeline over chunks of nodes:
     block of all in-edges,    ->   state, then the layer      ->   new rows into the table
     rows of its sources            on the device                   that layer l + 1 reads
 
-`Layers.forward` of `layerwise/engine.py` runs the pipeline; `Chunks` is the plan that it follows. Without a reason
-for a thread, its part runs in the caller's thread (`Chunks.ahead`, `Chunks.behind`).
+`Layers.forward` of `layerwise/engine.py` runs the pipeline; `Chunks` is the plan that it follows. Without a
+reason for a thread, its part runs in the caller's thread (`Chunks.ahead`, `Chunks.behind`).
 
-Edges decide what a layer costs, so a chunk is limited by its in-edges. Only nodes that the requested ids depend on
-are computed. A conv that needs more than a node's in-edges runs on the whole graph at once. Such a conv needs the
-rows of all nodes in every layer.
+Edges decide what a layer costs, so a chunk is limited by its in-edges. Only nodes that the requested ids
+depend on are computed. A conv that needs more than a node's in-edges runs on the whole graph at once. Such
+a conv needs the rows of all nodes in every layer.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ CHUNK_EDGES = 1 << 20
 MAX_GPU_EDGES = 1 << 24
 """Most edges per chunk on a GPU if some conv builds a row per edge (GAT, for example). A rule of thumb."""
 GPU_BYTES_PER_EDGE = 8 << 10
-"""Memory of the GPU that is reckoned per edge of such a conv: eight float32 rows of width 256. A rule of thumb."""
+"""Memory of the GPU that is reckoned per edge of such a conv: eight float32 rows of width 256.
+
+A rule of thumb.
+"""
 MAX_GPU_EDGES_FUSED = 1 << 26
 """Most edges per chunk on a GPU if all convs are fused and build no row per edge. A rule of thumb."""
 GPU_BYTES_PER_EDGE_FUSED = 512
@@ -63,10 +66,13 @@ GPU_BYTES_PER_EDGE_FUSED = 512
 # ---- what is computed, where rows are stored, how a chunk is measured
 
 WHOLE_GRAPH_FRACTION = 0.5
-"""Fraction of all nodes from which a GPU computes a layer at all nodes, which needs no block. A rule of thumb."""
+"""Fraction of all nodes from which a GPU computes a layer at all nodes, which needs no block.
+
+A rule of thumb.
+"""
 DEVICE_SHARE = 0.25
-"""Fraction of the free device memory that one table of embeddings may take. Larger tables go to pinned host memory.
-A rule of thumb."""
+"""Fraction of the free device memory that one table of embeddings may take. Larger tables go to pinned host
+memory. A rule of thumb."""
 PREFETCH_CHUNKS = 2
 """Chunks that are prefetched before their turn. A rule of thumb."""
 WRITE_QUEUE_CHUNKS = 2
@@ -84,7 +90,8 @@ CPU = torch.device("cpu")
 class LayerInput:
     """The rows that a layer reads at a chunk.
 
-    A tensor: rows that the prefetching thread has read. A handle (`Rows`): rows that the layer or the GPU will read.
+    A tensor: rows that the prefetching thread has read. A handle (`Rows`): rows that the layer or the GPU
+    will read.
     """
 
     h: Rows | Tensor
@@ -92,14 +99,15 @@ class LayerInput:
     x0: Rows | Tensor | None
     """[num_dst, width]: the encoded rows of the destinations, for models whose layers read them again."""
     jk: Sequence[Rows | Tensor]
-    """[num_dst, width] per earlier layer: embeddings of the destinations, for jumping knowledge in the last layer."""
+    """[num_dst, width] per earlier layer: embeddings of the destinations, for jumping knowledge in the last
+    layer."""
 
 
 def default_chunk_edges(device: torch.device, data: Dataset, *, fused: bool = False) -> int:
     """The default number of edges per chunk.
 
-    On a GPU it follows from the total memory and not from the free memory: equal runs then have equal chunks, and so
-    equal results. fused: whether no conv builds a row per edge.
+    On a GPU it follows from the total memory and not from the free memory: equal runs then have equal
+    chunks, and so equal results. fused: whether no conv builds a row per edge.
     """
     if device.type != "cuda":
         return CHUNK_EDGES
@@ -115,8 +123,8 @@ def default_chunk_edges(device: torch.device, data: Dataset, *, fused: bool = Fa
 class InferenceTables(LayerTables):
     """The tables of embeddings after the encoder and after each layer, by layer number.
 
-    `complete(l)` drops the tables that no later layer reads. With `LayerFiles` as allocator the tables are mapped
-    files, and those of an interrupted run are opened again.
+    `complete(l)` drops the tables that no later layer reads. With `LayerFiles` as allocator the tables are
+    mapped files, and those of an interrupted run are opened again.
     """
 
     def __init__(self, num_rows: int, allocator: Allocator, model: GNN, device: torch.device) -> None:
@@ -141,7 +149,8 @@ class InferenceTables(LayerTables):
 
     def complete(self, l: int) -> None:
         if self.device.type == "cuda" and any(not table.is_cuda for table in self.tables.values()):
-            # The GPU writes tables in pinned host memory. The host may read them only after the GPU has finished.
+            # The GPU writes tables in pinned host memory. The host may read them only after the GPU has
+            # finished.
             torch.cuda.current_stream(self.device).synchronize()
         earlier = [k for k in self.tables if k < l]
         unneeded = earlier if l == self.last else [k for k in earlier if not self._is_read_later(k)]
@@ -158,16 +167,19 @@ class InferenceTables(LayerTables):
 class Chunks(LayerPlan[Tensor]):
     """Exact inference of one model on one dataset: the plan of nodes, chunks and rows for each layer.
 
-    The caller owns the model and the dataset, the graph owns the cache, and each inference gets new tables. One
-    thread calls `run` or `outputs`. `piece` and `read_ahead` may run in the prefetching thread of the engine.
+    The caller owns the model and the dataset, the graph owns the cache, and each inference gets new tables.
+    One thread calls `run` or `outputs`. `piece` and `read_ahead` may run in the prefetching thread of the
+    engine.
 
-    chunk_bytes: the most bytes that chunks may take besides the tables of embeddings, in place of `chunk_edges`.
+    chunk_bytes: the most bytes that chunks may take besides the tables of embeddings, in place of
+    `chunk_edges`.
     files: holds the tables and the progress in a folder, from which a killed run resumes.
     """
 
     span = "infer.layer"
     by_graph_alone = True
-    """Whether the nodes of each layer follow from the graph alone, so that a cache of the last inference is valid."""
+    """Whether the nodes of each layer follow from the graph alone, so that a cache of the last inference is
+    valid."""
     has_all_edges = True
     """Whether `data.graph` is the whole graph, so that a conv can be run on all of it at once."""
 
@@ -244,7 +256,8 @@ class Chunks(LayerPlan[Tensor]):
                 try:
                     layers.forward([l])
                 except CannotSplit:
-                    # This conv's aggregation cannot be combined from chunks of messages: all messages at once.
+                    # This conv's aggregation cannot be combined from chunks of messages: all messages at
+                    # once.
                     self._over_graph = self._graph_block(mode="one_shot")
                     layers.forward([l])
         return self.tables.of(self.last)
@@ -269,7 +282,8 @@ class Chunks(LayerPlan[Tensor]):
     def layer_nodes(self, ids: Tensor | None) -> list[Tensor]:
         """The nodes whose rows are needed before each layer, and as the last entry the output nodes.
 
-        Entry l holds the nodes whose rows layer l reads. Entry 0 is used only where an encoder computes these rows.
+        Entry l holds the nodes whose rows layer l reads. Entry 0 is used only where an encoder computes
+        these rows.
         """
         num_layers = self.model.num_layers
         graph_device = self.data.graph.indptr.device
@@ -282,8 +296,8 @@ class Chunks(LayerPlan[Tensor]):
         # From half of all nodes on, a GPU computes all of them if they are one chunk: that needs no block.
         prefers_all = self.device.type == "cuda" and self._is_single_chunk(self.chunk_edges)
         enough = (WHOLE_GRAPH_FRACTION if prefers_all else 1) * all_nodes.numel()
-        # From the output backwards: a layer reads its nodes and their in-neighbours. Without an encoder the first
-        # layer reads features, which need not be computed, so that one hop less is followed.
+        # From the output backwards: a layer reads its nodes and their in-neighbours. Without an encoder the
+        # first layer reads features, which need not be computed, so that one hop less is followed.
         layer_nodes = [output_nodes]
         num_hops = num_layers if self.model.encodes else num_layers - 1
         for _ in range(num_hops):
@@ -298,7 +312,8 @@ class Chunks(LayerPlan[Tensor]):
         if ids is None or self.files is not None or self.chunk_bytes is not None or not self.by_graph_alone:
             return self.layer_nodes(ids)
         model = self.model
-        # All that chunks, blocks and first-layer sums depend on, other than the graph, the features and the ids.
+        # All that chunks, blocks and first-layer sums depend on, other than the graph, the features and the
+        # ids.
         settings = (
             model.num_layers,
             model.encodes,
@@ -345,7 +360,10 @@ class Chunks(LayerPlan[Tensor]):
     # ---- a conv that must see the whole graph
 
     def _needs_whole_graph(self, l: int) -> bool:
-        """Whether layer l's conv must run on the whole graph. Raises `NeedsWholeGraph` if some rows are missing."""
+        """Whether layer l's conv must run on the whole graph.
+
+        Raises `NeedsWholeGraph` if some rows are missing.
+        """
         initial_width = self.tables.of(ENCODED).shape[1] if self.model.keeps_x0 else None
         try:
             calling_convention(
@@ -394,8 +412,8 @@ class Chunks(LayerPlan[Tensor]):
     def read_ahead(self, l: int, piece: Piece, rows: Boundaries | None = None) -> None:
         """Set `piece.ahead` to the rows that layer l reads at a piece. May run in the prefetching thread.
 
-        Rows that the GPU can reach remain handles, which the GPU reads later. Other rows are read here. On the CPU
-        the sources' rows remain a handle too, since a layer may read them itself.
+        Rows that the GPU can reach remain handles, which the GPU reads later. Other rows are read here. On
+        the CPU the sources' rows remain a handle too, since a layer may read them itself.
         """
         sums = None if self.cache is None or l else self.cache.sums.get(id(piece.chunk))
         if sums is not None:  # the first layer's aggregation is cached: no features are read
@@ -421,7 +439,8 @@ class Chunks(LayerPlan[Tensor]):
         return self.data.x if l == 0 and not self.model.encodes else self.tables.of(l - 1)
 
     def state(self, l: int, piece: Piece) -> State:
-        """The input of layer l on the device; in the first layer already aggregated, where that needs no parameter.
+        """The input of layer l on the device; in the first layer already aggregated, where that needs no
+        parameter.
 
         Moves the piece's block to the device, and stores the block and the sums in the cache.
         """
@@ -475,7 +494,8 @@ class Chunks(LayerPlan[Tensor]):
     def _encode(self, nodes: Tensor) -> None:
         """Write the rows after the encoder into their table, chunk by chunk.
 
-        In evaluation the same rows serve as input of the first layer, as initial rows and for jumping knowledge.
+        In evaluation the same rows serve as input of the first layer, as initial rows and for jumping
+        knowledge.
         """
         for chunk in nodes.split(max(1, self.chunk_edges // 16)):
             rows = as_tensor(self.model.encode(self.inputs_of(chunk), chunk, None).h)
@@ -494,7 +514,8 @@ class Chunks(LayerPlan[Tensor]):
             self.read_ahead(l, piece)
         with meter_of(self.device) as computing:
             rows = layer_rows(self.model, l, self.state(l, piece), piece)
-        # In memory at once: the chunk in use and those prefetched, one computation, and outputs not written yet.
+        # In memory at once: the chunk in use and those prefetched, one computation, and outputs not written
+        # yet.
         prepared_bytes = (1 + PREFETCH_CHUNKS) * preparing.peak_bytes
         probe_bytes = prepared_bytes + computing.peak_bytes + WRITE_QUEUE_CHUNKS * rows.nbytes
         num_edges_and_nodes = int(self.data.graph.in_degrees(nodes).sum()) + nodes.numel()

@@ -1,13 +1,15 @@
-"""Exact inference of a module that is not made of layers: on the whole graph, or on the hops around chunks of nodes.
+"""Exact inference of a module that is not made of layers: on the whole graph, or on the hops around chunks
+of nodes.
 
-A module that reads k hops around a node gives the same output on the *part* of the graph within k hops. If it also
-reads degrees of the outermost nodes, the part must have k + 1 hops; `nn/whole_module_probe.py` finds out which. Seeds
-are taken in chunks, each as large as a limit on the nodes and edges of its part allows:
+A module that reads k hops around a node gives the same output on the *part* of the graph within k hops. If
+it also reads degrees of the outermost nodes, the part must have k + 1 hops; `nn/whole_module_probe.py`
+finds out which. Seeds are taken in chunks, each as large as a limit on the nodes and edges of its part
+allows:
 
     seeds -> neighborhood(part_hops) -> features -> module -> rows of the seeds
 
-Parts of different chunks overlap, so that many chunks together compute more than the whole graph once. Without a
-limit from the user, the module runs on the whole graph if that is less work and not too large.
+Parts of different chunks overlap, so that many chunks together compute more than the whole graph once.
+Without a limit from the user, the module runs on the whole graph if that is less work and not too large.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ def run_whole(walk: Whole, data: Dataset, device: torch.device) -> Tensor:
 class LocalInference:
     """The outputs of some nodes, by forward passes over the hops around chunks of them. For one thread.
 
-    chunk_edges: the most nodes and edges of a part, by default a million, more on a GPU. chunk_bytes: the most bytes
-    of a chunk, in place of `chunk_edges`. A node whose own part is larger is a chunk of its own.
+    chunk_edges: the most nodes and edges of a part, by default a million, more on a GPU. chunk_bytes: the
+    most bytes of a chunk, in place of `chunk_edges`. A node whose own part is larger is a chunk of its own.
     """
 
     def __init__(
@@ -66,7 +68,10 @@ class LocalInference:
         chunk_edges: int | None = None,
         chunk_bytes: int | None = None,
     ) -> None:
-        self.walk, self.data, self.part_hops, self.device = walk, data, part_hops, with_index(device)
+        self.walk = walk
+        self.data = data
+        self.part_hops = part_hops
+        self.device = with_index(device)
         self.chunk_bytes = chunk_bytes
         if chunk_bytes is not None:
             # The bound is far above the bytes of a chunk. It serves until the first chunk was measured.
@@ -76,7 +81,7 @@ class LocalInference:
             self.limit = chunk_edges or default_chunk_edges(self.device, data)
         graph = data.graph
         self._id_map = ops.new_id_map(graph.num_nodes, graph.device)
-        self._most_bytes = 0.0
+        self._max_bytes_per_size = 0.0
         """The most bytes per node and edge of the chunks so far."""
 
     def is_dearer_than_whole(self, seeds: Tensor) -> bool:
@@ -85,20 +90,20 @@ class LocalInference:
         From `WHOLE_GRAPH_FRACTION` of the whole graph's nodes and edges on, parts count as more expensive.
         """
         chunk, block = next(self._chunks(seeds))
-        whole = self.data.num_nodes + self.data.num_edges
-        return _size(block) * seeds.numel() / chunk.numel() >= WHOLE_GRAPH_FRACTION * whole
+        whole_size = self.data.num_nodes + self.data.num_edges
+        return _size(block) * seeds.numel() / chunk.numel() >= WHOLE_GRAPH_FRACTION * whole_size
 
     def rows(self, seeds: Tensor, show: bool = False) -> Tensor:
         """The outputs of distinct nodes, in their order: [n, ...] on the host."""
         rows: Tensor | None = None
-        done = 0
+        num_done = 0
         with progress("inference", seeds.numel(), "nodes", enabled=show, brief=True) as bar:
             for chunk, block in self._chunks(seeds):
-                out = self._compute(block)[: chunk.numel()].to(CPU)
+                outputs = self._compute(block)[: chunk.numel()].to(CPU)
                 if rows is None:
-                    rows = torch.empty((seeds.numel(), *out.shape[1:]), dtype=out.dtype)
-                rows[done : done + chunk.numel()] = out
-                done += chunk.numel()
+                    rows = torch.empty((seeds.numel(), *outputs.shape[1:]), dtype=outputs.dtype)
+                rows[num_done : num_done + chunk.numel()] = outputs
+                num_done += chunk.numel()
                 bar.advance(chunk.numel())
         assert rows is not None
         return rows
@@ -106,33 +111,40 @@ class LocalInference:
     def _chunks(self, seeds: Tensor) -> Iterator[tuple[Tensor, Block]]:
         """Pairs of a chunk of seeds and the part around it, which is within the limit.
 
-        A chunk whose part exceeds the limit is halved. After a part of at most half the limit, the next chunk has
-        twice the seeds. The limit may change from one chunk to the next.
+        A chunk whose part exceeds the limit is halved. After a part of at most half the limit, the next
+        chunk has twice the seeds. The limit may change from one chunk to the next.
         """
         graph = self.data.graph
         mean_degree = graph.num_edges / max(1, graph.num_nodes)
-        start, count = 0, max(1, int(self.limit / (1 + mean_degree)))
+        num_seeds = max(1, int(self.limit / (1 + mean_degree)))
+        start = 0
         while start < seeds.numel():
-            chunk = seeds[start : start + count]
+            chunk = seeds[start : start + num_seeds]
+            # A single seed cannot be halved, so its part may be of any size.
             limit = self.limit if chunk.numel() > 1 else None
             block = neighborhood(graph, chunk, self.part_hops, limit, self._id_map)
             if block is None:
-                count = chunk.numel() // 2
+                num_seeds = chunk.numel() // 2
                 continue
             yield chunk, block
             start += chunk.numel()
-            count = chunk.numel() * (2 if 2 * _size(block) <= self.limit else 1)
+            is_half_empty = 2 * _size(block) <= self.limit
+            num_seeds = 2 * chunk.numel() if is_half_empty else chunk.numel()
 
     def _compute(self, block: Block) -> Tensor:
-        """The outputs of a part's nodes. With `chunk_bytes` it is measured, which sets the limit of later parts."""
+        """The outputs of a part's nodes.
+
+        With `chunk_bytes` it is measured, which sets the limit of later parts.
+        """
         if self.chunk_bytes is None:
             return self.walk.on_block(Rows(self.data.x, block.src_ids).read_on(self.device), block.to(self.device))
         with meter_of(self.device) as meter:
-            out = self.walk.on_block(Rows(self.data.x, block.src_ids).read_on(self.device), block.to(self.device))
-        self._most_bytes = max(self._most_bytes, meter.peak_bytes / _size(block))
-        self.limit = max(1, int(self.chunk_bytes / (MARGIN * max(1.0, self._most_bytes))))
-        return out
+            outputs = self.walk.on_block(Rows(self.data.x, block.src_ids).read_on(self.device), block.to(self.device))
+        self._max_bytes_per_size = max(self._max_bytes_per_size, meter.peak_bytes / _size(block))
+        self.limit = max(1, int(self.chunk_bytes / (MARGIN * max(1.0, self._max_bytes_per_size))))
+        return outputs
 
 
 def _size(block: Block) -> int:
+    """The nodes and edges of a part."""
     return block.num_src + block.num_edges

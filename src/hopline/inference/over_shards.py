@@ -1,13 +1,14 @@
 """Exact inference over shards in one process, for graphs larger than memory.
 
-A node's *position* is its index when the rows of all shards stand one behind the other. Inference numbers nodes by
-position. The nodes of a shard are then contiguous, and the chunks of a layer go through one shard after the other:
+A node's *position* is its index when the rows of all shards stand one behind the other. Inference numbers
+nodes by position. The nodes of a shard are then contiguous, and the chunks of a layer go through one shard
+after the other:
 
     shard 0 (opened)  ->  chunks of its nodes  ->  rows into the layer's table
     shard 1 (opened)  ->  ...
 
-Only one shard's edges are open at a time. Features are read from all shards. In memory are the embeddings between two
-layers (with `folder` in mapped files), one chunk, and some 40 bytes per node.
+Only one shard's edges are open at a time. Features are read from all shards. In memory are the embeddings
+between two layers (with `folder` in mapped files), one chunk, and some 40 bytes per node.
 
 Sources of a chunk may be in any shard. Their embeddings come from the layer's table, which holds all nodes.
 """
@@ -18,6 +19,7 @@ import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,54 +58,86 @@ class StackedTable(Table):
     def dtype(self) -> torch.dtype:
         return self.tables[0].dtype
 
-    def _by_table(self, ids: Tensor) -> tuple[list[tuple[Table, Tensor]], Tensor]:
-        """([(table, row numbers in that table)], positions in `ids` of all these rows, in the same order)."""
-        owners = torch.bucketize(ids, self.ptr[1:-1], right=True)
-        ends, order = ops.group_edges(owners, len(self.tables))
-        rows = (ids - self.ptr[owners])[order].split(ends.diff().tolist())
-        return [(table, some) for table, some in zip(self.tables, rows, strict=True) if some.numel()], order
+    def _by_table(self, ids: Tensor) -> list[_TableRows]:
+        """The rows `ids`, grouped by table. Tables without any of them are left out."""
+        table_of = torch.bucketize(ids, self.ptr[1:-1], right=True)
+        group_ptr, order = ops.group_edges(table_of, len(self.tables))
+        group_sizes = group_ptr.diff().tolist()
+        row_groups = (ids - self.ptr[table_of])[order].split(group_sizes)
+        position_groups = order.split(group_sizes)
+        groups = map(_TableRows, self.tables, row_groups, position_groups)
+        return [group for group in groups if group.rows.numel()]
 
     def read(self, ids: Tensor) -> Tensor:
-        wanted, order = self._by_table(ids)
         rows = torch.empty((ids.numel(), *self.shape[1:]), dtype=self.dtype)
-        for (table, some), at in zip(wanted, order.split([some.numel() for _, some in wanted]), strict=True):
-            rows[at] = table.read(some)
+        for group in self._by_table(ids):
+            rows[group.positions] = group.table.read(group.rows)
         return rows
 
     def read_csr(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        wanted, order = self._by_table(ids)
-        found = [table.read_csr(some) for table, some in wanted or [(self.tables[0], ids)]]
-        pieces = [(starts.diff(), *rest) for starts, *rest in filter(None, found)]
-        if len(pieces) < len(found):
-            return None
-        counts, columns, values = (torch.cat([piece[k] for piece in pieces]) for k in range(3))
+        # Without ids the first table tells whether rows are sparse, and their dtypes.
+        groups = self._by_table(ids) or [_TableRows(self.tables[0], ids, ids)]
+        counts: list[Tensor] = []
+        columns: list[Tensor] = []
+        values: list[Tensor] = []
+        for group in groups:
+            csr = group.table.read_csr(group.rows)
+            if csr is None:
+                return None
+            group_indptr, group_columns, group_values = csr
+            counts.append(group_indptr.diff())
+            columns.append(group_columns)
+            values.append(group_values)
+
         # Rows come grouped by table. The inverse of `order` brings them back into the order of `ids`.
-        back = torch.empty_like(order)
-        back[order] = torch.arange(order.numel())
-        indptr, positions = ops.row_positions(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), back)
-        return indptr, columns[positions], values[positions]
+        order = torch.cat([group.positions for group in groups])
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(order.numel())
+        grouped_counts = torch.cat(counts)
+        grouped_indptr = torch.cat([grouped_counts.new_zeros(1), grouped_counts.cumsum(0)])
+        indptr, positions = ops.row_positions(grouped_indptr, inverse)
+        return indptr, torch.cat(columns)[positions], torch.cat(values)[positions]
+
+
+class _TableRows(NamedTuple):
+    """Rows of one table of a `StackedTable`."""
+
+    table: Table
+    rows: Tensor
+    """[n] int64: numbers of the rows in `table`."""
+    positions: Tensor
+    """[n] int64: positions of these rows among the ids that were asked for."""
 
 
 class AllShards(Dataset):
     """A dataset in shards that one process has all of.
 
-    Sizes, splits and features of all shards are open all the time. Edges are open of one shard at a time (`shard`),
-    so one thread at a time may read them. The property `graph` raises a ValueError.
+    Sizes, splits and features of all shards are open all the time. Edges are open of one shard at a time
+    (`shard`), so one thread at a time may read them. The property `graph` raises a ValueError.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, split: int = 0) -> None:
-        self.folder, _, about = read_about(folder)
-        self.split, self.num_shards = split, about["num_shards"]
+        self.folder, _, description = read_about(folder)
+        self.split = split
+        self.num_shards = description["num_shards"]
         self._opened: Shard | None = None
         shards = [open_shard(self.folder, rank, split=split) for rank in range(self.num_shards)]
         first = shards[0]
         for shard in shards:
             if shard.cut != first.cut or shard.num_shards != self.num_shards:
                 raise ValueError(f"shards 0 and {shard.rank} in {folder} are of different cuts: {ADVICE}")
-        self.name, self.task, self.num_classes, self.cut = first.name, first.task, first.num_classes, first.cut
-        self.tables, self.y, self.alternatives, self.meta = {}, None, (), {}
+        self.name = first.name
+        self.task = first.task
+        self.num_classes = first.num_classes
+        self.cut = first.cut
+        # Fields of a `Dataset` that stay empty. Features are in `rows`.
+        self.tables = {}
+        self.y = None
+        self.alternatives = ()
+        self.meta = {}
         self.splits = {name: torch.cat([s.splits[name] for s in shards]).sort().values for name in first.splits}
-        self.ptr, self._num_edges = first.ptr, first.num_edges
+        self.ptr = first.ptr
+        self._num_edges = first.num_edges
         self.nodes = torch.cat([shard.nodes for shard in shards])
         """[num_nodes] int64: the node id at each position."""
         self.rows = StackedTable([s.tables["x"] for s in shards]) if "x" in first.tables else None
@@ -154,14 +188,17 @@ class _ByPosition(PartialGraph):
         return ids.cpu()
 
 
-def _known(data: AllShards) -> _ByPosition:
-    """The graph of a `ShardChunks`: degrees of all nodes, and `weights` if edges have weights or are loops."""
-    has_loops, weights, degrees = False, [], []
+def _graph_of(data: AllShards) -> _ByPosition:
+    """The graph of a `ShardChunks`: degrees of all nodes, and `weights` if edges have weights or are
+    loops."""
+    has_loops = False
+    degrees = []
     for rank in range(data.num_shards):
         shard = data.shard(rank)
-        own = shard.layout.parts[0]
-        has_loops = has_loops or ops.self_loops(own.indptr, own.src_idx).numel() > 0
+        own_part = shard.layout.parts[0]
+        has_loops = has_loops or ops.self_loops(own_part.indptr, own_part.src_idx).numel() > 0
         degrees.append(shard.layout.degrees)
+    weights = []
     if has_loops or "weight" in data.shard(0).edge:
         weights = [weights_of_shard(data.shard(rank)) for rank in range(data.num_shards)]
     return _ByPosition(
@@ -194,40 +231,45 @@ class ShardChunks(Chunks):
         files: LayerFiles | None,
     ) -> None:
         self.shards = shards
-        data = Dataset(name=shards.name, graph=_known(shards))
+        data = Dataset(name=shards.name, graph=_graph_of(shards))
         if shards.rows is not None:
             data.tables["x"] = shards.rows
         super().__init__(model, data, chunk_edges, device, chunk_bytes=chunk_bytes, files=files)
         self.id_map = ops.new_id_map(shards.num_nodes, CPU)
 
     def layer_nodes(self, ids: Tensor | None) -> list[Tensor]:
-        everything = torch.arange(self.data.num_nodes)
         if ids is None:
-            return [everything] * (self.model.num_layers + 1)
+            return [torch.arange(self.data.num_nodes)] * (self.model.num_layers + 1)
+        # From the output backwards: a layer reads its own nodes and their in-neighbours.
         layer_nodes = [ids.unique()]
         for _ in range(self.model.num_layers):
-            full = layer_nodes[0].numel() == everything.numel()
-            layer_nodes.insert(0, layer_nodes[0] if full else self._with_sources(layer_nodes[0]))
+            nodes = layer_nodes[0]
+            if nodes.numel() < self.data.num_nodes:
+                nodes = self._with_sources(nodes)
+            layer_nodes.insert(0, nodes)
         return layer_nodes
 
     def _with_sources(self, positions: Tensor) -> Tensor:
         """Some nodes and all their in-neighbours: ascending positions."""
-        marked = torch.zeros(self.data.num_nodes, dtype=torch.bool)
-        marked[positions] = True
+        is_source = torch.zeros(self.data.num_nodes, dtype=torch.bool)
+        is_source[positions] = True
         for chunk in self.chunks(positions, CHUNK):
-            marked[self._edges(chunk)[1]] = True
-        return marked.nonzero().view(-1)
+            _, sources, _ = self._edges(chunk)
+            is_source[sources] = True
+        return is_source.nonzero().view(-1)
 
     def _shard_of(self, positions: Tensor) -> Shard:
         """The shard of these positions, which must all be of one shard."""
-        return self.shards.shard(int(torch.searchsorted(self.shards.ptr, positions[0], right=True)) - 1)
+        rank = int(torch.searchsorted(self.shards.ptr, positions[0], right=True)) - 1
+        return self.shards.shard(rank)
 
     def _edges(self, positions: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """(indptr, positions of the sources, edge arrays) of the in-edges of nodes of one shard."""
         shard = self._shard_of(positions)
-        indptr, taken = ops.row_positions(shard.indptr, positions - shard.ptr[shard.rank])
-        at = ops.gather_rows(shard.at, taken).long()
-        return indptr, shard.sources(at), {name: ops.gather_rows(rows, at) for name, rows in shard.edge.items()}
+        indptr, entries = ops.row_positions(shard.indptr, positions - shard.ptr[shard.rank])
+        edges = ops.gather_rows(shard.at, entries).long()
+        edge_arrays = {name: ops.gather_rows(rows, edges) for name, rows in shard.edge.items()}
+        return indptr, shard.sources(edges), edge_arrays
 
     def block(self, nodes: Tensor) -> Block:
         indptr, sources, edge = self._edges(nodes)
@@ -242,16 +284,20 @@ class ShardChunks(Chunks):
     def _by_shard(self, nodes: Tensor) -> list[Tensor]:
         """Ascending positions, divided by shard. Shards without any of them are left out."""
         bounds = torch.searchsorted(nodes, self.shards.ptr)
-        return [some for some in nodes.split(bounds.diff().tolist()) if some.numel()]
+        return [group for group in nodes.split(bounds.diff().tolist()) if group.numel()]
 
     def probe_nodes(self, nodes: Tensor) -> Tensor:
-        few = super().probe_nodes(max(self._by_shard(nodes), key=len))
-        self._shard_of(few)  # opened now, so that the probe does not measure the opening of a shard
-        return few
+        largest_group = max(self._by_shard(nodes), key=len)
+        probed = super().probe_nodes(largest_group)
+        self._shard_of(probed)  # opened now, so that the probe does not measure the opening of a shard
+        return probed
 
     def chunks(self, nodes: Tensor, chunk_edges: int) -> list[Tensor]:
         """Chunks of nodes as in `Chunks.chunks`, none of which has nodes of two shards."""
-        return [chunk for some in self._by_shard(nodes) for chunk in super(ShardChunks, self).chunks(some, chunk_edges)]
+        chunks: list[Tensor] = []
+        for group in self._by_shard(nodes):
+            chunks += super().chunks(group, chunk_edges)
+        return chunks
 
 
 def exact_rows(
@@ -265,21 +311,24 @@ def exact_rows(
     show: bool = False,
     folder: Path | str | None = None,
 ) -> ReadRows:
-    """Compute as `hopline.inference.exact_rows` does, over shards. Returns a function from node ids to output rows.
+    """Compute as `hopline.inference.exact_rows` does, over shards.
 
-    In memory are the embeddings between two layers (with `folder` in mapped files instead), a chunk, and some 40
-    bytes per node. Features and edges are read from the shards.
+    Returns a function from node ids to output rows.
+
+    In memory are the embeddings between two layers (with `folder` in mapped files instead), a chunk, and
+    some 40 bytes per node. Features and edges are read from the shards.
     """
     check_node_ids(ids, data.num_nodes)
-    most = parse_chunk_bytes(chunk_bytes)
+    max_bytes = parse_chunk_bytes(chunk_bytes)
     walk = as_walkable(model)
     if not isinstance(walk, GNN):
         raise ValueError(f"{type(model).__name__} has no layers to compute one by one: build it as hl.nn.GNN([...])")
     walk.check_blocks(data.num_features, data.shard(0).edge)
     files = None
     if folder is not None:
-        files = LayerFiles(Path(folder), identity(model, {"cut of the dataset": data.cut}, ids, chunk_edges, most))
+        contents = {"cut of the dataset": data.cut}
+        files = LayerFiles(Path(folder), identity(model, contents, ids, chunk_edges, max_bytes))
     with evaluating(walk):
-        work = ShardChunks(walk, data, chunk_edges, torch.device(device), most, files)
-        table = work.outputs(None if ids is None else data.position[ids], show)
-    return lambda some: Rows(table, data.position[some]).read_on(CPU)
+        work = ShardChunks(walk, data, chunk_edges, torch.device(device), chunk_bytes=max_bytes, files=files)
+        outputs = work.outputs(None if ids is None else data.position[ids], show)
+    return lambda node_ids: Rows(outputs, data.position[node_ids]).read_on(CPU)

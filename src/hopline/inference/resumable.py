@@ -5,12 +5,13 @@ The folder holds
     encoded.bin, layer0.bin, ...   the tables of embeddings, mapped; removed once no later layer reads them
     inference.json                 the progress: the layer, its finished chunks, and the identity of the inference
 
-Rows are written through the mapping. Progress is saved every `SAVE_S` seconds and after each layer, in this order:
+Rows are written through the mapping. Progress is saved every `SAVE_S` seconds and after each layer, in this
+order:
 
     fsync the rows  ->  write a new inference.json  ->  replace the old one in one step
 
-Rows that the progress counts as finished are thus always on the disk. A chunk that was finished after the last save
-is computed again.
+Rows that the progress counts as finished are thus always on the disk. A chunk that was finished after the
+last save is computed again.
 """
 
 from __future__ import annotations
@@ -42,15 +43,19 @@ class LayerFiles(Allocator):
 
     Rows that the progress counts as finished were synced to the disk before it was saved.
 
-    identity: names and values, in plain text, of all that must be equal to resume: data, model, weights, nodes, chunk
-    size. A folder with another identity is refused with a ValueError.
+    identity: names and values, in plain text, of all that must be equal to resume: data, model, weights,
+    nodes, chunk size. A folder with another identity is refused with a ValueError.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, str]) -> None:
-        self.folder, self.identity = folder, dict(identity)
-        self.layer, self.chunks, self.chunk_edges = 0, 0, 0
-        """The progress. layer: the layer being computed. chunks: its finished chunks. chunk_edges: the edges per
-        chunk of that layer, or 0 before the layer has begun."""
+        self.folder = folder
+        self.identity = dict(identity)
+        self.layer = 0
+        """The layer being computed."""
+        self.chunks = 0
+        """The number of finished chunks of that layer."""
+        self.chunk_edges = 0
+        """The edges per chunk of that layer; 0 before the layer has begun."""
         self.shapes: dict[int, tuple[str, list[int]]] = {}
         """The dtype (as a name) and shape of each table in the folder, by layer."""
         self.saved = time.monotonic()
@@ -62,12 +67,13 @@ class LayerFiles(Allocator):
 
     def existing(self) -> dict[int, Tensor]:
         """The tables in the folder by layer, mapped and writable."""
-        return {layer: self._mapped(layer) for layer in self.shapes}
+        return {layer: self._map_table(layer) for layer in self.shapes}
 
     def begin(self, layer: int, chunk_edges: int) -> int:
         """Begin or resume a layer in chunks of that size. Returns the number of chunks that are finished.
 
-        A resumed layer must have chunks of the same size, since finished ones are known by their number alone.
+        A resumed layer must have chunks of the same size, since finished ones are known by their number
+        alone.
         """
         assert layer == self.layer
         assert self.chunk_edges in (0, chunk_edges)
@@ -83,7 +89,7 @@ class LayerFiles(Allocator):
             reason = error.strerror or str(error)
             raise ValueError(f"cannot write {path} ({reason}): free some space, or choose another folder=") from error
         self.shapes[layer] = (str(dtype).removeprefix("torch."), list(shape))
-        return self._mapped(layer)
+        return self._map_table(layer)
 
     def chunk_done(self) -> None:
         """Count a finished chunk, and save the progress if `SAVE_S` seconds have passed."""
@@ -92,12 +98,15 @@ class LayerFiles(Allocator):
             self._save()
 
     def layer_done(self, gone: Iterable[int] = ()) -> None:
-        """Save that all chunks of the layer are finished, and remove the files of layers that nobody reads any more.
+        """Save that all chunks of the layer are finished, and remove the files of layers that nobody reads
+        any more.
 
         Files go after the save: progress never names a table that is missing. gone: the layers to remove.
         """
         self._sync()
-        self.layer, self.chunks, self.chunk_edges = self.layer + 1, 0, 0
+        self.layer += 1
+        self.chunks = 0
+        self.chunk_edges = 0
         for layer in gone:
             del self.shapes[layer]
         self._save()
@@ -107,22 +116,24 @@ class LayerFiles(Allocator):
     def _path(self, layer: int) -> Path:
         return self.folder / (f"layer{layer}.bin" if layer >= 0 else "encoded.bin")
 
-    def _mapped(self, layer: int) -> Tensor:
+    def _map_table(self, layer: int) -> Tensor:
         """The table of a layer as a tensor over its file. The mapping outlives the file handle."""
-        path, (dtype, shape) = self._path(layer), self.shapes[layer]
-        kind = getattr(torch, dtype)
-        size = torch.Size(shape).numel() * kind.itemsize
-        if not path.exists() or path.stat().st_size < size:
+        path = self._path(layer)
+        dtype_name, shape = self.shapes[layer]
+        dtype = getattr(torch, dtype_name)
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        if not path.exists() or path.stat().st_size < num_bytes:
             raise ValueError(f"{path} is missing or too short: remove {self.folder} to begin anew")
         handle = os.open(path, os.O_RDWR)
         try:
-            return map_file(handle, 0, kind, tuple(shape), writable=True)
+            return map_file(handle, 0, dtype, tuple(shape), writable=True)
         finally:
             os.close(handle)
 
     def _sync(self) -> None:
         """Sync the rows of the current layer to the disk, and with those of layer 0 the encoded rows."""
-        for layer in self.shapes.keys() & ({-1, 0} if self.layer == 0 else {self.layer}):
+        written_layers = {-1, 0} if self.layer == 0 else {self.layer}
+        for layer in self.shapes.keys() & written_layers:
             handle = os.open(self._path(layer), os.O_RDWR)
             try:
                 os.fsync(handle)
@@ -132,8 +143,14 @@ class LayerFiles(Allocator):
     def _save(self) -> None:
         """Sync the rows, then replace the progress file."""
         self._sync()
-        state = {"format": FORMAT, "identity": self.identity, "layer": self.layer, "chunks": self.chunks}
-        state |= {"chunk_edges": self.chunk_edges, "shapes": self.shapes}
+        state = {
+            "format": FORMAT,
+            "identity": self.identity,
+            "layer": self.layer,
+            "chunks": self.chunks,
+            "chunk_edges": self.chunk_edges,
+            "shapes": self.shapes,
+        }
         with replacing(self.folder / PROGRESS) as file:
             file.write(json.dumps(state, indent=1).encode())
         self.saved = time.monotonic()
@@ -143,23 +160,27 @@ class LayerFiles(Allocator):
         path = self.folder / PROGRESS
         try:
             state = json.loads(path.read_text())
-            identity, fits = state["identity"], state["format"] == FORMAT
-            self.layer, self.chunks, self.chunk_edges = state["layer"], state["chunks"], state["chunk_edges"]
-            self.shapes = {int(layer): what for layer, what in state["shapes"].items()}
+            saved_identity = state["identity"]
+            is_other_format = state["format"] != FORMAT
+            self.layer = state["layer"]
+            self.chunks = state["chunks"]
+            self.chunk_edges = state["chunk_edges"]
+            self.shapes = {int(layer): dtype_and_shape for layer, dtype_and_shape in state["shapes"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} cannot be read ({error}): remove {self.folder} to begin anew") from error
-        differs = [name for name in self.identity if identity.get(name) != self.identity[name]]
-        if differs or not fits:
-            what = differs[0] if differs else "format"
+        differences = [name for name in self.identity if saved_identity.get(name) != self.identity[name]]
+        if is_other_format:
+            differences.append("format")
+        if differences:
             raise ValueError(
-                f"{self.folder} holds another inference (other {what}): remove it, or choose another folder="
+                f"{self.folder} holds another inference (other {differences[0]}): remove it, or choose another folder="
             )
 
 
 def weights_checksum(model: nn.Module) -> str:
     """The SHA-256 of a model's parameters and buffers, with their names, dtypes and shapes."""
-    found = hashlib.sha256()
+    checksum = hashlib.sha256()
     for name, tensor in model.state_dict().items():
-        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        checksum.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        checksum.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return checksum.hexdigest()

@@ -6,12 +6,12 @@ For a destination i and its sources j, with projected rows x and own, each head 
     GATv2Conv    score_ij = att . leaky_relu(x_j + own_i)
     both         out_i = sum over j of  dropout(softmax over j of score_ij)  x_j
 
-The conv's own modules compute the projection, the residual and the bias. Everything between projection and bias is
-one kernel (`ops.gpu.attention`).
+The conv's own modules compute the projection, the residual and the bias. Everything between projection and
+bias is one kernel (`ops.gpu.attention`).
 
-`is_fused_attention` decides whether a conv is fused. PyG's own code runs all others: convs with edge features
-(`edge_dim`), with an aggregation other than a sum, with heads wider than `MAX_CHANNELS`, with hooks or in explain
-mode, and subclasses.
+`is_fused_attention` decides whether a conv is fused. PyG's own code runs all others: convs with edge
+features (`edge_dim`), with an aggregation other than a sum, with heads wider than `MAX_CHANNELS`, with
+hooks or in explain mode, and subclasses.
 """
 
 from __future__ import annotations
@@ -32,47 +32,55 @@ from hopline.ops.random import NUM_PURPOSES
 MAX_CHANNELS = 512
 """Most columns of a head that is fused. A program of the kernel holds all columns of one head."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Endings of the attributes that hold a conv's hooks, those of PyG included (such as `_message_forward_hooks`)."""
+"""Endings of the attributes that hold a conv's hooks, those of PyG included (such as
+`_message_forward_hooks`)."""
 
 
 def is_fused_attention(conv: Any) -> bool:
     """Whether `attention` may run the conv. Exact types only: a subclass may have changed the message."""
     if type(conv) not in (GATConv, GATv2Conv) or conv.edge_dim is not None or conv.out_channels > MAX_CHANNELS:
         return False
-    heard = conv.explain or any(hooks for name, hooks in vars(conv).items() if name.endswith(HOOKS))
-    return not heard and type(conv.aggr_module) is SumAggregation and conv.flow == "source_to_target"
+    is_observed = conv.explain or any(hooks for name, hooks in vars(conv).items() if name.endswith(HOOKS))
+    return not is_observed and type(conv.aggr_module) is SumAggregation and conv.flow == "source_to_target"
 
 
 def attention(conv: Any, h: Handle | Tensor, block: Block, layer: int = 0) -> Tensor:
     """[num_dst, ...]: the output of a conv with `is_fused_attention` on a block.
 
-    The kernel draws the dropout of the attention weights from the step's key, or from a random key if there is none.
+    The kernel draws the dropout of the attention weights from the step's key, or from a random key if there
+    is none.
 
     h: rows of the block's sources, or a handle to them.
     layer: the number of the layer in the model, so that every layer draws other weights.
     """
-    rows = as_dtype(h, compute_dtype(conv.att_src.dtype if isinstance(conv, GATConv) else conv.att.dtype))
-    num_dst, heads, p = block.num_dst, conv.heads, conv.dropout if conv.training else 0.0
-    x, own, att, att_own = _projected(conv, rows, num_dst)
+    parameter = conv.att_src if isinstance(conv, GATConv) else conv.att
+    rows = as_dtype(h, compute_dtype(parameter.dtype))
+    num_dst = block.num_dst
+    p = conv.dropout if conv.training else 0.0
+    x, own, att, att_own = _project(conv, rows, num_dst)
     out = ops.gpu_kernels("attention").attend(
         x, own, att[0], None if att_own is None else att_own[0], edges_to_attend(block),
         slope=conv.negative_slope, loops=conv.add_self_loops, p=p, key=_key(block, layer, rows.device) if p else None,
     )  # fmt: skip
     if not conv.concat:
-        out = out.view(num_dst, heads, conv.out_channels).mean(dim=1)
+        out = out.view(num_dst, conv.heads, conv.out_channels).mean(dim=1)
     if conv.res is not None:
         out = out + conv.res(rows[:num_dst])
-    # A float32 bias would turn half-precision rows into float32. Under autocast hidden rows stay in half precision.
+    # A float32 bias would turn half-precision rows into float32. Under autocast hidden rows stay in half
+    # precision.
     return out if conv.bias is None else out + conv.bias.to(out.dtype)
 
 
-def _projected(conv: Any, rows: Tensor, num_dst: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+def _project(conv: Any, rows: Tensor, num_dst: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """(x, own, att, att_own): projected rows and attention vectors of sources and of destinations.
 
-    own: None where the destinations' rows are the first of `x`. att_own: None for GATv2Conv, which has one vector.
+    own: None where the destinations' rows are the first of `x`. att_own: None for GATv2Conv, which has one
+    vector.
     """
     if isinstance(conv, GATv2Conv):
-        return conv.lin_l(rows), None if conv.share_weights else conv.lin_r(rows[:num_dst]), conv.att, None
+        x = conv.lin_l(rows)
+        own = None if conv.share_weights else conv.lin_r(rows[:num_dst])
+        return x, own, conv.att, None
     if conv.lin is not None:
         return conv.lin(rows), None, conv.att_src, conv.att_dst
     return conv.lin_src(rows), conv.lin_dst(rows[:num_dst]), conv.att_src, conv.att_dst
@@ -81,8 +89,8 @@ def _projected(conv: Any, rows: Tensor, num_dst: int) -> tuple[Tensor, Tensor | 
 def _key(block: Block, layer: int, device: torch.device) -> int | Tensor:
     """The key of a layer's attention dropout.
 
-    A step has `NUM_PURPOSES` keys. Dropout on the layers' outputs takes them from the first on, attention from the
-    last one down. So the two do not meet unless a model has very many layers.
+    A step has `NUM_PURPOSES` keys. Dropout on the layers' outputs takes them from the first on, attention
+    from the last one down. So the two do not meet unless a model has very many layers.
     """
     if block.key is None:
         return torch.randint(-(2**63), 2**63 - 1, (1,), device=device)

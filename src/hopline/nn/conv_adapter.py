@@ -1,20 +1,20 @@
 """An adapter that runs any PyG conv on a block, with the output that it has on the whole graph.
 
-PyG convs do not declare whether they can run on a bipartite block, so hopline tries it. The first time that a conv is
-used, copies of it run on the tiny graph of `probe`: on the whole of it, and on blocks of it. The conv is then called
-in the first way whose outputs are equal:
+PyG convs do not declare whether they can run on a bipartite block, so hopline tries it. The first time that
+a conv is used, copies of it run on the tiny graph of `probe`: on the whole of it, and on blocks of it. The
+conv is then called in the first way whose outputs are equal:
 
     fused     hopline's kernels (`fused`), the only way tried for the convs that they know
     block     `conv.on_block(rows, block)`, the only way tried if the conv's author has written it
     pair      `conv((source rows, destination rows), edge_index)`
     square    `conv(source rows, edge_index)`, keeping the outputs of the destinations
 
-A conv for which no way is right is refused by name: one that takes several hops in a layer, has a norm over the nodes
-present, or pads to the largest degree present.
+A conv for which no way is right is refused by name: one that takes several hops in a layer, has a norm over
+the nodes present, or pads to the largest degree present.
 
-The way is cached by conv and layout in `probe.findings`, together with the conv's settings: whoever changes a setting
-of a conv causes a new trial. All other calls cost a look-up. GATConv and GATv2Conv are tried like any conv, and then
-run by `attention` on a GPU.
+The way is cached by conv and layout in `probe.findings`, together with the conv's settings: whoever changes
+a setting of a conv causes a new trial. All other calls cost a look-up. GATConv and GATv2Conv are tried like
+any conv, and then run by `attention` on a GPU.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ from hopline.nn.probe import (
 Convention = Literal["fused", "block", "pair", "square"]
 """A way to call a conv; the module docstring explains the four."""
 Layout = Literal["block", "tree", "padded tree"]
-"""The kind of edges that a conv is given. In a tree every edge has a source of its own. In a padded tree, used on a
-GPU, there is an edge out of every slot, empty ones included."""
+"""The kind of edges that a conv is given. In a tree every edge has a source of its own. In a padded tree,
+used on a GPU, there is an edge out of every slot, empty ones included."""
 
 CALLS: tuple[Convention, ...] = ("pair", "square")
 """The conventions in which the conv's own `forward` runs, in the order of the trial."""
@@ -80,32 +80,35 @@ class CallingConvention:
     convention: Convention
     """The arguments of the call."""
     without_loops: bool = False
-    """Whether the adapter leaves out edges from a node to itself. For convs that drop or replace self-loops: in a
-    tree a node and its copy in a child slot have different local ids, so the conv sees no loop."""
+    """Whether the adapter leaves out edges from a node to itself. For convs that drop or replace
+    self-loops: in a tree a node and its copy in a child slot have different local ids, so the conv sees no
+    loop."""
     with_edges: bool = False
     """Whether the adapter adds a destination with two edges before all others, and drops its output. Some
-    aggregations fail without edges. Quantiles fail if the first node has none, or if a node without edges follows a
-    single edge."""
+    aggregations fail without edges. Quantiles fail if the first node has none, or if a node without edges
+    follows a single edge."""
     by_order: bool = False
     """Whether the conv's output depends on the order of a node's in-edges."""
     has_cache: bool = False
     """Whether the conv was built with cached=True."""
     padded: bool = False
-    """Whether the conv is given the edges out of a tree's empty slots. They lead to a row behind the destinations,
-    whose output is dropped."""
+    """Whether the conv is given the edges out of a tree's empty slots. They lead to a row behind the
+    destinations, whose output is dropped."""
 
 
 def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | None = None, layer: int = 0) -> Tensor:
     """Run a PyG conv on a block. For a module of your own that is called with batches.
 
-    Where the block has all in-edges of a destination, the output is that of the conv on the whole graph.
-    On a block of `hl.FullBatch(...).loader(...)`, rows of other shards are fetched in forward, and again in backward.
+    Where the block has all in-edges of a destination, the output is that of the conv on the whole graph. On
+    a block of `hl.FullBatch(...).loader(...)`, rows of other shards are fetched in forward, and again in
+    backward.
 
     Args:
         conv: A PyG conv, or any module with forward(x, edge_index).
         h: [num_src, ...] rows of the block's sources, or a handle to them, such as `batch.x`.
         block: One of `batch.blocks`.
-        x0: Initial rows for convs that take them, such as GCN2Conv. The first num_dst are those of the destinations.
+        x0: Initial rows for convs that take them, such as GCN2Conv. The first num_dst are those of the
+            destinations.
         layer: The number of the layer in the model. Every layer draws other random numbers.
 
     Returns:
@@ -146,7 +149,8 @@ def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | Non
     names = block.edge if block.graph is None else block.graph.edge
     way = _cached_convention(conv, layout, names)
     if way is None:
-        way = calling_convention(conv, h.shape[1], block.edge, layout, None if x0 is None else x0.size(1))
+        initial_width = None if x0 is None else x0.size(1)
+        way = calling_convention(conv, h.shape[1], block.edge, layout, initial_width)
     if block.scale_sums and way.convention != "fused":
         raise ValueError(
             f"scale_sums=true needs convs that sum plain rows (SAGEConv, GINConv, GraphConv); {_name(conv)} does not: "
@@ -179,17 +183,20 @@ def calling_convention(
     way = _cached_convention(conv, layout, edge)
     if way is None:
         way = find_calling_convention(conv, width, edge, layout, initial_width)
-        findings.put(conv, ("way", layout), _about(conv, edge), way)
+        findings.put(conv, ("way", layout), _cache_key(conv, edge), way)
     return way
 
 
 def _cached_convention(conv: nn.Module, layout: Layout, edge: Mapping[str, Tensor]) -> CallingConvention | None:
-    """The calling convention that an earlier trial found; None before a trial, or if the conv has changed since."""
-    return findings.get(conv, ("way", layout), _about(conv, edge))
+    """The calling convention that an earlier trial found; None before a trial, or if the conv has changed
+    since."""
+    return findings.get(conv, ("way", layout), _cache_key(conv, edge))
 
 
-def _about(conv: nn.Module, edge: Mapping[str, Tensor]) -> Any:
-    """Everything that a calling convention depends on and that may change after a trial. Compared for equality.
+def _cache_key(conv: nn.Module, edge: Mapping[str, Tensor]) -> Any:
+    """Everything that a calling convention depends on and that may change after a trial.
+
+    Compared for equality.
 
     Hooks may be added or removed at any time, and both `is_fused` and `reads_blocks` depend on them.
     """
@@ -211,37 +218,47 @@ def _call(conv: nn.Module, way: CallingConvention, h: Handle | Tensor, block: Bl
     if way.convention == "fused":
         return run_fused(conv, h, block, x0 if takes_x0(conv) else None)
     dtype = dtype_of(conv, h)
-    rows, num_dst = as_dtype(h, dtype), block.num_dst
+    src_rows = as_dtype(h, dtype)
     if way.convention == "block":
-        return conv.on_block(rows, block)  # type: ignore[operator]
+        return conv.on_block(src_rows, block)  # type: ignore[operator]
+
+    is_pair = way.convention == "pair"
+    num_dst = block.num_dst
     edge_index, edge = _edges_of(block, way)
     edges = edge_arguments(conv, edge, dtype)
-    first = (_padded(x0, rows.size(0)),) if takes_x0(conv) and x0 is not None else ()
-    own = rows[:num_dst]
-    if way.convention == "pair" and way.padded:
+    initial = (_pad_rows(x0, src_rows.size(0)),) if takes_x0(conv) and x0 is not None else ()
+    dst_rows = src_rows[:num_dst]
+    if is_pair and way.padded:
         # Edges out of empty slots lead to destination num_dst, which needs a row. Any row will do.
-        own = torch.cat([own, rows[:1]])
+        dst_rows = torch.cat([dst_rows, src_rows[:1]])
+
+    first_dst = 0
     if way.with_edges:
-        # A new destination 0 with two edges from source 0. All other destinations move up by one. In a square call
-        # sources and destinations share their numbers, so the sources move up as well.
+        # A new destination 0 with two edges from source 0. All other destinations move up by one. In a
+        # square call sources and destinations share their numbers, so the sources move up as well.
+        first_dst = 1
         edges = {name: torch.cat([_two_rows(values), values]) for name, values in edges.items()}
-        shift = edge_index.new_tensor([[0], [1]] if way.convention == "pair" else [[1], [1]])
+        shift = edge_index.new_tensor([[0], [1]] if is_pair else [[1], [1]])
         edge_index = torch.cat([edge_index.new_zeros(2, 2), edge_index + shift], dim=1)
-        own = torch.cat([rows[:1], own])
-        if way.convention == "square":
-            rows, first = torch.cat([rows[:1], rows]), tuple(torch.cat([x[:1], x]) for x in first)
-    x = (rows, own) if way.convention == "pair" else rows
-    start = int(way.with_edges)
-    return conv(x, *first, edge_index, **edges)[start : start + num_dst]
+        dst_rows = torch.cat([src_rows[:1], dst_rows])
+        if not is_pair:
+            src_rows = torch.cat([src_rows[:1], src_rows])
+            initial = tuple(torch.cat([rows[:1], rows]) for rows in initial)
+
+    x = (src_rows, dst_rows) if is_pair else src_rows
+    outputs = conv(x, *initial, edge_index, **edges)
+    return outputs[first_dst : first_dst + num_dst]
 
 
 def _two_rows(like: Tensor) -> Tensor:
     """[2, ...]: values for the two edges that `with_edges` adds: 1.0, or 0 in an array of whole numbers."""
-    return like.new_full((2, *like.shape[1:]), int(like.is_floating_point()))
+    value = 1 if like.is_floating_point() else 0
+    return like.new_full((2, *like.shape[1:]), value)
 
 
 def _edges_of(block: Block, way: CallingConvention) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """(edge_index [2, num_edges], edge arrays) of a block, in the form that the calling convention asks for."""
+    """(edge_index [2, num_edges], edge arrays) of a block, in the form that the calling convention asks
+    for."""
     if not isinstance(block, TreeBlock):
         return block.edge_index, block.edge
     edge_index, edge = block.padded if way.padded else (block.part.edge_index, block.part.edge)
@@ -249,14 +266,14 @@ def _edges_of(block: Block, way: CallingConvention) -> tuple[Tensor, Mapping[str
         return edge_index, edge
     src, dst = edge_index
     # Clamped because padded edges lead to row num_dst, behind the destinations.
-    loops = block.src_ids[src] == block.src_ids[dst.clamp(max=block.num_dst - 1)]
+    is_loop = block.src_ids[src] == block.src_ids[dst.clamp(max=block.num_dst - 1)]
     if way.padded:
         # Selecting edges by a mask would synchronise. Loops go to row num_dst too, whose output is dropped.
-        return torch.stack([src, torch.where(loops, block.num_dst, dst)]), edge
-    return edge_index[:, ~loops], {name: rows[~loops] for name, rows in edge.items()}
+        return torch.stack([src, torch.where(is_loop, block.num_dst, dst)]), edge
+    return edge_index[:, ~is_loop], {name: rows[~is_loop] for name, rows in edge.items()}
 
 
-def _padded(x0: Tensor, num_rows: int) -> Tensor:
+def _pad_rows(x0: Tensor, num_rows: int) -> Tensor:
     """[num_rows, ...]: `x0` with rows of zeros behind it. A square call takes a row per source.
 
     Only the outputs of the destinations are kept, so only their initial rows matter.
@@ -266,7 +283,8 @@ def _padded(x0: Tensor, num_rows: int) -> Tensor:
 
 
 def reads_blocks(conv: nn.Module) -> bool:
-    """Whether the conv computes on blocks itself, by a method `on_block(rows, block)` that its author has written.
+    """Whether the conv computes on blocks itself, by a method `on_block(rows, block)` that its author has
+    written.
 
     False for a conv with hooks, which torch runs only around `forward`.
     """
@@ -280,63 +298,78 @@ def takes_x0(conv: nn.Module) -> bool:
 
 @functools.cache
 def _arguments(kind: type[nn.Module]) -> frozenset[str]:
-    """Names of the arguments of a class's `forward`. Cached by class, since every call of a conv asks for them."""
+    """Names of the arguments of a class's `forward`.
+
+    Cached by class, since every call of a conv asks for them.
+    """
     return frozenset(inspect.signature(kind.forward).parameters)
 
 
 def edge_arguments(conv: nn.Module, edge: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The graph's edge arrays that this conv takes, by argument name. Weights and real numbers become `dtype`."""
+    """The graph's edge arrays that this conv takes, by argument name.
+
+    Weights and real numbers become `dtype`.
+    """
     parameters = _arguments(type(conv))
-    found = {}
+    arguments = {}
     for argument, name in EDGE_ARGUMENTS.items():
-        wanted = argument in parameters and name in edge
-        if wanted and not (argument == "edge_attr" and _lacks_edge_features(conv, edge[name])):
-            rows = edge[name]
-            found[argument] = rows.to(dtype) if rows.is_floating_point() or name == "weight" else rows
-    return found
+        if argument not in parameters or name not in edge:
+            continue
+        rows = edge[name]
+        if argument == "edge_attr" and _lacks_edge_features(conv, rows):
+            continue
+        is_real = rows.is_floating_point() or name == "weight"
+        arguments[argument] = rows.to(dtype) if is_real else rows
+    return arguments
 
 
 def _lacks_edge_features(conv: nn.Module, attr: Tensor) -> bool:
-    """Whether a conv was built without edge features. In plain PyG its user would not pass `edge_attr` to it."""
+    """Whether a conv was built without edge features.
+
+    In plain PyG its user would not pass `edge_attr` to it.
+    """
     if any(getattr(conv, name, 0) is None for name in ("edge_dim", "in_edge_channels")):
         return True
     if isinstance(conv, CGConv):
         return conv.dim == 0
-    # GENConv does not store whether it was. Without `lin_edge` it adds edge features to its messages, which works
-    # only if both have the same width.
+    # GENConv does not store whether it was. Without `lin_edge` it adds edge features to its messages, which
+    # works only if both have the same width.
     return isinstance(conv, GENConv) and not hasattr(conv, "lin_edge") and attr.size(-1) != conv.out_channels
 
 
 def find_calling_convention(
     conv: nn.Module, width: int, edge: Mapping[str, Tensor], layout: Layout, initial_width: int | None
 ) -> CallingConvention:
-    """Try the ways of calling a conv, and return the first that gives the whole graph's outputs on all `BATCHES`.
+    """Try the ways of calling a conv, and return the first that gives the whole graph's outputs on all
+    `BATCHES`.
 
-    The batches of `probe` differ in which other nodes they hold. So a conv whose output at a node depends on the
-    other nodes fails on one of them. Copies of the conv run, in float64 on the host.
+    The batches of `probe` differ in which other nodes they hold. So a conv whose output at a node depends
+    on the other nodes fails on one of them. Copies of the conv run, in float64 on the host.
 
     Raises:
         NeedsWholeGraph: No way is right, since the conv needs more than a node's in-edges.
-        ValueError: Plain PyG cannot run the conv on the tiny graph, or it keeps something between calls, has another
-            flow, a wrong `on_block`, or cannot run on trees.
+        ValueError: Plain PyG cannot run the conv on the tiny graph, or it keeps something between calls,
+            has another flow, a wrong `on_block`, or cannot run on trees.
     """
     if getattr(conv, "flow", "source_to_target") != "source_to_target":
         raise ValueError(f"{_name(conv)} sends messages from target to source: build it with the default flow")
     initialise(conv, width, edge, initial_width)
     graph = probe_graph(edge)
     x = random_rows(graph.num_nodes, width)
-    start = None if initial_width is None else random_rows(graph.num_nodes, initial_width)
-    expected = whole_output(conv, x, graph, start)
-    # One copy for all blocks: if the conv keeps something of the first block, its output on the next is wrong.
+    x0 = None if initial_width is None else random_rows(graph.num_nodes, initial_width)
+    expected = whole_output(conv, x, graph, x0)
+    # One copy for all blocks: if the conv keeps something of the first block, its output on the next is
+    # wrong.
     trial = trial_of(conv)
-    is_tree, padded = layout != "block", layout == "padded tree"
+    is_tree = layout != "block"
 
     def output(trial: nn.Module, way: CallingConvention, graph: Graph, nodes: Sequence[int]) -> Tensor | None:
         """The output at `nodes`; None if the conv cannot be called in this way."""
         block = tree_of(graph, nodes) if is_tree else block_of(graph, nodes)
+        block_x0 = None if x0 is None else x0[block.dst_ids]
         try:
             with without_caches(trial):
-                return _call(trial, way, x[block.src_ids], block, None if start is None else start[block.dst_ids])
+                return _call(trial, way, x[block.src_ids], block, block_x0)
         except Exception:
             return None
 
@@ -344,44 +377,51 @@ def find_calling_convention(
         way: CallingConvention, graph: Graph, batches: Sequence[Sequence[int]] = BATCHES, anew: bool = False
     ) -> bool:
         """Whether a way gives the whole graph's outputs. anew: with a new copy of the conv for each block."""
-        found = ((nodes, output(trial_of(conv) if anew else trial, way, graph, nodes)) for nodes in batches)
-        return all(
-            out is not None
-            and out.shape == expected[[*nodes]].shape
-            and torch.allclose(out, expected[[*nodes]], 1e-8, 1e-10, equal_nan=True)
-            for nodes, out in found
-        )
+        for nodes in batches:
+            rows = output(trial_of(conv) if anew else trial, way, graph, nodes)
+            expected_rows = expected[[*nodes]]
+            if rows is None or rows.shape != expected_rows.shape:
+                return False
+            if not torch.allclose(rows, expected_rows, 1e-8, 1e-10, equal_nan=True):
+                return False
+        return True
 
     def trains(way: CallingConvention) -> bool:
         """Whether the conv can also be called in training mode, with few edges or none.
 
         Outputs are not compared: SuperGATConv, for example, draws edges in training.
         """
-        other = trial_of(conv).train()  # a copy of its own: running statistics of norms change in training
+        training_trial = trial_of(conv).train()  # a copy of its own: running statistics of norms change in training
         with torch.random.fork_rng([]):
-            return all(output(other, way, graph, nodes) is not None for nodes in BATCHES[2:4])
+            return all(output(training_trial, way, graph, nodes) is not None for nodes in BATCHES[2:4])
 
-    cached = has_cache(conv)
     if is_fused(conv):
-        ways = [CallingConvention("fused", has_cache=cached)]
+        ways = [CallingConvention("fused", has_cache=has_cache(conv))]
     elif reads_blocks(conv):
-        ways = [CallingConvention("block", has_cache=cached)]
+        ways = [CallingConvention("block", has_cache=has_cache(conv))]
     else:
-        choices = itertools.product((False, True), CALLS, (False, True) if is_tree else (False,))
+        # Only in a tree a conv cannot see which edges are loops.
+        loop_choices = (False, True) if is_tree else (False,)
         ways = [
-            CallingConvention(call, without_loops, with_edges, has_cache=cached, padded=padded)
-            for with_edges, call, without_loops in choices
+            CallingConvention(
+                convention,
+                without_loops=without_loops,
+                with_edges=with_edges,
+                has_cache=has_cache(conv),
+                padded=layout == "padded tree",
+            )
+            for with_edges, convention, without_loops in itertools.product((False, True), CALLS, loop_choices)
         ]
     with torch.no_grad():
         for way in ways:
             if is_right(way, graph) and (way.convention == "fused" or trains(way)):
-                # Fused convs count as independent of the order. GCN takes the last of a node's self-loops, but from
-                # the graph and not from the block, so the block's order does not matter.
+                # Fused convs count as independent of the order. GCN takes the last of a node's self-loops,
+                # but from the graph and not from the block, so the block's order does not matter.
                 by_order = way.convention != "fused" and not is_right(way, reverse_edges_of_nodes(graph), BATCHES[:1])
                 return replace(way, by_order=by_order)
         # No way is right. If one is right with a new copy per block, the conv keeps something between calls.
-        keeps = any(is_right(way, graph, anew=True) and not is_right(way, graph) for way in ways)
-    if keeps:
+        keeps_state = any(is_right(way, graph, anew=True) and not is_right(way, graph) for way in ways)
+    if keeps_state:
         raise ValueError(
             f"{_name(conv)} keeps something of its first call, such as the edges, and every block has others: let it "
             "compute that anew in each call"
@@ -412,17 +452,19 @@ def find_calling_convention(
 
 
 def whole_output(conv: nn.Module, x: Tensor, graph: Graph, x0: Tensor | None) -> Tensor:
-    """[num_nodes, ...] float64: the conv's output on a whole graph, as plain PyG computes it in evaluation mode.
+    """[num_nodes, ...] float64: the conv's output on a whole graph, as plain PyG computes it in evaluation
+    mode.
 
     Raises:
-        ValueError: The call fails, or its output is not one tensor with a row per node, or none of it is finite.
+        ValueError: The call fails, or its output is not one tensor with a row per node, or none of it is
+            finite.
     """
     trial = trial_of(conv)
-    first = (x0,) if takes_x0(conv) else ()
+    initial = (x0,) if takes_x0(conv) else ()
     edges = edge_arguments(trial, graph.edge, torch.float64)
     with torch.no_grad():
         try:
-            out = trial(x, *first, graph.edge_index(), **edges)
+            out = trial(x, *initial, graph.edge_index(), **edges)
         except Exception as error:
             raise ValueError(
                 f"{_name(conv)} cannot be called as conv({', '.join(['x', 'edge_index', *edges])}) with rows of width "
@@ -441,10 +483,12 @@ def _reason(conv: nn.Module, error: Exception, edges: Mapping[str, Tensor]) -> s
 
     An assertion without a message is described by its line of code.
     """
-    words = " ".join(str(error).split()) or f"it stops at `{traceback.extract_tb(error.__traceback__)[-1].line}`"
-    taken = [name for name in EDGE_ARGUMENTS if name in _arguments(type(conv)) and name not in edges]
-    arrays = " and ".join(f"{name} (edge array {EDGE_ARGUMENTS[name]!r})" for name in taken)
-    return f"{words}; it can take {arrays}, which the graph does not have" if taken else words
+    reason = " ".join(str(error).split()) or f"it stops at `{traceback.extract_tb(error.__traceback__)[-1].line}`"
+    missing = [name for name in EDGE_ARGUMENTS if name in _arguments(type(conv)) and name not in edges]
+    if not missing:
+        return reason
+    arrays = " and ".join(f"{name} (edge array {EDGE_ARGUMENTS[name]!r})" for name in missing)
+    return f"{reason}; it can take {arrays}, which the graph does not have"
 
 
 def initialise(conv: nn.Module, width: int, edge: Mapping[str, Tensor], initial_width: int | None) -> None:
@@ -454,11 +498,13 @@ def initialise(conv: nn.Module, width: int, edge: Mapping[str, Tensor], initial_
     like = next(conv.parameters())
     options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
     graph = probe_graph(edge)
-    needs_x0 = takes_x0(conv) and initial_width is not None
-    first = (torch.zeros(graph.num_nodes, initial_width, **options),) if needs_x0 else ()  # type: ignore[arg-type]
+    x = torch.zeros(graph.num_nodes, width, **options)
+    initial = []
+    if takes_x0(conv) and initial_width is not None:
+        initial.append(torch.zeros(graph.num_nodes, initial_width, **options))
     edges = {name: rows.to(like.device) for name, rows in edge_arguments(conv, graph.edge, like.dtype).items()}
     with eval_mode(conv), torch.no_grad():
-        conv(torch.zeros(graph.num_nodes, width, **options), *first, graph.edge_index().to(like.device), **edges)
+        conv(x, *initial, graph.edge_index().to(like.device), **edges)
 
 
 def _name(conv: nn.Module) -> str:

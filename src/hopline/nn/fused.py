@@ -1,18 +1,20 @@
 """Convs whose aggregation is a plain sum, mean or max, computed without a matrix with a row per edge.
 
-PyG's `propagate` builds a message per edge and then aggregates. Here one kernel does both (`ops.reduce_edges`, or
-`reduce_on_tree` for trees on a GPU), and reads the rows straight from the feature table where it can:
+PyG's `propagate` builds a message per edge and then aggregates. Here one kernel does both
+(`ops.reduce_edges`, or `reduce_on_tree` for trees on a GPU), and reads the rows straight from the feature
+table where it can:
 
     h, a tensor or a handle  ->  _reduce  ->  [num_dst, width]  ->  the rest of the conv's forward
 
-The rest is PyG's code. `_StandIn` looks like the conv but has another `propagate`. The conv's `forward` is called
-with the stand-in as `self`, and with the block in place of `edge_index`. So projection, root weight, normalisation of
-the output and bias stay PyG's, and the conv itself is never changed. APPNP, and GCNConv where its product comes after
-the aggregation, run without `forward`: `run_fused` writes out what they compute.
+The rest is PyG's code. `_StandIn` looks like the conv but has another `propagate`. The conv's `forward` is
+called with the stand-in as `self`, and with the block in place of `edge_index`. So projection, root weight,
+normalisation of the output and bias stay PyG's, and the conv itself is never changed. APPNP, and GCNConv
+where its product comes after the aggregation, run without `forward`: `run_fused` writes out what they
+compute.
 
-Two families are fused: `PLAIN` convs send rows, `NORMALISED` convs send rows times GCN's degree norm. Where the
-aggregation of the first layer needs no weight, it can run before the layer does: in a loader's thread (`read_ahead`),
-or once for several evaluations (`reduced_input`).
+Two families are fused: `PLAIN` convs send rows, `NORMALISED` convs send rows times GCN's degree norm. Where
+the aggregation of the first layer needs no weight, it can run before the layer does: in a loader's thread
+(`read_ahead`), or once for several evaluations (`reduced_input`).
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ def is_fused(conv: Any) -> bool:
 
 
 def reads_rows(conv: Any) -> bool:
-    """Whether the conv aggregates its input rows as they are, so that the kernel can read them from a table."""
+    """Whether the conv aggregates its input rows as they are, so that the kernel can read them from a
+    table."""
     return is_fused(conv) and type(conv) in PLAIN and not getattr(conv, "project", False)
 
 
@@ -80,17 +83,22 @@ def run_fused(conv: Any, h: Handle | Tensor, block: Block, x0: Tensor | None = N
         return _product(conv, h.reduced_and_own)
 
     def propagate(b: Block, x: Tensor, edge_weight: Tensor | None = None, size: Any = None) -> Tensor:
+        """In place of `MessagePassing.propagate`. Weights come from `gcn_weights`."""
         return _normalised_sum(conv, x, b, dtype)
 
     if isinstance(block, TreeBlock) and block.on_gpu and isinstance(conv, GCNConv):
-        # The product is linear, so it may come after the aggregation: a row per destination, not one per slot.
+        # The product is linear, so it may come after the aggregation: a row per destination, not one per
+        # slot.
         weight, loops = gcn_weights(conv, block, dtype)
         # The factor that scales up sampled sums is in GCN's weights already.
-        plain = block.scaling_sums(False) if conv.normalize else block
-        reduced, own = _reduce(h, plain, how, weight, dtype, with_own=True).chunk(2, dim=1)
-        return _product(conv, reduced if loops is None else reduced + loops[:, None].to(own.dtype) * own)
+        unscaled = block.scaling_sums(False) if conv.normalize else block
+        reduced, own = _reduce(h, unscaled, how, weight, dtype, with_own=True).chunk(2, dim=1)
+        if loops is not None:
+            reduced = reduced + loops[:, None].to(own.dtype) * own
+        return _product(conv, reduced)
     if isinstance(conv, APPNP):
-        # Not by its forward, which adds all rows to the aggregated ones. A block has more sources than destinations.
+        # Not by its forward, which adds all rows to the aggregated ones. A block has more sources than
+        # destinations.
         rows = as_dtype(h, dtype)
         return (1 - conv.alpha) * propagate(block, rows) + conv.alpha * rows[: block.num_dst]
     if isinstance(conv, GCN2Conv):
@@ -103,11 +111,12 @@ def run_fused(conv: Any, h: Handle | Tensor, block: Block, x0: Tensor | None = N
 
 
 def _normalised_sum(conv: Any, x: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
-    """[num_dst, ...]: sum over in-edges of weight * x[src], plus loop weight * own row, for a `NORMALISED` conv."""
+    """[num_dst, ...]: sum over in-edges of weight * x[src], plus loop weight * own row, for a `NORMALISED`
+    conv."""
     weight, loops = gcn_weights(conv, block, dtype)
     # The factor that scales up sampled sums is in GCN's weights already.
-    plain = block.scaling_sums(False) if conv.normalize else block
-    out = _reduce(x, plain, "sum", weight, dtype)
+    unscaled = block.scaling_sums(False) if conv.normalize else block
+    out = _reduce(x, unscaled, "sum", weight, dtype)
     return out if loops is None else out + loops[:, None].to(x.dtype) * x[: block.num_dst]
 
 
@@ -120,30 +129,39 @@ def _product(conv: GCNConv, reduced: Tensor) -> Tensor:
 def _reduces_first(conv: GCNConv, h: Handle | Tensor, block: Block) -> bool:
     """Whether GCNConv aggregates before its product. The result is the same, since the product is linear.
 
-    The cheaper order is taken. Costs are counted in elements moved, `FLOPS` multiplications being one element:
+    The cheaper order is taken. Costs are counted in elements moved, `FLOPS` multiplications being one
+    element:
 
-        a product, per row       before + after + before * after / FLOPS
+        a product, per row       before + after + before * after / FLOPS      (widths before and after it)
         aggregation, per edge    the width of the rows that are aggregated
 
-    A block has fewer destinations than sources, so the product is cheaper afterwards. But if the product makes rows
-    narrower, aggregation is cheaper afterwards.
+    A block has fewer destinations than sources, so the product is cheaper afterwards. But if the product
+    makes rows narrower, aggregation is cheaper afterwards.
     """
     if isinstance(h, Rows) and h.table.read_csr(h.ids[:0]) is not None:
         return False  # stored sparse: the product reads them sparse, and aggregation would make them dense and wide
     # A hook, or another type than Linear, must see the rows that PyG would give it.
     if not is_linear(conv.lin) or conv.lin._forward_hooks or conv.lin._forward_pre_hooks:
         return False
-    before, after = conv.lin.weight.size(1), conv.lin.weight.size(0)
-    per_row = before + after + before * after / FLOPS
-    project_first = block.num_src * per_row + block.num_edges * after
-    return block.num_edges * before + block.num_dst * per_row < project_first
+    after, before = conv.lin.weight.shape
+    product_per_row = before + after + before * after / FLOPS
+    cost_product_first = block.num_src * product_per_row + block.num_edges * after
+    cost_reduce_first = block.num_edges * before + block.num_dst * product_per_row
+    return cost_reduce_first < cost_product_first
 
 
 def dtype_of(conv: Any, h: Handle | Tensor) -> torch.dtype:
     """The dtype that a conv computes in: of its parameters, else of floating-point rows, else float32."""
-    known = next((p.dtype for p in conv.parameters()), None)
-    given = h.dtype if isinstance(h, Tensor) else h.table.dtype if isinstance(h, Rows) else torch.float32
-    return known or (given if given.is_floating_point else torch.float32)
+    parameter = next(conv.parameters(), None)
+    if parameter is not None:
+        return parameter.dtype
+    if isinstance(h, Tensor):
+        dtype = h.dtype
+    elif isinstance(h, Rows):
+        dtype = h.table.dtype
+    else:
+        dtype = torch.float32
+    return dtype if dtype.is_floating_point else torch.float32
 
 
 def _plain(conv: Any, h: Handle | Tensor, block: Block, how: str, dtype: torch.dtype) -> Tensor:
@@ -157,10 +175,13 @@ def _plain(conv: Any, h: Handle | Tensor, block: Block, how: str, dtype: torch.d
     """
     linears = _linears_of_one_row(conv, h)
     # Handles stay handles where the kernel takes them: to rows of a table, or to a deferred layer.
-    reads = isinstance(h, Rows) and reads_rows(conv)
-    runs_on = isinstance(h, PendingRows) and linears is not None and how != "max"
-    source = h if reads or runs_on else as_dtype(h, dtype)
-    if linears is None and isinstance(block, TreeBlock) and block.on_gpu and not getattr(conv, "project", False):
+    reads_table = isinstance(h, Rows) and reads_rows(conv)
+    reads_deferred = isinstance(h, PendingRows) and linears is not None and how != "max"
+    source = h if reads_table or reads_deferred else as_dtype(h, dtype)
+
+    is_tree_on_gpu = isinstance(block, TreeBlock) and block.on_gpu
+    own: Rows | Tensor | None
+    if linears is None and is_tree_on_gpu and not getattr(conv, "project", False):
         weight = block.edge.get("weight") if isinstance(conv, GraphConv) else None
         reduced, own = _reduce(source, block, how, weight, dtype, with_own=True).chunk(2, dim=1)
         stand_in = _StandIn(conv, lambda b, x, edge_weight=None, size=None: reduced)
@@ -168,9 +189,10 @@ def _plain(conv: Any, h: Handle | Tensor, block: Block, how: str, dtype: torch.d
         own = as_dtype(own_rows(source, block.num_dst), dtype)
         stand_in = _StandIn(conv, lambda b, x, edge_weight=None, size=None: _reduce(x[0], b, how, edge_weight, dtype))
     else:
-        # Both products in one: [reduced | own] rows times the two weights side by side. The conv gets own=None, so
-        # that its forward leaves out the second product.
-        own, pair = None, (getattr(conv, linears[0]), getattr(conv, linears[1]))
+        # Both products in one: [reduced | own] rows times the two weights side by side. The conv gets
+        # own=None, so that its forward leaves out the second product.
+        own = None
+        pair = (getattr(conv, linears[0]), getattr(conv, linears[1]))
         stand_in = _StandIn(
             conv,
             lambda b, x, edge_weight=None, size=None: _reduce(x[0], b, how, edge_weight, dtype, with_own=True),
@@ -182,12 +204,14 @@ def _plain(conv: Any, h: Handle | Tensor, block: Block, how: str, dtype: torch.d
 
 
 def defer_layer(conv: Any, h: Handle | Tensor, block: Block, p: float, key: Any) -> PendingRows | None:
-    """Aggregate a hidden layer conv -> ReLU -> dropout(p, key), and leave the rest to the next layer's kernel.
+    """Aggregate a hidden layer conv -> ReLU -> dropout(p, key), and leave the rest to the next layer's
+    kernel.
 
     None where that is not possible: only plain convs of two linear layers on a tree on a GPU are deferred
     (`tree_layers`), without edge arrays and without normalised outputs.
     """
-    if not isinstance(block, TreeBlock) or not is_fused(conv) or getattr(conv, "normalize", False) or block.edge:
+    normalises_outputs = getattr(conv, "normalize", False)
+    if not isinstance(block, TreeBlock) or not is_fused(conv) or normalises_outputs or block.edge:
         return None
     linears = _linears_of_one_row(conv, h)
     if linears is None:
@@ -199,27 +223,24 @@ def defer_layer(conv: Any, h: Handle | Tensor, block: Block, p: float, key: Any)
 def _linears_of_one_row(conv: Any, source: Handle | Tensor) -> tuple[str, str] | None:
     """Names of a conv's linear layers for reduced and for own rows, if both may be computed as one product.
 
-    None if they may not: an input of more than two dimensions, a projection before the aggregation, no root weight, a
-    layer that is not a plain Linear or has hooks, or a second bias.
+    None if they may not: an input of more than two dimensions, a projection before the aggregation, no root
+    weight, a layer that is not a plain Linear or has hooks, or a second bias.
     """
     names = LINEARS.get(type(conv))
-    if (
-        names is None
-        or len(source.shape) != 2
-        or getattr(conv, "project", False)
-        or not getattr(conv, "root_weight", True)
-    ):
+    if names is None or len(source.shape) != 2:
+        return None
+    if getattr(conv, "project", False) or not getattr(conv, "root_weight", True):
         return None
     pair = [getattr(conv, name) for name in names]
-    plain = all(is_linear(l) and not l._forward_hooks and not l._forward_pre_hooks for l in pair)
-    return names if plain and pair[1].bias is None else None
+    are_plain = all(is_linear(l) and not l._forward_hooks and not l._forward_pre_hooks for l in pair)
+    return names if are_plain and pair[1].bias is None else None
 
 
 def input_reduction(conv: Any) -> tuple[Any, ...] | None:
     """A key for the part of a first conv that needs no parameter: its aggregation of the features.
 
-    Convs with equal keys aggregate the features alike, whatever their weights. So the result may be cached by the
-    key. None if a conv has no such part.
+    Convs with equal keys aggregate the features alike, whatever their weights. So the result may be cached
+    by the key. None if a conv has no such part.
     """
     if type(conv) is GCNConv and is_fused(conv) and is_linear(conv.lin):
         # The shape of the weight is part of the key because `_reduces_first` decides by it.
@@ -234,25 +255,30 @@ def input_reduction(conv: Any) -> tuple[Any, ...] | None:
 def reduced_input(conv: Any, h: Handle | Tensor, block: Block) -> tuple[Tensor, str] | None:
     """(rows, how): the first conv's aggregation of the features on a block, as `ReducedRows` hold it.
 
-    rows: [num_dst, 2 * width], [reduced | own]; or [num_dst, width] for GCNConv. how: the name of the aggregation.
-    None on trees, if GCNConv multiplies first, or if edge weights or sampling factors enter a plain conv's sum.
+    rows: [num_dst, 2 * width], [reduced | own]; or [num_dst, width] for GCNConv. how: the name of the
+    aggregation. None on trees, if GCNConv multiplies first, or if edge weights or sampling factors enter a
+    plain conv's sum.
     """
     if isinstance(block, TreeBlock) or input_reduction(conv) is None:
         return None
     dtype = dtype_of(conv, h)
     with torch.no_grad():
         if type(conv) is GCNConv:
-            first = _reduces_first(conv, h, block)
-            return (_normalised_sum(conv, as_dtype(h, dtype), block, dtype), NORMALISED_SUM) if first else None
+            if not _reduces_first(conv, h, block):
+                return None
+            return _normalised_sum(conv, as_dtype(h, dtype), block, dtype), NORMALISED_SUM
         how = REDUCE[type(conv.aggr_module)]
-        weighted = isinstance(conv, GraphConv) and "weight" in block.edge
-        if weighted or (how == "sum" and block.scale_sums):
+        has_weights = isinstance(conv, GraphConv) and "weight" in block.edge
+        has_factors = how == "sum" and block.scale_sums
+        if has_weights or has_factors:
             return None
-        return _reduce(h if isinstance(h, Rows) else as_dtype(h, dtype), block, how, None, dtype, with_own=True), how
+        rows = h if isinstance(h, Rows) else as_dtype(h, dtype)
+        return _reduce(rows, block, how, None, dtype, with_own=True), how
 
 
 def read_ahead(conv: Any, rows: Rows, block: Block) -> Rows:
-    """The input rows aggregated now, for a thread that prefetches batches; the handle as it is if that cannot be."""
+    """The input rows aggregated now, for a thread that prefetches batches; the handle as it is if that
+    cannot be."""
     reduced = None if rows.table.storage() is None else reduced_input(conv, rows, block)
     return rows if reduced is None else ReducedRows(rows.table, rows.ids, *reduced)
 
@@ -272,8 +298,8 @@ def is_linear(module: Any) -> bool:
 def project(linear: Any, rows: Rows | Tensor) -> Tensor:
     """`linear` on rows. Rows that are stored sparse (CSR) are not made dense, unless `linear` has hooks.
 
-    Row i of the product is the sum of the weight's columns at the stored entries of row i, times their values.
-    That is an aggregation over edges, with stored entries as edges.
+    Row i of the product is the sum of the weight's columns at the stored entries of row i, times their
+    values. That is an aggregation over edges, with stored entries as edges.
     """
     dtype = linear.weight.dtype
     csr = rows.read_csr() if isinstance(rows, Rows) else None
@@ -287,7 +313,9 @@ def project(linear: Any, rows: Rows | Tensor) -> Tensor:
 def _reduce(
     rows: Handle | Tensor, block: Block, how: str, weight: Tensor | None, dtype: torch.dtype, with_own: bool = False
 ) -> Tensor:
-    """[num_dst, width]: the aggregated rows of each destination's sources. [num_dst, 2 * width] if `with_own`.
+    """[num_dst, width]: the aggregated rows of each destination's sources.
+
+    [num_dst, 2 * width] if `with_own`.
 
     weight: [num_edges] or None; by slot, [num_src], for a tree on a GPU.
     with_own: whether the destination's own row stands to the right of the aggregated one.
@@ -300,16 +328,18 @@ def _reduce(
     if how == "sum" and block.scale_sums:
         factor = torch.repeat_interleave(block.sampling_factor, part.indptr.diff(), output_size=part.num_edges)
         weight = factor if weight is None else weight * factor
-    # Read the table inside the kernel, if that needs no conversion. Rows on disk are read before, in the order of the
-    # file, which the kernel would not keep to.
+    # Read the table inside the kernel, if that needs no conversion. Rows on disk are read before, in the
+    # order of the file, which the kernel would not keep to.
     if isinstance(rows, Rows):
         stored = rows.table.storage()
         if stored is not None and stored.dtype == dtype and not ops.is_cold(stored, rows.ids):
-            own = rows.ids[: block.num_dst] if with_own else None
-            return ops.reduce_edges(stored, part.indptr, ops.gather_rows(rows.ids, part.src_idx), how, weight, own)
-    rows = as_dtype(rows, dtype) if isinstance(rows, Handle) else rows
-    own = torch.arange(block.num_dst, device=rows.device) if with_own else None
-    return ops.reduce_edges(rows, part.indptr, part.src_idx, how, weight, own)
+            own_ids = rows.ids[: block.num_dst] if with_own else None
+            edge_src_ids = ops.gather_rows(rows.ids, part.src_idx)
+            return ops.reduce_edges(stored, part.indptr, edge_src_ids, how, weight, own_ids)
+    if isinstance(rows, Handle):
+        rows = as_dtype(rows, dtype)
+    own_idx = torch.arange(block.num_dst, device=rows.device) if with_own else None
+    return ops.reduce_edges(rows, part.indptr, part.src_idx, how, weight, own_idx)
 
 
 class _StandIn:

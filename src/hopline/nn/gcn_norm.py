@@ -4,15 +4,16 @@ On the whole graph GCN computes, with d the degree including the loop,
 
     out_i  =  loop_i / d_i  x_i  +  sum over in-edges (j, i) of   w_ji / sqrt(d_j d_i)  x_j
 
-PyG takes degrees from the edges that it is given, which is wrong on a block. Here d is always the whole graph's.
-Weights of sampled edges are multiplied by the sampling factor of their destination: in-edges in the graph over
-in-edges in the block. So the expectation of the sum is the full sum. Self-loops are added exactly, and never sampled.
+PyG takes degrees from the edges that it is given, which is wrong on a block. Here d is always the whole
+graph's. Weights of sampled edges are multiplied by the sampling factor of their destination: in-edges in
+the graph over in-edges in the block. So the expectation of the sum is the full sum. Self-loops are added
+exactly, and never sampled.
 
-The expectation over several layers is that of the whole graph too, apart from activations; `ops.layer_key` says why.
-The exception are loops that are sampled as edges, with `add_self_loops=False`.
+The expectation over several layers is that of the whole graph too, apart from activations; `ops.layer_key`
+says why. The exception are loops that are sampled as edges, with `add_self_loops=False`.
 
-Sums of edge weights are computed once per graph, and cached with it. Edge weights are cached with a block's edges,
-but for trees.
+Sums of edge weights are computed once per graph, and cached with it. Edge weights are cached with a block's
+edges, but for trees.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ class Weights(NamedTuple):
     """Weights of each node's in-edges and of its self-loop. Their sum is the node's degree."""
 
     total: Tensor
-    """[num_nodes] float64: summed weight of a node's in-edges. Without the graph's self-loops, if loops are added."""
+    """[num_nodes] float64: summed weight of a node's in-edges.
+
+    Without the graph's self-loops, if loops are added.
+    """
     loop: Tensor
     """[num_nodes] float64: weight of the loop that is added at each node. 0 if none is added."""
 
@@ -47,19 +51,20 @@ def gcn_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor | N
         return block.edge.get("weight"), None
     weight = block.edge.get("weight")
     if isinstance(block, TreeBlock) or (weight is not None and weight.requires_grad):
-        return _normalised(conv, block, dtype)
-    # Cached with the edges, since the layers of a historical batch share them. Trees compute their weights every
-    # time.
-    # So do weights with a gradient: a cached result would belong to the autograd graph of an earlier step.
-    known = block.part.cache
-    name = ("GCN weights", bool(conv.add_self_loops), bool(getattr(conv, "improved", False)), dtype)
-    if name not in known:
-        known[name] = _normalised(conv, block, dtype)
-    return known[name]
+        return _compute_weights(conv, block, dtype)
+    # Cached with the edges, since the layers of a historical batch share them. Trees compute their weights
+    # every time. So do weights with a gradient: a cached result would belong to the autograd graph of an
+    # earlier step.
+    cache = block.part.cache
+    cache_key = ("GCN weights", bool(conv.add_self_loops), bool(getattr(conv, "improved", False)), dtype)
+    if cache_key not in cache:
+        cache[cache_key] = _compute_weights(conv, block, dtype)
+    return cache[cache_key]
 
 
-def _normalised(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """(weight of each edge, weight of each destination's own row) with the degree norm, computed in float64."""
+def _compute_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """(weight of each edge, weight of each destination's own row) with the degree norm, computed in
+    float64."""
     graph = block.graph
     assert graph is not None
     add_loops = bool(conv.add_self_loops)
@@ -70,12 +75,16 @@ def _normalised(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor, Te
     by_dst = inverse[: block.num_dst] * block.sampling_factor
     src_ids = block.src_ids
     if isinstance(block, TreeBlock) and block.on_gpu:
-        # A weight for every slot, that of the edge out of it. Seeds have the parent -1, and no edge leaves them.
+        # A weight for every slot, that of the edge out of it. Seeds have the parent -1, and no edge leaves
+        # them.
         parents = block.parents.clamp(min=0).long()
-        weight, src, dst = inverse * by_dst[parents], src_ids, src_ids[parents]
+        weight = inverse * by_dst[parents]
+        src = src_ids
+        dst = src_ids[parents]
     else:
         part = block.part
-        weight = inverse[part.src_idx] * torch.repeat_interleave(by_dst, part.indptr.diff(), output_size=part.num_edges)
+        by_edge = torch.repeat_interleave(by_dst, part.indptr.diff(), output_size=part.num_edges)
+        weight = inverse[part.src_idx] * by_edge
         # Global ids, since in a tree one node has several local ids, and loops are recognised by equal ids.
         src, dst = src_ids[part.edge_index]
     if "weight" in block.edge:
@@ -84,8 +93,8 @@ def _normalised(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor, Te
         return weight.to(dtype), None
     if graph.self_loops.numel():  # `loop` includes them, so as edges they must not count again
         weight = weight.masked_fill(src == dst, 0)
-    own = loop[: block.num_dst] * inverse[: block.num_dst].square()
-    return weight.to(dtype), own.to(dtype)
+    own_weight = loop[: block.num_dst] * inverse[: block.num_dst].square()
+    return weight.to(dtype), own_weight.to(dtype)
 
 
 def _degrees(graph: Graph, ids: Tensor, add_loops: bool, fill: float) -> tuple[Tensor, Tensor]:
@@ -100,8 +109,8 @@ def _degrees(graph: Graph, ids: Tensor, add_loops: bool, fill: float) -> tuple[T
     if isinstance(graph, PartialGraph):  # it has no edges, but the weight sums of its nodes in the whole graph
         total, loop = graph.weight_sums(ids, add_loops, fill)
         return total + loop, loop
-    name = ("GCN weights", add_loops, fill)
-    weights = graph.get_cached(name, partial(weights_of, graph, add_loops, fill))
+    cache_key = ("GCN weights", add_loops, fill)
+    weights = graph.get_cached(cache_key, partial(weights_of, graph, add_loops, fill))
     total, loop = (array[ids.to(array.device)].to(ids.device) for array in weights)
     return total + loop, loop
 
@@ -119,8 +128,8 @@ def weights_of(graph: Graph, add_loops: bool, fill: float) -> Weights:
         total = torch.segment_reduce(weight.double(), "sum", offsets=offsets, initial=0)
     if not add_loops:
         return Weights(total.to(graph.device), torch.zeros_like(total, device=graph.device))
-    # On the host, because the last of several loops of a node counts, as in PyG. A GPU does not define which of
-    # several writes to one element comes last. Loops are few, and this runs once per graph.
+    # On the host, because the last of several loops of a node counts, as in PyG. A GPU does not define
+    # which of several writes to one element comes last. Loops are few, and this runs once per graph.
     total = total.cpu()
     loop = torch.full_like(total, fill)
     positions = graph.self_loops

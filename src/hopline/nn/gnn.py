@@ -2,9 +2,9 @@
 
     input rows  -- encode -->  State  -- layer(0, block) -->  State  -- ... -->  State  -- decode -->  outputs
 
-Mini-batch training runs the whole chain (`forward`). Other methods stop between two layers: exact inference computes
-a layer for all nodes before the next one, and historical training replaces rows between layers. All call the same
-three methods, so the mathematics of a model is written down once.
+Mini-batch training runs the whole chain (`forward`). Other methods stop between two layers: exact inference
+computes a layer for all nodes before the next one, and historical training replaces rows between layers.
+All call the same three methods, so the mathematics of a model is written down once.
 
 A state may hold a handle in place of rows, so that rows are read or computed where they are used:
 
@@ -13,8 +13,8 @@ A state may hold a handle in place of rows, so that rows are read or computed wh
     DroppedRows    rows of a table with input dropout
     PendingRows    a hidden layer that the next layer's kernel completes (`tree_layers`)
 
-Dropout is keyed: a mask depends on the step's key, the layer and `Block.src_keys`. These are node ids, or slots in
-the tree layout. So it does not matter in which micro-batch or order a row is computed.
+Dropout is keyed: a mask depends on the step's key, the layer and `Block.src_keys`. These are node ids, or
+slots in the tree layout. So it does not matter in which micro-batch or order a row is computed.
 """
 
 from __future__ import annotations
@@ -76,11 +76,13 @@ class State:
 
 
 class GNN(nn.Module):
-    """A model made of PyG convs. Parameters are named as in PyG's own models (`convs.0...`, `norms.0...`, `lin`).
+    """A model made of PyG convs.
 
-    Every conv but the last is followed by norm, activation and dropout. With jumping knowledge the last one is too.
-    An encoder is followed by activation and dropout. Call the model with a `Batch`; `hl.infer.exact` runs it on all
-    nodes.
+    Parameters are named as in PyG's own models (`convs.0...`, `norms.0...`, `lin`).
+
+    Every conv but the last is followed by norm, activation and dropout. With jumping knowledge the last one
+    is too. An encoder is followed by activation and dropout. Call the model with a `Batch`;
+    `hl.infer.exact` runs it on all nodes.
 
     Args:
         convs: One per layer. The first takes rows of width num_features, or of the encoder's output.
@@ -99,8 +101,8 @@ class GNN(nn.Module):
 
     Raises:
         TypeError: `convs`, `encoder` or `head` is no module.
-        ValueError: There is no conv, a dropout is not between 0 and 1, or norms are not one per conv. Or jumping
-            knowledge has no head, or layers of several widths.
+        ValueError: There is no conv, a dropout is not between 0 and 1, or norms are not one per conv. Or
+            jumping knowledge has no head, or layers of several widths.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
@@ -129,10 +131,13 @@ class GNN(nn.Module):
         head: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        layers = list(convs) if isinstance(convs, Iterable) else None
-        parts = [*(layers or []), *(module for module in (encoder, head) if module is not None)]
-        wrong = [convs] if layers is None else [part for part in parts if not isinstance(part, nn.Module)]
-        if layers is None or wrong:
+        layers: list[nn.Module] = []
+        wrong: list[Any] = [convs]
+        if isinstance(convs, Iterable):
+            layers = list(convs)
+            ends = [module for module in (encoder, head) if module is not None]
+            wrong = [part for part in (*layers, *ends) if not isinstance(part, nn.Module)]
+        if wrong:
             raise TypeError(
                 f"GNN is made of a list of modules, not of {wrong[0]!r}: write GNN([SAGEConv(in_channels, "
                 "out_channels), ...])"
@@ -170,22 +175,32 @@ class GNN(nn.Module):
             self.lin = head
 
     def _make_norms(self, norm: str | Sequence[nn.Module] | None, with_last: bool) -> nn.ModuleList:
-        """One norm per conv, `Identity` for none. with_last: a norm given by name follows the last conv too."""
-        if isinstance(norm, str):
-            made = [make_norm(norm, out_width(conv)) for conv in self.convs]
+        """One norm per conv, `Identity` for none. with_last: a norm given by name follows the last conv
+        too."""
+        if norm is None:
+            norms: list[nn.Module] = [nn.Identity() for _ in self.convs]
+        elif isinstance(norm, str):
+            norms = [make_norm(norm, out_width(conv)) for conv in self.convs]
+            if not with_last:
+                norms[-1] = nn.Identity()  # no norm on the output
+        elif isinstance(norm, Iterable):
+            norms = list(norm)
         else:
-            made = [nn.Identity() for _ in self.convs] if norm is None else _listed(norm)
-        if len(made) == len(self.convs) - 1:  # no norm for the last conv, as in PyG's models
-            made.append(nn.Identity())
-        if len(made) != len(self.convs):
-            raise ValueError(f"norm must have one module per conv: {len(self.convs)} convs, {len(made)} norms")
-        if isinstance(norm, str) and not with_last:
-            made[-1] = nn.Identity()  # no norm on the output
-        return nn.ModuleList(made)
+            raise ValueError(
+                f"norm must be a list with a module per conv: write norm=[{type(norm).__name__}(...), ...]"
+            )
+        if len(norms) == len(self.convs) - 1:  # no norm for the last conv, as in PyG's models
+            norms.append(nn.Identity())
+        if len(norms) != len(self.convs):
+            raise ValueError(f"norm must have one module per conv: {len(self.convs)} convs, {len(norms)} norms")
+        return nn.ModuleList(norms)
 
     @classmethod
     def from_pyg(cls, model: BasicGNN) -> GNN:
-        """A `GNN` with the layers of a PyG model (GraphSAGE, GCN, GAT, ...). Parameters are shared, not copied."""
+        """A `GNN` with the layers of a PyG model (GraphSAGE, GCN, GAT, ...).
+
+        Parameters are shared, not copied.
+        """
         # PyG has no module for jk="last", only its name in `jk_mode`.
         jk = getattr(model, "jk", None) or ("last" if model.jk_mode is not None else None)
         return cls(
@@ -210,8 +225,8 @@ class GNN(nn.Module):
     def keeps_handle(self, table: Readable) -> bool:
         """Whether a batch should hold a handle to input rows of this table, and not the rows.
 
-        True if the first conv's kernel reads the stored rows itself. Or if the table is sparse and the model begins
-        with a product, which need not make the rows dense.
+        True if the first conv's kernel reads the stored rows itself. Or if the table is sparse and the
+        model begins with a product, which need not make the rows dense.
         """
         stored = table.storage()
         if stored is not None:
@@ -227,7 +242,8 @@ class GNN(nn.Module):
 
     @property
     def _uses_x0(self) -> bool:
-        """Whether layers read the initial rows again, by `initial_residual` or as an argument of their conv."""
+        """Whether layers read the initial rows again, by `initial_residual` or as an argument of their
+        conv."""
         return self.initial_residual > 0 or any(takes_x0(conv) for conv in self.convs)
 
     @property
@@ -252,7 +268,9 @@ class GNN(nn.Module):
         return input_reduction(self.convs[0]) if self._reduces_input else None
 
     def reduced_input(self, h: Handle | Tensor, block: Block) -> tuple[Tensor, str] | None:
-        """(rows, how): the part of the first layer that needs no parameter, computed on a block. None if it has none.
+        """(rows, how): the part of the first layer that needs no parameter, computed on a block.
+
+        None if it has none.
 
         `layer(0, ...)` computes the rest if its state holds the result as `ReducedRows`.
         """
@@ -262,8 +280,8 @@ class GNN(nn.Module):
     def _reduces_input(self) -> bool:
         """Whether the first layer may run on aggregated features alone.
 
-        The conv must take the features as they are. GCNConv keeps no own rows in `ReducedRows`, so it must have no
-        residual that reads them.
+        The conv must take the features as they are. GCNConv keeps no own rows in `ReducedRows`, so it must
+        have no residual that reads them.
         """
         return not self.encodes and not (self.residual and isinstance(self.convs[0], GCNConv))
 
@@ -280,18 +298,21 @@ class GNN(nn.Module):
     def rest_parameters(self) -> list[nn.Parameter]:
         """Parameters that may have a weight decay of their own: those of encoder and head.
 
-        If the model has neither, those of the last conv. If the convs have no parameters, as in APPNP, only the last
-        layer of encoder and head counts.
+        If the model has neither, those of the last conv. If the convs have no parameters, as in APPNP, only
+        the last layer of encoder and head counts.
         """
-        ends = [m for m in (self.encoder, getattr(self, "lin", None)) if m is not None]
+        modules = [module for module in (self.encoder, getattr(self, "lin", None)) if module is not None]
         if not any(True for _ in self.convs.parameters()):
-            ends = [m for end in ends for m in end.modules() if next(m.parameters(recurse=False), None) is not None][
-                -1:
-            ]
-        return [p for module in ends or [self.convs[-1]] for p in module.parameters()]
+            layers = [layer for module in modules for layer in module.modules()]
+            with_parameters = [layer for layer in layers if any(True for _ in layer.parameters(recurse=False))]
+            modules = with_parameters[-1:]
+        if not modules:
+            modules = [self.convs[-1]]
+        return [p for module in modules for p in module.parameters()]
 
     def check_blocks(self, num_features: int, edge: Mapping[str, Tensor]) -> None:
-        """Raise ValueError if a module between the convs would compute something else on a block than on the graph.
+        """Raise ValueError if a module between the convs would compute something else on a block than on
+        the graph.
 
         Convs are not checked here: `convolve` tries each when it first runs.
 
@@ -312,14 +333,18 @@ class GNN(nn.Module):
             else:
                 x = self._drop(self._as_dtype(x), self.input_dropout, ids, key, INPUT)
         if self.encoder is not None:
-            linear = isinstance(x, Rows) and is_linear(self.encoder)
-            encoded = project(self.encoder, x) if linear else self.encoder(self._as_dtype(x))
-            x = self.act(encoded) if self.act is not None else encoded
+            if isinstance(x, Rows) and is_linear(self.encoder):
+                encoded = project(self.encoder, x)
+            else:
+                encoded = self.encoder(self._as_dtype(x))
+            x = encoded if self.act is None else self.act(encoded)
         x0 = self._as_dtype(x) if self._uses_x0 else None
         if self.encoder is not None:
             x = self._drop(self._as_dtype(x), self.dropout, ids, key, self.num_layers)
         jk = self._as_dtype(x) if self.jk_encoder else None
-        return State(x if x0 is None or self.encoder is not None else x0, x0, jk)
+        # Without an encoder `x` may be a handle, which `x0` has read already.
+        h = x0 if x0 is not None and self.encoder is None else x
+        return State(h, x0, jk)
 
     def layer(self, l: int, state: State, block: Block) -> State:
         """Compute layer `l` on a block: from the state of its sources, the state of its destinations.
@@ -328,13 +353,13 @@ class GNN(nn.Module):
         """
         if block.layer_hooks is not None:
             block.layer_hooks.before_layer(l, self, state, block)
-        # A single row, or none, has no variance, so batch norms use their running statistics. Not where ranks sum
-        # statistics: a rank with one row must take part in the sum, or the others would wait for it.
-        alone = block.num_dst <= 1 and not (block.convs is not None and block.convs.over_ranks)
-        with (
-            running_statistics([self.convs[l], self.norms[l]], only_if=alone),
-            ignore_empty_slots([self.convs[l], self.norms[l]], block),
-        ):
+        # A single row, or none, has no variance, so batch norms use their running statistics. Not where
+        # ranks sum statistics: a rank with one row must take part in the sum, or the others would wait for
+        # it.
+        sums_over_ranks = block.convs is not None and block.convs.over_ranks
+        has_no_variance = block.num_dst <= 1 and not sums_over_ranks
+        modules = [self.convs[l], self.norms[l]]
+        with running_statistics(modules, only_if=has_no_variance), ignore_empty_slots(modules, block):
             return self._layer(l, state, block)
 
     def _layer(self, l: int, state: State, block: Block) -> State:
@@ -349,6 +374,7 @@ class GNN(nn.Module):
             pending = defer_layer(self.convs[l], state.h, block, p, key)
             if pending is not None:
                 return State(pending)
+
         h = convolve(self.convs[l], state.h, block, x0, l)
         if self.initial_residual and x0 is not None and not takes_x0(self.convs[l]):
             if h.shape != x0.shape:
@@ -357,22 +383,30 @@ class GNN(nn.Module):
                     "make all widths equal and give head= for the output"
                 )
             h = (1 - self.initial_residual) * h + self.initial_residual * x0
-        acts, at_once = l < self.num_layers - 1 or self.acts_last, self._drops_relu(block)
-        if acts:
-            h = self._after_conv(l, h, state.h, relu_later=at_once)
+
+        has_act = l < self.num_layers - 1 or self.acts_last
+        fuses_relu = self._fuses_relu_and_dropout(block)
+        if has_act:
+            h = self._after_conv(l, h, state.h, relu_later=fuses_relu)
         if block.layer_hooks is not None:
             h = block.layer_hooks.after_layer(l, h)
-        if acts:
-            h = self._drop(h, self.dropout, block.src_keys[: h.size(0)], block.key, l, with_relu=at_once)
+        if has_act:
+            h = self._drop(h, self.dropout, block.src_keys[: h.size(0)], block.key, l, with_relu=fuses_relu)
+
         jk = None
         if self.keeps_jk:
             jk = h[:dst] if state.jk is None else torch.cat([state.jk[:dst], h[:dst]], dim=1)
         return State(h, x0, jk)
 
     def _is_plain(self, l: int) -> bool:
-        """Whether layer `l` is hidden, and nothing but conv, ReLU and dropout. Only such layers are deferred."""
-        more = self.residual or self.keeps_jk or self._uses_x0 or type(self.norms[l]) is not nn.Identity
-        return self._acts_by_relu and not more and l < self.num_layers - 1
+        """Whether layer `l` is hidden, and nothing but conv, ReLU and dropout.
+
+        Only such layers are deferred.
+        """
+        is_hidden = l < self.num_layers - 1
+        has_norm = type(self.norms[l]) is not nn.Identity
+        has_more = self.residual or self.keeps_jk or self._uses_x0 or has_norm
+        return self._acts_by_relu and not has_more and is_hidden
 
     @property
     def _acts_by_relu(self) -> bool:
@@ -381,11 +415,12 @@ class GNN(nn.Module):
             return not self.act._forward_hooks and not self.act._forward_pre_hooks
         return self.act in (torch.relu, torch.nn.functional.relu)
 
-    def _drops_relu(self, block: Block) -> bool:
+    def _fuses_relu_and_dropout(self, block: Block) -> bool:
         """Whether dropout comes right after a ReLU, so that one kernel computes both (`ops.relu_dropout`)."""
-        adds = self.act_first or (self.residual and not self.residual_first)
         draws = self.training and self.dropout > 0 and block.key is not None
-        return draws and self._acts_by_relu and not adds and block.layer_hooks is None
+        # A norm, a residual or layer hooks may stand between the activation and dropout.
+        something_between = self.act_first or (self.residual and not self.residual_first)
+        return draws and self._acts_by_relu and not something_between and block.layer_hooks is None
 
     def decode(self, state: State) -> Tensor:
         """The model's outputs from the last layer's state: jumping knowledge, then the head."""
@@ -411,20 +446,22 @@ class GNN(nn.Module):
     def _after_conv(self, l: int, h: Tensor, before: Handle | Tensor, relu_later: bool = False) -> Tensor:
         """Norm, activation and residual of layer `l`, in the order of the model's settings.
 
-        before: the layer's input, whose first rows are the residual. relu_later: the activation is a ReLU that
-        `_drop` computes together with dropout.
+        before: the layer's input, whose first rows are the residual. relu_later: the activation is a ReLU
+        that `_drop` computes together with dropout.
         """
-        own: Tensor | None = None
+        residual: Tensor | None = None
         if self.residual and tuple(h.shape[1:]) == tuple(before.shape[1:]):
-            own = self._as_dtype(own_rows(before, h.size(0)))
+            residual = self._as_dtype(own_rows(before, h.size(0)))
         if self.act is not None and self.act_first:
             h = self.act(h)
         h = self.norms[l](h)
-        if own is not None and self.residual_first:
-            h = h + own
+        if residual is not None and self.residual_first:
+            h = h + residual
         if self.act is not None and not self.act_first and not relu_later:
             h = self.act(h)
-        return h if own is None or self.residual_first else h + own
+        if residual is not None and not self.residual_first:
+            h = h + residual
+        return h
 
     def apply_dropout(self, h: Tensor, ids: Tensor, key: int | Tensor | None, l: int) -> Tensor:
         """The rows `h` after layer `l` with that layer's dropout, as the next layer reads them.
@@ -434,18 +471,19 @@ class GNN(nn.Module):
         return self._drop(h, self.dropout, ids, key, l)
 
     def _drop(
-        self, h: Tensor, p: float, ids: Tensor, key: int | Tensor | None, place: int, with_relu: bool = False
+        self, h: Tensor, p: float, ids: Tensor, key: int | Tensor | None, purpose: int, with_relu: bool = False
     ) -> Tensor:
         """Rows after dropout, and after a ReLU before it if `with_relu`.
 
-        place: the number of the draw among the keys of a step: `INPUT`, a layer, or `num_layers` for the encoder.
+        purpose: the number of the draw among the keys of a step: `INPUT`, a layer, or `num_layers` for the
+        encoder.
         """
         if not self.training or p == 0:
             return h
         if key is None:
             return torch.nn.functional.dropout(h, p)
         drop = ops.relu_dropout if with_relu else ops.keyed_dropout
-        return drop(h, p, ops.purpose_key(key, place), ids)
+        return drop(h, p, ops.purpose_key(key, purpose), ids)
 
     def _in_precision(self, h: Handle | Tensor) -> Handle | Tensor:
         """The first layer's input in the model's precision, if the first conv has no parameters.
@@ -470,26 +508,20 @@ class GNN(nn.Module):
         return next((p.dtype for p in self.parameters()), torch.float32)
 
 
-def _listed(norms: Sequence[nn.Module]) -> list[nn.Module]:
-    """The norms as a list. A single module is refused."""
-    if not isinstance(norms, Iterable):
-        raise ValueError(f"norm must be a list with a module per conv: write norm=[{type(norms).__name__}(...), ...]")
-    return list(norms)
-
-
 def _activation(name: str) -> Callable[[Tensor], Tensor]:
     """The function of torch.nn.functional with this name."""
-    found: Any = getattr(torch.nn.functional, name, None)
-    if not callable(found):
+    function: Any = getattr(torch.nn.functional, name, None)
+    if not callable(function):
         raise ValueError(f"act must be a function of torch.nn.functional such as 'relu' or 'elu', not {name!r}")
-    return cast("Callable[[Tensor], Tensor]", found)
+    return cast("Callable[[Tensor], Tensor]", function)
 
 
 def out_width(conv: Any) -> int:
-    """The number of columns that a conv, or an encoder, puts out: all heads together where they are concatenated."""
+    """The number of columns that a conv, or an encoder, puts out: all heads together where they are
+    concatenated."""
     width = getattr(conv, "out_channels", None) or getattr(conv, "channels", None)
     if width is None:
-        linears = [m for m in conv.modules() if isinstance(getattr(m, "out_features", None), int)]
+        linears = [module for module in conv.modules() if isinstance(getattr(module, "out_features", None), int)]
         if not linears:
             raise ValueError(f"{type(conv).__name__} does not tell its width: pass norm and jk as modules")
         width = linears[-1].out_features
@@ -503,5 +535,6 @@ def row_widths(model: GNN, num_features: int) -> list[int]:
     """
     widths = [num_features if model.encoder is None else out_width(model.encoder)]
     for conv in model.convs:
-        widths.append(out_width(conv) if any(True for _ in conv.parameters()) else widths[-1])
+        has_parameters = any(True for _ in conv.parameters())
+        widths.append(out_width(conv) if has_parameters else widths[-1])
     return widths

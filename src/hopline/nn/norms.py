@@ -24,7 +24,8 @@ from hopline.core.batch import Block
 
 
 def make_norm(name: str, width: int) -> nn.Module:
-    """PyG's BatchNorm for "batch", or its LayerNorm over each node's row for "layer". width: columns of the rows."""
+    """PyG's BatchNorm for "batch", or its LayerNorm over each node's row for "layer". width: columns of the
+    rows."""
     if name == "batch":
         return pyg_norm.BatchNorm(width)
     if name == "layer":
@@ -36,11 +37,10 @@ def make_norm(name: str, width: int) -> nn.Module:
 def running_statistics(modules: Iterable[nn.Module], *, only_if: bool) -> Iterator[None]:
     """Make batch norms in training use their running statistics while the context lasts.
 
-    modules: those whose batch norms are meant, inner ones included. only_if: False makes the context do nothing.
+    modules: those whose batch norms are meant, inner ones included. only_if: False makes the context do
+    nothing.
     """
-    norms = [m for module in modules for m in module.modules() if isinstance(m, nn.BatchNorm1d) and m.training]
-    if not only_if:
-        norms = []
+    norms = _training_norms(modules) if only_if else []
     for norm in norms:
         norm.eval()
     try:
@@ -51,14 +51,19 @@ def running_statistics(modules: Iterable[nn.Module], *, only_if: bool) -> Iterat
 
 
 def ignore_empty_slots(modules: Iterable[nn.Module], block: Block) -> AbstractContextManager[Any]:
-    """Make batch norms in training take their statistics only from slots that are not empty, while the context lasts.
+    """Make batch norms in training take their statistics only from slots that are not empty, while the
+    context lasts.
 
-    modules: those whose batch norms are meant, inner ones included. The context does nothing if they have none, or if
-    the block is not in the tree layout.
+    modules: those whose batch norms are meant, inner ones included. The context does nothing if they have
+    none, or if the block is not in the tree layout.
     """
-    norms = (m for module in modules for m in module.modules() if isinstance(m, nn.BatchNorm1d) and m.training)
-    present = None if next(norms, None) is None else block.present
-    return nullcontext() if present is None else OwnStatistics(partial(_of_present, present))
+    present = block.present if _training_norms(modules) else None
+    return nullcontext() if present is None else OwnStatistics(partial(_statistics_of_present, present))
+
+
+def _training_norms(modules: Iterable[nn.Module]) -> list[nn.BatchNorm1d]:
+    """The batch norms in training mode among modules and the modules inside them."""
+    return [m for module in modules for m in module.modules() if isinstance(m, nn.BatchNorm1d) and m.training]
 
 
 Statistics = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -68,8 +73,8 @@ Statistics = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 class OwnStatistics(TorchFunctionMode):
     """A context in which `batch_norm` in training takes mean and variance from a given function of the rows.
 
-    As torch does, it normalises by the biased variance and updates the running variance by the unbiased one. In
-    evaluation torch's own `batch_norm` runs. Statistics are computed in float32 or better.
+    As torch does, it normalises by the biased variance and updates the running variance by the unbiased
+    one. In evaluation torch's own `batch_norm` runs. Statistics are computed in float32 or better.
     """
 
     def __init__(self, statistics: Statistics) -> None:
@@ -101,21 +106,26 @@ class OwnStatistics(TorchFunctionMode):
         mean, var, count = self.statistics(exact)
         if running_mean is not None and running_var is not None:
             with torch.no_grad():
+                unbiased_var = var * count / (count - 1).clamp(min=1)
                 running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-                running_var.lerp_((var * count / (count - 1).clamp(min=1)).to(running_var.dtype), momentum)
+                running_var.lerp_(unbiased_var.to(running_var.dtype), momentum)
         out = (exact - mean) * (var + eps).rsqrt()
-        out = out if weight is None else out * weight
-        return (out if bias is None else out + bias).to(x.dtype)
+        if weight is not None:
+            out = out * weight
+        if bias is not None:
+            out = out + bias
+        return out.to(x.dtype)
 
 
-def _of_present(present: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics_of_present(present: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(mean, variance, number) of the rows of slots that are not empty.
 
     A product with 0 and 1 in place of a selection: shapes stay fixed, and nothing synchronises.
 
     present: [at least n] bool: which slots are not empty. rows: [n, columns].
     """
-    there = present[: rows.size(0), None].to(rows.dtype)
-    count = there.sum().clamp(min=1)
-    mean = (rows * there).sum(0) / count
-    return mean, ((rows - mean).square() * there).sum(0) / count, count
+    mask = present[: rows.size(0), None].to(rows.dtype)
+    count = mask.sum().clamp(min=1)
+    mean = (rows * mask).sum(0) / count
+    var = ((rows - mean).square() * mask).sum(0) / count
+    return mean, var, count

@@ -1,15 +1,16 @@
 """A tiny graph on which convs and models are tried before they run on blocks, and helpers for such trials.
 
-PyG modules do not declare what they read of a graph. So `conv_adapter` and `row_wise` run a copy of a module twice:
-as plain PyG on the whole tiny graph, and on blocks of it. Only if both give the same outputs is the module used on
-blocks.
+PyG modules do not declare what they read of a graph. So `conv_adapter` and `row_wise` run a copy of a
+module twice: as plain PyG on the whole tiny graph, and on blocks of it. Only if both give the same outputs
+is the module used on blocks.
 
-The graph has what goes wrong elsewhere: uneven degrees and a hub, nodes without in-edges and one without any edge,
-self-loops, two self-loops of one node, and duplicate edges. Copies run in float64, so that outputs that should be
-equal differ by little. Findings are stored in `findings`, by module.
+The graph has what goes wrong elsewhere: uneven degrees and a hub, nodes without in-edges and one without
+any edge, self-loops, two self-loops of one node, and duplicate edges. Copies run in float64, so that
+outputs that should be equal differ by little. Findings are stored in `findings`, by module.
 
-Two problems of copying a module are solved here too: convs with cached=True must not reuse the edges of an earlier
-graph (`without_caches`), and torch does not copy tensors that have a gradient history (`fresh_copy`).
+Two problems of copying a module are solved here too: convs with cached=True must not reuse the edges of an
+earlier graph (`without_caches`), and torch does not copy tensors that have a gradient history
+(`fresh_copy`).
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ SOURCES = (
     (9, 2, 1, 3),
     (),  # isolated, and the last one: code that counts nodes by the largest id in an edge misses it
 )
-"""SOURCES[i]: the sources of node i's in-edges. 12 nodes and 35 edges: an odd number, so that code that takes edges
-by twos or fours fails."""
+"""SOURCES[i]: the sources of node i's in-edges. 12 nodes and 35 edges: an odd number, so that code that
+takes edges by twos or fours fails."""
 BATCHES = ((3, 0, 5), (1, 2), (8, 4, 11), (4, 11), tuple(reversed(range(len(SOURCES)))))
 """Destinations of the blocks of a trial. In turn: with the hub; only nodes of low degree; last nodes without
 in-edges; no edges at all; every node, in reverse order. A node's output must not depend on the others in its
@@ -58,19 +59,22 @@ block."""
 class Findings:
     """Answers that trials have found, by module and question. `findings` is the only object of this class.
 
-    It is global to the process. It cannot be a field of a model, since convs are also called without their model, and
-    hopline sets no attributes on a user's convs. A module's answers are dropped with the module (weak keys).
+    It is global to the process. It cannot be a field of a model, since convs are also called without their
+    model, and hopline sets no attributes on a user's convs. A module's answers are dropped with the module
+    (weak keys).
 
-    Any thread may call, without a lock: two threads that ask at the same time both try, and store equal answers.
+    Any thread may call, without a lock: two threads that ask at the same time both try, and store equal
+    answers.
     """
 
     def __init__(self) -> None:
         self._answers: WeakKeyDictionary[nn.Module, dict[Hashable, tuple[object, Any]]] = WeakKeyDictionary()
 
     def get(self, module: nn.Module, question: Hashable, settings: object) -> Any:
-        """The stored answer to a question about a module; None if there is none, or if it is for other settings."""
-        known, answer = self._answers.get(module, {}).get(question, (None, None))
-        return answer if known == settings else None
+        """The stored answer to a question about a module; None if there is none, or if it is for other
+        settings."""
+        stored_settings, answer = self._answers.get(module, {}).get(question, (None, None))
+        return answer if stored_settings == settings else None
 
     def put(self, module: nn.Module, question: Hashable, settings: object, answer: Any) -> None:
         """Store an answer. It replaces an earlier one, for other settings.
@@ -87,8 +91,9 @@ findings = Findings()
 def probe_graph(edge: Mapping[str, Tensor]) -> Graph:
     """The tiny graph, with edge arrays of the same names and kinds as those of the dataset's graph.
 
-    Real numbers are random in float64, some of them negative if some in the dataset are. Integer weights are random.
-    Other whole numbers, such as edge types, are values of the dataset, since only these are sure to be valid.
+    Real numbers are random in float64, some of them negative if some in the dataset are. Integer weights
+    are random. Other whole numbers, such as edge types, are values of the dataset, since only these are
+    sure to be valid.
 
     edge: the dataset's edge arrays, [num_edges, ...] each.
     """
@@ -114,12 +119,15 @@ def probe_graph(edge: Mapping[str, Tensor]) -> Graph:
 
 def random_rows(*shape: int) -> Tensor:
     """Normally distributed float64 rows on the host. Calls with the same shape return the same numbers."""
-    return _drawn(shape).clone()
+    return _draw_rows(shape).clone()
 
 
 @functools.lru_cache(maxsize=16)
-def _drawn(shape: tuple[int, ...]) -> Tensor:
-    """The numbers of `random_rows`. Cached, because a model's layers and their copies ask for the same shapes."""
+def _draw_rows(shape: tuple[int, ...]) -> Tensor:
+    """The numbers of `random_rows`.
+
+    Cached, because a model's layers and their copies ask for the same shapes.
+    """
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
@@ -136,13 +144,14 @@ def block_of(graph: Graph, nodes: Sequence[int]) -> Block:
 def reverse_edges_of_nodes(graph: Graph) -> Graph:
     """A copy of a graph in which the in-edges of each node are in reverse order."""
     # Edge e of a node with the range [start, stop) goes to start + stop - 1 - e.
-    stops = torch.repeat_interleave(graph.indptr[1:] + graph.indptr[:-1] - 1, graph.in_degrees())
-    order = stops - torch.arange(graph.num_edges)
+    start_plus_last = torch.repeat_interleave(graph.indptr[1:] + graph.indptr[:-1] - 1, graph.in_degrees())
+    order = start_plus_last - torch.arange(graph.num_edges)
     return Graph(graph.indptr, graph.indices[order], {name: rows[order] for name, rows in graph.edge.items()})
 
 
 def tree_of(graph: Graph, nodes: Sequence[int]) -> TreeBlock:
-    """A block with all in-edges of some nodes in the tree layout, in which every edge has a source of its own.
+    """A block with all in-edges of some nodes in the tree layout, in which every edge has a source of its
+    own.
 
     Every node has as many child slots as the largest in-degree of the graph. The others are empty (-1).
     """
@@ -151,21 +160,23 @@ def tree_of(graph: Graph, nodes: Sequence[int]) -> TreeBlock:
     edge_ids = torch.zeros_like(slots)
     counts = torch.zeros(len(nodes), dtype=torch.int32)
     for i, node in enumerate(nodes):
-        first, stop = int(graph.indptr[node]), int(graph.indptr[node + 1])
-        counts[i] = stop - first
-        slots[i, : stop - first] = graph.indices[first:stop]
-        edge_ids[i, : stop - first] = torch.arange(first, stop)
-    tree = Tree(
-        Slots(len(nodes), (fanout,)), torch.cat([torch.tensor(nodes), slots.view(-1)]), counts, edge_ids.view(-1)
-    )
+        start = int(graph.indptr[node])
+        stop = int(graph.indptr[node + 1])
+        degree = stop - start
+        counts[i] = degree
+        slots[i, :degree] = graph.indices[start:stop]
+        edge_ids[i, :degree] = torch.arange(start, stop)
+    tree_nodes = torch.cat([torch.tensor(nodes), slots.view(-1)])
+    tree = Tree(Slots(len(nodes), (fanout,)), tree_nodes, counts, edge_ids.view(-1))
     return TreeBlock(tree=tree, hop=0, graph=graph)
 
 
 def trial_of(module: Module) -> Module:
-    """A copy of a module for a trial: in float64, on the host, in evaluation mode, with noise added to its weights.
+    """A copy of a module for a trial: in float64, on the host, in evaluation mode, with noise added to its
+    weights.
 
-    Some weights are zero before training, and some are not finite in a run that diverges. Both would hide what the
-    module computes.
+    Some weights are zero before training, and some are not finite in a run that diverges. Both would hide
+    what the module computes.
     """
     trial = fresh_copy(module).cpu().double().eval()
     with torch.no_grad():
@@ -199,28 +210,33 @@ def _detach_caches(module: nn.Module) -> Iterator[None]:
 
     The weight that `weight_norm` computes is such a tensor. Afterwards the module has its own tensors again.
     """
-    kept = [(m, k, v) for m in module.modules() for k, v in vars(m).items() if isinstance(v, Tensor) and not v.is_leaf]
-    for m, name, value in kept:
-        vars(m)[name] = value.detach()
+    computed: list[tuple[nn.Module, str, Tensor]] = []
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                computed.append((part, name, value))
+    for part, name, value in computed:
+        vars(part)[name] = value.detach()
     try:
         yield
     finally:
-        for m, name, value in kept:
-            vars(m)[name] = value
+        for part, name, value in computed:
+            vars(part)[name] = value
 
 
 def options_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
     """Attributes of a module that are numbers, strings, booleans or None, as (name, value).
 
-    Findings about the module may depend on them, so a change of one asks for a new trial. `training` is left out:
-    trials choose the mode themselves.
+    Findings about the module may depend on them, so a change of one asks for a new trial. `training` is
+    left out: trials choose the mode themselves.
     """
     plain = (bool, int, float, str, type(None))
     return tuple((k, v) for k, v in vars(module).items() if type(v) in plain and k != "training")
 
 
 def has_cache(module: nn.Module) -> bool:
-    """Whether a module contains a conv with cached=True, which stores results for the first graph that it sees."""
+    """Whether a module contains a conv with cached=True, which stores results for the first graph that it
+    sees."""
     return any(vars(m).get("cached") is True for m in module.modules())
 
 
@@ -228,9 +244,11 @@ def has_cache(module: nn.Module) -> bool:
 def without_caches(module: nn.Module) -> Iterator[None]:
     """Make convs with cached=True compute everything again while the context lasts.
 
-    Every block has other edges, so a cache of one is wrong for the next. Afterwards they have their caches back.
+    Every block has other edges, so a cache of one is wrong for the next. Afterwards they have their caches
+    back.
     """
-    # Setting `cached` to False is not enough: a conv still reads a cache that it has. So caches are emptied too.
+    # Setting `cached` to False is not enough: a conv still reads a cache that it has. So caches are emptied
+    # too.
     before = [(m, {**_caches(m), "cached": vars(m)["cached"]}) for m in module.modules() if "cached" in vars(m)]
     for m, _ in before:
         vars(m).update(_empty_caches(m), cached=False)

@@ -1,11 +1,12 @@
 """Checks that the modules between a model's convs are row-wise: that they compute each node's row by itself.
 
-A batch, a chunk of inference, a part and a rank each hold some of the graph's rows. A norm that averages over the
-rows present computes something else on each of them. Such a module must be refused, or handled, before a run starts.
+A batch, a chunk of inference, a part and a rank each hold some of the graph's rows. A norm that averages
+over the rows present computes something else on each of them. Such a module must be refused, or handled,
+before a run starts.
 
-Modules of known types are row-wise without a trial. All others are tried, as copies in float64 on the tiny graph of
-`probe`. The copy runs on all rows and on the rows of a few nodes (`SOME`). If the rows of these nodes differ, the
-module *mixes* rows.
+Modules of known types are row-wise without a trial. All others are tried, as copies in float64 on the tiny
+graph of `probe`. The copy runs on all rows and on the rows of a few nodes (`SUBSET`). If the rows of these
+nodes differ, the module *mixes* rows.
 
 There are two questions, since batch norms mix rows in training but not in evaluation:
 
@@ -41,14 +42,17 @@ KNOWN_TYPES = (
     nn.Identity, nn.Linear, pyg.Linear, nn.LayerNorm, nn.Dropout, pyg.JumpingKnowledge,
     nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.GELU, nn.SELU, nn.SiLU, nn.Tanh, nn.Sigmoid,
 )  # fmt: skip
-"""Modules that are row-wise in training and in evaluation. Exact types only: a subclass may do something else."""
+"""Modules that are row-wise in training and in evaluation.
+
+Exact types only: a subclass may do something else.
+"""
 KNOWN_IN_EVALUATION = (*KNOWN_TYPES, nn.BatchNorm1d, pyg.BatchNorm)
 """Modules that are row-wise in evaluation. Batch norms then use their running statistics."""
 KNOWN_FUNCTIONS = {None, torch.relu, torch.tanh, torch.sigmoid} | {
     getattr(nn.functional, name) for name in ("relu", "leaky_relu", "elu", "gelu", "selu", "silu", "tanh", "sigmoid")
 }
 """Activation functions that are row-wise. None: a model without an activation."""
-SOME = torch.tensor([3, 0, 5, 4, 11])
+SUBSET = torch.tensor([3, 0, 5, 4, 11])
 """[5] int64: nodes of the tiny graph whose rows are computed without the other nodes' rows."""
 
 
@@ -63,10 +67,10 @@ def check_row_wise(model: GNN, num_features: int, edge: Mapping[str, Tensor]) ->
                 "SyncBatchNorm would wait for ranks that have no rows: use BatchNorm1d; method=full_batch takes its "
                 "statistics over all ranks"
             )
-    found = mixing_module(model, num_features, edge)
-    if found is not None:
+    mixing = mixing_module(model, num_features, edge)
+    if mixing is not None:
         raise ValueError(
-            f"{describe_module(found)} averages over all nodes, and a batch has only some: use BatchNorm or "
+            f"{describe_module(mixing)} averages over all nodes, and a batch has only some: use BatchNorm or "
             "LayerNorm(..., mode='node')"
         )
 
@@ -83,43 +87,51 @@ def mixing_module(model: GNN, num_features: int, edge: Mapping[str, Tensor]) -> 
 def mixing_in_training(
     model: GNN, num_features: int, edge: Mapping[str, Tensor], *, over_ranks: bool = False
 ) -> Module | None:
-    """The first module that mixes rows in training, as batch norms do, or writes something of the rows into buffers.
+    """The first module that mixes rows in training, as batch norms do, or writes something of the rows into
+    buffers.
 
     None if there is none. Convs count too: some have norms inside.
 
-    over_ranks: batch norms and convs do not count, nor do buffers. Ranks sum the statistics of batch norms, and fetch
-        each other's rows for convs.
+    over_ranks: batch norms and convs do not count, nor do buffers. Ranks sum the statistics of batch norms,
+        and fetch each other's rows for convs.
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     if norms and not over_ranks:
         return norms[0]
-    known = KNOWN_IN_EVALUATION if over_ranks else KNOWN_TYPES
+    known_types = KNOWN_IN_EVALUATION if over_ranks else KNOWN_TYPES
     trial = trial_of(model).train()
-    before = {module: [b.clone() for b in module.buffers(recurse=False)] for module in trial.modules()}
-    statistics = OwnStatistics(_fixed) if over_ranks else nullcontext()
+    old_buffers = {module: [b.clone() for b in module.buffers(recurse=False)] for module in trial.modules()}
+    statistics = OwnStatistics(_constant_statistics) if over_ranks else nullcontext()
     with NoDropout(), statistics, torch.random.fork_rng([]):
-        if not all(_is_known(module, known) for module in _between(model)):
-            found = _find_mixing_module(trial, num_features, edge)
-            if found is not None:
-                return found
+        if not all(_is_known(module, known_types) for module in _between(model)):
+            mixing = _find_mixing_module(trial, num_features, edge)
+            if mixing is not None:
+                return mixing
         if over_ranks:
             return None
-        found = _mixing_conv(trial, num_features, edge)
-    if found is not None:
-        return found
-    # A buffer that changes with the rows would be updated once per part, and again when backward recomputes the part.
-    changed = (m for m, old in before.items() if not all(map(torch.equal, old, m.buffers(recurse=False))))
-    return next(changed, None)
+        mixing = _find_mixing_conv(trial, num_features, edge)
+    if mixing is not None:
+        return mixing
+    # A buffer that changes with the rows would be updated once per part, and again when backward recomputes
+    # the part.
+    for module, old in old_buffers.items():
+        if not all(map(torch.equal, old, module.buffers(recurse=False))):
+            return module
+    return None
 
 
 def describe_module(module: Module) -> str:
-    """A module's type for a message, with the types inside a container and "with hooks"; a function's name."""
+    """A module's type for a message, with the types inside a container and "with hooks"; a function's
+    name."""
     if not isinstance(module, nn.Module):
         return getattr(module, "__name__", repr(module))
-    inside = ", ".join(type(child).__name__ for child in module.children())
-    is_container = isinstance(module, nn.Sequential | nn.ModuleList)
-    hooks = " with hooks" if module._forward_hooks or module._forward_pre_hooks else ""
-    return f"{type(module).__name__}({inside}){hooks}" if is_container else f"{type(module).__name__}{hooks}"
+    text = type(module).__name__
+    if isinstance(module, nn.Sequential | nn.ModuleList):
+        children = ", ".join(type(child).__name__ for child in module.children())
+        text += f"({children})"
+    if module._forward_hooks or module._forward_pre_hooks:
+        text += " with hooks"
+    return text
 
 
 def _between(model: GNN) -> Iterable[Any]:
@@ -128,19 +140,22 @@ def _between(model: GNN) -> Iterable[Any]:
     return [*model.norms, model.act, *(module for module in ends if module is not None)]
 
 
-def _is_known(module: Any, known: tuple[type, ...]) -> bool:
-    """Whether a module is row-wise by its type alone. A hook may change the rows, so a module with hooks is not."""
+def _is_known(module: Any, known_types: tuple[type, ...]) -> bool:
+    """Whether a module is row-wise by its type alone.
+
+    A hook may change the rows, so a module with hooks is not.
+    """
     if not isinstance(module, nn.Module):
         return module in KNOWN_FUNCTIONS
     if module._forward_hooks or module._forward_pre_hooks:
         return False
     if type(module) is nn.Sequential:
-        return all(_is_known(child, known) for child in module)
+        return all(_is_known(child, known_types) for child in module)
     if type(module) is pyg.LayerNorm:
         return module.mode == "node"
     if isinstance(module, nn.BatchNorm1d | pyg.BatchNorm) and getattr(module, "module", module).running_mean is None:
         return False  # without running statistics it uses those of the rows present, in evaluation too
-    return type(module) in known
+    return type(module) in known_types
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +176,8 @@ class _KnownOutput(ConvRunner):
 
 
 def _find_mixing_module(trial: GNN, num_features: int, edge: Mapping[str, Tensor]) -> Module | None:
-    """The first module between convs whose rows at `SOME` differ if the other rows are left out; None if none does.
+    """The first module between convs whose rows at `SUBSET` differ if the other rows are left out; None if
+    none does.
 
     trial: a copy of the model, in the mode that is asked about. Convs always run on the whole tiny graph.
     """
@@ -175,76 +191,87 @@ def _find_mixing_module(trial: GNN, num_features: int, edge: Mapping[str, Tensor
             # An encoder such as nn.Embedding takes whole numbers.
             x = torch.zeros(graph.num_nodes, num_features, dtype=torch.int64)
             state = trial.encode(x, ids, None)
-        if not _same(state, trial.encode(x[SOME], ids[SOME], None)):
+        if not _is_same(state, trial.encode(x[SUBSET], ids[SUBSET], None)):
             return trial.encoder
         for l in range(trial.num_layers):
-            out = whole_output(trial.convs[l], trial._as_dtype(state.h), graph, state.x0)
-            before = replace(state, h=trial._as_dtype(state.h))
-            # A layer runs norm and activation together. If there is a norm, it is named as the one that mixes.
+            h = trial._as_dtype(state.h)
+            out = whole_output(trial.convs[l], h, graph, state.x0)
+            before = replace(state, h=h)
+            # A layer runs norm and activation together. If there is a norm, it is named as the one that
+            # mixes.
             is_norm = type(trial.norms[l]) is not nn.Identity
             suspect: Any = trial.norms[l] if is_norm else trial.act
             try:
-                state = trial.layer(l, before, Block(ids, ids.numel(), (), convs=_KnownOutput(out)))
-                of_some = trial.layer(l, _some(before), Block(SOME, SOME.numel(), (), convs=_KnownOutput(out[SOME])))
+                block = Block(ids, ids.numel(), (), convs=_KnownOutput(out))
+                state = trial.layer(l, before, block)
+                subset_block = Block(SUBSET, SUBSET.numel(), (), convs=_KnownOutput(out[SUBSET]))
+                subset_state = trial.layer(l, _subset_of(before), subset_block)
             except Exception as error:
                 raise ValueError(f"layer {l} cannot run with {describe_module(suspect)}: {error}") from error
-            if not _same(state, of_some):
+            if not _is_same(state, subset_state):
                 return suspect
-        found, expected = trial.decode(_some(state)), trial.decode(state)[SOME]
-    if not torch.allclose(found, expected, 1e-8, 1e-10, equal_nan=True):
+        subset_out = trial.decode(_subset_of(state))
+        expected_out = trial.decode(state)[SUBSET]
+    if not torch.allclose(subset_out, expected_out, 1e-8, 1e-10, equal_nan=True):
         return getattr(trial, "lin", None) or trial.jk
     return None
 
 
-def _some(state: State) -> State:
-    """The state of the nodes `SOME` alone."""
-    rows = {name: getattr(state, name) for name in ("h", "x0", "jk")}
-    return replace(state, **{name: None if found is None else found[SOME] for name, found in rows.items()})
+def _subset_of(state: State) -> State:
+    """The state of the nodes `SUBSET` alone."""
+    rows: dict[str, Any] = {name: getattr(state, name) for name in ("h", "x0", "jk")}
+    return replace(state, **{name: None if tensor is None else tensor[SUBSET] for name, tensor in rows.items()})
 
 
-def _same(state: State, of_some: State) -> bool:
-    """Whether `of_some`, computed from the rows of `SOME` alone, equals these rows of `state`."""
-    expected = _some(state)
-    pairs = [(getattr(of_some, name), getattr(expected, name)) for name in ("h", "x0", "jk")]
+def _is_same(state: State, subset_state: State) -> bool:
+    """Whether `subset_state`, computed from the rows of `SUBSET` alone, equals these rows of `state`."""
+    expected = _subset_of(state)
+    pairs = [(getattr(subset_state, name), getattr(expected, name)) for name in ("h", "x0", "jk")]
     return all(a is None or torch.allclose(a, b, 1e-8, 1e-10, equal_nan=True) for a, b in pairs)
 
 
-def _mixing_conv(trial: GNN, num_features: int, edge: Mapping[str, Tensor]) -> Module | None:
+def _find_mixing_conv(trial: GNN, num_features: int, edge: Mapping[str, Tensor]) -> Module | None:
     """The first conv whose output on a block differs from that on the whole graph; None if none does.
 
     trial: a copy of the model in training mode, in which convs with norms inside differ.
     """
     graph = probe_graph(edge)
-    x, x0 = random_rows(graph.num_nodes, num_features), None
+    x = random_rows(graph.num_nodes, num_features)
     with torch.no_grad():
         state = trial.encode(x, torch.arange(graph.num_nodes), None)
-        h, x0 = trial._as_dtype(state.h), state.x0
+        h = trial._as_dtype(state.h)
+        x0 = state.x0
         for conv in trial.convs:
             whole_output(conv, h, graph, x0)  # for its error alone, if plain PyG cannot run the conv
-            first = (x0,) if takes_x0(conv) else ()
-            out = conv(h, *first, graph.edge_index(), **edge_arguments(conv, graph.edge, torch.float64))
+            initial = (x0,) if takes_x0(conv) else ()
+            out = conv(h, *initial, graph.edge_index(), **edge_arguments(conv, graph.edge, torch.float64))
             for nodes in BATCHES[:2]:
                 block = block_of(graph, nodes)
+                block_x0 = None if x0 is None else x0[block.dst_ids]
                 try:
-                    found = convolve(conv, h[block.src_ids], block, None if x0 is None else x0[block.dst_ids])
+                    block_out = convolve(conv, h[block.src_ids], block, block_x0)
                 except NeedsWholeGraph:
                     return conv
-                if not torch.allclose(found, out[block.dst_ids], 1e-8, 1e-10, equal_nan=True):
+                if not torch.allclose(block_out, out[block.dst_ids], 1e-8, 1e-10, equal_nan=True):
                     return conv
             h = out
     return None
 
 
-def _fixed(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _constant_statistics(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(mean 0, variance 1, 2 rows): statistics that do not depend on the rows.
 
     With them batch norms do not mix rows, so a trial finds the other modules that do.
     """
-    return rows.new_zeros(rows.size(1)), rows.new_ones(rows.size(1)), rows.new_tensor(2.0)
+    mean = rows.new_zeros(rows.size(1))
+    variance = rows.new_ones(rows.size(1))
+    num_rows = rows.new_tensor(2.0)
+    return mean, variance, num_rows
 
 
 class NoDropout(TorchFunctionMode):
-    """A context in which dropout leaves rows as they are, so that two runs in training mode can be compared."""
+    """A context in which dropout leaves rows as they are, so that two runs in training mode can be
+    compared."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

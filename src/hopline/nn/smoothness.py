@@ -1,11 +1,13 @@
-"""The penalty of GNNAutoScale on layers that are not smooth: how far noise on a layer's input moves its output.
+"""The penalty of GNNAutoScale on layers that are not smooth: how far noise on a layer's input moves its
+output.
 
 For a conv f in evaluation mode and its input rows h, with z standard normal, the penalty of a layer is
 
     mean over the destinations of   | f(h) - f(h + NOISE z) |
 
-Historical training adds it to the loss, with the weight `Historical.lipschitz`, since historical embeddings are not
-exact: a smooth layer carries less of their error on. Each conv except the first runs two more times per step.
+Historical training adds it to the loss, with the weight `Historical.lipschitz`, since historical embeddings
+are not exact: a smooth layer carries less of their error on. Each conv except the first runs two more times
+per step.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ dropout, so that no two draws share a key."""
 def spread_of(model: GNN, l: int, state: State, block: Block) -> Tensor | None:
     """The penalty of layer `l` on a block: a scalar with a gradient.
 
-    None for the first layer, whose input rows are features and never stale. None in evaluation or without gradients.
+    None for the first layer, whose input rows are features and never stale. None in evaluation or without
+    gradients.
     """
     if l == 0 or not model.training or not torch.is_grad_enabled():
         return None
@@ -40,11 +43,13 @@ def spread_of(model: GNN, l: int, state: State, block: Block) -> Tensor | None:
 
 
 def _spread(model: GNN, l: int, state: State, block: Block, noise: float) -> Tensor:
-    """Mean over the destinations of |f(h) - f(h + noise z)|, with f the conv of layer `l` in evaluation mode."""
-    conv, h = model.convs[l], as_tensor(state.h)
+    """Mean over the destinations of |f(h) - f(h + noise z)|, with f the conv of layer `l` in evaluation
+    mode."""
+    conv = model.convs[l]
+    h = as_tensor(state.h)
     x0 = None if state.x0 is None else state.x0[: block.num_dst]
-    # In evaluation mode the conv draws no dropout, so that only the noise differs between the two calls. Modes are
-    # restored module by module, since a user may have set some of them to evaluation.
+    # In evaluation mode the conv draws no dropout, so that only the noise differs between the two calls.
+    # Modes are restored module by module, since a user may have set some of them to evaluation.
     modes = [(module, module.training) for module in conv.modules()]
     conv.eval()
     try:
@@ -65,7 +70,8 @@ def _normal(h: Tensor, block: Block, l: int) -> Tensor:
         return torch.randn_like(h)
     columns = torch.arange(h.size(1), device=h.device)
     raw = draw(ops.derive_key(block.key, ROWS + l), block.src_keys[: h.size(0), None], columns)
-    # Box-Muller: sqrt(-2 ln u) cos(2 pi v) is standard normal for uniform u and v. Both come from one 64-bit draw, 26
-    # bits each. 1 - uniform is above 0, so that its logarithm is finite.
-    angle, size = uniform(raw, 26), 1 - uniform(raw >> 26, 26)
-    return ((-2 * size.log()).sqrt() * (2 * math.pi * angle).cos()).to(h.dtype)
+    # Box-Muller: sqrt(-2 ln u) cos(2 pi v) is standard normal for uniform u and v. Both come from one
+    # 64-bit draw, 26 bits each. 1 - uniform is above 0, so that its logarithm is finite.
+    v = uniform(raw, 26)
+    u = 1 - uniform(raw >> 26, 26)
+    return ((-2 * u.log()).sqrt() * (2 * math.pi * v).cos()).to(h.dtype)

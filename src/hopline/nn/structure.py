@@ -1,8 +1,8 @@
 """A fingerprint of what a model computes, apart from its weights: its modules, their settings and their code.
 
-Whoever resumes a run, or an inference, from a folder compares fingerprints. So the text that is hashed must be equal
-in all processes, and holds no addresses. Classes and functions of the packages in `KNOWN` enter it by name. All
-others enter it by name and source. The version of PyG is part of it.
+Whoever resumes a run, or an inference, from a folder compares fingerprints. So the text that is hashed must
+be equal in all processes, and holds no addresses. Classes and functions of the packages in `KNOWN` enter it
+by name. All others enter it by name and source. The version of PyG is part of it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ import torch_geometric
 from torch import nn
 
 KNOWN = ("torch", "torch_geometric", "hopline")
-"""Packages whose classes and functions are identified by name. All others are identified by name and source."""
+"""Packages whose classes and functions are identified by name.
+
+All others are identified by name and source.
+"""
 
 
 def structure_of(model: nn.Module) -> str:
     """The fingerprint of a model: 32 hexadecimal digits.
 
-    Equal for two models that have the same modules, settings and code, whatever their weights. `GraphSAGE` with
-    another `aggr` has another fingerprint.
+    Equal for two models that have the same modules, settings and code, whatever their weights. `GraphSAGE`
+    with another `aggr` has another fingerprint.
     """
     lines = [f"torch_geometric {torch_geometric.__version__}"]
     for name, module in model.named_modules():

@@ -1,18 +1,21 @@
-"""Aggregation in the tree layout on a GPU, and hidden layers that the next layer computes with its aggregation.
+"""Aggregation in the tree layout on a GPU, and hidden layers that the next layer computes with its
+aggregation.
 
-In the tree layout every drawn neighbour has a slot of its own, so the sources of a destination are its child slots.
-`reduce_on_tree` aggregates them in one kernel, straight from the feature table where the device can read it.
+In the tree layout every drawn neighbour has a slot of its own, so the sources of a destination are its
+child slots. `reduce_on_tree` aggregates them in one kernel, straight from the feature table where the
+device can read it.
 
-A hidden layer SAGEConv or GraphConv -> ReLU -> dropout may be deferred. `pending_rows` computes only its aggregation,
-and the next layer does the rest, as one autograd function:
+A hidden layer SAGEConv or GraphConv -> ReLU -> dropout may be deferred. `pending_rows` computes only its
+aggregation, and the next layer does the rest, as one autograd function:
 
     layer l                                   layer l + 1
     a = [reduced | own]   -- PendingRows -->  h = dropout(relu(a [left | right]' + bias)), then [reduced | own] of h
 
-One kernel computes product, ReLU and dropout, so neither the rows in between nor a dropout mask is written to memory.
-The rows h are, for the backward pass (`ops.gpu.dense`).
+One kernel computes product, ReLU and dropout, so neither the rows in between nor a dropout mask is written
+to memory. The rows h are, for the backward pass (`ops.gpu.dense`).
 
-Shapes never depend on what was drawn, and nothing in this file synchronises, as the capture of a CUDA graph needs it.
+Shapes never depend on what was drawn, and nothing in this file synchronises, as the capture of a CUDA graph
+needs it.
 """
 
 from __future__ import annotations
@@ -48,24 +51,29 @@ def reduce_on_tree(
     with_own: bool,
     dense: Any = None,
 ) -> Tensor:
-    """[num_dst, width]: the aggregated rows of each destination's children. [num_dst, 2 * width] if `with_own`.
+    """[num_dst, width]: the aggregated rows of each destination's children.
+
+    [num_dst, 2 * width] if `with_own`.
 
     rows: rows of all slots, or a handle to them.
     how: "sum", "mean" or "max".
     weight: [num_src] a weight for the edge out of each slot, or None.
     dtype: the precision of the conv's parameters.
     with_own: whether the destination's own row stands to the right of the aggregated one.
-    dense: `RowMap.row_of_slot`, to write rows only for slots that are not empty. Used only where a table is read.
+    dense: `RowMap.row_of_slot`, to write rows only for slots that are not empty. Used only where a table is
+    read.
     """
     tree = block.tree
     if how == "sum" and block.scale_sums:
-        # The factor belongs to a destination, the weight to the edge out of a child slot: hence the parents. Seeds
-        # are children of no slot and have the parent -1. Any factor does for them, since no edge leaves them.
+        # The factor belongs to a destination, the weight to the edge out of a child slot: hence the
+        # parents. Seeds are children of no slot and have the parent -1. Any factor does for them, since no
+        # edge leaves them.
         factor = block.sampling_factor.to(dtype)[block.parents.clamp(min=0).long()]
         weight = factor if weight is None else weight * factor
     if isinstance(rows, PendingRows) and weight is None and with_own and how != "max":
-        return rows.reduced(block, how)
-    # Where the device can read the table, the kernel takes the rows from it. No row per slot is gathered first.
+        return rows.reduce(block, how)
+    # Where the device can read the table, the kernel takes the rows from it. No row per slot is gathered
+    # first.
     tiers = rows.table.tiers(tree.nodes.device) if isinstance(rows, Rows) else None
     if isinstance(rows, Rows) and tiers is not None and tiers.hot.is_contiguous():
         cold = None
@@ -73,17 +81,19 @@ def reduce_on_tree(
             # The table does not see what a kernel reads. It is told here, so that it can choose its hot rows.
             rows.table.observe(tree.nodes)  # type: ignore[attr-defined]
             cold = (tiers.cold, tiers.hot_slot, rows.table.counts(tree.nodes.device))  # type: ignore[attr-defined]
-        x, kind = tiers.hot, compute_dtype(dtype)
+        out_dtype = compute_dtype(dtype)
         return ops.gpu_kernels("tree").reduce_rows(
-            x, tree.slots, block.hop, tree.nodes, how, weight, with_own, kind, table=True, tiers=cold, dense_out=dense
-        )
+            tiers.hot, tree.slots, block.hop, tree.nodes, how, weight, with_own, out_dtype,
+            table=True, tiers=cold, dense_out=dense,
+        )  # fmt: skip
     return ops.gpu_kernels("tree").reduce_tree(
         as_dtype(rows, dtype), tree.slots, block.hop, tree.nodes, tree.counts, how, weight, with_own
     )
 
 
 def edges_to_attend(block: Block) -> Any:
-    """The edges of a block on a GPU, in the form that the attention kernels take: `ops.gpu.attention.Edges`."""
+    """The edges of a block on a GPU, in the form that the attention kernels take:
+    `ops.gpu.attention.Edges`."""
     kernels = ops.gpu_kernels("attention")
     if isinstance(block, TreeBlock):
         return kernels.tree_edges(block.tree.slots, block.hop, block.tree.nodes, block.tree.counts)
@@ -91,7 +101,8 @@ def edges_to_attend(block: Block) -> Any:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision in which a product with parameters of this dtype runs: autocast's for float32, else `dtype`."""
+    """The precision in which a product with parameters of this dtype runs: autocast's for float32, else
+    `dtype`."""
     autocast = torch.is_autocast_enabled("cuda") and dtype == torch.float32
     return torch.get_autocast_dtype("cuda") if autocast else dtype
 
@@ -101,10 +112,13 @@ def two_part_linear(reduced_and_own: Tensor, linears: tuple[Any, Any]) -> Tensor
 
     linears: the layer of the reduced rows, which has the bias, and the layer of the own rows.
     """
-    left, right, bias = linears[0].weight, linears[1].weight, linears[0].bias
+    left = linears[0].weight
+    right = linears[1].weight
+    bias = linears[0].bias
     # The kernel computes in the dtype of the rows, so float32 rows under autocast are left to torch.
-    single = reduced_and_own.dtype == torch.float32 == compute_dtype(torch.float32)
-    if reduced_and_own.is_cuda and (single or reduced_and_own.dtype in HALVES) and bias is not None:
+    is_single = reduced_and_own.dtype == torch.float32 == compute_dtype(torch.float32)
+    is_half = reduced_and_own.dtype in HALVES
+    if reduced_and_own.is_cuda and (is_single or is_half) and bias is not None:
         return ops.gpu_kernels("dense").two_part_linear(reduced_and_own, left, right, bias)
     return torch.nn.functional.linear(reduced_and_own, torch.cat([left, right], dim=1), bias)
 
@@ -113,12 +127,15 @@ def two_part_linear(reduced_and_own: Tensor, linears: tuple[Any, Any]) -> Tensor
 class PendingRows(Handle):
     """A handle to hidden rows h = dropout(relu(a [left | right]' + bias)) that are not computed yet.
 
-    The next layer computes h together with its aggregation (`reduced`). `read` computes h alone, for a next layer
-    that needs the rows themselves.
+    The next layer computes h together with its aggregation (`reduce`). `read` computes h alone, for a next
+    layer that needs the rows themselves.
     """
 
     a: Tensor
-    """[num_dst, 2 * width] half precision: [reduced | own] rows of the deferred layer. `rows` maps slots to them."""
+    """[num_dst, 2 * width] half precision: [reduced | own] rows of the deferred layer.
+
+    `rows` maps slots to them.
+    """
     left: Tensor
     """[columns, width]: the weight of the reduced rows."""
     right: Tensor
@@ -138,7 +155,7 @@ class PendingRows(Handle):
     def shape(self) -> tuple[int, ...]:
         return (self.block.num_dst, self.left.size(0))
 
-    def reduced(self, block: TreeBlock, how: str) -> Tensor:
+    def reduce(self, block: TreeBlock, how: str) -> Tensor:
         """[next layer's num_dst, 2 * columns]: [reduced | own] rows of h for the layer that reads these rows.
 
         block: the block of that layer. how: its aggregation, "sum" or "mean".
@@ -151,9 +168,9 @@ class PendingRows(Handle):
 
     def read(self) -> Tensor:
         # `row_of_slot` may hold anything at an empty slot. Row 0 stands in, and nobody reads the result.
-        place = torch.where(self.block.present[: self.block.num_dst], self.rows.row_of_slot, 0)
+        row_of_slot = torch.where(self.block.present[: self.block.num_dst], self.rows.row_of_slot, 0)
         weight = torch.cat([self.left, self.right], dim=1)
-        h = torch.relu(torch.nn.functional.linear(self.a[place.long()], weight, self.bias))
+        h = torch.relu(torch.nn.functional.linear(self.a[row_of_slot.long()], weight, self.bias))
         if self.key is None or not self.p:
             return h
         return ops.keyed_dropout(h, self.p, self.key, self.block.src_keys[: self.block.num_dst])
@@ -162,30 +179,34 @@ class PendingRows(Handle):
 def pending_rows(
     h: Handle | Tensor, block: Block, how: str, linears: tuple[Any, Any], p: float, key: Any
 ) -> PendingRows | None:
-    """Compute the aggregation of a hidden layer, and leave its product, ReLU and dropout to the next layer's kernel.
+    """Compute the aggregation of a hidden layer, and leave its product, ReLU and dropout to the next
+    layer's kernel.
 
-    None where that is not possible: outside of trees on a GPU, in single precision, for "max", with scaled sums, for
-    rows wider than `MAX_DEPTH`, or with a key that is not on the device.
+    None where that is not possible: outside of trees on a GPU, in single precision, for "max", with scaled
+    sums, for rows wider than `MAX_DEPTH`, or with a key that is not on the device.
 
     linears: the layer of the reduced rows, which has the bias, and the layer of the own rows.
     p, key: the dropout after the ReLU.
     """
-    left, right = linears[0].weight, linears[1].weight
+    left = linears[0].weight
+    right = linears[1].weight
     dtype = compute_dtype(left.dtype)
     if not isinstance(block, TreeBlock) or not block.on_gpu or dtype not in HALVES or how == "max":
         return None
     if block.scale_sums or 2 * left.size(1) > MAX_DEPTH or not (key is None or isinstance(key, Tensor)):
         return None
-    tree, num_dst = block.tree, block.num_dst
-    reads = isinstance(h, Rows) and h.table.tiers(tree.nodes.device) is not None
+    tree = block.tree
+    reads_table = isinstance(h, Rows) and h.table.tiers(tree.nodes.device) is not None
     if isinstance(h, Tensor) and h.dtype != dtype:
         h = h.to(dtype)
-    # Most slots are in the outermost hops, and the layer that reads the table is theirs. So only that layer leaves
-    # out empty slots; later layers have few slots, and keep a row for each.
+    # Most slots are in the outermost hops, and the layer that reads the table is theirs. So only that layer
+    # leaves out empty slots; later layers have few slots, and keep a row for each.
     kernels = ops.gpu_kernels("tree")
-    with_index = kernels.dense_rows if reads else kernels.rows_by_slot
-    rows = with_index(tree.nodes[:num_dst], tree.slots.parents(tree.nodes.device))
-    a = reduce_on_tree(h, block, how, None, left.dtype, True, rows.row_of_slot if reads else None)
+    map_rows = kernels.dense_rows if reads_table else kernels.rows_by_slot
+    rows = map_rows(tree.nodes[: block.num_dst], tree.slots.parents(tree.nodes.device))
+    dense = rows.row_of_slot if reads_table else None
+    a = reduce_on_tree(h, block, how, None, left.dtype, with_own=True, dense=dense)
     bias = linears[0].bias
-    bias = torch.zeros(left.size(0), device=a.device) if bias is None else bias
-    return PendingRows(a.to(dtype), left, right, bias, block, rows, p, key)
+    if bias is None:
+        bias = torch.zeros(left.size(0), device=a.device)
+    return PendingRows(a=a.to(dtype), left=left, right=right, bias=bias, block=block, rows=rows, p=p, key=key)

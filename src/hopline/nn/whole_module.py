@@ -6,8 +6,8 @@ Every model that hopline runs is one of two classes, both called with a `Batch`:
     Whole    any module with `forward(x, edge_index)`. It runs on the union of a batch's blocks, so every conv in it
              sees every sampled edge. That costs more, but needs to know nothing about the module.
 
-`as_walkable` turns a user's model into one of them: `is_layered` decides which. It also takes models out of wrappers
-such as DDP. Hooks of hopline's own raise an error with advice where a user calls the wrong object.
+`as_walkable` turns a user's model into one of them: `is_layered` decides which. It also takes models out of
+wrappers such as DDP. Hooks of hopline's own raise an error with advice where a user calls the wrong object.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ from hopline.nn.probe import without_caches
 
 
 class Whole(nn.Module):
-    """Run any module with `forward(x, edge_index, ...)` on batches. Every layer of it sees every sampled edge.
+    """Run any module with `forward(x, edge_index, ...)` on batches.
 
-    Caches of convs with `cached=True` are set aside while the module runs, and put back afterwards. So no graph is
-    computed with the cache of another one.
+    Every layer of it sees every sampled edge.
+
+    Caches of convs with `cached=True` are set aside while the module runs, and put back afterwards. So no
+    graph is computed with the cache of another one.
 
     Args:
-        module: A module whose forward takes x [num_nodes, num_features] and edge_index [2, num_edges] int64. It may
-            also take edge_weight, edge_attr or edge_type.
+        module: A module whose forward takes x [num_nodes, num_features] and edge_index [2, num_edges]
+            int64. It may also take edge_weight, edge_attr or edge_type.
 
     Raises:
-        ValueError: `forward` needs more than features and edges. Raised by a call: a conv has cached=True, or the
-            output is not one tensor with a row per node.
+        ValueError: `forward` needs more than features and edges. Raised by a call: a conv has cached=True,
+            or the output is not one tensor with a row per node.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
@@ -65,11 +67,17 @@ class Whole(nn.Module):
         self.required_edge_arguments = _required_edge_arguments(module)
 
     def keeps_handle(self, table: Readable) -> bool:
-        """Whether a batch should hold a handle to input rows of this table. Never: the module takes a tensor."""
+        """Whether a batch should hold a handle to input rows of this table.
+
+        Never: the module takes a tensor.
+        """
         return False
 
     def check_blocks(self, num_features: int, edge: Mapping[str, Tensor]) -> None:
-        """Raise ValueError if a conv has cached=True. `whole_module_probe` looks for all else that is wrong."""
+        """Raise ValueError if a conv has cached=True.
+
+        `whole_module_probe` looks for all else that is wrong.
+        """
         self._refuse_caches()
 
     def _refuse_caches(self) -> None:
@@ -123,7 +131,8 @@ def _required_edge_arguments(module: nn.Module) -> list[str]:
         ValueError: The module's `forward` does not take (x, edge_index, ...), or needs an unknown argument.
     """
     parameters = list(inspect.signature(module.forward).parameters.values())
-    names, class_name = [p.name for p in parameters], type(module).__name__
+    names = [p.name for p in parameters]
+    class_name = type(module).__name__
     if names[1:2] != ["edge_index"]:
         raise ValueError(
             f"{class_name}.forward takes ({', '.join(names)}): write forward(x, edge_index, ...), "
@@ -159,9 +168,9 @@ def as_walkable(model: nn.Module) -> GNN | Whole:
     """Return a model that can be called with a batch, and shares its parameters with the given one.
 
     A GNN is returned as it is. A PyG model becomes a GNN, which runs layer by layer. Any other module with
-    `forward(x, edge_index)` becomes a Whole. So does a subclass of a PyG model with a `forward` of its own, since its
-    layers do not tell what it computes. A model inside of DDP or Fabric is taken out of its wrapper: to train over
-    ranks, wrap what this returns.
+    `forward(x, edge_index)` becomes a Whole. So does a subclass of a PyG model with a `forward` of its own,
+    since its layers do not tell what it computes. A model inside of DDP or Fabric is taken out of its
+    wrapper: to train over ranks, wrap what this returns.
 
     Args:
         model: A `GNN`, a PyG model, or any module with forward(x, edge_index).
@@ -170,7 +179,8 @@ def as_walkable(model: nn.Module) -> GNN | Whole:
         A `GNN`, or a `Whole` for a module that is not made of layers.
 
     Raises:
-        ValueError: A GNN overrides `forward` or has hooks, or a module's `forward` needs more than features and edges.
+        ValueError: A GNN overrides `forward` or has hooks, or a module's `forward` needs more than features
+            and edges.
 
     Example:
         >>> from torch_geometric.nn import GraphSAGE
@@ -186,16 +196,17 @@ def as_walkable(model: nn.Module) -> GNN | Whole:
             # A new object, which DDP does not know: training it would not sum gradients over ranks.
             walk.register_forward_pre_hook(_refuse_gradients)
         return walk
-    by_layers = is_layered(model)
+    has_layers = is_layered(model)  # also refuses a GNN whose layers do not tell what it computes
     if isinstance(model, GNN | Whole):
         return model
-    walk = GNN.from_pyg(model) if by_layers else Whole(model)  # type: ignore[arg-type]
+    walk = GNN.from_pyg(model) if has_layers else Whole(model)  # type: ignore[arg-type]
     walk.training = model.training
     return walk
 
 
 def is_layered(model: nn.Module) -> bool:
-    """Whether a model is run layer by layer: a GNN, or a PyG model whose `forward` does no more than run its layers.
+    """Whether a model is run layer by layer: a GNN, or a PyG model whose `forward` does no more than run
+    its layers.
 
     model: without a wrapper such as DDP, see `unwrap`.
 
@@ -215,20 +226,23 @@ def is_layered(model: nn.Module) -> bool:
         )
     if not isinstance(model, BasicGNN):
         return isinstance(model, GNN)
-    own_forward = type(model).forward is not BasicGNN.forward or is_patched
-    # Run layer by layer, neither the model itself nor its dropout module is called, so their hooks would not run.
-    return not (own_forward or has_hooks(model) or has_hooks(model.dropout))
+    overrides_forward = type(model).forward is not BasicGNN.forward or is_patched
+    # Run layer by layer, neither the model itself nor its dropout module is called, so their hooks would
+    # not run.
+    return not (overrides_forward or has_hooks(model) or has_hooks(model.dropout))
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks, other than those that hopline itself has registered."""
-    forward = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    others = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
-    return any(hook not in (_refuse_gradients, _refuse_batch) for hook in forward) or bool(others)
+    if module._backward_hooks or module._backward_pre_hooks:
+        return True
+    forward_hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(hook not in (_refuse_gradients, _refuse_batch) for hook in forward_hooks)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module: without DDP, the wrapper of Lightning Fabric's `setup`, or that of `torch.compile`."""
+    """The user's own module: without DDP, the wrapper of Lightning Fabric's `setup`, or that of
+    `torch.compile`."""
     while True:
         if isinstance(model, (DistributedDataParallel, *_fabric_wrappers())):
             model = model.module  # type: ignore[assignment]
@@ -249,7 +263,9 @@ def _fabric_wrappers() -> list[type[nn.Module]]:
 
 def num_wrapped_ranks(model: nn.Module) -> int:
     """The number of ranks on which DDP trains a model; 1 if the model is not wrapped by DDP."""
-    return torch.distributed.get_world_size(model.process_group) if isinstance(model, DistributedDataParallel) else 1
+    if not isinstance(model, DistributedDataParallel):
+        return 1
+    return torch.distributed.get_world_size(model.process_group)
 
 
 def _refuse_gradients(walk: nn.Module, arguments: tuple[Any, ...]) -> None:

@@ -1,8 +1,8 @@
 """Finds out how far from a node a module looks, by running copies of the module on a tiny graph.
 
-A module with `forward(x, edge_index)` does not declare how many hops it reads. Whoever runs it on the neighbourhood
-of some seeds must know whether its outputs at the seeds are then those of the whole graph. For k hops there are three
-answers:
+A module with `forward(x, edge_index)` does not declare how many hops it reads. Whoever runs it on the
+neighbourhood of some seeds must know whether its outputs at the seeds are then those of the whole graph.
+For k hops there are three answers:
 
     its output at a node depends on                              the outputs are right on
     in-edges within k hops (SAGE, GAT, GIN)                      the k-hop neighbourhood of the seeds
@@ -11,14 +11,14 @@ answers:
     anything else: more hops, all nodes present (pooling,        neither of the two
     norms over nodes), out-degrees, the largest degree
 
-A trial (`_find`) runs a copy of the module on the whole tiny graph, and on neighbourhoods of several seeds. It
-compares the outputs at the seeds, for two draws of the weights. It also looks for outputs that depend on random
-numbers, on earlier calls or on the numbers of the nodes.
+A trial (`_find`) runs a copy of the module on the whole tiny graph, and on neighbourhoods of several seeds.
+It compares the outputs at the seeds, for two draws of the weights. It also looks for outputs that depend on
+random numbers, on earlier calls or on the numbers of the nodes.
 
-The tiny graph reaches further than k + 1 hops. It has what goes wrong elsewhere: loops, duplicate edges, isolated
-nodes, nodes without in-edges, a hub, and edges in one direction. Its features and edge arrays are rows of the dataset
-with noise, so that they have the dataset's dtypes and ranges. Weights are drawn again, since some are zero before
-training. Copies run on the CPU in evaluation mode, in float64 where they can.
+The tiny graph reaches further than k + 1 hops. It has what goes wrong elsewhere: loops, duplicate edges,
+isolated nodes, nodes without in-edges, a hub, and edges in one direction. Its features and edge arrays are
+rows of the dataset with noise, so that they have the dataset's dtypes and ranges. Weights are drawn again,
+since some are zero before training. Copies run on the CPU in evaluation mode, in float64 where they can.
 
 A finding is stored in `probe.findings`, so a module is tried once for each number of hops.
 """
@@ -43,11 +43,15 @@ from hopline.nn.probe import findings
 from hopline.nn.whole_module import Whole
 
 WIDTH = 4
-"""Nodes of the tiny graph at each distance from the seeds. Also the most seeds of a batch in `check_batches`."""
+"""Nodes of the tiny graph at each distance from the seeds.
+
+Also the most seeds of a batch in `check_batches`.
+"""
 FURTHER = 4
 """Hops that are tried beyond the number asked for, so that a message can name a number that is enough."""
 MAX_BYTES = 256 << 20
-"""Most bytes of a module's parameters, or of the tiny graph's features, for a trial. A larger module is not tried.
+"""Most bytes of a module's parameters, or of the tiny graph's features, for a trial. A larger module is not
+tried.
 A rule of thumb: half a second."""
 TOLERANCE = 1e-8
 """Largest difference of equal outputs in float64, relative to the largest output."""
@@ -62,8 +66,8 @@ class Reach:
     in_batch: bool = False
     """Whether a batch with all neighbours of these hops gives the whole graph's outputs."""
     part_hops: int | None = None
-    """Hops of a neighbourhood that gives the whole graph's outputs: the number tried, or one more. With one more,
-    nodes at the border of the number tried have all their in-edges. None if neither is enough."""
+    """Hops of a neighbourhood that gives the whole graph's outputs: the number tried, or one more. With one
+    more, nodes at the border of the number tried have all their in-edges. None if neither is enough."""
     reason: str = ""
     """The reason why `part_hops` is None: a clause with the module as "it"."""
     refusal: str = ""
@@ -97,15 +101,18 @@ def find_hops(walk: Whole, x: Readable, edge: Mapping[str, Tensor]) -> int | Non
     The number of the module's PyG convs is tried first, then 0, 1, ... `FURTHER`.
     """
     num_convs = sum(isinstance(part, MessagePassing) for part in walk.module.modules())
-    tried = (num_convs, *range(FURTHER + 1))
-    return next((hops for hops in tried if find_reach(walk, hops, x, edge).part_hops is not None), None)
+    for hops in (num_convs, *range(FURTHER + 1)):
+        if find_reach(walk, hops, x, edge).part_hops is not None:
+            return hops
+    return None
 
 
 def initialise(walk: Whole, x: Readable, edge: Mapping[str, Tensor]) -> None:
     """Give convs built with in_channels=-1 their parameters, by a forward pass on the tiny graph."""
     parameters = list(walk.module.parameters())
     if any(map(is_lazy, parameters)):
-        tiny, device = _TinyGraph(1, x, edge), parameters[0].device
+        tiny = _TinyGraph(1, x, edge)
+        device = parameters[0].device
         with torch.no_grad():
             walk.on_block(tiny.x.to(device), tiny.block.to(device))
 
@@ -113,8 +120,8 @@ def initialise(walk: Whole, x: Readable, edge: Mapping[str, Tensor]) -> None:
 def check_batches(walk: Whole, fanouts: Sequence[int], graph: Graph, x: Readable, seeds: Tensor) -> None:
     """Raise ValueError if the module's outputs mean nothing in sampled batches, or cannot be computed.
 
-    fanouts, graph, x, seeds: settings and data of the run. If the module fails on the tiny graph, a copy of it runs
-    on a batch of the first few seeds.
+    fanouts, graph, x, seeds: settings and data of the run. If the module fails on the tiny graph, a copy of
+    it runs on a batch of the first few seeds.
     """
     name = type(walk.module).__name__
     reach = find_reach(walk, len(fanouts), x, graph.edge)
@@ -125,7 +132,8 @@ def check_batches(walk: Whole, fanouts: Sequence[int], graph: Graph, x: Readable
         )
     if reach.error is None:
         return
-    # The tiny graph may lack something that the module expects of the dataset's graph, so a real batch decides.
+    # The tiny graph may lack something that the module expects of the dataset's graph, so a real batch
+    # decides.
     blocks = NeighborSampler(graph, tuple(fanouts)).sample(seeds[:WIDTH], 0)
     union = Batch(seeds[:WIDTH], blocks, None, None).union()
     try:
@@ -137,10 +145,10 @@ def check_batches(walk: Whole, fanouts: Sequence[int], graph: Graph, x: Readable
         if isinstance(error, ValueError) and str(error).startswith(f"{name}.forward"):
             raise
         text = " ".join(str(error).split())[:200]
+        reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
         raise ValueError(
-            f"{name} cannot run on a batch, here of {union.num_src} nodes and {union.num_edges} edges "
-            f"({type(error).__name__}{': ' * bool(text)}{text}). Use convs such as SAGEConv, GCNConv or GATConv, which "
-            "take any graph"
+            f"{name} cannot run on a batch, here of {union.num_src} nodes and {union.num_edges} edges ({reason}). Use "
+            "convs such as SAGEConv, GCNConv or GATConv, which take any graph"
         ) from error
 
 
@@ -149,12 +157,14 @@ def check_batches(walk: Whole, fanouts: Sequence[int], graph: Graph, x: Readable
 
 def _find(module: nn.Module, hops: int, x: Readable, edge: Mapping[str, Tensor]) -> Reach:
     """Try a module with a number of hops, without the cache of `find_reach`."""
-    num_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if not is_lazy(p))
-    if max(num_bytes, _TinyGraph.num_nodes(hops + FURTHER) * 8 * torch.Size(x.shape[1:]).numel()) > MAX_BYTES:
+    module_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if not is_lazy(p))
+    feature_bytes = _TinyGraph.num_nodes(hops + FURTHER) * 8 * torch.Size(x.shape[1:]).numel()
+    if max(module_bytes, feature_bytes) > MAX_BYTES:
         return Reach(reason="it is too large to be tried out on a small graph")
     error: Exception | None = None
     tiny = _TinyGraph(hops, x, edge)
-    # In float64 first, where equal outputs differ least. Some modules run only in the precision they were built in.
+    # In float64 first, where equal outputs differ least. Some modules run only in the precision they were
+    # built in.
     for dtype in (torch.float64, None):
         try:
             trials = [_Trial(module, dtype, seed, tiny) for seed in (0, 1)]
@@ -166,19 +176,21 @@ def _find(module: nn.Module, hops: int, x: Readable, edge: Mapping[str, Tensor])
 
 def _compare(trials: list[_Trial], hops: int, x: Readable, edge: Mapping[str, Tensor], tiny: _TinyGraph) -> Reach:
     """Rule out modules about which a comparison would show nothing, then compare neighbourhoods by hops."""
-    first, outputs = trials[0], [trial.outputs for trial in trials]
+    first = trials[0]
+    outputs = [trial.outputs for trial in trials]
     if not all(map(_tells, outputs)):
         return Reach(reason="its outputs on a small graph are all alike or not finite, which shows nothing")
     if not _are_equal(first.run(tiny.x, tiny.block), outputs[0]):
         return Reach(reason="it draws at random in evaluation mode")
     if first.remembers(tiny):
         return Reach(refusal="it keeps something of the first graph that it is run on")
-    x_renumbered, renumbered, numbers = tiny.renumbered()
-    if not _are_equal(first.run(x_renumbered, renumbered)[numbers], outputs[0]):
+    renumbered_x, renumbered_block, numbers = tiny.renumber()
+    if not _are_equal(first.run(renumbered_x, renumbered_block)[numbers], outputs[0]):
         return Reach(refusal="its output depends on how nodes are numbered, and every batch numbers them anew")
-    # The last seeds have no in-edges, so their neighbourhood has no edges, on which some modules fail. A batch of
-    # only such nodes is rare, so `in_batch` does without them. A chunk of inference may be one, so `part_hops` needs
-    # them.
+
+    # The last seeds have no in-edges, so their neighbourhood has no edges, on which some modules fail. A
+    # batch of only such nodes is rare, so `in_batch` does without them. A chunk of inference may be one, so
+    # `part_hops` needs them.
     in_batch = _difference(trials, outputs, tiny, tiny.seeds[:-1], hops) is None
     if in_batch and _difference(trials, outputs, tiny, tiny.seeds[-1:], hops) is None:
         return Reach(True, hops)
@@ -187,16 +199,18 @@ def _compare(trials: list[_Trial], hops: int, x: Readable, edge: Mapping[str, Te
         return Reach(in_batch, hops + 1)
     if difference:  # the module failed: more hops would not help
         return Reach(in_batch, None, difference)
+
     # Other numbers: the message is better if it names how many hops would be enough.
     for more in range(hops + 1, hops + 1 + FURTHER):
         larger = _TinyGraph(more, x, edge)
-        wanted = [trial.run(larger.x, larger.block) for trial in trials]
-        if _difference(trials, wanted, larger, larger.seeds, more + 1) is None:
+        larger_outputs = [trial.run(larger.x, larger.block) for trial in trials]
+        if _difference(trials, larger_outputs, larger, larger.seeds, more + 1) is None:
             return Reach(in_batch, None, f"its output at a node depends on nodes up to {more} hops away")
+    plural = "" if hops == 1 else "s"
     return Reach(
         in_batch,
         None,
-        f"its output at a node depends on more than {hops} hop{'s' * (hops != 1)} around it: on nodes further away, or "
+        f"its output at a node depends on more than {hops} hop{plural} around it: on nodes further away, or "
         "on all that are there (pooling, a norm over nodes, out-degrees, the largest degree)",
     )
 
@@ -206,17 +220,18 @@ def _difference(
 ) -> str | None:
     """Compare the outputs at seeds on their neighbourhoods with `outputs`, those on the whole tiny graph.
 
-    None if they are equal. "" if the numbers differ. A clause that says why if the module fails on a neighbourhood.
+    None if they are equal. "" if the numbers differ. A clause that says why if the module fails on a
+    neighbourhood.
     """
     for seeds in all_seeds:
         part = neighborhood(tiny.graph, seeds, num_hops)
         assert part is not None
         for trial, expected in zip(trials, outputs, strict=True):
             try:
-                found = trial.run(tiny.x[part.src_ids], part)
+                part_outputs = trial.run(tiny.x[part.src_ids], part)
             except Exception as error:
                 return f"it fails on a part of a graph with {part.num_edges} edges ({_text(error)})"
-            if not _are_equal(found[: seeds.numel()], expected[seeds]):
+            if not _are_equal(part_outputs[: seeds.numel()], expected[seeds]):
                 return ""
     return None
 
@@ -225,14 +240,16 @@ class _Trial:
     """A copy of a module with weights drawn from a seed, and its outputs on the whole tiny graph."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype | None, seed: int, tiny: _TinyGraph) -> None:
-        self._module, self._dtype, self._seed = module, dtype, seed
+        self._module = module
+        self._dtype = dtype
+        self._seed = seed
         self._draws = True
-        self._walk = self._copied(tiny)
+        self._walk = self._copy_module(tiny)
         self.outputs = self.run(tiny.x, tiny.block)
         if not bool(self.outputs.isfinite().all()):
             # The drawn weights lead to inf or nan. Try the module's own.
             self._draws = False
-            self._walk = self._copied(tiny)
+            self._walk = self._copy_module(tiny)
             self.outputs = self.run(tiny.x, tiny.block)
 
     def run(self, x: Tensor, block: Block) -> Tensor:
@@ -240,18 +257,22 @@ class _Trial:
         return self._walk.on_block(x, block)
 
     def remembers(self, tiny: _TinyGraph) -> bool:
-        """Whether the output on a neighbourhood differs from that of a new copy, which has seen no graph before."""
+        """Whether the output on a neighbourhood differs from that of a new copy, which has seen no graph
+        before."""
         part = neighborhood(tiny.graph, tiny.seeds[0], 2)
         assert part is not None
         x = tiny.x[part.src_ids]
-        expected = self._copied(tiny).on_block(x, part)
+        expected = self._copy_module(tiny).on_block(x, part)
         try:
             return not _are_equal(self.run(x, part), expected)
         except Exception:
             return True
 
-    def _copied(self, tiny: _TinyGraph) -> Whole:
-        """A new copy of the module. Copies of one trial have the same weights: the generator is seeded for each."""
+    def _copy_module(self, tiny: _TinyGraph) -> Whole:
+        """A new copy of the module.
+
+        Copies of one trial have the same weights: the generator is seeded for each.
+        """
         module = copy.deepcopy(self._module).cpu().eval()
         walk = Whole(module if self._dtype is None else module.to(self._dtype))
         if any(map(is_lazy, walk.parameters())):
@@ -261,24 +282,31 @@ class _Trial:
         for p in walk.parameters():
             if self._draws and p.is_floating_point():
                 noise = torch.randn(p.shape, generator=generator).to(p.dtype)
-                # Matrices are drawn again. Vectors and numbers, such as a temperature or a power, stay near their
-                # values.
-                p.copy_(noise / p.size(-1) ** 0.5) if p.dim() > 1 else p.add_(0.1 * noise)
+                # Matrices are drawn again. Vectors and numbers, such as a temperature or a power, stay near
+                # their values.
+                if p.dim() > 1:
+                    p.copy_(noise / p.size(-1) ** 0.5)
+                else:
+                    p.add_(0.1 * noise)
         return walk
 
 
 def _tells(out: Tensor) -> bool:
-    """Whether outputs are finite and rows differ. Otherwise a wrong output could not be told from a right one."""
+    """Whether outputs are finite and rows differ.
+
+    Otherwise a wrong output could not be told from a right one.
+    """
     return bool(out.isfinite().all()) and bool((out != out[:1]).any())
 
 
-def _are_equal(found: Tensor, expected: Tensor) -> bool:
+def _are_equal(outputs: Tensor, expected: Tensor) -> bool:
     """Whether two outputs have the same shape and are equal up to the tolerance of their precision."""
     tolerance = TOLERANCE if expected.dtype == torch.float64 else TOLERANCE_SINGLE
-    if found.shape != expected.shape:
+    if outputs.shape != expected.shape:
         return False
-    found, expected = found.double(), expected.double()
-    return bool(((found - expected).abs() <= tolerance * expected.abs().max()).all())
+    expected = expected.double()
+    difference = (outputs.double() - expected).abs()
+    return bool((difference <= tolerance * expected.abs().max()).all())
 
 
 def _text(error: Exception | None) -> str:
@@ -290,22 +318,23 @@ def _text(error: Exception | None) -> str:
 
 
 class _TinyGraph:
-    """The graph of a trial: levels of `WIDTH` nodes at distances 0 .. hops + 3 from the seeds, and four more nodes.
+    """The graph of a trial: levels of `WIDTH` nodes at distances 0 .. hops + 3 from the seeds, and four
+    more nodes.
 
         level hops + 3  -->  ...  -->  level 1  -->  level 0, with most of the seeds
 
-    Node (level, i) is the i-th of its level. Edges lead from level + 1 to level, within a level, and from level back
-    to level + 1. Two observers receive edges from the levels and lead only into the hub, the first also into the
-    second. The hub is in the last level, and every node but two leads into it. These two, `alone` and `last`, have no
-    edges.
+    Node (level, i) is the i-th of its level. Edges lead from level + 1 to level, within a level, and from
+    level back to level + 1. Two observers receive edges from the levels and lead only into the hub, the
+    first also into the second. The hub is in the last level, and every node but two leads into it. These
+    two, `alone` and `last`, have no edges.
     """
 
     def __init__(self, hops: int, x: Readable, edge: Mapping[str, Tensor]) -> None:
         generator = torch.Generator().manual_seed(0)
         num_levels = hops + 4
         num_nodes = self.num_nodes(hops)
-        # Nodes are numbered at random. Only the last stays last: code that counts nodes by the largest id in an edge
-        # misses it.
+        # Nodes are numbered at random. Only the last stays last: code that counts nodes by the largest id
+        # in an edge misses it.
         order = [*torch.randperm(num_nodes - 1, generator=generator).tolist(), num_nodes - 1]
 
         def node(level: int, i: int) -> int:
@@ -345,7 +374,7 @@ class _TinyGraph:
         """Nodes of the graph for a number of hops, known without building it."""
         return (hops + 4) * WIDTH + 4
 
-    def renumbered(self) -> tuple[Tensor, Block, Tensor]:
+    def renumber(self) -> tuple[Tensor, Block, Tensor]:
         """(features, block, the new number of each node) of this graph with other node numbers.
 
         The last node keeps its number, so that only the order of the nodes differs.
@@ -376,16 +405,17 @@ def _rows_like(rows: Readable | Tensor, count: int, generator: torch.Generator) 
     total = rows.shape[0]
     if not total:
         return torch.zeros((count, *rows.shape[1:]), dtype=rows.dtype)
-    found = _read(rows, torch.arange(count) * total // count)
-    found = found[torch.randperm(count, generator=generator)]
-    if not found.is_floating_point():
-        return found
-    found = found.double()
-    spread = found.std() if found.numel() > 1 and float(found.std()) > 0 else found.abs().mean().clamp(min=1.0)
+    values = _read(rows, torch.arange(count) * total // count)
+    values = values[torch.randperm(count, generator=generator)]
+    if not values.is_floating_point():
+        return values
+    values = values.double()
     if isinstance(rows, Tensor):
         # An edge array. Weights may have to be positive, so they are scaled: a factor keeps the sign.
-        return found * (0.5 + torch.rand(found.shape, generator=generator, dtype=torch.float64))
-    return found + spread * torch.randn(found.shape, generator=generator, dtype=torch.float64)
+        return values * (0.5 + torch.rand(values.shape, generator=generator, dtype=torch.float64))
+    differ = values.numel() > 1 and float(values.std()) > 0
+    spread = values.std() if differ else values.abs().mean().clamp(min=1.0)
+    return values + spread * torch.randn(values.shape, generator=generator, dtype=torch.float64)
 
 
 def _read(rows: Readable | Tensor, ids: Tensor) -> Tensor:

@@ -112,7 +112,9 @@ def test_a_loader_leaves_batches_that_wait_on_the_host(gpu_outline: RunOutline):
         assert_same(batch, expected)
     taken = MicroBatchBytes.of(expected, None)
     sizes = Sizes.of(expected)
-    assert taken.while_made(sizes) == taken.resident(sizes) < MicroBatchBytes.of(expected, job.device).while_made(sizes)
+    assert (
+        taken.while_built(sizes) == taken.resident(sizes) < MicroBatchBytes.of(expected, job.device).while_built(sizes)
+    )
     assert taken.resident(sizes) >= expected.num_bytes
 
 
