@@ -22,8 +22,11 @@ class Stream:
     """A stream, whose waits are noted."""
 
     def __init__(self, log: list[str], name: str, priority: int = 0) -> None:
-        self.log, self.name, self.priority = log, name, priority
-        self.device, self.device_index = torch.device("cpu"), 0
+        self.log = log
+        self.name = name
+        self.priority = priority
+        self.device = torch.device("cpu")
+        self.device_index = 0
 
     def wait_stream(self, other: Stream) -> None:
         self.log.append(f"{self.name} waits for {other.name}")
@@ -46,7 +49,8 @@ class FakeCuda:
 
         class Graph:
             def __init__(self) -> None:
-                self.number, self.memory = len(fake.graphs), None
+                self.number = len(fake.graphs)
+                self.memory = None
                 fake.graphs.append(self)
 
             def pool(self) -> Any:

@@ -23,7 +23,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reliability.md"
-BEGIN, END = "<!-- made by make test-faults -->", "<!-- end -->"
+BEGIN = "<!-- made by make test-faults -->"
+END = "<!-- end -->"
 EPOCHS = 30
 SETTINGS = [f"epochs={EPOCHS}", "model.hidden=16", "method.batch_size=256", f"evaluate_every={EPOCHS}"]
 
@@ -125,7 +126,9 @@ def lose_a_host() -> str:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        home, wholes, rows = Path(folder), {}, []
+        home = Path(folder)
+        wholes = {}
+        rows = []
         for number, (name, (ranks, fault)) in enumerate(FAULTS.items()):
             if ranks not in wholes:
                 run = start(home / f"whole{ranks}", ranks)

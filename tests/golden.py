@@ -148,7 +148,8 @@ def distance(found: Result, expected: Result) -> float:
     """
     largest = 0.0
     for name in {*found, *expected} - {"bits", "apart"}:
-        ours, theirs = found.get(name), expected.get(name)
+        ours = found.get(name)
+        theirs = expected.get(name)
         if name == "counts":
             largest = largest if ours == theirs else math.inf
             continue
@@ -166,7 +167,8 @@ def differences(found: Result, expected: Result, tolerance: float | None) -> lis
     for name in [*expected, *(other for other in found if other not in expected)]:
         if name == "apart" or (name == "bits" and tolerance is not None):
             continue
-        ours, theirs = found.get(name), expected.get(name)
+        ours = found.get(name)
+        theirs = expected.get(name)
         if name == "counts" or tolerance is None:
             is_equal = ours == theirs
         else:
@@ -287,7 +289,8 @@ def compute_all(device: str, times: int, only: str = "") -> Computed:
 def _compute_again(name: str, device: str, times: int) -> Result:
     """A case's first result, with the distance of later ones if they have other bits."""
     first = compute(name, device)
-    farthest, differs = 0.0, False
+    farthest = 0.0
+    differs = False
     for turn in range(1, times):
         again = compute(name, device, turn)
         differs = differs or again != first
@@ -300,7 +303,9 @@ def update(record: Record, done: Computed, key: str, device: str, because: str |
 
     Raises ValueError where that would change numbers and nobody says why.
     """
-    lines, changed, farthest = [], [], 0.0
+    lines = []
+    changed = []
+    farthest = 0.0
     changed_draws = [name for name, bits in done.draws.items() if record.draws.get(name, bits) != bits]
     for name, result in done.runs.items():
         expected = record.expected(name, key, device)

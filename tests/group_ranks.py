@@ -50,7 +50,8 @@ def hearts() -> list[str]:
 
 def train_everything(folder: Path) -> dict[str, Any]:
     """Every method, by a plain Trainer and by a given world; the owner's group is used before, between and after."""
-    owner, size = dist.distributed_c10d._get_default_group(), dist.get_world_size()
+    owner = dist.distributed_c10d._get_default_group()
+    size = dist.get_world_size()
     found: dict[str, Any] = {"plain": train(None, "sage"), "given": train(hl.World.current(), "sage")}
     check_owner(owner, size)
     assert not hearts()
@@ -78,7 +79,8 @@ def train_everything(folder: Path) -> dict[str, Any]:
 
 def fail_and_train_again(folder: Path) -> dict[str, Any]:
     """One rank fails in a step; the others are told why, and all train again in the same process group."""
-    owner, rank = dist.distributed_c10d._get_default_group(), dist.get_rank()
+    owner = dist.distributed_c10d._get_default_group()
+    rank = dist.get_rank()
 
     def step(model: nn.Module, batch: hl.Batch) -> Tensor:
         if rank == 1:

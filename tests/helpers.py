@@ -68,7 +68,8 @@ def random_graph(
     src = torch.where(src == dst, (src + 1) % (num_nodes - 1), src)
     if loops:
         own = torch.tensor([0, 1, 2, 2, 2, num_nodes // 2])
-        src, dst = torch.cat([src, own]), torch.cat([dst, own])
+        src = torch.cat([src, own])
+        dst = torch.cat([dst, own])
     edge = {}
     if weight:
         edge["weight"] = torch.rand(src.numel(), generator=generator(seed + 2), dtype=torch.float64) + 0.1
@@ -236,7 +237,9 @@ def plain_gnn(model: GNN, x: Tensor, graph: Graph) -> Tensor:
     act = model.act if model.act is not None else lambda v: v
     if model.encoder is not None:
         x = act(model.encoder(x))
-    x0, outputs, last = x, [x] * model.jk_encoder, len(model.convs) - 1
+    x0 = x
+    outputs = [x] * model.jk_encoder
+    last = len(model.convs) - 1
     for l, conv in enumerate(model.convs):
         before = x
         x = conv(x, x0, graph.edge_index()) if isinstance(conv, pyg.GCN2Conv) else stock(conv, x, graph)
@@ -299,7 +302,8 @@ def assert_close(found: Tensor, expected: Tensor, tolerance: float = 1e-10) -> N
 
 
 def assert_same_gradients(found: nn.Module, expected: nn.Module, tolerance: float = 1e-10) -> None:
-    ours, theirs = gradients(found), gradients(expected)
+    ours = gradients(found)
+    theirs = gradients(expected)
     assert list(ours) == list(theirs)
     assert any(bool(g.any()) for g in theirs.values())
     for name in ours:

@@ -103,11 +103,16 @@ def results(folder: Path) -> dict[str, object]:
 def main() -> None:
     if len(sys.argv) != 4 or sys.argv[2] not in KINDS or not sys.argv[3].isdigit():
         raise SystemExit(f"usage: python -m tests.killed FOLDER {'|'.join(KINDS)} NUMBER_OF_KILLS")
-    home, kind, wanted = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    home = Path(sys.argv[1])
+    kind = sys.argv[2]
+    wanted = int(sys.argv[3])
     started = time.perf_counter()
     in_child(home / "whole", kind, None)
     whole_s = time.perf_counter() - started
-    whole, moments, kills, run = results(home / "whole"), random.Random(7), 0, 0
+    whole = results(home / "whole")
+    moments = random.Random(7)
+    kills = 0
+    run = 0
     while kills < wanted:
         run += 1
         longest_s = 0.3 if kind == "ranks" else 0.8 * whole_s

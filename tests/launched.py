@@ -46,7 +46,8 @@ def check_gradients(world: World) -> None:
     last = world.size - 1
     shapes = [(3, 4), (5,), (2, 2), (1,), (4,), (3000, 1200), (1500, 2000), (), (6,)]
     dtypes = [torch.float32] * 9
-    dtypes[2], dtypes[4] = torch.float64, torch.bfloat16
+    dtypes[2] = torch.float64
+    dtypes[4] = torch.bfloat16
     holders = {1: [last], 3: [], 6: [0]}  # all the others are held by every rank
     parameters = [nn.Parameter(torch.zeros(s, dtype=d)) for s, d in zip(shapes, dtypes, strict=True)]
     frozen = nn.Parameter(torch.zeros(2), requires_grad=False)

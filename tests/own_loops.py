@@ -31,10 +31,12 @@ class Losses(hl.Callback):
 def trainer_like(name: str, data: hl.Dataset, **options: Any) -> hl.Trainer:
     """The Trainer that does what an example does."""
     torch.manual_seed(0)
-    features, classes = data.num_features, data.num_classes
+    features = data.num_features
+    classes = data.num_classes
     if name == "own_loop_historical":
         convs = [GCNConv(features, 64), GCNConv(64, 64), GCNConv(64, classes)]
-        model, method = hl.nn.GNN(convs, dropout=0.5), hl.Historical(num_parts=40, parts_per_batch=10)
+        model = hl.nn.GNN(convs, dropout=0.5)
+        method = hl.Historical(num_parts=40, parts_per_batch=10)
         return hl.Trainer(model, data, method, lr=0.01, **options)
     if name == "own_loop_shards":
         model = hl.nn.GNN([SAGEConv(features, 64), SAGEConv(64, classes)], dropout=0.5)

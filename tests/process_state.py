@@ -254,7 +254,8 @@ STEPS = STEPS[: STEPS.index("change_everything") + 1]
 def main() -> None:
     ctypes.CDLL = RecordingLibrary  # type: ignore[misc]
     folder = Path(sys.argv[1]).resolve()
-    steps, changes = Steps(folder), dict[str, list[str]]()
+    steps = Steps(folder)
+    changes = dict[str, list[str]]()
     for name in STEPS:
         torch.manual_seed(0)
         before = state()

@@ -29,7 +29,8 @@ class KillRank(Callback):
     """One rank dies without a word."""
 
     def __init__(self, rank: int, step: int) -> None:
-        self.rank, self.step = rank, step
+        self.rank = rank
+        self.step = step
 
     def on_step_end(self, trainer: hl.Trainer, step: StepEnd) -> None:
         again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
@@ -72,7 +73,10 @@ def train_each(world: World | None, kinds: list[str], out: str | None, changes: 
 
 def main() -> None:
     """Under torchrun: FILE gets what the first rank found."""
-    file, out, kinds, changes = sys.argv[1], sys.argv[2] or None, json.loads(sys.argv[3]), json.loads(sys.argv[4])
+    file = sys.argv[1]
+    out = sys.argv[2] or None
+    kinds = json.loads(sys.argv[3])
+    changes = json.loads(sys.argv[4])
     found = run(train_each, LaunchSettings(timeout_s=20), kinds, out, changes)
     if int(os.environ["RANK"]) == 0:
         Path(file).write_text(json.dumps(found))

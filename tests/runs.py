@@ -117,7 +117,8 @@ class Outcome(NamedTuple):
 
 def command(*arguments: object) -> Outcome:
     """`hopline ARGUMENTS` in this process."""
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     argv = ["hopline", *map(str, arguments)]
     status: Any = None
     with mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

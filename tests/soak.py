@@ -18,7 +18,9 @@ from hopline.training.callbacks import Callback, EpochEnd
 from tests.killed import in_child, results
 from tests.runs import sage, small
 
-EPOCHS, SETTLED, WINDOW = 300, 50, 20
+EPOCHS = 300
+SETTLED = 50
+WINDOW = 20
 GROWTH = 1.02
 
 
@@ -26,7 +28,8 @@ class Watch(Callback):
     """What the process holds, at the end of every epoch."""
 
     def __init__(self, file: Path) -> None:
-        self.file, self.process = file, psutil.Process()
+        self.file = file
+        self.process = psutil.Process()
 
     def on_epoch_end(self, trainer: hl.Trainer, epoch: EpochEnd) -> None:
         held = {
@@ -54,19 +57,22 @@ def held(folder: Path) -> list[dict[str, int]]:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as home:
-        whole, cut = Path(home) / "whole", Path(home) / "cut"
+        whole = Path(home) / "whole"
+        cut = Path(home) / "cut"
         started = time.perf_counter()
         in_child(whole, "", None, train)
         whole_s = time.perf_counter() - started
         seen = held(whole)
-        early, late = seen[SETTLED : SETTLED + WINDOW], seen[-WINDOW:]
+        early = seen[SETTLED : SETTLED + WINDOW]
+        late = seen[-WINDOW:]
         rss = [statistics.median(entry["rss"] for entry in part) for part in (early, late)]
         growth = rss[1] / rss[0]
         sizes = " -> ".join(f"{size / 2**20:.1f}" for size in rss)
         print(f"{EPOCHS} epochs in {whole_s:.0f} s: resident {sizes} MiB ({growth:.3f})")
         for what in ("files", "threads"):
             print(f"{what}: {sorted({entry[what] for entry in seen[SETTLED:]})}")
-        moments, kills = random.Random(3), 0
+        moments = random.Random(3)
+        kills = 0
         while not in_child(cut, "", moments.uniform(0.02, 0.2) * whole_s, train):
             kills += 1
         same = results(cut) == results(whole)

@@ -89,7 +89,8 @@ def test_a_budget_that_leaves_nothing_for_a_step_is_refused():
 
 def test_a_batch_that_fits_runs_as_it_is():
     model = model_of()
-    guard, batch = guard_of(model, 1 << 30), first_batch(model)
+    guard = guard_of(model, 1 << 30)
+    batch = first_batch(model)
     assert guard.make_fit(batch) is batch
     unit = guard.unit(batch)
     assert isinstance(unit, GuardedUnit)
@@ -99,7 +100,8 @@ def test_a_batch_that_fits_runs_as_it_is():
 @pytest.mark.parametrize("conv", ["sage-mean", "gcn", "gat", "gin"])
 def test_a_batch_in_pieces_has_the_gradients_of_the_whole_and_keeps_to_the_budget(conv: str):
     model = model_of(conv)
-    batch, limit = first_batch(model), int(0.6 * peak_of(model))
+    batch = first_batch(model)
+    limit = int(0.6 * peak_of(model))
     loss = BatchUnit(job_of(model), batch).forward_backward(300)
     expected = {name: grad.clone() for name, grad in gradients(model).items()}
     model.zero_grad(set_to_none=True)
@@ -129,13 +131,15 @@ def weighted(model: torch.nn.Module, batch: Batch) -> Tensor:
 @pytest.mark.parametrize("conv", ["sage-mean", "gcn", "gat"])
 def test_a_loss_of_the_users_own_is_that_of_the_whole_batch(conv: str, fails: bool, monkeypatch: pytest.MonkeyPatch):
     model = model_of(conv)
-    batch, limit = first_batch(model), int(0.6 * peak_of(model))
+    batch = first_batch(model)
+    limit = int(0.6 * peak_of(model))
     loss = BatchUnit(job_of(model, weighted), batch).forward_backward(400)
     expected = {name: grad.clone() for name, grad in gradients(model).items()}
     model.zero_grad(set_to_none=True)
     guard = guard_of(model, 1 << 30 if fails else limit, weighted)
     if fails:
-        run, tries = BatchUnit.forward_backward, list[int]()
+        run = BatchUnit.forward_backward
+        tries = list[int]()
 
         def out_of_memory_once(unit: BatchUnit, total: float) -> Tensor:
             result = run(unit, total)  # with gradients, which are to be forgotten
@@ -161,7 +165,8 @@ def test_a_loss_of_the_users_own_in_pieces_refuses_what_draws_by_itself():
 
 def test_fewer_pieces_once_steps_were_measured():
     model = model_of()
-    guard, batch = guard_of(model, int(0.6 * peak_of(model))), first_batch(model)
+    guard = guard_of(model, int(0.6 * peak_of(model)))
+    batch = first_batch(model)
     numbers = []
     for _ in range(3):
         numbers.append(len(guard.make_fit(batch).groups))
@@ -172,7 +177,9 @@ def test_fewer_pieces_once_steps_were_measured():
 
 
 def test_once_steps_are_known_few_are_measured_and_the_largest_is_among_them():
-    model, peaks, seen = model_of("gcn"), [], []
+    model = model_of("gcn")
+    peaks = []
+    seen = []
     for measure_every in (1, 8):
         guard = guard_of(model, 1 << 30, measure_every=measure_every)
         for batch in Sampled(fanouts=(5, 5), batch_size=30, workers=0).loader(DATA, model=model):
@@ -206,7 +213,8 @@ def test_batch_norms_are_refused_when_a_batch_would_be_split():
 
 def test_refusing_says_how_much_is_missing():
     model = model_of()
-    guard, batch = guard_of(model, 5000, over_budget="refuse"), first_batch(model)
+    guard = guard_of(model, 5000, over_budget="refuse")
+    batch = first_batch(model)
     with pytest.raises(
         ValueError, match=r"a batch may take .* more, make batch_size smaller, or set over_budget=split"
     ):
@@ -218,7 +226,8 @@ def test_cutting_keeps_to_the_budget_and_counts_the_edges(how: str):
     model = model_of()
     batch = first_batch(model)
     whole = guard_of(model, 1 << 30).predict_peak(batch)
-    guard, counters = guard_of(model, int(0.5 * whole), over_budget=how), trace.Counters()
+    guard = guard_of(model, int(0.5 * whole), over_budget=how)
+    counters = trace.Counters()
     with trace.listen(counters):
         cut = guard.make_fit(batch)
     counters.next_epoch()
@@ -262,7 +271,8 @@ def test_where_no_other_sample_fits_the_batch_is_split():
 
 def test_groups_are_found_by_the_threads_that_prepare():
     plain = trainer_with(None, replace(SAMPLED, batch_size=250), epochs=3)
-    whole, given = [epoch.loss for epoch in plain.fit().history], []
+    whole = [epoch.loss for epoch in plain.fit().history]
+    given = []
 
     def noted(self: GuardedUnit, total: int) -> torch.Tensor:
         given.append(bool(self.batch.groups))
@@ -292,7 +302,8 @@ def test_what_happened_is_handed_out_once():
     assert record["over"] == record["oom"] == record["cut"] == record["resampled"] == 0
     assert record["split"] == 2
     assert record["pieces"] >= 4
-    before, after = record["before"], record["after"]
+    before = record["before"]
+    after = record["after"]
     assert len(before) == len(after) == 3
     assert before[0] > record["limit_bytes"] > before[2]
     assert max(after) == record["peak_bytes"] <= record["promised_bytes"] <= record["limit_bytes"]
@@ -303,7 +314,8 @@ def test_what_happened_is_handed_out_once():
 
 def test_nothing_that_changes_a_batch_is_decided_ahead():
     model = model_of()
-    batch, limit = first_batch(model), int(0.5 * peak_of(model))
+    batch = first_batch(model)
+    limit = int(0.5 * peak_of(model))
     for over_budget, divided in (
         ("split", True),
         ("cut", False),
@@ -331,7 +343,8 @@ def test_nothing_that_changes_a_batch_is_decided_ahead():
 def test_what_is_prepared_ahead_leaves_gradients_alone(monkeypatch: pytest.MonkeyPatch, batches_on_host: bool):
     """They belong to the thread that trains: torch lets none look at one that another sets."""
     model = model_of()
-    batch, limit = first_batch(model), int(0.5 * peak_of(model))
+    batch = first_batch(model)
+    limit = int(0.5 * peak_of(model))
 
     def seen(module: torch.nn.Module) -> int:
         raise AssertionError("a gradient was looked at")
@@ -361,7 +374,8 @@ class Failing(TorchDispatchMode):
 
     def __init__(self, at: int | None) -> None:
         super().__init__()
-        self.at, self.num = at, 0
+        self.at = at
+        self.num = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.num += 1
@@ -441,7 +455,8 @@ def test_a_run_in_which_memory_runs_out_now_and_then_ends_with_the_same_weights(
     weights = []
     for fails in (False, True):
         trainer = trainer_with(0.8, replace(SAMPLED, workers=2), epochs=3)
-        (left, step), number = failing_once(0), iter(range(1000))
+        (left, step) = failing_once(0)
+        number = iter(range(1000))
 
         def unit(self: GuardedUnit, total: int, run: Any = GuardedUnit.forward_backward) -> torch.Tensor:
             turn = next(number)  # noqa: B023
@@ -481,7 +496,8 @@ def test_running_statistics_and_draws_are_put_back(monkeypatch: pytest.MonkeyPat
     model = gnn_of("batch-norm").train()
     batch = replace(batch_of(DATA.graph, randn(2000, 6), (3, 3, 3), torch.arange(50)), y=DATA.y[:50])  # type: ignore[index]
     for error in (MemoryError(), RuntimeError("something else")):
-        before, draws = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+        before = copy.deepcopy(model.state_dict())
+        draws = torch.get_rng_state()
 
         def step(self: BatchUnit, total: int, error: Exception = error) -> torch.Tensor:
             (self.job.train_step(self.job.model, self.batch) * torch.rand(1)).backward()

@@ -130,7 +130,8 @@ def test_on_a_gpu_made_small_only_the_run_with_a_budget_ends(share: float, infer
     on_gpu("block", None, **host)
     free, peak, _ = on_gpu("block", None, **host)
     before = free_all()  # by other tests
-    limit, total = before + int(share * (peak - before)), torch.cuda.get_device_properties(0).total_memory
+    limit = before + int(share * (peak - before))
+    total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(limit / total)
     try:
         with pytest.raises(torch.OutOfMemoryError):
@@ -156,7 +157,8 @@ def test_a_gpu_whose_memory_runs_out_goes_on_in_pieces_with_the_same_gradients(c
     data = planted_partition(num_nodes=60_000, num_edges=1_200_000)
     torch.manual_seed(0)
     model = GNN(stack_of(conv, 64, 128, 16), dropout=0.5).double().cuda()
-    device, seeds = torch.device("cuda", 0), 4096
+    device = torch.device("cuda", 0)
+    seeds = 4096
     step = supervised_loss("single", 16)
     ids = data.splits["train"]
     job = Job(data=data, model=as_walkable(model), module=model, train_ids=ids, train_step=step, device=device)
@@ -192,7 +194,9 @@ def test_a_batch_without_room_on_a_gpu_stays_on_the_host_and_goes_in_pieces():
     data = planted_partition(num_nodes=60_000, num_edges=1_200_000, num_train=8192, num_features=512)
     torch.manual_seed(0)
     model = GNN(stack_of("sage-mean", 512, 128, 16)).float().cuda()
-    device, ids, step = torch.device("cuda", 0), data.splits["train"], supervised_loss("single", 16)
+    device = torch.device("cuda", 0)
+    ids = data.splits["train"]
+    step = supervised_loss("single", 16)
     job = Job(data=data, model=as_walkable(model), module=model, train_ids=ids, train_step=step, device=device)
     method = Sampled(fanouts=(10, 10), batch_size=4096, workers=2)
     work = method.bind(job)

@@ -18,7 +18,8 @@ def test_an_epochs_record_is_taken_once_and_the_largest_bytes_stay():
 
 
 def test_what_happens_is_counted_in_the_trace_too():
-    ledger, counters = Ledger(100), trace.Counters()
+    ledger = Ledger(100)
+    counters = trace.Counters()
     with trace.listen(counters):
         ledger.note_peak(90.0, 101)
         ledger.note_split(3)

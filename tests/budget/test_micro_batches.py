@@ -40,7 +40,8 @@ from tests.helpers import (
 )
 
 GRAPH = random_graph(60, 400, weight=True, attr=2)
-X, Y = randn(60, 6), randint(0, 3, 60)
+X = randn(60, 6)
+Y = randint(0, 3, 60)
 COSTS = Costs((8.0, 16.0, 32.0), (4.0, 8.0), 100.0)
 
 
@@ -79,7 +80,8 @@ def pieces_of(batch: Batch, groups: list[Tensor]) -> list[Batch]:
 
 @pytest.mark.parametrize("name", CONVS)
 def test_gradients_of_the_pieces_add_up(name: str):
-    model, batch = GNN(stack_of(name, 6, 8, 3), dropout=0.5).double(), made()
+    model = GNN(stack_of(name, 6, 8, 3), dropout=0.5).double()
+    batch = made()
     expected = step(model, [batch])
     for num_micro_batches in (2, 7):
         assert_same(step(model, pieces_of(batch, groups_of(40, num_micro_batches))), expected, 1e-10)
@@ -88,7 +90,8 @@ def test_gradients_of_the_pieces_add_up(name: str):
 @pytest.mark.parametrize("name", [n for n in GNN_OPTIONS if n not in ("batch-norm", "jk-last", "everything")])
 def test_gradients_of_the_pieces_add_up_for_every_kind_of_model(name: str):
     model = gnn_of(name)
-    model.dropout, model.input_dropout = 0.4, 0.3
+    model.dropout = 0.4
+    model.input_dropout = 0.3
     batch = made(fanouts=(3,) * model.num_layers)
     expected = step(model, [batch])
     assert_same(step(model, pieces_of(batch, groups_of(40, 5))), expected, 1e-10)
@@ -103,7 +106,8 @@ def test_in_float32_gradients_are_equal_to_rounding():
 
 @pytest.mark.parametrize("handle", ["read", "handle", "reduced"])
 def test_rows_go_with_their_piece_however_they_are_held(handle: str):
-    model, batch = GNN(stack_of("sage-mean", 6, 8, 3)).double(), made(handle=handle != "read")
+    model = GNN(stack_of("sage-mean", 6, 8, 3)).double()
+    batch = made(handle=handle != "read")
     if handle == "reduced":
         assert isinstance(batch.x, Rows)
         batch = replace(batch, x=model.read_ahead(batch.x, batch.blocks[0]))
@@ -153,12 +157,14 @@ def test_what_cannot_be_split_is_refused_by_name():
 @pytest.mark.parametrize("handle", ["read", "handle", "reduced"])
 def test_what_a_piece_takes_besides_its_step_is_known_by_its_sizes(handle: str):
     graph = random_graph(4000, 40_000, weight=handle == "read")
-    seeds, x = torch.arange(1500), randn(4000, 16)
+    seeds = torch.arange(1500)
+    x = randn(4000, 16)
     batch = replace(batch_of(graph, x, (5, 5), seeds, handle=handle != "read"), y=randint(0, 3, 1500))
     if handle == "reduced":
         assert isinstance(batch.x, Rows)
         batch = replace(batch, x=GNN(stack_of("sage-mean", 16, 8, 3)).double().read_ahead(batch.x, batch.blocks[0]))
-    groups, takes = groups_of(1500, 4), micro_batches.MicroBatchBytes.of(batch, batch.seeds.device)
+    groups = groups_of(1500, 4)
+    takes = micro_batches.MicroBatchBytes.of(batch, batch.seeds.device)
     for group, sizes in zip(groups, micro_batches.sizes_of(batch, groups), strict=True):
         with meter_of("cpu") as meter:
             found = micro_batches.micro_batch_of(batch, group).batch()
@@ -191,7 +197,8 @@ def test_a_seed_costs_what_it_takes_alone_where_nothing_is_shared():
     assert (block.num_src, block.num_dst, block.num_edges) == (6, 3, 5)
     # What is a source again as its own destination is counted once more: nodes 0, 1 and 2 at the input, 0 below.
     alone = micro_batches.seed_costs(batch, COSTS)
-    inputs, hidden = {0: 3, 1: 3, 2: 2}, 3
+    inputs = {0: 3, 1: 3, 2: 2}
+    hidden = 3
     expected = 8 * sum(inputs.values()) + 16 * hidden + 32 + 4 * 5 + 8 * 2
     assert alone.tolist() == [expected]
 
@@ -286,9 +293,11 @@ def ordered(batch: Batch, by: CutBy, key: int = 0) -> list[Tensor]:
 def with_edges(batch: Batch, order: list[Tensor], count: int) -> Batch:
     """The batch with the first `count` edges of the order, and what they need: by walking over Python's sets."""
     first = set(torch.cat(order).sort().values[:count].tolist())
-    wanted, blocks = list(range(batch.num_seeds)), []
+    wanted = list(range(batch.num_seeds))
+    blocks = []
     for block, numbers in zip(reversed(batch.blocks), reversed(order), strict=True):
-        part, starts = block.part, block.part.indptr.tolist()
+        part = block.part
+        starts = block.part.indptr.tolist()
         edges = [[e for e in range(starts[d], starts[d + 1]) if int(numbers[e]) in first] for d in wanted]
         flat = [e for row in edges for e in row]
         sources = sorted({*wanted, *part.src_idx[flat].tolist()})
@@ -331,7 +340,8 @@ def test_a_cut_batch_is_a_batch_of_the_edges_kept(name: str):
 
 
 def test_cutting_a_batch_read_ahead_reads_it_anew():
-    model, batch = GNN(stack_of("sage-mean", 6, 8, 3)).double(), made(handle=True)
+    model = GNN(stack_of("sage-mean", 6, 8, 3)).double()
+    batch = made(handle=True)
     assert isinstance(batch.x, Rows)
     ahead = replace(batch, x=model.read_ahead(batch.x, batch.blocks[0]))
     limit = 0.6 * bytes_of(Sizes.of(batch))
@@ -354,7 +364,8 @@ def test_hubs_lose_their_edges_first():
 
 
 def test_random_cuts_are_those_of_their_key():
-    batch, limit = made(), 0.7 * bytes_of(Sizes.of(made()))
+    batch = made()
+    limit = 0.7 * bytes_of(Sizes.of(made()))
     first, again, other = (
         edges_of(micro_batches.cut_to_fit(batch, bytes_of, limit, key=k).blocks[0]) for k in (1, 1, 2)
     )

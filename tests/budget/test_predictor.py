@@ -56,7 +56,8 @@ def test_no_conv_exceeds_the_bound(name: str):
     taken(model, batch_at(2))  # how a conv is called is found out once
     for num_seeds, handle in ((1, False), (150, False), (150, True)):
         batch = batch_at(num_seeds, handle=handle)
-        costs, sizes = costs_of(model, batch.x, 2), Sizes.of(batch)
+        costs = costs_of(model, batch.x, 2)
+        sizes = Sizes.of(batch)
         assert taken(model, batch) <= costs.bound(sizes)
         assert taken_forward(model, batch) <= costs.forward_only().bound(sizes)
 
@@ -67,7 +68,8 @@ def test_no_model_exceeds_the_bound(name: str):
     fanouts = (5,) * model.num_layers
     taken(model, batch_at(2, fanouts=fanouts))
     batch = batch_at(150, fanouts=fanouts)
-    costs, sizes = costs_of(model, batch.x, len(fanouts)), Sizes.of(batch)
+    costs = costs_of(model, batch.x, len(fanouts))
+    sizes = Sizes.of(batch)
     assert taken(model, batch) <= costs.bound(sizes)
     assert taken_forward(model, batch) <= costs.forward_only().bound(sizes)
 
@@ -81,7 +83,8 @@ def test_a_model_that_is_not_made_of_layers_has_a_bound_too():
         def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
             return self.convs[1](self.convs[0](x, edge_index).relu(), edge_index)
 
-    model, batch = Whole(Plain().double()), batch_at(200)
+    model = Whole(Plain().double())
+    batch = batch_at(200)
     assert taken(model, batch) <= costs_of(model, batch.x, 2).bound(Sizes.of(batch))
 
 
@@ -101,7 +104,8 @@ def drawn(rng: np.random.Generator) -> Sizes:
 
 
 def learnt(truth: Callable[[Sizes], float], steps: int, seed: int = 0) -> Predictor:
-    rng, predictor = np.random.default_rng(seed), Predictor(COSTS)
+    rng = np.random.default_rng(seed)
+    predictor = Predictor(COSTS)
     for _ in range(steps):
         sizes = drawn(rng)
         predictor.observe(sizes, int(truth(sizes)))
@@ -122,7 +126,8 @@ def test_before_enough_steps_the_bound_is_promised():
 
 
 def test_what_is_linear_is_learnt():
-    predictor, rng = learnt(linear, 30), np.random.default_rng(1)
+    predictor = learnt(linear, 30)
+    rng = np.random.default_rng(1)
     held_out = [drawn(rng) for _ in range(50)]
     errors = [abs(predictor.expected_bytes(s) - linear(s)) / linear(s) for s in held_out]
     assert np.mean(errors) < 0.01
@@ -133,7 +138,8 @@ def test_what_is_linear_is_learnt():
 def test_a_promise_grows_with_the_residuals():
     rng = np.random.default_rng(2)
     noisy = learnt(lambda sizes: linear(sizes) * rng.uniform(0.9, 1.1), 60)
-    calm, sizes = learnt(linear, 60), Sizes((900, 300, 100), (1000, 400))
+    calm = learnt(linear, 60)
+    sizes = Sizes((900, 300, 100), (1000, 400))
     assert (
         noisy.predict_peak(sizes) / noisy.expected_bytes(sizes)
         > 1.1
@@ -145,7 +151,8 @@ def test_a_promise_grows_with_the_residuals():
 
 def test_what_goes_beyond_all_steps_seen_is_promised_with_care():
     predictor = learnt(linear, 30)
-    inside, outside = Sizes((9000, 3000, 1000), (12_000, 4000)), Sizes((90_000, 30_000, 10_000), (120_000, 40_000))
+    inside = Sizes((9000, 3000, 1000), (12_000, 4000))
+    outside = Sizes((90_000, 30_000, 10_000), (120_000, 40_000))
     margins = [predictor.predict_peak(s) / predictor.expected_bytes(s) for s in (inside, outside)]
     assert margins[1] > margins[0] + 0.05
 
@@ -174,7 +181,8 @@ def test_a_step_somewhat_larger_than_one_seen_takes_so_much_more_at_most():
 
 
 def test_it_follows_a_change():
-    predictor, rng = learnt(linear, 20), np.random.default_rng(3)
+    predictor = learnt(linear, 20)
+    rng = np.random.default_rng(3)
     for _ in range(400):
         sizes = drawn(rng)
         predictor.observe(sizes, int(1.5 * linear(sizes)))
@@ -183,7 +191,8 @@ def test_it_follows_a_change():
 
 
 def test_a_bound_that_was_exceeded_is_raised():
-    predictor, sizes = Predictor(COSTS), Sizes((900, 300, 100), (1000, 400))
+    predictor = Predictor(COSTS)
+    sizes = Sizes((900, 300, 100), (1000, 400))
     predictor.observe(sizes, int(2 * COSTS.bound(sizes)))
     assert predictor.predict_peak(sizes) >= 1.99 * COSTS.bound(sizes)
 
@@ -214,7 +223,8 @@ def test_held_out_steps_are_predicted(name: str):
 
 def test_asked_in_other_threads_while_it_learns():
     """What an answer is made of belongs together: never factors of one step and margins of another."""
-    predictor, sizes = Predictor(COSTS), Sizes((500, 100, 20), (900, 80))
+    predictor = Predictor(COSTS)
+    sizes = Sizes((500, 100, 20), (900, 80))
     answers: set[float] = set()
     learning = threading.Event()
 

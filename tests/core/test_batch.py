@@ -36,7 +36,8 @@ def test_edge_index_is_int64_whatever_is_stored() -> None:
 
 
 def test_num_bytes_counts_what_is_held_and_not_what_is_only_pointed_at() -> None:
-    read, unread = sampled(), sampled(handle=True)
+    read = sampled()
+    unread = sampled(handle=True)
     assert isinstance(read.x, torch.Tensor)
     assert read.num_bytes - unread.num_bytes == read.x.numel() * 8
     held = read.seeds.numel() * 8 + read.x.numel() * 8

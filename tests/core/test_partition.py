@@ -26,13 +26,16 @@ EVERY = ("metis", "streaming", "random", "range")
 
 def planted_communities(both_ways: bool) -> Graph:
     """40 shuffled communities of 500 nodes, 80% of 100k edges inside."""
-    num_nodes, num_edges, size = 20_000, 100_000, 500
+    num_nodes = 20_000
+    num_edges = 100_000
+    size = 500
     src = randint(0, num_nodes, num_edges)
     dst = src // size * size + randint(0, size, num_edges, seed=1)
     outside = num_edges // 5
     dst[:outside] = randint(0, num_nodes, outside, seed=2)
     shuffled = torch.randperm(num_nodes, generator=torch.Generator().manual_seed(3))
-    src, dst = shuffled[src], shuffled[dst]
+    src = shuffled[src]
+    dst = shuffled[dst]
     if both_ways:
         src, dst = torch.cat([src, dst]), torch.cat([dst, src])
     return graph_of(src, dst, num_nodes)
@@ -163,7 +166,8 @@ def test_other_edges_or_settings_are_kept_apart(tmp_path: Path) -> None:
 def test_a_damaged_file_is_replaced(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     graph = random_graph(400, 2000)
     first = make_partition(graph, 5, cache=tmp_path)
-    (array,), (about,) = tmp_path.glob("*.npy"), tmp_path.glob("*.json")
+    (array,) = tmp_path.glob("*.npy")
+    (about,) = tmp_path.glob("*.json")
     if damage == "array":
         array.write_bytes(array.read_bytes()[:-1] + b"\1")
     elif damage == "cut":
@@ -210,7 +214,8 @@ def test_a_partition_of_another_graph_is_refused() -> None:
 
 
 def two_parts() -> tuple[Graph, Partition]:
-    src, dst = torch.tensor([1, 2, 3, 3, 0, 2]), torch.tensor([0, 0, 0, 1, 3, 2])
+    src = torch.tensor([1, 2, 3, 3, 0, 2])
+    dst = torch.tensor([0, 0, 0, 1, 3, 2])
     return graph_of(src, dst, 4), Partition(torch.tensor([0, 0, 1, 1], dtype=torch.int32), 2)
 
 

@@ -75,7 +75,8 @@ def test_a_model_on_a_tree_is_stock_pyg_on_the_graph_of_its_slots(name: str):
 def test_gcn_is_unbiased_on_trees():
     graph = random_graph(weight=True, loops=True)
     conv = pyg.GCNConv(6, 3).double()
-    model, exact = GNN([conv]), conv(X, graph.edge_index(), graph.edge["weight"])[:12]
+    model = GNN([conv])
+    exact = conv(X, graph.edge_index(), graph.edge["weight"])[:12]
     keys = [ops.derive_key(0, number) for number in range(100)]  # far apart: seeds of others must not share draws
     drawn = [model(tree_batch(graph, key=key, fanouts=(2,), times=40)).view(40, 12, 3) for key in keys]
     assert (torch.cat(drawn).mean(0) - exact).norm() / exact.norm() < 0.05
@@ -108,7 +109,8 @@ def test_batch_norm_leaves_out_empty_slots(inside: bool):
         h = copy.convs[0].nn[0](summed + X[node])[:num_dst]
         norm = copy.convs[0].nn[1]
     else:
-        h, norm = copy.convs[0](X[node], edge_index)[:num_dst], copy.norms[0]
+        h = copy.convs[0](X[node], edge_index)[:num_dst]
+        norm = copy.norms[0]
     there = present[:num_dst]
     normed = torch.zeros_like(h).index_copy(0, there.nonzero().view(-1), norm(h[there])).relu()
     last = edge_index[:, edge_index[1] < batch.num_seeds]
@@ -122,7 +124,8 @@ def test_batch_norm_leaves_out_empty_slots(inside: bool):
 def test_pieces_of_a_batch_have_the_gradient_of_the_whole_with_dropout():
     torch.manual_seed(0)
     model = GNN([pyg.SAGEConv(6, 8), pyg.SAGEConv(8, 3)], dropout=0.5, input_dropout=0.2).double()
-    copy, graph = twin(model), random_graph()
+    copy = twin(model)
+    graph = random_graph()
     whole = tree_batch(graph)
     nn.functional.cross_entropy(model(whole), whole.labels, reduction="sum").backward()
     for first, stop in itertools.pairwise([0, 5, 12]):
@@ -155,7 +158,8 @@ def test_a_copy_of_a_block_has_all_but_what_was_changed():
 def test_ids_and_edges_are_made_when_they_are_asked_for():
     """A captured step on a GPU would have a kernel for each, and wait for the device."""
     batch = tree_batch(random_graph())
-    block, rows = batch.blocks[0], batch.x
+    block = batch.blocks[0]
+    rows = batch.x
     assert isinstance(rows, TreeRows)
     assert rows.shape == (block.num_src, 6)
     assert block.scaling_sums(True).num_dst == block.num_dst

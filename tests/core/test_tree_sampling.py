@@ -18,7 +18,8 @@ def test_children_are_neighbours_each_once_without_replacement(replace: bool):
     parents = tree.slots.parents(torch.device("cpu"))
     assert tree.edge_ids is not None
     for slot in range(tree.slots.num_seeds, tree.nodes.numel()):
-        node, parent = int(tree.nodes[slot]), int(tree.nodes[parents[slot]])
+        node = int(tree.nodes[slot])
+        parent = int(tree.nodes[parents[slot]])
         if node < 0:
             continue
         edge = int(tree.edge_ids[slot - tree.slots.num_seeds])
@@ -39,7 +40,9 @@ def test_children_are_neighbours_each_once_without_replacement(replace: bool):
 
 def test_dividing_the_seeds_divides_the_trees():
     graph = random_graph(num_nodes=60, num_edges=500)
-    sampler, seeds, key = TreeSampler(graph, (4, 3)), torch.randperm(60), derive_key(3, 1)
+    sampler = TreeSampler(graph, (4, 3))
+    seeds = torch.randperm(60)
+    key = derive_key(3, 1)
     whole = sampler.sample(seeds, key)[-1].tree
     pieces = [sampler.sample(seeds[:25], key)[-1].tree, sampler.sample(seeds[25:], key, first_seed=25)[-1].tree]
     for hop in range(3):

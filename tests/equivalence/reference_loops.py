@@ -102,7 +102,8 @@ def train(
     model.train()
     trained = Trained()
     for epoch, batches in enumerate(epochs, start=1):
-        epoch_loss, epoch_seeds = 0.0, 0
+        epoch_loss = 0.0
+        epoch_seeds = 0
         for first in range(0, len(batches), accumulate):
             step = [(batch, batch[data.train_mask[batch]]) for batch in batches[first : first + accumulate]]
             num_seeds = sum(seeds.numel() for _, seeds in step)
@@ -123,13 +124,15 @@ def train(
             if commit is not None:
                 commit()
             trained.losses.append(step_loss)
-            epoch_loss, epoch_seeds = epoch_loss + step_loss * num_seeds, epoch_seeds + num_seeds
+            epoch_loss = epoch_loss + step_loss * num_seeds
+            epoch_seeds = epoch_seeds + num_seeds
             if after_step is not None:
                 after_step(len(trained.losses), model, optimizer)
         trained.rates.append(optimizer.param_groups[0]["lr"])
         score = -epoch_loss / epoch_seeds if validate is None else validate(model)
         if score > max(trained.scores, default=-math.inf):
-            trained.best_epoch, trained.best_weights = epoch, copy.deepcopy(model.state_dict())
+            trained.best_epoch = epoch
+            trained.best_weights = copy.deepcopy(model.state_dict())
         trained.scores.append(score)
         if isinstance(schedule, ReduceLROnPlateau):
             schedule.step(score)
@@ -161,7 +164,8 @@ class History:
         return model.convs
 
     def outputs(self, model: nn.Module, data: Data, batch: Tensor) -> Tensor:
-        convs, edge = self._convs(model), edge_arguments(data)
+        convs = self._convs(model)
+        edge = edge_arguments(data)
         inside = torch.zeros(data.x.size(0), 1, dtype=torch.bool)
         inside[batch] = True
         h: Tensor = data.x
@@ -213,7 +217,8 @@ class PlateauAfterWarmUp(ReduceLROnPlateau):
 
     def __init__(self, optimizer: Optimizer, warmup: int, **options: Any) -> None:
         super().__init__(optimizer, **options)
-        self.warm_up, self.epochs_left = warm_up(optimizer, warmup), warmup
+        self.warm_up = warm_up(optimizer, warmup)
+        self.epochs_left = warmup
 
     def step(self, metrics: Any, epoch: int | None = None) -> None:
         if self.epochs_left:

@@ -81,7 +81,8 @@ def test_relabelling(top: int, num_seeds: int, num_neighbors: int, dtype: torch.
     count=[0, 1, 99],
 )
 def test_gathering(dtype: torch.dtype, width: int, count: int) -> None:
-    rows, ids = (50 * randn(30, width)).to(dtype), randint(0, 30, count)
+    rows = (50 * randn(30, width)).to(dtype)
+    ids = randint(0, 30, count)
     assert_same((cpu_sampling.gather_rows(rows, ids),), (reference.gather_rows(rows, ids),))
 
 
@@ -168,7 +169,8 @@ def test_relabelling_gathering_and_grouping_on_the_gpu(seed: int) -> None:
     ids = randint(0, 30, draw.choice([0, 1, 99]), seed=seed)
     assert_same_from_gpu((gpu_sampling.gather_rows(*on_gpu(rows, ids)),), (cpu_sampling.gather_rows(rows, ids),))
 
-    keys, groups = randint(0, 9, draw.choice([0, 1, 300]), seed=seed), 9 + draw.randrange(3)
+    keys = randint(0, 9, draw.choice([0, 1, 300]), seed=seed)
+    groups = 9 + draw.randrange(3)
     assert_same_from_gpu(gpu_sampling.group_edges(*on_gpu(keys, groups)), cpu_sampling.group_edges(keys, groups))
     indptr, indices = random_csr(draw)
     assert_same_from_gpu(
@@ -238,7 +240,8 @@ def test_a_sampler_on_the_gpu_refuses_what_one_on_the_cpu_refuses() -> None:
 
 @pytest.mark.usefixtures("kernels_of_the_gpu")
 def test_the_neighbourhood_on_the_gpu() -> None:
-    graph, nodes = random_graph(), torch.tensor([0, 3, 3])
+    graph = random_graph()
+    nodes = torch.tensor([0, 3, 3])
     assert torch.equal(in_neighborhood(moved(graph), nodes.to(KERNEL_DEVICE)).cpu(), in_neighborhood(graph, nodes))
 
 

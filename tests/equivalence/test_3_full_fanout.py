@@ -50,7 +50,8 @@ def test_on_a_random_graph(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("fanout", [100, 5000])
 def test_a_fanout_above_every_degree_is_full_too(fanout: int) -> None:
-    graph, x = random_graph(weight=True, loops=True), randn(50, 5)
+    graph = random_graph(weight=True, loops=True)
+    x = randn(50, 5)
     for name in ("sage-mean", "gcn", "gat"):
         model = GNN(stack_of(name, 5, 6, 3)).eval()
         sampled, full = (model(batch_of(graph, x, (k, k), torch.arange(0, 50, 7))) for k in (fanout, -1))

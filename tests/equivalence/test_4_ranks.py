@@ -26,7 +26,8 @@ def alone() -> dict[str, Any]:
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], size: int) -> None:
     for kind in KINDS:
-        ours, theirs = found["kinds"][kind], expected["kinds"][kind]
+        ours = found["kinds"][kind]
+        theirs = expected["kinds"][kind]
         assert ours["size"] == size
         assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-9)
         assert ours["metrics"] == theirs["metrics"]

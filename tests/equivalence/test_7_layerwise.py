@@ -62,14 +62,16 @@ def test_every_option(name: str) -> None:
     "ids", [[49], [0], list(range(50)), [5, 5, 5], list(range(49, -1, -1))], ids=lambda i: str(i)[:12]
 )
 def test_any_nodes_in_any_order(ids: list[int]) -> None:
-    data, model = dataset_of(BARE, X), warmed(gnn_of("everything"))
+    data = dataset_of(BARE, X)
+    model = warmed(gnn_of("everything"))
     wanted = torch.tensor(ids)
     assert_close(infer.exact(model, data, wanted), infer.exact(model, data)[wanted])
 
 
 @pytest.mark.parametrize("chunk_edges", [1, 2, 3, 17, 100, 10**6])
 def test_chunks_of_any_size_give_the_same_bits(chunk_edges: int) -> None:
-    data, model = dataset_of(BARE, X), gnn_of("plain")
+    data = dataset_of(BARE, X)
+    model = gnn_of("plain")
     assert_close(infer.exact(model, data, chunk_edges=chunk_edges), infer.exact(model, data), 1e-14)
 
 
@@ -82,7 +84,8 @@ def test_a_chunk_has_no_more_edges_than_it_may_unless_it_is_one_node(chunk_edges
             calls.append((len(x[1]), edge_index.size(1)))
             return super().forward(x, edge_index)
 
-    model, data = GNN([Counted(6, 3)]).double(), dataset_of(BARE, X)
+    model = GNN([Counted(6, 3)]).double()
+    data = dataset_of(BARE, X)
     infer.exact(model, data)  # probes the conv
     calls.clear()
     infer.exact(model, data, chunk_edges=chunk_edges)
@@ -131,7 +134,8 @@ def test_any_table(table: TensorTable, name: str) -> None:
 @pytest.mark.parametrize("name", ["plain", "jk-cat", "everything", "gcn2", "batch-norm"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_sampled_inference_over_all_edges_is_exact(name: str, workers: int) -> None:
-    model, data = warmed(gnn_of(name)), dataset_of(BARE, X)
+    model = warmed(gnn_of(name))
+    data = dataset_of(BARE, X)
     method = Sampled(fanouts=(-1,) * model.num_layers, batch_size=4, shuffle=False, workers=workers)
     ids = torch.tensor([17, 3, 49, 20, 0, 48])
     found = infer.sampled(model, method.loader(data, ids, model=model))
@@ -139,7 +143,8 @@ def test_sampled_inference_over_all_edges_is_exact(name: str, workers: int) -> N
 
 
 def test_sampled_inference_at_finite_fanouts_is_forward_on_those_batches() -> None:
-    model, data = gnn_of("plain").train(), dataset_of(BARE, X)
+    model = gnn_of("plain").train()
+    data = dataset_of(BARE, X)
     method = Sampled(fanouts=(2, 2, 2), batch_size=4, shuffle=False, workers=0)
     found = infer.sampled(model, method.loader(data, IDS.unique()).epoch(1))
     assert model.training
@@ -165,7 +170,8 @@ def test_every_module_gets_its_mode_back(training: bool, kind: str) -> None:
 
 
 def test_gradients_are_not_kept_and_mode_survives_an_error() -> None:
-    model, data = gnn_of("plain").train(), dataset_of(BARE, X)
+    model = gnn_of("plain").train()
+    data = dataset_of(BARE, X)
     assert not infer.exact(model, data).requires_grad
     with pytest.raises(ValueError, match="from 0 to 49"):
         infer.exact(model, data, torch.tensor([50]))

@@ -24,7 +24,8 @@ from hopline.units.batch_unit import BatchUnit, own_threads, supervised_loss
 from tests.helpers import dataset_of, randn, random_graph, stack_of
 
 CONVS = ("sage-mean", "gcn", "gat", "gin")
-FEW, MANY = 25, 1000
+FEW = 25
+MANY = 1000
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ def outline_of(triple: Triple) -> RunOutline:
 
 def one_seed_bytes(outline: RunOutline, method: Sampled) -> int:
     """What the dearest step of a single seed takes, found by trying the largest of all."""
-    job, most = outline.job, 0
+    job = outline.job
+    most = 0
     batches = sorted(draw_batches(method, outline, 1), key=lambda batch: float(Sizes.of(batch).array.sum()))
     with own_threads(job):
         for batch in batches[-3:]:
@@ -86,7 +88,8 @@ def holds(plan: Plan, budget: Budget, outline: RunOutline) -> bool:
     assert guard is not None
     guard.measure_every = 1
     work = plan.method.bind(job).guarded(guard, plan)
-    most, taken = 0, 0
+    most = 0
+    taken = 0
     with own_threads(job), closing(work.units(1)) as units:  # type: ignore[type-var]
         for unit in units:
             taken = max(taken, unit.batch.num_bytes)

@@ -42,7 +42,8 @@ METHODS = [
 @pytest.mark.parametrize("name", MODELS)
 def test_training_on_a_gpu_equals_training_on_the_cpu(name: str):
     data = planted_partition(num_nodes=3000, num_edges=30_000, num_classes=5, num_features=12, seed=1)
-    runs, outputs = {}, {}
+    runs = {}
+    outputs = {}
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
         model = MODELS[name](data.num_features, data.num_classes).double()

@@ -35,7 +35,10 @@ from tests.helpers import (
 
 pytestmark = list(GPU_ONLY)
 
-NUM_NODES, NUM_FEATURES, WIDTH, NUM_CLASSES = 26, 6, 8, 3
+NUM_NODES = 26
+NUM_FEATURES = 6
+WIDTH = 8
+NUM_CLASSES = 3
 TOLERANCE = 1e-9
 
 
@@ -45,9 +48,11 @@ def ugly_graph(weighted: bool) -> Graph:
 
     Weights are also zero, at a loop and at all in-edges of node 5 too, and at the hub negative.
     """
-    src, dst = randint(0, NUM_NODES - 1, 40, seed=1), randint(0, NUM_NODES - 4, 40, seed=2)
+    src = randint(0, NUM_NODES - 1, 40, seed=1)
+    dst = randint(0, NUM_NODES - 4, 40, seed=2)
     hub = torch.arange(3, 12)
-    double, own = torch.tensor([7, 7, 8]), torch.tensor([0, 1, 2, 2, 2, 13])
+    double = torch.tensor([7, 7, 8])
+    own = torch.tensor([0, 1, 2, 2, 2, 13])
     src = torch.cat([src, hub, double, own])
     dst = torch.cat([dst, torch.zeros_like(hub), torch.tensor([4, 4, 5]), own])
     if not weighted:
@@ -65,7 +70,8 @@ def stack(conv: Callable[[int, int], nn.Module]) -> GNN:
 
 def between(conv: Callable[[int], nn.Module]) -> GNN:
     """Convs that keep the width of their rows."""
-    encoder, head = nn.Linear(NUM_FEATURES, WIDTH), nn.Linear(WIDTH, NUM_CLASSES)
+    encoder = nn.Linear(NUM_FEATURES, WIDTH)
+    head = nn.Linear(WIDTH, NUM_CLASSES)
     return GNN([conv(1), conv(2)], jk="last", encoder=encoder, head=head)
 
 
@@ -118,9 +124,11 @@ def model_and_data(name: str, weighted: bool) -> tuple[GNN, hl.Dataset]:
 
 def plain(model: GNN, data: hl.Dataset) -> Tensor:
     """The model as PyG has it: all nodes, all edges."""
-    graph, x = data.graph, data.x.read(torch.arange(NUM_NODES))
+    graph = data.graph
+    x = data.x.read(torch.arange(NUM_NODES))
     x = x if model.encoder is None else model.encoder(x).relu()
-    x0, last = x, len(model.convs) - 1
+    x0 = x
+    last = len(model.convs) - 1
     for l, conv in enumerate(model.convs):
         first = (x0,) if takes_x0(conv) else ()
         x = conv(x, *first, graph.edge_index(), **edge_arguments(conv, graph.edge, x.dtype))
@@ -131,7 +139,8 @@ def plain(model: GNN, data: hl.Dataset) -> Tensor:
 def gradient_by(method: hl.extend.Method, model: GNN, data: hl.Dataset) -> None:
     """The gradient of the mean loss of the training nodes, over all steps of an epoch with the same weights."""
     trainer = hl.Trainer(model, data, method, device=KERNEL_DEVICE, show=False)
-    num_seeds, work = data.train_ids.numel(), trainer.work
+    num_seeds = data.train_ids.numel()
+    work = trainer.work
     trainer.model.train()
     if isinstance(method, hl.Historical):
         work.refresh()  # type: ignore[attr-defined]
@@ -150,7 +159,8 @@ def test_gradients_are_plain_pygs(name: str, weighted: bool, how: str):
     model, data = model_and_data(name, weighted)
     other = twin(model)
     assert isinstance(other, GNN)
-    ids, y = data.train_ids, data.y
+    ids = data.train_ids
+    y = data.y
     assert y is not None
     nn.functional.cross_entropy(plain(other, data)[ids], y[ids]).backward()
     gradient_by(METHODS[how](int(data.graph.in_degrees().max())), model, data)
@@ -163,7 +173,9 @@ def test_outputs_are_plain_pygs(name: str, weighted: bool):
     model.eval()
     with torch.no_grad():
         expected = plain(model, data)
-    model, most, some = model.to(KERNEL_DEVICE), int(data.graph.in_degrees().max()), torch.tensor([25, 2, 0, 24, 5])
+    model = model.to(KERNEL_DEVICE)
+    most = int(data.graph.in_degrees().max())
+    some = torch.tensor([25, 2, 0, 24, 5])
     there = place(data, device=KERNEL_DEVICE)
     for where in (data, there):
         for chunk_edges in (None, 9):

@@ -63,7 +63,8 @@ def compare(
     reference: of the plain model, further arguments of the loop.
     """
     model = make(scenario.model)
-    other, steps = plain_twin(model), Steps(scenario.after_step)
+    other = plain_twin(model)
+    steps = Steps(scenario.after_step)
     if scenario.prepare is not None:
         scenario.prepare(model)
         scenario.prepare(other)
@@ -178,7 +179,8 @@ SCHEDULES = [
 
 @pytest.mark.parametrize(("name", "warmup", "way"), SCHEDULES)
 def test_schedules_resumed_at_every_epoch(name: str, warmup: int, way: str, tmp_path: Path) -> None:
-    epochs, floor = 6, 0.02
+    epochs = 6
+    floor = 0.02
     schedule = Schedule(name=name, warmup=warmup, every=0 if name == "plateau" else 2, floor=floor)  # type: ignore[arg-type]
     scenario = Scenario(lr=6.0)  # so high that the loss rises at times, which is what a plateau is about
     cuts = [(epochs, epoch) for epoch in range(2, epochs + 1)]
@@ -225,11 +227,13 @@ def test_edge_arrays_where_duplicates_are_removed(array: str, way: str) -> None:
     assert data.edge_index is not None
     order = torch.randperm(data.num_edges, generator=torch.Generator().manual_seed(0))
     shuffled = copy.copy(data)
-    shuffled.edge_index, shuffled[array] = data.edge_index[:, order], data[array][order]
+    shuffled.edge_index = data.edge_index[:, order]
+    shuffled[array] = data[array][order]
     kept = first_of_each(shuffled.edge_index)
     assert kept.numel() < data.num_edges - 10
     unique = copy.copy(data)
-    unique.edge_index, unique[array] = shuffled.edge_index[:, kept], shuffled[array][kept]
+    unique.edge_index = shuffled.edge_index[:, kept]
+    unique[array] = shuffled[array][kept]
     removed = hl.from_pyg(shuffled, duplicates="remove")
     removed = replace(removed, splits={"train": removed.splits["train"]})
     compare(Scenario(model=model, data=unique), WAYS[way], data=removed)
@@ -280,7 +284,8 @@ def test_compensated_batches_are_in_the_mean_the_full_batch(max_batches: int | N
     """The mean over all groups, at weights that stay as they are: a step stands for as much as any other."""
     data = dataset_of(Scenario())
     ids = data.splits["train"][:num_train]
-    model, steps = make(sage_gcn), Gradients()
+    model = make(sage_gcn)
+    steps = Gradients()
     other = plain_twin(model)
     method = hl.Historical(
         num_parts=6, parts_per_batch=1, partition="random", groups="fixed", compensate=True, refresh_every=1,
@@ -311,8 +316,10 @@ SPLIT_BYTES = {"sampled-block": 24_000, "historical": 100_000, "historical-one-b
 @pytest.mark.parametrize("way", SPLIT_BYTES)
 @pytest.mark.parametrize("name", ["usual loss", "class weights", "label smoothing", "parameters in the loss"])
 def test_batches_that_a_budget_splits(name: str, way: str) -> None:
-    scenario, steps = SCENARIOS[name], Steps()
-    model, counters = make(scenario.model), trace.Counters()
+    scenario = SCENARIOS[name]
+    steps = Steps()
+    model = make(scenario.model)
+    counters = trace.Counters()
     other = plain_twin(model)
     trainer = trainer_of(scenario, WAYS[way], model, callbacks=[steps])
     trainer.work = guarded(trainer.work, trainer.method, Guard(trainer.job, Budget(), SPLIT_BYTES[way]))
@@ -330,7 +337,8 @@ def test_batches_that_a_budget_splits(name: str, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_second_fit_goes_on_from_the_weights_of_the_first(way: str) -> None:
-    scenario, steps = Scenario(), Steps()
+    scenario = Scenario()
+    steps = Steps()
     model = make(scenario.model)
     other = plain_twin(model)
     trainer = trainer_of(scenario, WAYS[way], model, callbacks=[steps])
@@ -408,7 +416,8 @@ EVALUATED = [*[("async", way) for way in WAYS], ("blocking", "sampled-block"), (
 @pytest.mark.parametrize(("evaluate", "way"), EVALUATED)
 def test_evaluation_beside_training_keeps_the_best_epoch(evaluate: str, way: str, patience: int | None) -> None:
     scenario = Scenario()
-    model, steps = make(scenario.model), Steps()
+    model = make(scenario.model)
+    steps = Steps()
     other = plain_twin(model)
     options: dict[str, Any] = {"data": dataset_of(scenario, evaluated=True), "epochs": 8, "patience": patience}
     trainer = trainer_of(scenario, WAYS[way], model, callbacks=[steps], evaluate=evaluate, **options)

@@ -59,7 +59,8 @@ def test_every_seed_comes_once_an_epoch(num_ranks: int) -> None:
 
 def batches_of(name: str, way: str, num_ranks: int) -> tuple[list[list[Tensor]], int]:
     """The batches of each epoch as the reference loop takes them, and how many of them make a step."""
-    method, scenario = WAYS[way].method(2), SCENARIOS[name]
+    method = WAYS[way].method(2)
+    scenario = SCENARIOS[name]
     if not isinstance(method, hl.Sampled):
         return [[torch.arange(DATA.x.size(0))]] * WAYS[way].epochs, 1
     method = replace(method, batch_size=(scenario.batch_size or method.batch_size) * num_ranks)
@@ -73,7 +74,8 @@ def batches_of(name: str, way: str, num_ranks: int) -> tuple[list[list[Tensor]],
 def test_ranks_train_as_one_process(num_ranks: int, name: str, way: str) -> None:
     """Of `Sampled`, each rank's loss is over its own share of a batch, as with DistributedDataParallel."""
     _, results = found_by(num_ranks)
-    found, scenario = results[CASES[num_ranks].index((name, way))], SCENARIOS[name]
+    found = results[CASES[num_ranks].index((name, way))]
+    scenario = SCENARIOS[name]
     model = plain_twin(make(scenario.model))
     if scenario.prepare is not None:
         scenario.prepare(model)

@@ -17,7 +17,9 @@ import hopline as hl
 from tests.equivalence import reference_loops as plain
 from tests.helpers import randint, randn, random_graph
 
-NUM_NODES, NUM_FEATURES, NUM_CLASSES = 40, 6, 3
+NUM_NODES = 40
+NUM_FEATURES = 6
+NUM_CLASSES = 3
 FULL = 40
 """A fan-out above every in-degree: trees have no "all"."""
 
@@ -128,7 +130,8 @@ def tied_layers() -> nn.Module:
 
 def tied_weights() -> nn.Module:
     """One parameter in two convs."""
-    first, second = pyg.SAGEConv(NUM_FEATURES, NUM_FEATURES), pyg.SAGEConv(NUM_FEATURES, NUM_FEATURES)
+    first = pyg.SAGEConv(NUM_FEATURES, NUM_FEATURES)
+    second = pyg.SAGEConv(NUM_FEATURES, NUM_FEATURES)
     assert isinstance(first.lin_l, nn.Module)
     assert isinstance(second.lin_r, nn.Module)
     second.lin_r.weight = first.lin_l.weight
@@ -140,7 +143,8 @@ class OwnModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = pyg.SAGEConv(NUM_FEATURES, 8), pyg.GCNConv(8, 8)
+        self.first = pyg.SAGEConv(NUM_FEATURES, 8)
+        self.second = pyg.GCNConv(8, 8)
         self.head = nn.Linear(16, NUM_CLASSES)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
@@ -368,7 +372,8 @@ def assert_same(found: plain.Trained, expected: plain.Trained, tolerance: float 
 
 
 def assert_same_weights(found: nn.Module, expected: nn.Module, tolerance: float = 1e-9) -> None:
-    ours, theirs = dict(found.named_parameters()), dict(expected.named_parameters())
+    ours = dict(found.named_parameters())
+    theirs = dict(expected.named_parameters())
     assert list(ours) == list(theirs)
     for name in ours:
         torch.testing.assert_close(

@@ -76,7 +76,8 @@ def train_all(world: World, cases: list[tuple[str, str]]) -> list[dict[str, Any]
 
 
 def _train(world: World, scenario: Scenario, way: str) -> dict[str, Any]:
-    model, steps = make(scenario.model), Steps(scenario.after_step)
+    model = make(scenario.model)
+    steps = Steps(scenario.after_step)
     if scenario.prepare is not None:
         scenario.prepare(model)
     used = WAYS[way]

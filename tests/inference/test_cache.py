@@ -53,7 +53,8 @@ def kept_with(data: hl.Dataset) -> cache.InferenceCache:
 @pytest.mark.parametrize("chunk_edges", [None, 500])
 @pytest.mark.parametrize("name", [*CONVS])
 def test_no_bit_depends_on_what_was_kept(name: str, chunk_edges: int | None):
-    data, ids = small(), torch.tensor([3, 5, 90])
+    data = small()
+    ids = torch.tensor([3, 5, 90])
     models = [hl.nn.GNN(CONVS[name]()) for _ in range(4)]
     expected = [made_anew(model, data, ids, chunk_edges=chunk_edges) for model in models]
     for model, rows in zip(models, expected, strict=True):
@@ -66,7 +67,9 @@ def test_no_bit_depends_on_what_was_kept(name: str, chunk_edges: int | None):
 
 @pytest.mark.parametrize("name", [*GNN_OPTIONS])
 def test_every_kind_of_model(name: str):
-    model, data, ids = gnn_of(name).float(), small(num_features=6), torch.tensor([3, 5, 90])
+    model = gnn_of(name).float()
+    data = small(num_features=6)
+    ids = torch.tensor([3, 5, 90])
     expected = made_anew(model, data, ids)
     for _ in range(3):
         assert torch.equal(infer.exact(model, data, ids), expected)
@@ -74,7 +77,8 @@ def test_every_kind_of_model(name: str):
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_models_that_sum_in_another_way_share_nothing(weighted: bool):
-    data, ids = small(), torch.tensor([3, 5, 90])
+    data = small()
+    ids = torch.tensor([3, 5, 90])
     if weighted:
         weight = torch.rand(data.num_edges)
         data = replace(data, graph=hl.Graph(data.graph.indptr, data.graph.indices, {"weight": weight}))
@@ -88,14 +92,17 @@ def test_models_that_sum_in_another_way_share_nothing(weighted: bool):
 
 @pytest.mark.parametrize("chunk_edges", [None, 150])
 def test_blocks_and_sums_are_made_twice_and_never_again(chunk_edges: int | None, monkeypatch: pytest.MonkeyPatch):
-    data, made, plain = small(), [], layerwise_chunks.full_block
+    data = small()
+    made = []
+    plain = layerwise_chunks.full_block
 
     def block(sampler: Any, nodes: Tensor) -> hl.extend.Block:
         made.append(nodes.numel())
         return plain(sampler, nodes)
 
     monkeypatch.setattr(layerwise_chunks, "full_block", block)
-    ids, counts = torch.tensor([3, 5]), []
+    ids = torch.tensor([3, 5])
+    counts = []
     for _ in range(4):  # what is asked for once leaves nothing
         infer.exact(hl.nn.GNN(CONVS["mean"]()), data, ids, chunk_edges=chunk_edges)
         counts.append(len(made))
@@ -111,7 +118,9 @@ def test_blocks_and_sums_are_made_twice_and_never_again(chunk_edges: int | None,
 
 @pytest.mark.parametrize("chunk_edges", [None, 150])
 def test_features_that_changed_are_read_again(chunk_edges: int | None):
-    data, ids, model = small(), torch.tensor([3, 5, 90]), hl.nn.GNN(CONVS["mean"]())
+    data = small()
+    ids = torch.tensor([3, 5, 90])
+    model = hl.nn.GNN(CONVS["mean"]())
     rows = data.x.read(torch.arange(400)).clone()
     table = data.tables["x"] = hl.extend.TensorTable(rows)
 
@@ -140,14 +149,17 @@ def test_features_that_changed_are_read_again(chunk_edges: int | None):
 class Drawn(hl.tables.Table):
     """Rows that somebody makes up, other ones every time."""
 
-    shape, dtype = (400, 8), torch.float32
+    shape = (400, 8)
+    dtype = torch.float32
 
     def read(self, ids: Tensor) -> Tensor:
         return torch.randn(ids.numel(), 8)
 
 
 def test_of_a_table_that_tells_of_no_change_only_blocks_are_kept():
-    data, ids, model = small(), torch.tensor([3, 5, 90]), hl.nn.GNN(CONVS["mean"]())
+    data = small()
+    ids = torch.tensor([3, 5, 90])
+    model = hl.nn.GNN(CONVS["mean"]())
     data.tables["x"] = Drawn()
     found = [infer.exact(model, data, ids) for _ in range(3)]
     assert not torch.equal(found[1], found[2])
@@ -156,7 +168,9 @@ def test_of_a_table_that_tells_of_no_change_only_blocks_are_kept():
 
 
 def test_what_has_no_room_is_made_again(monkeypatch: pytest.MonkeyPatch):
-    data, ids, model = small(), torch.tensor([3, 5, 90]), hl.nn.GNN(CONVS["mean"]())
+    data = small()
+    ids = torch.tensor([3, 5, 90])
+    model = hl.nn.GNN(CONVS["mean"]())
     expected = made_anew(model, data, ids, chunk_edges=150)
     full = cache.max_cache_bytes(torch.device("cpu"))
     assert full > 1 << 20
@@ -173,7 +187,8 @@ def test_what_has_no_room_is_made_again(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_what_was_kept_goes_with_the_graph():
-    data, model = small(), hl.nn.GNN(CONVS["mean"]())
+    data = small()
+    model = hl.nn.GNN(CONVS["mean"]())
     for _ in range(2):
         infer.exact(model, data, data.splits["valid"])
     known = weakref.ref(kept_with(data))
@@ -184,7 +199,9 @@ def test_what_was_kept_goes_with_the_graph():
 
 @pytest.mark.parametrize("chunk_edges", [None, 150])
 def test_a_graph_whose_edges_change_keeps_nothing_and_another_one_has_its_own(chunk_edges: int | None):
-    data, ids, model = small(), torch.tensor([3, 5, 90]), hl.nn.GNN(CONVS["mean"]())
+    data = small()
+    ids = torch.tensor([3, 5, 90])
+    model = hl.nn.GNN(CONVS["mean"]())
     other = afresh(data)
     for _ in range(3):
         infer.exact(model, data, ids, chunk_edges=chunk_edges)
@@ -198,7 +215,8 @@ def test_a_graph_whose_edges_change_keeps_nothing_and_another_one_has_its_own(ch
 
 
 def test_threads_that_infer_at_once_change_no_bit():
-    data, ids = small(), torch.tensor([3, 5, 90, 17])
+    data = small()
+    ids = torch.tensor([3, 5, 90, 17])
     models = [hl.nn.GNN(CONVS["mean"]()) for _ in range(24)]
     expected = [made_anew(model, data, ids, chunk_edges=100) for model in models]
     with ThreadPoolExecutor(4) as pool:
@@ -208,7 +226,9 @@ def test_threads_that_infer_at_once_change_no_bit():
 
 def test_bytes_of_a_chunk_that_two_threads_store_are_counted_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cache, "max_cache_bytes", lambda device: 1 << 30)
-    data, ids, model = small(), torch.tensor([3, 5, 90, 17]), hl.nn.GNN(CONVS["mean"]())
+    data = small()
+    ids = torch.tensor([3, 5, 90, 17])
+    model = hl.nn.GNN(CONVS["mean"]())
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: infer.exact(model, data, ids, chunk_edges=100), range(24)))
     known = kept_with(data)

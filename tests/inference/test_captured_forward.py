@@ -133,10 +133,13 @@ def did(found: CapturedInference, fake_cuda: FakeCuda) -> str:
 
 
 def test_it_is_captured_the_second_time_and_again_when_what_it_reads_has_changed(fake_cuda: FakeCuda):
-    data, lines = small(), []
+    data = small()
+    lines = []
     model = GNN([SAGEConv(8, 8), SAGEConv(8, 4)])
-    job, ids = job_with(model, data, lines.append), torch.tensor([3, 5, 90])
-    weight, rows = next(model.parameters()), data.x.read(torch.arange(400)).clone()
+    job = job_with(model, data, lines.append)
+    ids = torch.tensor([3, 5, 90])
+    weight = next(model.parameters())
+    rows = data.x.read(torch.arange(400)).clone()
     graph = data.graph
 
     def move() -> None:
@@ -176,7 +179,8 @@ def test_a_capture_is_left_to_others_where_these_draw_meanwhile(fake_cuda: FakeC
 
 
 def test_a_graph_of_too_many_bytes_is_dropped_and_nothing_is_said(fake_cuda: FakeCuda):
-    data, lines = small(), []
+    data = small()
+    lines = []
     found = CapturedInference(
         job_with(GNN([SAGEConv(8, 8), SAGEConv(8, 4)]), data, lines.append), torch.tensor([3, 5, 90])
     )
@@ -190,7 +194,8 @@ def test_a_graph_of_too_many_bytes_is_dropped_and_nothing_is_said(fake_cuda: Fak
 
 
 def test_features_that_a_gpu_cannot_read_again_are_not_captured_and_modes_come_back(fake_cuda: FakeCuda):
-    data, lines = small(), []
+    data = small()
+    lines = []
     model = GNN([GATConv(8, 8), SAGEConv(8, 4)], norm="batch").train()
     found = CapturedInference(job_with(model, data, lines.append), torch.tensor([3, 5, 90]))
     assert [did(found, fake_cuda) for _ in range(3)] == ["run"] * 3
@@ -258,7 +263,8 @@ def dataset() -> hl.Dataset:
 @pytest.mark.parametrize("name", [*MODELS])
 def test_replayed_is_what_runs_kernel_by_kernel(name: str, where: dict[str, Any]):
     torch.manual_seed(0)
-    data, lines = dataset(), []
+    data = dataset()
+    lines = []
     job = job_on_gpu(MODELS[name](), data, lines, **where)
     ids = data.splits["valid"]
     found = CapturedInferences().of(job, ids)
@@ -303,7 +309,8 @@ def test_what_has_changed_beside_the_weights_is_noticed():
 
 @mark_gpu
 def test_a_graph_that_takes_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch):
-    data, lines = dataset(), []
+    data = dataset()
+    lines = []
     job = job_on_gpu(MODELS["sage"](), data, lines)
     monkeypatch.setattr(replayed, "SHARE", 1 << 20)
     found = CapturedInference(job, data.splits["valid"])
@@ -319,7 +326,8 @@ def test_a_graph_that_takes_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("layout", ["tree", "block"])
 def test_what_training_draws_is_not_touched_by_an_evaluation_that_is_replayed(layout: str):
     """Attention drops out edges by torch's own generator, which every CUDA graph has a part in."""
-    data, found = planted_partition(num_nodes=20_000, num_edges=200_000, num_features=16, num_train=4096), {}
+    data = planted_partition(num_nodes=20_000, num_edges=200_000, num_features=16, num_train=4096)
+    found = {}
     for how in ("blocking", "async"):
         torch.manual_seed(0)
         model = GNN([GATConv(16, 8, heads=2, dropout=0.3), GATConv(16, data.num_classes, dropout=0.3)], dropout=0.2)
@@ -334,7 +342,8 @@ def test_two_may_be_under_way_with_weights_of_their_own():
     torch.manual_seed(0)
     data = dataset()
     job = job_on_gpu(MODELS["residual"](), data)
-    ids, stream = data.splits["valid"], torch.cuda.Stream()
+    ids = data.splits["valid"]
+    stream = torch.cuda.Stream()
     found = CapturedInference(job, ids)
     assert found.launch({}, torch.cuda.Event(), stream) is None
     found.left_to_others = True
@@ -342,7 +351,8 @@ def test_two_may_be_under_way_with_weights_of_their_own():
     assert found.is_due
     found.capture(stream)
     for _ in range(3):
-        weights, expected = [], []
+        weights = []
+        expected = []
         for _ in range(2):
             change(job.model)
             weights.append({name: t.clone() for name, t in job.module.state_dict().items()})

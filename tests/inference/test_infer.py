@@ -18,7 +18,8 @@ class Plain(nn.Module):
     def __init__(self, data: hl.Dataset) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.conv, self.drop = SAGEConv(data.num_features, data.num_classes), nn.Dropout(0.5)
+        self.conv = SAGEConv(data.num_features, data.num_classes)
+        self.drop = nn.Dropout(0.5)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return self.drop(self.conv(x, edge_index))
@@ -36,7 +37,8 @@ def test_runs_in_evaluation_mode_and_brings_each_mode_back(kind: str):
     frozen = next(m for m in model.modules() if isinstance(m, SAGEConv))
     frozen.eval()
     buffers = {name: value.clone() for name, value in model.named_buffers()}
-    first, second = infer.exact(model, data), infer.exact(model, data)
+    first = infer.exact(model, data)
+    second = infer.exact(model, data)
     assert torch.equal(first, second)
     assert not first.requires_grad
     assert model.training
@@ -55,7 +57,8 @@ def test_modes_come_back_after_an_error():
 
 def test_a_module_without_layers_runs_on_the_whole_graph():
     data = small()
-    model, pyg = Plain(data).eval(), data.to_pyg()
+    model = Plain(data).eval()
+    pyg = data.to_pyg()
     ids = torch.tensor([5, 3, 3, 399])
     with torch.no_grad():
         expected = model(pyg.x, pyg.edge_index)
@@ -76,7 +79,8 @@ def test_a_module_without_layers_has_nothing_to_go_on_from(tmp_path: Path):
 
 def test_rows_come_in_the_order_of_the_ids_also_twice():
     data = small()
-    model, ids = sage(data), torch.tensor([7, 2, 7, 300])
+    model = sage(data)
+    ids = torch.tensor([7, 2, 7, 300])
     torch.testing.assert_close(infer.exact(model, data, ids), infer.exact(model, data)[ids])
 
 
@@ -103,7 +107,8 @@ def test_samples_of_all_neighbours_are_exact():
 
 def test_samples_of_few_neighbours_estimate_what_is_exact():
     data = small()
-    model, ids = sage(data), data.splits["test"]
+    model = sage(data)
+    ids = data.splits["test"]
     exact = infer.exact(model, data, ids)
     loader = method(fanouts=(2, 2), shuffle=False).loader(data, ids, model=model)
     one = infer.sampled(model, loader)
@@ -113,7 +118,8 @@ def test_samples_of_few_neighbours_estimate_what_is_exact():
 
 
 def test_hidden_rows_are_given_away_at_all_nodes():
-    data, rows = small(), {}
+    data = small()
+    rows = {}
     model = sage(data, dropout=0.5)
     ids = torch.tensor([7, 3])
 

@@ -36,7 +36,8 @@ def serial(stages: Any, **_: Any) -> Pipeline:
     "name", ["plain", "batch-norm", "residual", "encoder", "jk-cat", "jk-lstm", "appnp", "gcn2", "everything"]
 )
 def test_threads_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch):
-    model, data = gnn_of(name).float(), small(num_features=6)
+    model = gnn_of(name).float()
+    data = small(num_features=6)
     threaded = infer.exact(model, data, chunk_edges=300)
     with monkeypatch.context() as patch:
         patch.setattr(engine, "Pipeline", serial)
@@ -44,8 +45,11 @@ def test_threads_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_chunks_are_made_ahead_but_not_too_many(monkeypatch: pytest.MonkeyPatch):
-    data, made, threads = small(), [], set()
-    plain, ahead = layerwise_chunks.full_block, []
+    data = small()
+    made = []
+    threads = set()
+    plain = layerwise_chunks.full_block
+    ahead = []
 
     def block(*args: Any) -> hl.extend.Block:
         made.append(0)
@@ -71,7 +75,8 @@ def test_chunks_are_made_ahead_but_not_too_many(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("name", [*GNN_OPTIONS])
 def test_all_nodes_at_once_need_no_block(name: str, monkeypatch: pytest.MonkeyPatch):
-    model, data = gnn_of(name), small(num_features=6)
+    model = gnn_of(name)
+    data = small(num_features=6)
     expected = infer.exact(model, data, chunk_edges=1000)
     monkeypatch.delattr(layerwise_chunks, "full_block")
     torch.testing.assert_close(infer.exact(model, data), expected)
@@ -151,7 +156,8 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", [*GNN_OPTIONS])
 def test_hidden_rows_that_a_gpu_has_no_room_for(name: str, monkeypatch: pytest.MonkeyPatch):
-    model, data = gnn_of(name).float(), small(num_features=6)
+    model = gnn_of(name).float()
+    data = small(num_features=6)
     wanted = infer.exact(model, data)
     model.cuda()
     written = set()
@@ -201,7 +207,8 @@ def test_on_a_gpu_a_chunk_may_have_all_nodes_as_sources_but_not_in_their_order(n
 )
 def test_a_conv_that_sees_more_than_a_nodes_edges_is_run_on_the_whole_graph(make: Any) -> None:
     torch.manual_seed(0)
-    graph, x = random_graph(loops=True), randn(50, 4)
+    graph = random_graph(loops=True)
+    x = randn(50, 4)
     data = Dataset(name="ugly", graph=graph, tables={"x": TensorTable(x)})
     model = GNN([make(4, 6), pyg.SAGEConv(6, 5), make(5, 3)]).double().eval()
     hidden = model.convs[0](x, graph.edge_index()).relu()

@@ -27,13 +27,16 @@ from hopline.run.settings import InferConfig
 from tests.helpers import dataset_of, graph_of, randint, randn
 from tests.runs import method, quick, small
 
-NUM_NODES, NUM_FEATURES = 300, 6
+NUM_NODES = 300
+NUM_FEATURES = 6
 
 
 def ugly(weight: bool = False) -> hl.Dataset:
     """A sparse directed graph: loops, double edges, nodes without in-edges, isolated ones, and a hub."""
-    src, dst = randint(0, NUM_NODES - 5, 420, 1), randint(0, NUM_NODES - 9, 420, 2)
-    loops, hub = torch.tensor([3, 3, 40, 150]), torch.full((60,), 7)
+    src = randint(0, NUM_NODES - 5, 420, 1)
+    dst = randint(0, NUM_NODES - 9, 420, 2)
+    loops = torch.tensor([3, 3, 40, 150])
+    hub = torch.full((60,), 7)
     src = torch.cat([src, src[:30], loops, randint(0, NUM_NODES - 5, 60, 3)])
     dst = torch.cat([dst, dst[:30], loops, hub])
     edge = {"weight": randn(src.numel(), seed=4).clamp(min=-1)} if weight else {}
@@ -159,8 +162,10 @@ def test_the_trial_leaves_the_module_and_the_random_numbers_alone():
 
 
 def test_only_the_hops_around_the_ids_are_computed():
-    data, ids = ugly(), torch.tensor([5, 11])
-    model, sizes = Net(pyg.SAGEConv).double(), []
+    data = ugly()
+    ids = torch.tensor([5, 11])
+    model = Net(pyg.SAGEConv).double()
+    sizes = []
     reached = set(ids.tolist())
     for _ in range(2):
         reached |= {s for s, d in data.graph.edge_index().T.tolist() if d in reached}
@@ -173,7 +178,8 @@ def test_only_the_hops_around_the_ids_are_computed():
 
 
 def test_a_chunk_has_no_more_nodes_and_edges_than_asked_for_unless_it_is_one_node():
-    data, model = ugly(), Whole(Net(pyg.GCNConv).double())
+    data = ugly()
+    model = Whole(Net(pyg.GCNConv).double())
     work = local.LocalInference(model, data, 3, torch.device("cpu"), chunk_edges=60)
     chunks = list(work._chunks(torch.arange(NUM_NODES)))
     assert torch.equal(torch.cat([seeds for seeds, _ in chunks]), torch.arange(NUM_NODES))
@@ -184,7 +190,8 @@ def test_a_chunk_has_no_more_nodes_and_edges_than_asked_for_unless_it_is_one_nod
 
 
 def test_all_ids_of_a_small_graph_take_one_forward_pass_over_it():
-    data, sizes = ugly(), []
+    data = ugly()
+    sizes = []
     model = Net(pyg.SAGEConv).double()
     infer.exact(model, data, hops=2)
     model.register_forward_pre_hook(lambda net, given: sizes.append(given[0].size(0)))
@@ -195,7 +202,8 @@ def test_all_ids_of_a_small_graph_take_one_forward_pass_over_it():
 @pytest.mark.parametrize("make", [pyg.GCNConv, pyg.GATConv])
 def test_chunks_by_bytes_take_no_more_than_that(make: Callable[[int, int], nn.Module]):
     data = dataset_of(graph_of(randint(0, 4000, 12000, 1), randint(0, 4000, 12000, 2), 4000), randn(4000, NUM_FEATURES))
-    model, peaks = Net(make, 1).double().eval(), []
+    model = Net(make, 1).double().eval()
+    peaks = []
     work = local.LocalInference(Whole(model), data, 2, torch.device("cpu"), chunk_bytes=300_000)
     compute = work._compute
 
@@ -223,7 +231,8 @@ def test_the_whole_graph_takes_no_more_than_is_said():
 
 
 def test_a_neighbourhood_is_all_in_edges_of_the_nodes_within_it():
-    data, seeds = ugly(weight=True), torch.tensor([7, 3, 299])
+    data = ugly(weight=True)
+    seeds = torch.tensor([7, 3, 299])
     graph = data.graph
     edges = [(s, d, w) for (s, d), w in zip(graph.edge_index().T.tolist(), graph.edge["weight"].tolist(), strict=True)]
     inner = set(seeds.tolist())
@@ -273,7 +282,8 @@ class Plain(nn.Module):
     def __init__(self, data: hl.Dataset, make: Callable[[int, int], nn.Module]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = make(data.num_features, 8), make(8, data.num_classes)
+        self.first = make(data.num_features, 8)
+        self.second = make(8, data.num_classes)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return self.second(self.first(x, edge_index).relu(), edge_index)
@@ -302,7 +312,8 @@ def test_a_run_is_evaluated_as_by_the_whole_graph(evaluate: str, limits: dict[st
 
 
 def test_a_run_takes_the_whole_graph_where_the_fan_outs_are_too_few():
-    data, sizes = small(), []
+    data = small()
+    sizes = []
     model = Plain(data, lambda i, o: pyg.TAGConv(i, o, K=3))
     trainer = hl.Trainer(model, data, method(workers=0), epochs=1, lr=0.01, show=False)
     assert trainer.part_hops is None

@@ -57,7 +57,8 @@ def model_of(kind: str) -> hl.nn.GNN:
 
 @pytest.mark.parametrize("kind", ["sage", "gcn", "gat", "gine"])
 def test_all_nodes_and_some_are_those_of_the_whole_graph(kind: str, whole: hl.Dataset, shards: Path):
-    model, data = model_of(kind), AllShards(shards)
+    model = model_of(kind)
+    data = AllShards(shards)
     expected = hl.infer.exact(model, whole)
     for read in (
         exact_rows(model, data),
@@ -72,7 +73,8 @@ def test_all_nodes_and_some_are_those_of_the_whole_graph(kind: str, whole: hl.Da
 
 
 def test_rows_are_computed_only_where_they_are_needed(whole: hl.Dataset, shards: Path, monkeypatch: Any):
-    model, seen = model_of("sage"), 0
+    model = model_of("sage")
+    seen = 0
     plain = model.layer
 
     def counting(l: int, state: Any, block: Any) -> Any:
@@ -122,7 +124,8 @@ def test_stacked_tables_are_read_as_one():
 
 
 def test_a_folder_goes_on_where_it_was_left(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    model, data = model_of("gcn"), AllShards(shards)
+    model = model_of("gcn")
+    data = AllShards(shards)
     expected = exact_rows(model, data, chunk_edges=30)(EVERYTHING)
     monkeypatch.setattr(resumable, "SAVE_S", 0.0)
     plain = resumable.LayerFiles.chunk_done

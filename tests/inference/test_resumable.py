@@ -36,7 +36,8 @@ class Enough(Exception):
 
 
 def stop_after(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    done, plain = [0], LayerFiles.chunk_done
+    done = [0]
+    plain = LayerFiles.chunk_done
 
     def chunk_done(self: LayerFiles) -> None:
         plain(self)
@@ -119,7 +120,8 @@ def test_killed_and_resumed_is_never_interrupted(tmp_path: Path):
 
 
 def test_some_nodes_alone_go_on_too(tmp_path: Path):
-    data, ids = small(), torch.tensor([7, 3, 7, 399])
+    data = small()
+    ids = torch.tensor([7, 3, 7, 399])
     expected = infer.exact(model_of(data), data, ids)
     for _ in range(2):
         assert torch.equal(infer.exact(model_of(data), data, ids, folder=tmp_path), expected)

@@ -20,7 +20,8 @@ from tests.helpers import GNN_OPTIONS, batch_of, gnn_of, randint, randn, random_
 
 NUM_NODES = 60
 GRAPH = random_graph(num_nodes=NUM_NODES, num_edges=500)
-X, Y = randn(NUM_NODES, 6), randint(0, 3, NUM_NODES)
+X = randn(NUM_NODES, 6)
+Y = randint(0, 3, NUM_NODES)
 SEEDS = torch.arange(0, NUM_NODES, 3)
 CPU = torch.device("cpu")
 
@@ -29,7 +30,10 @@ class Cut(LayerPlan[Tensor]):
     """Any nodes in each piece; threads may prepare and write them."""
 
     def __init__(self, chunks: Sequence[Tensor], key: int | None, threads: int = 0) -> None:
-        self.chunks, self.key, self.ahead, self.behind = chunks, key, threads, threads
+        self.chunks = chunks
+        self.key = key
+        self.ahead = threads
+        self.behind = threads
         self.calls: list[str] = []
 
     def chunks_of(self, l: int) -> Sequence[Tensor]:
@@ -102,7 +106,8 @@ def test_rows_loss_and_gradients_are_those_of_the_whole_graph(name: str, threads
 
 def test_the_last_layer_can_be_computed_forward_too():
     model = gnn_of("plain").double().eval()
-    plan, tables = Cut(random_chunks(), None), LayerTables(NUM_NODES)
+    plan = Cut(random_chunks(), None)
+    tables = LayerTables(NUM_NODES)
     kept: dict[int, Tensor] = {}
     rows = Boundaries(tables, device=CPU, dtype=torch.float64)
 

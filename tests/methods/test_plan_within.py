@@ -39,7 +39,8 @@ def outline_of(**options: Any) -> RunOutline:
 
 def test_learning_leaves_no_trace():
     outline = outline_of(norm="batch", dropout=0.5)
-    before, drawn_next = copy.deepcopy(outline.job.module.state_dict()), torch.random.get_rng_state()
+    before = copy.deepcopy(outline.job.module.state_dict())
+    drawn_next = torch.random.get_rng_state()
     predictor = learn(outline, 2)
     assert predictor.is_sure
     assert predictor is outline.predictor(2)
@@ -49,7 +50,8 @@ def test_learning_leaves_no_trace():
 
 
 def test_learning_ends_where_memory_does(monkeypatch: pytest.MonkeyPatch):
-    run, most = BatchUnit.forward_backward, 4
+    run = BatchUnit.forward_backward
+    most = 4
 
     def small(self: BatchUnit, total: int) -> torch.Tensor:
         if self.size > most:
@@ -81,7 +83,8 @@ def test_without_a_limit_the_method_stays_as_it_is(method: Method):
 
 
 def test_a_tighter_budget_prepares_less_ahead_and_then_cuts():
-    outline, method = outline_of(), METHODS[0]
+    outline = outline_of()
+    method = METHODS[0]
     learn(outline, 2)
     free = plan_of(method, outline, Budget())
     room = [free.peak_bytes("host"), free.peak_bytes("host") - 1000, free.resident_bytes("host")]
