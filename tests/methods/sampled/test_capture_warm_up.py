@@ -23,7 +23,9 @@ class Steps:
     def __init__(self, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, fails_at: int | None = None) -> None:
         data = small()
         torch.manual_seed(0)
-        self.model, self.fake_cuda, self.fails_at = sage(data, norm="batch"), fake_cuda, fails_at
+        self.model = sage(data, norm="batch")
+        self.fake_cuda = fake_cuda
+        self.fails_at = fails_at
         self.modes: list[int | str] = []
         """Whether each step was to wait for nothing."""
         method = hl.Sampled(fanouts=(4, 3), batch_size=60, layout="tree")
@@ -31,7 +33,8 @@ class Steps:
         self.lines: list[str] = []
         self.job = replace(trainer.job, say=self.lines.append)
         loader = trainer.work.loader  # type: ignore[attr-defined]
-        self.work, self.batch = CapturedWork(self.job, loader), next(iter(loader))
+        self.work = CapturedWork(self.job, loader)
+        self.batch = next(iter(loader))
         monkeypatch.setattr(self.work.batches, "next", self.next)
 
     def next(self, num_seeds: int, first: int, total: int) -> hl.Batch:
