@@ -26,7 +26,7 @@ class Plain(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["gnn", "pyg", "plain"])
-def test_runs_in_evaluation_mode_and_brings_each_mode_back(kind: str):
+def test_inference_runs_in_evaluation_mode_and_restores_the_mode_of_each_module(kind: str):
     data = small()
     models: dict[str, nn.Module] = {
         "gnn": sage(data, dropout=0.5, norm="batch"),
@@ -46,7 +46,7 @@ def test_runs_in_evaluation_mode_and_brings_each_mode_back(kind: str):
     assert all(torch.equal(value, buffers[name]) for name, value in model.named_buffers())
 
 
-def test_modes_come_back_after_an_error():
+def test_training_modes_are_restored_after_an_error():
     data = small()
     model = sage(data, dropout=0.5)
     del data.tables["x"]
@@ -72,12 +72,12 @@ def test_a_module_without_layers_on_too_large_a_graph_says_what_to_write(monkeyp
         infer.exact(Plain(small()), small())
 
 
-def test_a_module_without_layers_has_nothing_to_go_on_from(tmp_path: Path):
+def test_a_module_without_layers_cannot_resume_from_a_folder(tmp_path: Path):
     with pytest.raises(ValueError, match="Plain has no layers to go on from: leave out folder="):
         infer.exact(Plain(small()), small(), folder=tmp_path)
 
 
-def test_rows_come_in_the_order_of_the_ids_also_twice():
+def test_rows_come_in_the_order_of_the_ids_and_repeat_with_them():
     data = small()
     model = sage(data)
     ids = torch.tensor([7, 2, 7, 300])
@@ -96,7 +96,7 @@ def test_no_ids_are_refused():
         infer.exact(sage(small()), small(), torch.empty(0, dtype=torch.int64))
 
 
-def test_samples_of_all_neighbours_are_exact():
+def test_sampling_all_neighbours_is_exact():
     data = small()
     model = sage(data, dropout=0.5)
     ids = torch.tensor([9, 1, 350, 20])
@@ -105,31 +105,31 @@ def test_samples_of_all_neighbours_are_exact():
     assert model.training
 
 
-def test_samples_of_few_neighbours_estimate_what_is_exact():
+def test_the_mean_of_sampled_outputs_approaches_the_exact_output():
     data = small()
     model = sage(data)
     ids = data.splits["test"]
     exact = infer.exact(model, data, ids)
     loader = method(fanouts=(2, 2), shuffle=False).loader(data, ids, model=model)
-    one = infer.sampled(model, loader)
-    many = torch.stack([infer.sampled(model, loader) for _ in range(20)]).mean(dim=0)
-    assert not torch.equal(one, exact)
-    assert (many - exact).norm() < (one - exact).norm() / 2
+    one_sample = infer.sampled(model, loader)
+    mean_of_samples = torch.stack([infer.sampled(model, loader) for _ in range(20)]).mean(dim=0)
+    assert not torch.equal(one_sample, exact)
+    assert (mean_of_samples - exact).norm() < (one_sample - exact).norm() / 2
 
 
-def test_hidden_rows_are_given_away_at_all_nodes():
+def test_keep_is_called_with_the_hidden_rows_of_all_nodes():
     data = small()
-    rows = {}
+    rows_by_layer = {}
     model = sage(data, dropout=0.5)
     ids = torch.tensor([7, 3])
 
     def keep(l: int, nodes: Tensor, h: Tensor) -> None:
-        rows.setdefault(l, torch.full((data.num_nodes, h.size(1)), float("nan")))[nodes] = h
+        rows_by_layer.setdefault(l, torch.full((data.num_nodes, h.size(1)), float("nan")))[nodes] = h
 
     scores = infer.exact(model, data, ids, chunk_edges=50, keep=keep)
     assert torch.equal(scores, infer.exact(model, data, ids))
-    assert sorted(rows) == list(range(model.num_layers - 1))
+    assert sorted(rows_by_layer) == list(range(model.num_layers - 1))
     src, dst = data.graph.edge_index()
     with infer.evaluating(model):
-        hidden = torch.relu(model.convs[0](data.x[torch.arange(data.num_nodes)], torch.stack([src, dst])))
-    torch.testing.assert_close(rows[0], hidden, rtol=1e-4, atol=1e-5)
+        expected = torch.relu(model.convs[0](data.x[torch.arange(data.num_nodes)], torch.stack([src, dst])))
+    torch.testing.assert_close(rows_by_layer[0], expected, rtol=1e-4, atol=1e-5)
