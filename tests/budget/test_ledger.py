@@ -4,7 +4,7 @@ from hopline.budget.ledger import Ledger
 from hopline.util import trace
 
 
-def test_an_epochs_record_is_taken_once_and_the_largest_bytes_stay():
+def test_the_record_of_an_epoch_is_taken_once_and_the_peak_of_the_run_stays():
     ledger = Ledger(100)
     ledger.note_peak(90.0, 80)
     ledger.note_peak(70.0, 60)
@@ -17,7 +17,7 @@ def test_an_epochs_record_is_taken_once_and_the_largest_bytes_stay():
     assert (ledger.promised_bytes, ledger.peak_bytes) == (90.0, 80)
 
 
-def test_what_happens_is_counted_in_the_trace_too():
+def test_every_event_is_counted_in_the_trace_too():
     ledger = Ledger(100)
     counters = trace.Counters()
     with trace.listen(counters):
