@@ -59,15 +59,15 @@ class FakeCuda:
             def replay(self) -> None:
                 fake.log.append(f"replay of {self.number} on {fake.current[-1].name}")
 
-        def ended(*_: object) -> None:
+        def fail_to_end(*_: object) -> None:
             raise RuntimeError("the capture came to its end")
 
         monkeypatch.setattr(streams, "_own", threading.local())  # streams that are kept for the next use
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
         monkeypatch.setattr(torch.cuda, "Stream", self.new_stream)
-        monkeypatch.setattr(torch.cuda, "stream", self.entered)
+        monkeypatch.setattr(torch.cuda, "stream", self.enter_stream)
         monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-        monkeypatch.setattr(torch.cuda, "graph", self.capturing)
+        monkeypatch.setattr(torch.cuda, "graph", self.capture)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: f"pool of {len(self.graphs) - 1}")
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current[-1])
@@ -83,7 +83,7 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
         monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
-        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", ended, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", fail_to_end, raising=False)
 
     def new_stream(self, device: object, priority: int = 0) -> Stream:
         self.num_streams += 1
@@ -93,7 +93,7 @@ class FakeCuda:
         self.sync_debug_mode = mode
 
     @contextmanager
-    def entered(self, stream: Stream) -> Iterator[None]:
+    def enter_stream(self, stream: Stream) -> Iterator[None]:
         self.current.append(stream)
         try:
             yield
@@ -101,7 +101,7 @@ class FakeCuda:
             self.current.pop()
 
     @contextmanager
-    def capturing(self, graph: Any, pool: Any, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+    def capture(self, graph: Any, pool: Any, stream: Stream, capture_error_mode: str) -> Iterator[None]:
         assert capture_error_mode == "thread_local"
         assert self.current[-1] is stream, "torch leaves it only where the capture ends well"
         graph.memory = pool

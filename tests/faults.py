@@ -72,45 +72,45 @@ def results(out: Path) -> dict[str, Any]:
 
 def wait_until(holds: Callable[[], bool], process: subprocess.Popen[str], what: str) -> float:
     """Seconds until something holds."""
-    started = time.monotonic()
+    start_s = time.monotonic()
     while not holds():
         if process.poll() is not None and not holds():
             raise SystemExit(f"the run ended before {what}: {process.communicate()[1][-2000:]}")
-        if time.monotonic() - started > 120:
+        if time.monotonic() - start_s > 120:
             process.kill()
             raise SystemExit(f"{what} took over two minutes")
         time.sleep(0.02)
-    return time.monotonic() - started
+    return time.monotonic() - start_s
 
 
 def count(file: Path, text: str) -> int:
     return file.read_text().count(text) if file.exists() else 0
 
 
-def inject(name: str, ranks: int, fault: Fault, out: Path, whole: dict[str, Any]) -> str:
+def inject(name: str, ranks: int, fault: Fault, out: Path, expected: dict[str, Any]) -> str:
     """One row of the table."""
     run = start(out, ranks)
     wait_until(lambda: count(out / "metrics.jsonl", '"event": "epoch"') >= 5, run, "five epochs")
     time.sleep(0.05)
-    family = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
-    fault(family[0])
-    started = time.monotonic()
+    processes = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
+    fault(processes[0])
+    start_s = time.monotonic()
     _, errors = run.communicate(timeout=60)
-    psutil.wait_procs(family, timeout=20)
-    ended_s = time.monotonic() - started
-    left = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    if left or run.returncode == 0:
-        raise SystemExit(f"{name}: {left} still run, status {run.returncode}")
-    before = count(out / "run.log", "resuming from")
-    again = start(out, ranks)
-    back_s = wait_until(lambda: count(out / "run.log", "resuming from") > before, again, "going on")
-    if again.wait(timeout=180):
-        raise SystemExit(f"{name}: the second start failed: {again.communicate()[1]}")
-    if results(out) != whole:
+    psutil.wait_procs(processes, timeout=20)
+    ended_s = time.monotonic() - start_s
+    still_running = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    if still_running or run.returncode == 0:
+        raise SystemExit(f"{name}: {still_running} still run, status {run.returncode}")
+    num_resumes = count(out / "run.log", "resuming from")
+    resumed_run = start(out, ranks)
+    resume_s = wait_until(lambda: count(out / "run.log", "resuming from") > num_resumes, resumed_run, "going on")
+    if resumed_run.wait(timeout=180):
+        raise SystemExit(f"{name}: the second start failed: {resumed_run.communicate()[1]}")
+    if results(out) != expected:
         raise SystemExit(f"{name}: the run that went on differs from one that was never interrupted")
-    said = (errors.strip().splitlines() or ["nothing"])[-1].removeprefix("error: ").split(":")[0]
-    print(f"{name}: ended after {ended_s:.1f} s, went on after {back_s:.1f} s", flush=True)
-    return f"| {name} | {run.returncode} | {said} | {ended_s:.1f} | nothing | {back_s:.1f} |"
+    message = (errors.strip().splitlines() or ["nothing"])[-1].removeprefix("error: ").split(":")[0]
+    print(f"{name}: ended after {ended_s:.1f} s, went on after {resume_s:.1f} s", flush=True)
+    return f"| {name} | {run.returncode} | {message} | {ended_s:.1f} | nothing | {resume_s:.1f} |"
 
 
 def lose_a_host() -> str:
@@ -127,15 +127,15 @@ def lose_a_host() -> str:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        wholes = {}
+        expected_by_ranks = {}
         rows = []
         for number, (name, (ranks, fault)) in enumerate(FAULTS.items()):
-            if ranks not in wholes:
+            if ranks not in expected_by_ranks:
                 run = start(home / f"whole{ranks}", ranks)
                 if run.wait(timeout=180):
                     raise SystemExit(f"the run without a fault failed: {run.communicate()[1]}")
-                wholes[ranks] = results(home / f"whole{ranks}")
-            rows.append(inject(name, ranks, fault, home / f"run{number}", wholes[ranks]))
+                expected_by_ranks[ranks] = results(home / f"whole{ranks}")
+            rows.append(inject(name, ranks, fault, home / f"run{number}", expected_by_ranks[ranks]))
     rows.append(lose_a_host())
     titles = ["fault, in the middle of an epoch", "status", "it says", "all processes gone after, s", "lost"]
     head = f"| {' | '.join([*titles, 'going on after, s'])} |"

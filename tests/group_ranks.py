@@ -44,7 +44,7 @@ def check_owner(before: Any, size: int) -> None:
     assert total.item() == sum(range(size))
 
 
-def hearts() -> list[str]:
+def heartbeat_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "hopline-heart"]
 
 
@@ -52,13 +52,13 @@ def train_everything(folder: Path) -> dict[str, Any]:
     """Every method, by a plain Trainer and by a given world; the owner's group is used before, between and after."""
     owner = dist.distributed_c10d._get_default_group()
     size = dist.get_world_size()
-    found: dict[str, Any] = {"plain": train(None, "sage"), "given": train(hl.World.current(), "sage")}
+    results: dict[str, Any] = {"plain": train(None, "sage"), "given": train(hl.World.current(), "sage")}
     check_owner(owner, size)
-    assert not hearts()
+    assert not heartbeat_threads()
     world = hl.World.current()
     everything(world, str(folder))
-    found["historical"] = historical.result_of(historical.trainer_of(world, {}))
-    found["full_batch"] = full_batch.train(world, "sage", {}, **NORMED)
+    results["historical"] = historical.result_of(historical.trainer_of(world, {}))
+    results["full_batch"] = full_batch.train(world, "sage", {}, **NORMED)
     check_owner(owner, size)
     groups = set(dist.distributed_c10d._world.pg_map)
     assert len(groups) > 2
@@ -66,15 +66,15 @@ def train_everything(folder: Path) -> dict[str, Any]:
     world.close()
     assert owner in set(dist.distributed_c10d._world.pg_map) < groups
     launched = run(lambda joined: train(joined, "sage"), LaunchSettings(timeout_s=20))
-    assert launched == found["plain"]
+    assert launched == results["plain"]
     try:
         run(train, LaunchSettings(devices=size + 1), "sage")
     except ValueError as error:
-        found["refused"] = str(error)
+        results["refused"] = str(error)
     check_owner(owner, size)
-    assert not hearts()
-    found["threads"] = torch.get_num_threads()
-    return found
+    assert not heartbeat_threads()
+    results["threads"] = torch.get_num_threads()
+    return results
 
 
 def fail_and_train_again(folder: Path) -> dict[str, Any]:
@@ -89,18 +89,18 @@ def fail_and_train_again(folder: Path) -> dict[str, Any]:
 
     data = small()
     trainer = hl.Trainer(sage(data), data, method(), train_step=step, epochs=1, show=False)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for attempt in ("first", "again"):
         start = time.monotonic()
         try:
             trainer.fit()
         except (ValueError, PeerError) as error:
-            found[attempt] = {"kind": type(error).__name__, "error": str(error), "seconds": time.monotonic() - start}
+            results[attempt] = {"kind": type(error).__name__, "error": str(error), "seconds": time.monotonic() - start}
         check_owner(owner, dist.get_world_size())
-        assert not hearts()
-    found["after"] = train(None, "sage")
+        assert not heartbeat_threads()
+    results["after"] = train(None, "sage")
     check_owner(owner, dist.get_world_size())
-    return found
+    return results
 
 
 def lose_a_rank(folder: Path) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def lose_a_rank(folder: Path) -> dict[str, Any]:
     store = dist.distributed_c10d._get_default_store()
     store.set(f"mine/{dist.get_rank()}", "still here")
     assert store.get(f"mine/{dist.get_rank()}") == b"still here"
-    assert not hearts()
+    assert not heartbeat_threads()
     seconds = time.monotonic() - start
     other = 2 - dist.get_rank()
     store.wait([f"mine/{other}"], timedelta(seconds=20))  # rank 0 keeps the store for the other one
@@ -192,8 +192,8 @@ def main(name: str, folder: str, rank: str = "", size: str = "") -> None:
     backend = "nccl" if "nccl" in name else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=60), **by_file)
     scenario = next(function for function in SCENARIOS if function.__name__ == name)
-    found = scenario(Path(folder))
-    (Path(folder) / f"found{dist.get_rank()}").write_text(json.dumps(found))
+    results = scenario(Path(folder))
+    (Path(folder) / f"found{dist.get_rank()}").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 

@@ -67,9 +67,9 @@ def random_graph(
     dst[: num_edges // 5] = 0
     src = torch.where(src == dst, (src + 1) % (num_nodes - 1), src)
     if loops:
-        own = torch.tensor([0, 1, 2, 2, 2, num_nodes // 2])
-        src = torch.cat([src, own])
-        dst = torch.cat([dst, own])
+        loop_nodes = torch.tensor([0, 1, 2, 2, 2, num_nodes // 2])
+        src = torch.cat([src, loop_nodes])
+        dst = torch.cat([dst, loop_nodes])
     edge = {}
     if weight:
         edge["weight"] = torch.rand(src.numel(), generator=generator(seed + 2), dtype=torch.float64) + 0.1
@@ -95,7 +95,9 @@ def batch_of(
     blocks = NeighborSampler(graph, fanouts, replace=replacement, edge_ids=True).sample(seeds, key)
     blocks = tuple(replace(block, scale_sums=scale_sums) for block in blocks)
     ids = blocks[0].src_ids
-    rows = None if x is None else Rows(TensorTable(x), ids) if handle else x[ids]
+    rows = None
+    if x is not None:
+        rows = Rows(TensorTable(x), ids) if handle else x[ids]
     return Batch(seeds, blocks, rows, None, key=key)
 
 
@@ -224,11 +226,11 @@ def gnn_of(name: str) -> GNN:
     return twin(GNN(convs, **options).double())  # type: ignore[return-value]
 
 
-def warmed(model: GNN) -> GNN:
+def with_running_means(model: GNN) -> GNN:
     """Batch norms with statistics that are not those of a new module, in evaluation."""
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm1d) and module.running_mean is not None:
-            module.running_mean.copy_(randn(module.num_features, seed=8) / 4)
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm1d) and norm.running_mean is not None:
+            norm.running_mean.copy_(randn(norm.num_features, seed=8) / 4)
     return model.eval()
 
 
@@ -246,9 +248,15 @@ def plain_gnn(model: GNN, x: Tensor, graph: Graph) -> Tensor:
         if model.initial_residual and not isinstance(conv, pyg.GCN2Conv):
             x = (1 - model.initial_residual) * x + model.initial_residual * x0
         if l < last or model.acts_last:
-            own = before if model.residual and x.shape == before.shape else torch.zeros_like(x)
-            first, after = (own, 0) if model.residual_first else (0, own)
-            x = (model.norms[l](act(x)) + first if model.act_first else act(model.norms[l](x) + first)) + after
+            has_shortcut = model.residual and x.shape == before.shape
+            shortcut = before if has_shortcut else torch.zeros_like(x)
+            x = model.norms[l](act(x) if model.act_first else x)
+            if model.residual_first:
+                x = x + shortcut
+            if not model.act_first:
+                x = act(x)
+            if not model.residual_first:
+                x = x + shortcut
         outputs.append(x)
     if hasattr(model, "jk"):
         x = model.jk(outputs)
@@ -297,37 +305,41 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
 
 
-def assert_close(found: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+def assert_close(ours: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-def assert_same_gradients(found: nn.Module, expected: nn.Module, tolerance: float = 1e-10) -> None:
-    ours = gradients(found)
-    theirs = gradients(expected)
-    assert list(ours) == list(theirs)
-    assert any(bool(g.any()) for g in theirs.values())
-    for name in ours:
+def assert_same_gradients(ours: nn.Module, expected: nn.Module, tolerance: float = 1e-10) -> None:
+    our_gradients = gradients(ours)
+    expected_gradients = gradients(expected)
+    assert list(our_gradients) == list(expected_gradients)
+    assert any(bool(g.any()) for g in expected_gradients.values())
+    for name in our_gradients:
         torch.testing.assert_close(
-            ours[name], theirs[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            our_gradients[name],
+            expected_gradients[name],
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
 
 
-def assert_same_batches(found: Batch, expected: Batch) -> None:
+def assert_same_batches(ours: Batch, expected: Batch) -> None:
     """Equal to the bit: seeds, edges, edge arrays, rows, labels."""
-    assert torch.equal(found.seeds, expected.seeds)
-    assert found.key == expected.key
-    assert len(found.blocks) == len(expected.blocks)
-    for ours, theirs in zip(found.blocks, expected.blocks, strict=True):
-        assert ours.num_dst == theirs.num_dst
-        assert torch.equal(ours.src_ids, theirs.src_ids)
-        assert torch.equal(ours.part.indptr, theirs.part.indptr)
-        assert torch.equal(ours.part.src_idx, theirs.part.src_idx)
-        assert ours.edge.keys() == theirs.edge.keys()
-        assert all(torch.equal(ours.edge[name], theirs.edge[name]) for name in ours.edge)
-    for ours, theirs in ((found.x, expected.x), (found.y, expected.y)):
-        if isinstance(theirs, Tensor):
-            assert isinstance(ours, Tensor)
-            assert torch.equal(ours, theirs)
+    assert torch.equal(ours.seeds, expected.seeds)
+    assert ours.key == expected.key
+    assert len(ours.blocks) == len(expected.blocks)
+    for our_block, expected_block in zip(ours.blocks, expected.blocks, strict=True):
+        assert our_block.num_dst == expected_block.num_dst
+        assert torch.equal(our_block.src_ids, expected_block.src_ids)
+        assert torch.equal(our_block.part.indptr, expected_block.part.indptr)
+        assert torch.equal(our_block.part.src_idx, expected_block.part.src_idx)
+        assert our_block.edge.keys() == expected_block.edge.keys()
+        assert all(torch.equal(our_block.edge[name], expected_block.edge[name]) for name in our_block.edge)
+    for our_rows, expected_rows in ((ours.x, expected.x), (ours.y, expected.y)):
+        if isinstance(expected_rows, Tensor):
+            assert isinstance(our_rows, Tensor)
+            assert torch.equal(our_rows, expected_rows)
 
 
 @contextmanager

@@ -58,7 +58,9 @@ def train_rank(world: World, folder: str, kind: str) -> None:
     hl.Trainer(model, data, method, **options, **settings).fit()  # type: ignore[arg-type]
 
 
-def in_child(folder: Path, kind: str, kill_after_s: float | None, train: Callable[[Path, str], None] = train) -> bool:
+def train_in_child(
+    folder: Path, kind: str, kill_after_s: float | None, train: Callable[[Path, str], None] = train
+) -> bool:
     """Whether the child reached the end of training."""
     child = os.fork()
     if child == 0:
@@ -105,25 +107,25 @@ def main() -> None:
         raise SystemExit(f"usage: python -m tests.killed FOLDER {'|'.join(KINDS)} NUMBER_OF_KILLS")
     home = Path(sys.argv[1])
     kind = sys.argv[2]
-    wanted = int(sys.argv[3])
-    started = time.perf_counter()
-    in_child(home / "whole", kind, None)
-    whole_s = time.perf_counter() - started
-    whole = results(home / "whole")
-    moments = random.Random(7)
-    kills = 0
-    run = 0
-    while kills < wanted:
-        run += 1
+    num_wanted = int(sys.argv[3])
+    start_s = time.perf_counter()
+    train_in_child(home / "whole", kind, None)
+    whole_s = time.perf_counter() - start_s
+    expected = results(home / "whole")
+    random_times = random.Random(7)
+    num_kills = 0
+    num_runs = 0
+    while num_kills < num_wanted:
+        num_runs += 1
         longest_s = 0.3 if kind == "ranks" else 0.8 * whole_s
-        while not in_child(home / f"run{run}", kind, moments.uniform(0.05, 1) * longest_s):
-            kills += 1
-        if results(home / f"run{run}") != whole:
-            raise SystemExit(f"run {run} differs from the one that was never interrupted")
-        left = [p.name for p in (home / f"run{run}").iterdir() if "unfinished" in p.name]
-        if left:
-            raise SystemExit(f"left behind: {left}")
-    print(json.dumps({"kills": kills, "runs": run, "losses": len(whole["losses"])}))  # type: ignore[arg-type]
+        while not train_in_child(home / f"run{num_runs}", kind, random_times.uniform(0.05, 1) * longest_s):
+            num_kills += 1
+        if results(home / f"run{num_runs}") != expected:
+            raise SystemExit(f"run {num_runs} differs from the one that was never interrupted")
+        leftovers = [p.name for p in (home / f"run{num_runs}").iterdir() if "unfinished" in p.name]
+        if leftovers:
+            raise SystemExit(f"left behind: {leftovers}")
+    print(json.dumps({"kills": num_kills, "runs": num_runs, "losses": len(expected["losses"])}))  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

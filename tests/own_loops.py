@@ -53,22 +53,22 @@ def trainer_like(name: str, data: hl.Dataset, **options: Any) -> hl.Trainer:
     return hl.Trainer(model, data, method, lr=0.01, **options)
 
 
-def beside_the_trainer(world: World, name: str, graph: str, folder: str) -> dict[str, Any]:
+def losses_of_example_and_trainer(world: World, name: str, graph: str, folder: str) -> dict[str, Any]:
     """The losses of every step: by the example, and by the Trainer."""
-    before = torch.get_default_dtype()
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         if str(FOLDER) not in sys.path:
             sys.path.insert(0, str(FOLDER))
-        places = (graph, folder) if name == "own_loop_shards" else (graph,)
-        found = importlib.import_module(name).train(world, *places, EPOCHS)
+        data_arguments = (graph, folder) if name == "own_loop_shards" else (graph,)
+        example_results = importlib.import_module(name).train(world, *data_arguments, EPOCHS)
         data = hl.shards.open(folder, world) if name == "own_loop_shards" else hl.open(graph)
         losses = Losses()
         run = trainer_like(name, data, epochs=EPOCHS, show=False, callbacks=[losses], world=world).fit()
     finally:
-        torch.set_default_dtype(before)
-    return {**found, "trainer": losses.found, "epochs": run.epochs}
+        torch.set_default_dtype(default_dtype)
+    return {**example_results, "trainer": losses.found, "epochs": run.epochs}
 
 
-def all_beside_the_trainer(world: World, graph: str, folder: str) -> dict[str, Any]:
-    return {name: beside_the_trainer(world, name, graph, folder) for name in NAMES}
+def all_losses_of_examples_and_trainer(world: World, graph: str, folder: str) -> dict[str, Any]:
+    return {name: losses_of_example_and_trainer(world, name, graph, folder) for name in NAMES}

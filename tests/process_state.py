@@ -69,7 +69,7 @@ def threads_of_a_new_thread() -> int:
 
 def state() -> dict[str, str]:
     """All that belongs to the process, by name."""
-    found = {
+    values = {
         "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, []),
         "environment": dict(os.environ),
@@ -88,14 +88,16 @@ def state() -> dict[str, str]:
         "garbage collection": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()),
         "priority": os.getpriority(os.PRIO_PROCESS, 0),
         "folder and path": (os.getcwd(), list(sys.path)),
-        "logging": [(one.level, list(one.handlers)) for one in (logging.getLogger(), logging.getLogger("hopline"))],
+        "logging": [
+            (logger.level, list(logger.handlers)) for logger in (logging.getLogger(), logging.getLogger("hopline"))
+        ],
     }
     if "hopline.util.trace" in sys.modules:
         from hopline.util import progress, trace
 
-        found["trace listeners"] = trace._trace.listeners
-        found["progress displays"] = dict(progress._displays)
-    return {name: repr(value) for name, value in found.items()}
+        values["trace listeners"] = trace._trace.listeners
+        values["progress displays"] = dict(progress._displays)
+    return {name: repr(value) for name, value in values.items()}
 
 
 NAMES = list(dict.fromkeys([*state(), "trace listeners", "progress displays"]))
@@ -122,15 +124,17 @@ class Steps:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(200, 8, generator=generator)
         edge_index = torch.randint(200, (2, 2000), generator=generator)
-        given = Data(x=x, edge_index=edge_index, y=torch.randint(3, (200,), generator=generator))
-        given.train_mask = torch.arange(200) < 120
-        given.val_mask = (torch.arange(200) >= 120) & (torch.arange(200) < 160)
-        given.test_mask = torch.arange(200) >= 160
-        self.data = hl.from_pyg(given)
+        pyg_data = Data(x=x, edge_index=edge_index, y=torch.randint(3, (200,), generator=generator))
+        pyg_data.train_mask = torch.arange(200) < 120
+        pyg_data.val_mask = (torch.arange(200) >= 120) & (torch.arange(200) < 160)
+        pyg_data.test_mask = torch.arange(200) >= 160
+        self.data = hl.from_pyg(pyg_data)
         self.table = hl.table(x)
         self.sampler = hl.extend.NeighborSampler(self.data.graph, (3, 3))
         self.loader = hl.Sampled(fanouts=(3, 3), batch_size=16, workers=2).loader(self.data)
-        self.pyg_loader = hl.NeighborLoader(given, [3, 3], batch_size=16, num_workers=2, input_nodes=given.train_mask)
+        self.pyg_loader = hl.NeighborLoader(
+            pyg_data, [3, 3], batch_size=16, num_workers=2, input_nodes=pyg_data.train_mask
+        )
 
     def take_some_batches(self) -> None:
         for batches in (iter(self.loader), iter(self.pyg_loader)):

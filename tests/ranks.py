@@ -66,9 +66,9 @@ def train(world: World | None, kind: str, out: str | None = None, **changes: Any
 
 
 def train_each(world: World | None, kinds: list[str], out: str | None, changes: dict[str, Any]) -> dict[str, Any]:
-    found = {kind: train(world, kind, out, **changes) for kind in kinds}
-    awkward = {str(n): train(world, "sage", num_train=n)["losses"] for n in (1, 2, 13)} if out is None else {}
-    return {"kinds": found, "awkward": awkward}
+    results = {kind: train(world, kind, out, **changes) for kind in kinds}
+    awkward_losses = {str(n): train(world, "sage", num_train=n)["losses"] for n in (1, 2, 13)} if out is None else {}
+    return {"kinds": results, "awkward": awkward_losses}
 
 
 def main() -> None:
@@ -77,9 +77,9 @@ def main() -> None:
     out = sys.argv[2] or None
     kinds = json.loads(sys.argv[3])
     changes = json.loads(sys.argv[4])
-    found = run(train_each, LaunchSettings(timeout_s=20), kinds, out, changes)
+    results = run(train_each, LaunchSettings(timeout_s=20), kinds, out, changes)
     if int(os.environ["RANK"]) == 0:
-        Path(file).write_text(json.dumps(found))
+        Path(file).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -97,8 +97,8 @@ def copied(weights: dict[str, Any]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in weights.items()}
 
 
-def same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
+def same_weights(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return list(ours) == list(expected) and all(torch.equal(ours[name], expected[name]) for name in ours)
 
 
 def records(folder: Path, event: str | None = None) -> list[dict[str, Any]]:
@@ -124,8 +124,8 @@ def command(*arguments: object) -> Outcome:
     with mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             main()
-        except SystemExit as done:
-            status = done.code
+        except SystemExit as exit_request:
+            status = exit_request.code
     return Outcome(status or 0, out.getvalue(), err.getvalue())
 
 

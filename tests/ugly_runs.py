@@ -106,9 +106,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder))
         for case in CASES:
-            found = outcome(case, Path(folder))
-            last = (found.err.strip().splitlines() or [""])[-1]
-            print(f"| `{case.name}` | {last if found.status else 'trains'} |")
+            result = outcome(case, Path(folder))
+            last = (result.err.strip().splitlines() or [""])[-1]
+            print(f"| `{case.name}` | {last if result.status else 'trains'} |")
 
 
 if __name__ == "__main__":

@@ -86,8 +86,8 @@ class Program:
         outputs = [Path(folder) / name for name in ("stdout", "stderr")]
         self._outputs = outputs
         context = _real_get_context("forkserver")
-        given = (_address(), list(arguments), cwd, dict(env), outputs)
-        self._process = context.Process(target=_run_program, args=given)
+        arguments_of_target = (_address(), list(arguments), cwd, dict(env), outputs)
+        self._process = context.Process(target=_run_program, args=arguments_of_target)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid

@@ -118,8 +118,8 @@ def train(
                 (share + extra).backward()
                 step_loss += share.item()
             if clip_norm is not None:
-                stepped = [p for group in optimizer.param_groups for p in group["params"]]
-                nn.utils.clip_grad_norm_(stepped, clip_norm)
+                parameters = [p for group in optimizer.param_groups for p in group["params"]]
+                nn.utils.clip_grad_norm_(parameters, clip_norm)
             optimizer.step()
             if commit is not None:
                 commit()
@@ -154,10 +154,10 @@ class History:
         self.stored: list[Tensor] = []
         self.written: list[tuple[int, Tensor, Tensor]] = []
         with torch.no_grad():
-            h: Tensor = data.x
+            rows: Tensor = data.x
             for conv in self._convs(model)[:-1]:
-                h = conv(h, data.edge_index, **edge_arguments(data)).relu()
-                self.stored.append(h)
+                rows = conv(rows, data.edge_index, **edge_arguments(data)).relu()
+                self.stored.append(rows)
 
     @staticmethod
     def _convs(model: nn.Module) -> Any:
@@ -166,13 +166,13 @@ class History:
     def outputs(self, model: nn.Module, data: Data, batch: Tensor) -> Tensor:
         convs = self._convs(model)
         edge = edge_arguments(data)
-        inside = torch.zeros(data.x.size(0), 1, dtype=torch.bool)
-        inside[batch] = True
+        is_in_batch = torch.zeros(data.x.size(0), 1, dtype=torch.bool)
+        is_in_batch[batch] = True
         h: Tensor = data.x
         for l, conv in enumerate(convs[:-1]):
             h = conv(h, data.edge_index, **edge).relu()
             self.written.append((l, batch, h.detach()[batch]))
-            h = torch.where(inside, h, self.stored[l])
+            h = torch.where(is_in_batch, h, self.stored[l])
         return convs[-1](h, data.edge_index, **edge)
 
     def commit(self) -> None:
@@ -239,14 +239,14 @@ def make_schedule(name: str, optimizer: Optimizer, epochs: int, warmup: int, flo
         if warmup:
             return PlateauAfterWarmUp(optimizer, warmup, **options)
         return ReduceLROnPlateau(optimizer, **options)
-    made = {
+    schedules = {
         "constant": lambda: ConstantLR(optimizer, factor=1.0),
         "cosine": lambda: CosineAnnealingLR(optimizer, epochs - warmup, eta_min=floor),
         "step": lambda: StepLR(optimizer, 2, gamma=0.5),
     }
     if not warmup:
-        return made[name]()
-    return SequentialLR(optimizer, [warm_up(optimizer, warmup), made[name]()], milestones=[warmup])
+        return schedules[name]()
+    return SequentialLR(optimizer, [warm_up(optimizer, warmup), schedules[name]()], milestones=[warmup])
 
 
 # ---- evaluation

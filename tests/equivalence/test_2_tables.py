@@ -69,7 +69,7 @@ STACKS = {
 
 @pytest.mark.parametrize("name", STACKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
-def test_reads(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_stack_of_tables_reads_the_rows_of_the_tensor(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     rows = randn(NUM_ROWS, 5, dtype=dtype)
     rows[rows.abs() < 0.5] = 0
     table = STACKS[name](rows, tmp_path)
@@ -83,7 +83,7 @@ def test_reads(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", WRITABLE)
-def test_reads_after_writes(name: str, tmp_path: Path) -> None:
+def test_every_tier_reads_the_rows_that_were_written(name: str, tmp_path: Path) -> None:
     rows = randn(NUM_ROWS, 5, dtype=torch.float32)
     table = WRITABLE[name](rows, tmp_path)
     for seed in range(6):

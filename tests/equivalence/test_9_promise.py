@@ -70,15 +70,15 @@ def outline_of(triple: Triple) -> RunOutline:
 def one_seed_bytes(outline: RunOutline, method: Sampled) -> int:
     """What the dearest step of a single seed takes, found by trying the largest of all."""
     job = outline.job
-    most = 0
+    peak_bytes = 0
     batches = sorted(draw_batches(method, outline, 1), key=lambda batch: float(Sizes.of(batch).array.sum()))
     with own_threads(job):
         for batch in batches[-3:]:
             with meter_of("cpu") as meter:
                 BatchUnit(job, batch).forward_backward(1)
             job.module.zero_grad(set_to_none=True)
-            most = max(most, meter.peak_bytes)
-    return most
+            peak_bytes = max(peak_bytes, meter.peak_bytes)
+    return peak_bytes
 
 
 def holds(plan: Plan, budget: Budget, outline: RunOutline) -> bool:
@@ -88,42 +88,45 @@ def holds(plan: Plan, budget: Budget, outline: RunOutline) -> bool:
     assert guard is not None
     guard.measure_every = 1
     work = plan.method.bind(job).guarded(guard, plan)
-    most = 0
-    taken = 0
+    peak_bytes = 0
+    largest_batch_bytes = 0
     with own_threads(job), closing(work.units(1)) as units:  # type: ignore[type-var]
         for unit in units:
-            taken = max(taken, unit.batch.num_bytes)
+            largest_batch_bytes = max(largest_batch_bytes, unit.batch.num_bytes)
             unit.forward_backward(unit.total_size)
             job.module.zero_grad(set_to_none=True)
     record = guard.take_record()
-    most = plan.resident_bytes("host") + max(record["after"], default=0)
+    peak_bytes = plan.resident_bytes("host") + max(record["after"], default=0)
     prepared = next(item for item in plan.items if "prepared" in item.name).num_bytes
     limit = plan.limits["host"]
     assert limit is not None
-    return most <= limit and taken <= prepared and record["over"] == 0
+    return peak_bytes <= limit and largest_batch_bytes <= prepared and record["over"] == 0
 
 
 def check(triple: Triple) -> tuple[bool, bool]:
     """(whether the finest cut keeps to the budget, whether it was refused); a plan that is made must hold."""
     outline = outline_of(triple)
     method = Sampled(fanouts=triple.fanouts, batch_size=triple.batch_size, workers=0)
-    free = plan_of(method, outline_of(triple), Budget())
-    least = free.resident_bytes("host") + one_seed_bytes(outline, method)
-    total = int(least / 2 + triple.share * (1.2 * (free.resident_bytes("host") + free.step_bytes) - least / 2))
-    budget = Budget(host=str(max(1, total)))
-    possible = total >= least
+    unlimited = plan_of(method, outline_of(triple), Budget())
+    needed_bytes = unlimited.resident_bytes("host") + one_seed_bytes(outline, method)
+    budget_bytes = int(
+        needed_bytes / 2
+        + triple.share * (1.2 * (unlimited.resident_bytes("host") + unlimited.step_bytes) - needed_bytes / 2)
+    )
+    budget = Budget(host=str(max(1, budget_bytes)))
+    is_possible = budget_bytes >= needed_bytes
     plan = plan_of(method, outline, budget)
-    if plan.smallest_bytes("host") > total:
+    if plan.smallest_bytes("host") > budget_bytes:
         with pytest.raises(DoesNotFit):
             plan.check()
-        return possible, True
+        return is_possible, True
     assert holds(plan, budget, outline), triple
-    return possible, False
+    return is_possible, False
 
 
-def not_refused(number: int) -> float:
+def share_not_refused(number: int) -> float:
     """The share of satisfiable triples that are not refused; every plan that is made is tried."""
-    found: list[tuple[bool, bool]] = []
+    checked: list[tuple[bool, bool]] = []
 
     @settings(
         max_examples=number,
@@ -134,19 +137,19 @@ def not_refused(number: int) -> float:
     )
     @given(TRIPLES)
     def run(triple: Triple) -> None:
-        found.append(check(triple))
+        checked.append(check(triple))
 
     run()
-    possible = [refused for could, refused in found if could]
-    assert len(possible) > number / 10
-    print(f"{number} plans, {len(possible)} of them possible, {sum(possible)} of these refused")
-    return 1 - sum(possible) / max(1, len(possible))
+    refusals = [is_refused for is_possible, is_refused in checked if is_possible]
+    assert len(refusals) > number / 10
+    print(f"{number} plans, {len(refusals)} of them possible, {sum(refusals)} of these refused")
+    return 1 - sum(refusals) / max(1, len(refusals))
 
 
 def test_a_plan_holds_or_is_refused():
-    assert not_refused(FEW) >= 0.65  # so few show no more
+    assert share_not_refused(FEW) >= 0.65  # so few show no more
 
 
 @pytest.mark.extended
 def test_a_thousand_plans_hold_or_are_refused():
-    assert not_refused(MANY) >= 0.8
+    assert share_not_refused(MANY) >= 0.8

@@ -83,11 +83,11 @@ def test_two_ranks_that_share_a_gpu_are_one_process_on_the_cpu(monkeypatch: pyte
         {"kind": "gin", "settings": {"aggregation": "one_shot"}, "norm": "batch"},
         {"kind": "gat", "settings": {"trim": True}, "dropout": 0.4},
     ]
-    for case, found in zip(cases, run(full_batch_ranks.train_all, settings, cases, device="cuda"), strict=True):
+    for case, ours in zip(cases, run(full_batch_ranks.train_all, settings, cases, device="cuda"), strict=True):
         alone: dict[str, Any] = case | {"settings": {"aggregation": "sequential"}}
         expected = full_batch_ranks.train(World.alone(), **alone)
-        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-9)
-        assert found["weights"] == pytest.approx(expected["weights"], rel=1e-6, abs=1e-9)
+        assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+        assert ours["weights"] == pytest.approx(expected["weights"], rel=1e-6, abs=1e-9)
     case = {"settings": {"compensate": True}, "dropout": 0.3}
-    (found,) = run(historical_ranks.train_all, settings, [case], False, device="cuda")
-    assert found["losses"] == pytest.approx(historical_ranks.alone(case)["losses"], rel=1e-9)
+    (ours,) = run(historical_ranks.train_all, settings, [case], False, device="cuda")
+    assert ours["losses"] == pytest.approx(historical_ranks.alone(case)["losses"], rel=1e-9)

@@ -43,7 +43,7 @@ from tests.equivalence.training_cases import (
     epochs_of,
     gat,
     gcn_graph,
-    halved,
+    halve_output,
     make,
     plain_twin,
     reference_of,
@@ -63,28 +63,28 @@ def compare(
     reference: of the plain model, further arguments of the loop.
     """
     model = make(scenario.model)
-    other = plain_twin(model)
+    plain_model = plain_twin(model)
     steps = Steps(scenario.after_step)
     if scenario.prepare is not None:
         scenario.prepare(model)
-        scenario.prepare(other)
+        scenario.prepare(plain_model)
     trainer = trainer_of(scenario, way, model, callbacks=[steps], **options)
     trainer.fit()
     epochs = epochs_of(trainer, way, trainer.settings.epochs)
-    expected = reference_of(scenario, way, other, epochs, **({} if reference is None else reference(other)))
+    expected = reference_of(scenario, way, plain_model, epochs, **({} if reference is None else reference(plain_model)))
     assert len(steps.losses) >= 5
     assert_same(steps.trained, expected)
-    assert_same_weights(model, other)
+    assert_same_weights(model, plain_model)
 
 
 @pytest.mark.parametrize(("name", "way"), CELLS, ids=str)
-def test_scenarios(name: str, way: str) -> None:
+def test_every_scenario_by_every_method_equals_the_reference_loop(name: str, way: str) -> None:
     compare(SCENARIOS[name], WAYS[way])
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
-def test_models(name: str, way: str) -> None:
+def test_models_by_every_method_equal_the_reference_loop_or_are_refused(name: str, way: str) -> None:
     scenario = Scenario(model=MODELS[name])
     if name == "own module" and way != "sampled-block":
         with pytest.raises(ValueError, match="OwnModule is not"):
@@ -97,15 +97,15 @@ def test_models(name: str, way: str) -> None:
 
 
 def hook_gcn(model: Any) -> None:
-    model.convs[1].register_forward_hook(halved)
+    model.convs[1].register_forward_hook(halve_output)
 
 
 def hook_model(model: nn.Module) -> None:
-    model.register_forward_hook(halved)
+    model.register_forward_hook(halve_output)
 
 
 def hook_dropout(model: Any) -> None:
-    model.dropout.register_forward_hook(halved)
+    model.dropout.register_forward_hook(halve_output)
 
 
 HOOKED = {
@@ -146,7 +146,7 @@ class InterruptAt(hl.Callback):
             raise Interrupted
 
 
-def resumed(
+def train_with_interruptions(
     scenario: Scenario, way: CallingConvention, out: Path, lengths: list[tuple[int, int | None]], **options: Any
 ) -> tuple[nn.Module, Steps]:
     """Train in one folder by several runs. lengths: of each run, its epochs= and the epoch in which it is cut off."""
@@ -178,23 +178,25 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize(("name", "warmup", "way"), SCHEDULES)
-def test_schedules_resumed_at_every_epoch(name: str, warmup: int, way: str, tmp_path: Path) -> None:
+def test_a_schedule_resumed_at_every_epoch_equals_that_of_torch(
+    name: str, warmup: int, way: str, tmp_path: Path
+) -> None:
     epochs = 6
     floor = 0.02
     schedule = Schedule(name=name, warmup=warmup, every=0 if name == "plateau" else 2, floor=floor)  # type: ignore[arg-type]
     scenario = Scenario(lr=6.0)  # so high that the loss rises at times, which is what a plateau is about
     cuts = [(epochs, epoch) for epoch in range(2, epochs + 1)]
-    model, steps = resumed(scenario, WAYS[way], tmp_path, [*cuts, (epochs, None)], schedule=schedule)
+    model, steps = train_with_interruptions(scenario, WAYS[way], tmp_path, [*cuts, (epochs, None)], schedule=schedule)
 
-    other = plain_twin(make(scenario.model))
+    plain_model = plain_twin(make(scenario.model))
     trainer = trainer_of(scenario, WAYS[way], make(scenario.model))
-    optimizer = torch.optim.SGD(other.parameters(), lr=scenario.lr)
-    theirs = plain.make_schedule(name, optimizer, epochs, warmup, floor)
+    optimizer = torch.optim.SGD(plain_model.parameters(), lr=scenario.lr)
+    plain_schedule = plain.make_schedule(name, optimizer, epochs, warmup, floor)
     seeds = epochs_of(trainer, WAYS[way], epochs)
-    expected = reference_of(scenario, WAYS[way], other, seeds, optimizer=optimizer, schedule=theirs)
+    expected = reference_of(scenario, WAYS[way], plain_model, seeds, optimizer=optimizer, schedule=plain_schedule)
     assert len(set(expected.rates)) > (name != "constant" or warmup > 0)
     assert_same(steps.trained, expected)
-    assert_same_weights(model, other)
+    assert_same_weights(model, plain_model)
 
 
 @pytest.mark.parametrize(("before", "cut", "after"), [(3, None, 6), (6, 4, 4), (6, 3, 9)])
@@ -203,7 +205,7 @@ def test_a_cosine_resumed_with_another_number_of_epochs_is_that_of_the_new_numbe
 ) -> None:
     schedule = Schedule(name="cosine", floor=0.02)
     lengths = [(before, cut), (after, None)]
-    _, steps = resumed(Scenario(lr=0.5), WAYS["sweep"], tmp_path, lengths, schedule=schedule)
+    _, steps = train_with_interruptions(Scenario(lr=0.5), WAYS["sweep"], tmp_path, lengths, schedule=schedule)
     done = before if cut is None else cut - 1
     expected = [0.02 + 0.48 * (1 + math.cos(math.pi * epoch / after)) / 2 for epoch in range(done, after)]
     assert steps.trained.rates[done:] == pytest.approx(expected, abs=1e-9)
@@ -222,18 +224,18 @@ def first_of_each(edge_index: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("array", ["edge_weight", "edge_attr"])
-def test_edge_arrays_where_duplicates_are_removed(array: str, way: str) -> None:
+def test_removing_duplicate_edges_keeps_the_arrays_of_the_first(array: str, way: str) -> None:
     data, model = {"edge_weight": (WEIGHTED, gcn_graph), "edge_attr": (ATTRIBUTED, gat)}[array]
     assert data.edge_index is not None
     order = torch.randperm(data.num_edges, generator=torch.Generator().manual_seed(0))
     shuffled = copy.copy(data)
     shuffled.edge_index = data.edge_index[:, order]
     shuffled[array] = data[array][order]
-    kept = first_of_each(shuffled.edge_index)
-    assert kept.numel() < data.num_edges - 10
+    first_positions = first_of_each(shuffled.edge_index)
+    assert first_positions.numel() < data.num_edges - 10
     unique = copy.copy(data)
-    unique.edge_index = shuffled.edge_index[:, kept]
-    unique[array] = shuffled[array][kept]
+    unique.edge_index = shuffled.edge_index[:, first_positions]
+    unique[array] = shuffled[array][first_positions]
     removed = hl.from_pyg(shuffled, duplicates="remove")
     removed = replace(removed, splits={"train": removed.splits["train"]})
     compare(Scenario(model=model, data=unique), WAYS[way], data=removed)
@@ -243,14 +245,14 @@ def test_edge_arrays_where_duplicates_are_removed(array: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["historical", "historical-one-batch"])
-def test_lipschitz(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lipschitz_penalty_equals_that_of_the_reference_loop(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The penalty of GNNAutoScale, with noise that the reference knows too."""
     noise = randn(NUM_NODES, 8, seed=3)
     monkeypatch.setattr(smoothness, "_normal", lambda h, block, l: noise[block.src_ids])
 
     def penalty_of(model: Any) -> dict[str, Any]:
         inputs: list[Tensor] = []
-        model.convs[1].register_forward_pre_hook(lambda conv, given: inputs.append(given[0]))
+        model.convs[1].register_forward_pre_hook(lambda conv, inputs_of_conv: inputs.append(inputs_of_conv[0]))
 
         def penalty(model: Any, batch: Tensor) -> Tensor:
             h = inputs[-1]
@@ -259,8 +261,8 @@ def test_lipschitz(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
         return {"penalty": penalty}
 
-    usual = WAYS[way]
-    changed = replace(usual, method=lambda layers: replace(usual.method(layers), lipschitz=0.7))  # type: ignore[type-var]
+    way_without = WAYS[way]
+    changed = replace(way_without, method=lambda layers: replace(way_without.method(layers), lipschitz=0.7))  # type: ignore[type-var]
     compare(Scenario(), changed, penalty_of)
 
 
@@ -280,13 +282,13 @@ class Gradients(hl.Callback):
 
 @pytest.mark.parametrize("num_train", [18, 23, 3])
 @pytest.mark.parametrize("max_batches", [None, 2])
-def test_compensated_batches_are_in_the_mean_the_full_batch(max_batches: int | None, num_train: int) -> None:
+def test_the_mean_over_compensated_batches_is_the_full_batch(max_batches: int | None, num_train: int) -> None:
     """The mean over all groups, at weights that stay as they are: a step stands for as much as any other."""
     data = dataset_of(Scenario())
     ids = data.splits["train"][:num_train]
     model = make(sage_gcn)
     steps = Gradients()
-    other = plain_twin(model)
+    plain_model = plain_twin(model)
     method = hl.Historical(
         num_parts=6, parts_per_batch=1, partition="random", groups="fixed", compensate=True, refresh_every=1,
         max_batches=max_batches,
@@ -297,13 +299,13 @@ def test_compensated_batches_are_in_the_mean_the_full_batch(max_batches: int | N
 
     parts: Any = trainer.work.parts  # type: ignore[attr-defined]
     groups = [group for epoch in range(1, settings["epochs"] + 1) for group in parts.groups_of(epoch)]
-    once = dict(zip(groups, steps.found, strict=True))
-    assert len(once) == 6
-    losses, gradients = (torch.stack(found) for found in zip(*once.values(), strict=True))
-    expected = plain.cross_entropy(other, plain.whole_graph(other, DATA, ids)[ids], DATA.y[ids])
+    step_by_group = dict(zip(groups, steps.found, strict=True))
+    assert len(step_by_group) == 6
+    losses, gradients = (torch.stack(values) for values in zip(*step_by_group.values(), strict=True))
+    expected = plain.cross_entropy(plain_model, plain.whole_graph(plain_model, DATA, ids)[ids], DATA.y[ids])
     expected.backward()
     torch.testing.assert_close(losses.mean(), expected.detach(), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(gradients.mean(0), gradient_of(other), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(gradients.mean(0), gradient_of(plain_model), rtol=1e-9, atol=1e-9)
 
 
 # ---- batches in pieces
@@ -315,12 +317,12 @@ SPLIT_BYTES = {"sampled-block": 24_000, "historical": 100_000, "historical-one-b
 
 @pytest.mark.parametrize("way", SPLIT_BYTES)
 @pytest.mark.parametrize("name", ["usual loss", "class weights", "label smoothing", "parameters in the loss"])
-def test_batches_that_a_budget_splits(name: str, way: str) -> None:
+def test_batches_split_by_a_budget_train_as_whole_ones(name: str, way: str) -> None:
     scenario = SCENARIOS[name]
     steps = Steps()
     model = make(scenario.model)
     counters = trace.Counters()
-    other = plain_twin(model)
+    plain_model = plain_twin(model)
     trainer = trainer_of(scenario, WAYS[way], model, callbacks=[steps])
     trainer.work = guarded(trainer.work, trainer.method, Guard(trainer.job, Budget(), SPLIT_BYTES[way]))
     with trace.listen(counters):
@@ -328,27 +330,27 @@ def test_batches_that_a_budget_splits(name: str, way: str) -> None:
     counters.next_epoch()
     assert counters.last_epoch()["budget.batches_split"] > 0
     epochs = epochs_of(trainer, WAYS[way], trainer.settings.epochs)
-    assert_same(steps.trained, reference_of(scenario, WAYS[way], other, epochs))
-    assert_same_weights(model, other)
+    assert_same(steps.trained, reference_of(scenario, WAYS[way], plain_model, epochs))
+    assert_same_weights(model, plain_model)
 
 
 # ---- fits, optimizers, ids and classes
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_second_fit_goes_on_from_the_weights_of_the_first(way: str) -> None:
+def test_a_second_fit_starts_from_the_weights_of_the_first(way: str) -> None:
     scenario = Scenario()
     steps = Steps()
     model = make(scenario.model)
-    other = plain_twin(model)
+    plain_model = plain_twin(model)
     trainer = trainer_of(scenario, WAYS[way], model, callbacks=[steps])
     epochs = epochs_of(trainer, WAYS[way], trainer.settings.epochs)
     for _ in range(2):
         steps.losses.clear()
         trainer.fit()
-        expected = reference_of(scenario, WAYS[way], other, epochs)
+        expected = reference_of(scenario, WAYS[way], plain_model, epochs)
         assert_same(steps.trained, expected)
-    assert_same_weights(model, other)
+    assert_same_weights(model, plain_model)
 
 
 class LastConvAlone(hl.Trainer):
@@ -360,7 +362,7 @@ class LastConvAlone(hl.Trainer):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_optimizer_over_some_parameters_with_clipping(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clipping_counts_only_parameters_of_the_optimizer(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hl, "Trainer", LastConvAlone)
 
     def reference(model: Any) -> dict[str, Any]:
@@ -386,7 +388,7 @@ def test_training_ids_that_are_given_twice_are_refused(way: str) -> None:
 def test_one_column_for_two_classes_is_scored_by_its_sign(way: str) -> None:
     scenario = Scenario(model=lambda: sage_gcn(1), data=BINARY, loss=plain.binary)
     model = make(scenario.model)
-    other = plain_twin(model)
+    plain_model = plain_twin(model)
     trainer = trainer_of(scenario, WAYS[way], model, data=dataset_of(scenario, evaluated=True))
     run = trainer.fit()
 
@@ -396,7 +398,7 @@ def test_one_column_for_two_classes_is_scored_by_its_sign(way: str) -> None:
         return ((out > 0).long() == BINARY.y[BINARY.val_mask]).double().mean().item()
 
     epochs = epochs_of(trainer, WAYS[way], trainer.settings.epochs)
-    expected = reference_of(scenario, WAYS[way], other, epochs, validate=validate)
+    expected = reference_of(scenario, WAYS[way], plain_model, epochs, validate=validate)
     assert [e.metrics["accuracy"] for e in run.evaluations if e.split == "valid"] == pytest.approx(expected.scores)
 
 
@@ -414,28 +416,28 @@ EVALUATED = [*[("async", way) for way in WAYS], ("blocking", "sampled-block"), (
 
 @pytest.mark.parametrize("patience", [None, 2])
 @pytest.mark.parametrize(("evaluate", "way"), EVALUATED)
-def test_evaluation_beside_training_keeps_the_best_epoch(evaluate: str, way: str, patience: int | None) -> None:
+def test_training_keeps_the_weights_of_the_best_epoch(evaluate: str, way: str, patience: int | None) -> None:
     scenario = Scenario()
     model = make(scenario.model)
     steps = Steps()
-    other = plain_twin(model)
+    plain_model = plain_twin(model)
     options: dict[str, Any] = {"data": dataset_of(scenario, evaluated=True), "epochs": 8, "patience": patience}
     trainer = trainer_of(scenario, WAYS[way], model, callbacks=[steps], evaluate=evaluate, **options)
     run = trainer.fit()
     epochs = epochs_of(trainer, WAYS[way], 8)
     stops: dict[str, Any] = {} if patience is None else {"patience": patience}
     expected = reference_of(
-        scenario, WAYS[way], other, epochs, validate=lambda m: plain.accuracy(m, DATA, DATA.val_mask), **stops
+        scenario, WAYS[way], plain_model, epochs, validate=lambda m: plain.accuracy(m, DATA, DATA.val_mask), **stops
     )
     scores = [e.metrics["accuracy"] for e in run.evaluations if e.split == "valid"]
     assert scores == pytest.approx(expected.scores)
     assert (run.epochs, run.best_epoch) == (len(expected.scores), expected.best_epoch)
     assert [epoch.lr for epoch in run.history] == expected.rates
-    other.load_state_dict(expected.best_weights)
-    assert_same_weights(model, other)
-    assert run.test == pytest.approx(plain.accuracy(other, DATA, DATA.test_mask))
-    taken = steps.trained.losses[: len(expected.losses)]  # async: further ones were dropped
-    assert taken == pytest.approx(expected.losses, abs=1e-9)
+    plain_model.load_state_dict(expected.best_weights)
+    assert_same_weights(model, plain_model)
+    assert run.test == pytest.approx(plain.accuracy(plain_model, DATA, DATA.test_mask))
+    losses = steps.trained.losses[: len(expected.losses)]  # async: further ones were dropped
+    assert losses == pytest.approx(expected.losses, abs=1e-9)
 
 
 # ---- the page

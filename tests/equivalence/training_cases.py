@@ -224,23 +224,23 @@ def change_weights(step: int, model: nn.Module, optimizer: Optimizer) -> None:
         next(iter(model.parameters())).zero_()
 
 
-def halved(module: nn.Module, given: Any, out: Tensor) -> Tensor:
+def halve_output(module: nn.Module, inputs: Any, out: Tensor) -> Tensor:
     return out / 2
 
 
-def shifted(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (given[0] + 0.5, *given[1:])
+def shift_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (inputs[0] + 0.5, *inputs[1:])
 
 
 def hook_convs(model: Any) -> None:
-    model.convs[0].register_forward_hook(halved)
-    model.convs[1].register_forward_hook(halved)
+    model.convs[0].register_forward_hook(halve_output)
+    model.convs[1].register_forward_hook(halve_output)
 
 
 def hook_inside(model: Any) -> None:
     """On what a fused conv would not call."""
-    model.convs[0].lin_l.register_forward_hook(halved)
-    model.convs[1].lin.register_forward_pre_hook(shifted)
+    model.convs[0].lin_l.register_forward_hook(halve_output)
+    model.convs[1].lin.register_forward_pre_hook(shift_input)
 
 
 def hook_gradients(model: Any) -> None:
@@ -322,7 +322,7 @@ def trainer_of(scenario: Scenario, way: CallingConvention, model: nn.Module, **o
     method = way.method(len(getattr(model, "convs", (None, None))))
     if isinstance(method, hl.Sampled) and scenario.batch_size is not None:
         method = replace(method, batch_size=scenario.batch_size)
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "epochs": way.epochs,
         "optimizer": scenario.optimizer,
         "lr": scenario.lr,
@@ -330,9 +330,9 @@ def trainer_of(scenario: Scenario, way: CallingConvention, model: nn.Module, **o
         "train_step": train_step_of(scenario.loss) if scenario.own_loss else None,
         "show": False,
     }
-    given |= {**way.settings, **scenario.settings, **options}
-    data = given.pop("data", None) or dataset_of(scenario)
-    return hl.Trainer(model, data, method, **given)
+    settings |= {**way.settings, **scenario.settings, **options}
+    data = settings.pop("data", None) or dataset_of(scenario)
+    return hl.Trainer(model, data, method, **settings)
 
 
 def epochs_of(trainer: hl.Trainer, way: CallingConvention, num_epochs: int) -> list[list[Tensor]]:
@@ -355,27 +355,29 @@ def reference_of(
     scenario: Scenario, way: CallingConvention, model: nn.Module, epochs: list[list[Tensor]], **options: Any
 ) -> plain.Trained:
     """Train a plain model by the reference loop."""
-    given: dict[str, Any] = {"optimizer": optimizer_of(scenario, model), "after_step": scenario.after_step}
-    given |= {**scenario.settings, "loss": scenario.loss}
+    arguments: dict[str, Any] = {"optimizer": optimizer_of(scenario, model), "after_step": scenario.after_step}
+    arguments |= {**scenario.settings, "loss": scenario.loss}
     if way.has_history:
         history = plain.History(model, scenario.data)
-        given |= {"outputs": history.outputs, "commit": history.commit}
-    return plain.train(model, scenario.data, epochs, **(given | options))
+        arguments |= {"outputs": history.outputs, "commit": history.commit}
+    return plain.train(model, scenario.data, epochs, **(arguments | options))
 
 
-def assert_same(found: plain.Trained, expected: plain.Trained, tolerance: float = 1e-9) -> None:
-    assert len(found.losses) == len(expected.losses)
-    losses, theirs = (torch.tensor(t.losses, dtype=torch.float64) for t in (found, expected))
-    torch.testing.assert_close(losses, theirs, rtol=tolerance, atol=tolerance, msg=lambda m: f"losses: {m}")
-    rates, theirs = (torch.tensor(t.rates, dtype=torch.float64) for t in (found, expected))
-    torch.testing.assert_close(rates, theirs, rtol=tolerance, atol=tolerance, msg=lambda m: f"rates: {m}")
-
-
-def assert_same_weights(found: nn.Module, expected: nn.Module, tolerance: float = 1e-9) -> None:
-    ours = dict(found.named_parameters())
-    theirs = dict(expected.named_parameters())
-    assert list(ours) == list(theirs)
-    for name in ours:
+def assert_same(ours: plain.Trained, expected: plain.Trained, tolerance: float = 1e-9) -> None:
+    assert len(ours.losses) == len(expected.losses)
+    for name in ("losses", "rates"):
+        our_values = torch.tensor(getattr(ours, name), dtype=torch.float64)
+        expected_values = torch.tensor(getattr(expected, name), dtype=torch.float64)
         torch.testing.assert_close(
-            ours[name], theirs[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            our_values, expected_values, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+def assert_same_weights(ours: nn.Module, expected: nn.Module, tolerance: float = 1e-9) -> None:
+    our_weights = dict(ours.named_parameters())
+    expected_weights = dict(expected.named_parameters())
+    assert list(our_weights) == list(expected_weights)
+    for name in our_weights:
+        torch.testing.assert_close(
+            our_weights[name], expected_weights[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )
