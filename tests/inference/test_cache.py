@@ -1,4 +1,10 @@
-"""What inference keeps for the next time changes no bit, and is used only where nothing but the weights has changed."""
+"""Exact inference with its cache equals inference without one to the bit, and stale entries are never read.
+
+The first inference at some nodes stores their list. The second stores blocks, and sums of features that
+need no weight. Later ones read both. A change of edges, features or nodes must lead to new blocks and sums; a
+change of weights must not. The oracle is `infer_without_cache`: the same arrays in a new `Graph` object,
+which has no cache yet.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +38,21 @@ CONVS = {
     "gat": lambda: [GATConv(8, 8), GATConv(8, 4)],
 }
 HAVE_CACHED_SUMS = {"mean", "max", "no root", "gin", "graph", "gcn, wider", "gcn, improved"}
+"""Models whose first conv aggregates the features before it applies weights, so that the sums can be cached."""
 
 
 def infer_without_cache(model: hl.nn.GNN, data: hl.Dataset, ids: Tensor, **options: Any) -> Tensor:
-    """On a graph that nobody has asked before."""
+    """The oracle: exact inference on a new graph object, whose cache is empty."""
     return infer.exact(model, with_new_graph(data), ids.clone(), **options)
 
 
 def with_new_graph(data: hl.Dataset) -> hl.Dataset:
-    """The same arrays, in a graph with which nothing is kept."""
+    """The dataset with the same arrays in a new `Graph` object, which has no cache."""
     return replace(data, graph=replace(data.graph))
 
 
 def cache_of(data: hl.Dataset) -> cache.InferenceCache:
+    """The cache of the last inference on the graph of a dataset."""
     inference_cache = cache.LastInference.on(data.graph).cache
     assert inference_cache is not None
     return inference_cache
@@ -105,7 +113,7 @@ def test_blocks_are_built_in_the_first_two_inferences_and_never_again(
     monkeypatch.setattr(layerwise_chunks, "full_block", block)
     ids = torch.tensor([3, 5])
     counts = []
-    for _ in range(4):  # what is asked for once leaves nothing
+    for _ in range(4):  # blocks are stored from the second inference on
         infer.exact(hl.nn.GNN(CONVS["mean"]()), data, ids, chunk_edges=chunk_edges)
         counts.append(len(block_sizes))
     assert counts[0] > 0
@@ -127,6 +135,7 @@ def test_changed_features_are_read_again(chunk_edges: int | None):
     table = data.tables["x"] = hl.extend.TensorTable(rows)
 
     def agrees_with_no_cache() -> bool:
+        """Whether three inferences, of which the later ones read the cache, equal the oracle."""
         outputs = [infer.exact(model, data, ids, chunk_edges=chunk_edges) for _ in range(3)]
         expected = infer_without_cache(model, data, ids, chunk_edges=chunk_edges)
         return all(torch.equal(output, expected) for output in outputs)
@@ -139,7 +148,7 @@ def test_changed_features_are_read_again(chunk_edges: int | None):
         lambda: data.tables.update(x=hl.extend.TensorTable(torch.randn(400, 8))),
         lambda: data.tables.update(x=hl.extend.SparseTable.from_dense(torch.randn(400, 8).relu())),
     ):
-        for _ in range(2):  # what is asked for once leaves nothing that could be stale
+        for _ in range(2):  # the second inference stores what could be stale
             infer.exact(model, data, ids, chunk_edges=chunk_edges)
         change()
         now = infer.exact(model, data, ids, chunk_edges=chunk_edges)
@@ -149,7 +158,7 @@ def test_changed_features_are_read_again(chunk_edges: int | None):
 
 
 class RandomTable(hl.tables.Table):
-    """Rows that somebody makes up, other ones every time."""
+    """A table whose rows are drawn anew at every read. It has no version that would tell of a change."""
 
     shape = (400, 8)
     dtype = torch.float32

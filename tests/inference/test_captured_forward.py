@@ -1,4 +1,9 @@
-"""Evaluation as a CUDA graph: it computes what it would without, and notices what has changed beside the weights."""
+"""Captured inference: a replay equals inference without capture, and inputs that moved are noticed.
+
+The first call of a `CapturedInference` runs as usual, the second is captured as a CUDA graph, and later ones
+replay it. A replay reads fixed addresses: it sees new weights, but not a weight tensor that was replaced. Tests
+without a GPU use `FakeCuda`, which logs captures and replays; tests with the marker `gpu` compare numbers.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +45,7 @@ def mark_gpu(test: Any) -> Any:
 
 
 class CountsCalls(nn.Module):
-    """A module whose output is another every time."""
+    """A module whose output depends on the number of its calls, so that a replay would be wrong."""
 
     count = 0
 
@@ -50,10 +55,12 @@ class CountsCalls(nn.Module):
 
 
 class SubclassOfGNN(GNN):
+    # Its layers might do anything, so it is not captured.
     pass
 
 
 def squared(x: Tensor) -> Tensor:
+    """An activation from outside torch, PyG and hopline."""
     return x * x
 
 
@@ -114,6 +121,7 @@ def test_a_trainer_owns_what_its_evaluations_capture(monkeypatch: pytest.MonkeyP
 
 
 def job_with(model: GNN, data: hl.Dataset, say: Any = print) -> Job:
+    """A job on the CPU; `say` gets the messages of the capture."""
     return Job(
         data=data,
         model=model,
@@ -125,7 +133,7 @@ def job_with(model: GNN, data: hl.Dataset, say: Any = print) -> Job:
 
 
 def next_call_of(inference: CapturedInference, fake_cuda: FakeCuda) -> str:
-    """Whether the next time is run as it is, captured or only replayed."""
+    """What the next call does: "run" (no CUDA graph), "captured" (and replayed) or "replayed"."""
     fake_cuda.log.clear()
     inference()
     words = [line.split()[0] for line in fake_cuda.log if "waits" not in line]
@@ -143,6 +151,7 @@ def test_the_second_call_is_captured_and_another_one_after_its_inputs_moved(fake
     graph = data.graph
 
     def move() -> None:
+        """Replace the storage of a weight: a graph would read the old address."""
         weight.data = weight.data.clone()
 
     changes = [
@@ -157,7 +166,7 @@ def test_the_second_call_is_captured_and_another_one_after_its_inputs_moved(fake
         assert [next_call_of(inference, fake_cuda) for _ in range(3)] == ["run", "captured", "replayed"]
         for perturb_weights in (first, second):
             with torch.no_grad():
-                weight.add_(1)  # which a graph reads when it is replayed
+                weight.add_(1)  # in place: a replay reads the new values
             assert next_call_of(inference, fake_cuda) == "replayed"
             perturb_weights()
             assert [next_call_of(inference, fake_cuda) for _ in range(3)] == ["run", "captured", "replayed"]
@@ -223,6 +232,7 @@ MODELS = {
 
 
 def job_on_gpu(model: GNN, data: hl.Dataset, lines: list[str] | None = None, **placement: Any) -> Job:
+    """A job whose data are on a GPU as a Trainer places them. lines: gets the messages of the capture."""
     trainer = hl.Trainer(
         model,
         data,
@@ -245,6 +255,7 @@ def job_on_gpu(model: GNN, data: hl.Dataset, lines: list[str] | None = None, **p
 
 
 def perturb_weights(model: nn.Module) -> None:
+    """Change all weights and running statistics in place, as an epoch of training does."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_floating_point():
@@ -252,11 +263,13 @@ def perturb_weights(model: nn.Module) -> None:
 
 
 def infer_without_capture(job: Job, ids: Tensor) -> Tensor:
+    """The oracle: exact inference kernel by kernel, without a cache."""
     LastInference.on(job.data.graph).cache = None
     return infer.exact(job.model, job.data, ids.clone(), device=job.device)
 
 
 def dataset() -> hl.Dataset:
+    """A planted graph of 5000 nodes."""
     return planted_partition(num_nodes=5000, num_edges=60_000, num_classes=4, num_features=16, num_train=1000)
 
 
@@ -306,7 +319,7 @@ def test_changed_features_ids_and_weight_tensors_are_noticed():
         (move, True),
         (lambda: ids.copy_(ids.flip(0)), True),
         (move, False),
-    ):  # then it is enough
+    ):  # MAX_CAPTURES is reached
         change()
         for _ in range(3):
             assert torch.equal(inference(), infer_without_capture(job, ids))

@@ -1,4 +1,4 @@
-"""One rank; with several, see `shards/ranks.py`."""
+"""Inference over the shards of one rank equals inference over the whole graph. `shards/ranks.py` has several ranks."""
 
 from __future__ import annotations
 

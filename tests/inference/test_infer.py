@@ -1,4 +1,7 @@
-"""Inference: modes, models without layers, samples. That it equals `forward` is an identity of its own."""
+"""`hl.infer`: evaluation mode, modules without layers, the order of rows, samples, and `keep=`.
+
+That layer-wise inference equals plain PyG is `equivalence/test_7_layerwise.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ from tests.runs import method, sage, small
 
 
 class Plain(nn.Module):
+    """One conv with dropout, whose layers hopline cannot see."""
+
     def __init__(self, data: hl.Dataset) -> None:
         super().__init__()
         torch.manual_seed(0)

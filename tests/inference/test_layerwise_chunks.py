@@ -1,4 +1,4 @@
-"""Layer-wise inference: what is made ahead and written behind changes no bit; chunks keep to their bytes."""
+"""Layer-wise inference in chunks: threads change no bit, prefetching has a limit, and chunks keep to their bytes."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from tests.runs import sage, small
 
 
 def make_serial_pipeline(stages: Any, **_: Any) -> Pipeline:
+    """A pipeline without threads, in place of the one of the engine."""
     return Pipeline(stages, workers=0)
 
 
@@ -69,7 +70,7 @@ def test_chunks_are_prefetched_up_to_a_limit(monkeypatch: pytest.MonkeyPatch):
     assert 2 <= max(num_prefetched) <= PREFETCH_CHUNKS + 1
     assert threading.main_thread().name not in threads
     threads.clear()
-    infer.exact(model, data, torch.arange(3))  # of a single chunk there is nothing to make ahead
+    infer.exact(model, data, torch.arange(3))  # one chunk: there is no next one to prefetch
     assert threads == {threading.main_thread().name}
 
 
@@ -90,6 +91,8 @@ def test_a_single_chunk_of_all_nodes_refuses_an_edge_index_out_of_range():
 
 
 class UnreadableTable(hl.extend.TensorTable):
+    """A table whose reads fail."""
+
     def read(self, ids: Tensor) -> Tensor:
         raise OSError("the disk is gone")
 
@@ -112,7 +115,7 @@ def test_an_error_of_a_table_or_of_the_prefetch_stage_ends_inference(monkeypatch
 @pytest.mark.parametrize("kind", [SAGEConv, GATConv, GATv2Conv, TransformerConv, GENConv])
 def test_the_peak_of_a_chunk_keeps_to_chunk_bytes(kind: Any):
     torch.manual_seed(0)
-    indptr = torch.arange(1001) * 20  # no node has so many edges that it cannot keep to the bytes
+    indptr = torch.arange(1001) * 20  # 20 in-edges each: no single node exceeds chunk_bytes
     graph = hl.Graph(indptr, torch.randint(0, 1000, (20_000,)))
     data = hl.Dataset(name="even", graph=graph, tables={"x": hl.extend.TensorTable(torch.randn(1000, 16))})
     model = hl.nn.GNN([kind(16, 32), kind(32, 4)])
@@ -123,7 +126,7 @@ def test_the_peak_of_a_chunk_keeps_to_chunk_bytes(kind: Any):
             ours = infer.exact(model, data, chunk_bytes=chunk_bytes)
         torch.testing.assert_close(ours, expected)
         assert meter.peak_bytes <= chunk_bytes + table_bytes
-    if kind is not SAGEConv:  # most of whose chunk is made ahead, which the meter does not see
+    if kind is not SAGEConv:  # its chunk is mostly prefetched in a thread, which the meter does not see
         assert meter.peak_bytes - table_bytes > chunk_bytes / 4
 
 
@@ -173,7 +176,7 @@ def test_hidden_rows_beyond_the_gpu_memory_are_written_to_the_host(name: str, mo
     for chunk_bytes in (40_000, 400_000):  # many chunks, few
         assert is_close(infer.exact(model, data, chunk_bytes=chunk_bytes, device="cuda"), expected)
         assert is_close(infer.exact(model, data, few_ids, chunk_bytes=chunk_bytes, device="cuda"), expected[few_ids])
-    assert written == {("cuda", False)}  # by the GPU, to the host's memory
+    assert written == {("cuda", False)}  # kernels of the GPU write to host memory
     monkeypatch.setattr(allocators.pinned, "register", lambda table: "refused")
     assert is_close(infer.exact(model, data, chunk_bytes=40_000, device="cuda"), expected)
     assert ("cpu", False) in written

@@ -1,4 +1,8 @@
-"""Exact inference of modules that are not made of layers, on the hops around some nodes."""
+"""Exact inference of modules without layers: the hops around some nodes give the outputs of the whole graph.
+
+The oracle is plain PyG on the whole graph (`run_plain_pyg`). `LOCAL` are modules that read no more than `hops=`
+says, and `NOT_LOCAL` modules that read further or in other ways: these must be refused, not computed wrongly.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,7 @@ def irregular_dataset(weight: bool = False) -> hl.Dataset:
 
 
 class Net(nn.Module):
-    """Convs with a ReLU between them, and something at the end."""
+    """Convs with a ReLU after each, and a module at the end."""
 
     def __init__(self, make: Callable[[int, int], nn.Module], depth: int = 2, end: nn.Module | None = None) -> None:
         super().__init__()
@@ -60,6 +64,8 @@ class Net(nn.Module):
 
 
 class Weighted(Net):
+    """A `Net` whose convs take edge weights."""
+
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:  # type: ignore[override]
         for conv in self.convs:
             x = conv(x, edge_index, edge_weight).tanh()
@@ -67,6 +73,8 @@ class Weighted(Net):
 
 
 class Centred(nn.Module):
+    """Subtracts the mean over all nodes: an output that depends on the whole graph."""
+
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(0)
 
@@ -107,7 +115,7 @@ NOT_LOCAL: dict[str, Callable[[], nn.Module]] = {
 
 
 def run_plain_pyg(model: nn.Module, data: hl.Dataset) -> Tensor:
-    """Plain PyG on the whole graph."""
+    """The oracle: the outputs of plain PyG on the whole graph."""
     pyg_data = data.to_pyg()
     arguments = {"edge_weight": pyg_data.edge_weight} if "weight" in data.graph.edge else {}
     with torch.no_grad():
@@ -172,7 +180,7 @@ def test_only_the_hops_around_the_ids_are_computed():
     for _ in range(2):
         reached |= {s for s, d in data.graph.edge_index().T.tolist() if d in reached}
     model.convs[0].register_forward_pre_hook(lambda conv, inputs: sizes.append(inputs[0].size(0)))
-    infer.exact(model, data, ids, hops=2)  # the trial calls the hooks of copies
+    infer.exact(model, data, ids, hops=2)  # the first call tries the module on copies, which call the hooks too
     sizes.clear()
     infer.exact(model, data, ids, hops=2)
     assert sizes == [len(reached)]
@@ -220,7 +228,7 @@ def test_the_peak_of_a_chunk_keeps_to_chunk_bytes(make: Callable[[int, int], nn.
         ours = work.rows(torch.arange(4000))
     torch.testing.assert_close(ours, run_plain_pyg(model, data), rtol=1e-10, atol=1e-12)
     assert max(peaks) <= 300_000
-    assert max(peaks) > 100_000  # and makes use of what it was given
+    assert max(peaks) > 100_000  # a third at least: the limit is used, not only kept
 
 
 def test_whole_bytes_bounds_the_peak_of_a_pass_over_the_whole_graph():
@@ -281,6 +289,8 @@ def test_hops_must_be_a_number_and_only_for_modules_without_layers():
 
 
 class Plain(nn.Module):
+    """Two convs, whose layers hopline cannot see."""
+
     def __init__(self, data: hl.Dataset, make: Callable[[int, int], nn.Module]) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -339,6 +349,7 @@ def test_a_run_whose_evaluation_would_not_fit_is_refused_before_it_begins(monkey
 
 
 def make_plain(spec: ModelSpec, data: hl.Dataset) -> nn.Module:
+    """The model that the command line finds by its import path."""
     return Plain(data, pyg.GCNConv)
 
 

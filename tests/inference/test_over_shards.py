@@ -1,4 +1,7 @@
-"""One process over all shards: the numbers of the whole graph, whatever is kept where."""
+"""Inference by one process over a folder of shards equals inference over the whole graph.
+
+`AllShards` opens one shard at a time. Chunks, sparse features, stacked tables and a resumed folder give the same rows.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,7 @@ def shards(whole: hl.Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def model_of(kind: str) -> hl.nn.GNN:
+    """Two layers of a kind of conv; "gcn" also has an encoder, initial residuals and jumping knowledge."""
     torch.manual_seed(2)
     options: dict[str, Any] = {}
     if kind == "gcn":

@@ -1,4 +1,4 @@
-"""Inference that was killed goes on from its folder and ends with the same bits."""
+"""Layer-wise inference in a folder: killed and resumed, it ends with the same bits and repeats no finished chunk."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from tests.runs import sage, small
 from tests.warm import run_python
 
 CHUNK = 200
+"""Edges of a chunk: on `small()` each of the three layers has 23 chunks."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def model_of(data: hl.Dataset) -> hl.nn.GNN:
-    """Three layers with all that a table may have to hold."""
+    """Three layers with an encoder, an initial residual and jumping knowledge: all kinds of tables."""
     torch.manual_seed(2)
     convs = [GATConv(8, 8), GATConv(8, 8), GATConv(8, 8)]
     head = torch.nn.Linear(24, data.num_classes)
@@ -32,10 +33,12 @@ def model_of(data: hl.Dataset) -> hl.nn.GNN:
 
 
 class Stopped(Exception):
+    # Raised in place of a kill.
     pass
 
 
 def stop_after_chunks(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the write thread fail after so many chunks of all layers."""
     num_done = [0]
     write_chunk = LayerFiles.chunk_done
 
@@ -49,7 +52,7 @@ def stop_after_chunks(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def infer_counting_nodes(model: hl.nn.GNN, data: hl.Dataset, folder: Path | None, ids: torch.Tensor | None = None):
-    """(output, nodes computed in each layer)."""
+    """(outputs, number of nodes computed by layer) of exact inference."""
     sizes: dict[int, int] = {}
 
     compute_layer = hl.nn.GNN.layer
