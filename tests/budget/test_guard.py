@@ -1,3 +1,15 @@
+"""Guard: steps that keep to a memory budget, with the gradients of the undisturbed batch.
+
+A guard predicts the peak of a step. A batch that would exceed the limit is split, cut, resampled or refused
+(`over_budget=`). Three claims are tested for each way:
+
+    limit       measured peak <= predicted peak <= limit
+    gradients   micro-batches, also after out of memory, add up to the gradient of the whole batch
+    state       a failed step leaves gradients, buffers and random numbers as they were
+
+Limits are fractions of the measured peak of the first batch (`peak_of`), so that a batch surely does not fit.
+"""
+
 from __future__ import annotations
 
 import copy
@@ -31,10 +43,12 @@ SAMPLED = Sampled(fanouts=(5, 5), batch_size=300, workers=0)
 
 
 def model_of(conv: str = "sage-mean", **options: Any) -> GNN:
+    """Two layers of a conv, with dropout: draws must be the same in micro-batches."""
     return GNN(stack_of(conv, 6, 32, 3), dropout=0.5, **options).double()
 
 
 def job_of(model: torch.nn.Module, loss: TrainStep | None = None) -> Job:
+    """A job on the host; without `loss`, the loss is that of the task."""
     return Job(
         data=DATA,
         model=as_walkable(model),
@@ -54,6 +68,7 @@ def guard_of(
     measure_every: int = 8,
     **settings: Any,
 ) -> Guard:
+    """A guard whose steps may take `limit` bytes. settings: of the `Budget`."""
     return Guard(
         job_of(model, loss),
         Budget(**settings),
@@ -68,11 +83,12 @@ REDRAW = NeighborSampler(DATA.graph, (5, 5)).sample
 
 
 def first_batch(model: GNN) -> Any:
+    """The first batch of an epoch of SAMPLED: 300 seeds."""
     return next(iter(SAMPLED.loader(DATA, model=model)))
 
 
 def peak_of(model: GNN) -> int:
-    """What the first batch takes, measured."""
+    """The measured peak of the first batch, in bytes."""
     guard = guard_of(model, 1 << 30)
     guard.unit(first_batch(model)).forward_backward(300)
     model.zero_grad(set_to_none=True)
@@ -144,7 +160,7 @@ def test_a_custom_loss_over_micro_batches_is_that_of_the_whole_batch(
         sizes_run = list[int]()
 
         def out_of_memory_once(unit: BatchUnit, total: float) -> Tensor:
-            result = forward_backward(unit, total)  # with gradients, which are to be forgotten
+            result = forward_backward(unit, total)  # leaves gradients, which the guard must undo
             sizes_run.append(unit.size)
             if len(sizes_run) == 1:
                 raise MemoryError
@@ -197,7 +213,7 @@ def test_once_the_predictor_is_sure_few_steps_are_measured_and_the_largest_is_am
 
 
 def trainer_within(share: float | None, method: Sampled, epochs: int) -> Trainer:
-    """One whose steps may take a share of what the first batch of SAMPLED takes."""
+    """A trainer whose steps may take a share of the peak of the first batch, scaled to its batch_size."""
     model = model_of("gcn")
     trainer = Trainer(model, DATA, method, epochs=epochs, show=False)
     if share is not None:
@@ -326,24 +342,24 @@ def test_prefetching_splits_batches_but_never_changes_them():
         ("refuse", False),
     ):
         guard = guard_of(model, limit, over_budget=over_budget)
-        assert guard.split_ahead(batch) is batch  # nothing is known yet
+        assert guard.split_ahead(batch) is batch  # before ENOUGH measured steps nothing is split ahead
         for _ in range(ENOUGH):
             guard.observe_sizes(Sizes.of(batch), 0, 2 * limit)
         ahead = guard.split_ahead(batch)
         assert bool(ahead.groups) == is_split
         assert (ahead is batch) != is_split
-    # Nor one that has no answer: training says what is wrong.
+    # A batch that cannot be split is left alone: the training thread raises the error.
     assert (
         guard_of(gnn_of("batch-norm"), 1000).split_ahead(batch_of(DATA.graph, randn(2000, 6), (3, 3, 3))).groups == ()
     )
-    # A batch that turns out to fit runs whole, whatever was found before.
+    # A batch that fits after all runs whole: its groups are dropped.
     guard = guard_of(model, 1 << 30)
     assert guard.make_fit(replace(batch, groups=(torch.arange(300),))).groups == ()
 
 
 @pytest.mark.parametrize("batches_on_host", [False, True])
 def test_splitting_ahead_reads_no_gradient(monkeypatch: pytest.MonkeyPatch, batches_on_host: bool):
-    """They belong to the thread that trains: torch lets none look at one that another sets."""
+    """Gradients belong to the training thread: torch does not allow reading one while another thread sets it."""
     model = model_of()
     batch = first_batch(model)
     limit = int(0.5 * peak_of(model))
@@ -366,7 +382,7 @@ def test_splitting_ahead_reads_no_gradient(monkeypatch: pytest.MonkeyPatch, batc
 
 
 class FailAtOperation(TorchDispatchMode):
-    """Within, the operation of a number has no memory; what is beyond the last one does not fail."""
+    """A mode in which the torch operation at a position, counted from 1, is out of memory. None: it only counts."""
 
     ERRORS = (
         torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -387,7 +403,7 @@ class FailAtOperation(TorchDispatchMode):
 
 
 def count_operations(model: GNN, batch: Any) -> tuple[int, dict[str, torch.Tensor]]:
-    """Of a step; and the gradients of two of them."""
+    """(torch operations of one step, gradients of two steps)."""
     model.zero_grad(set_to_none=True)
     unit = BatchUnit(job_of(model), batch)
     unit.forward_backward(600)
@@ -399,7 +415,10 @@ def count_operations(model: GNN, batch: Any) -> tuple[int, dict[str, torch.Tenso
 
 
 def fail_once(position: int) -> tuple[list[int], Any]:
-    """A step of a unit in which the operation `at`, counted over all of its pieces, has no memory."""
+    """(operations left, a step of a unit in which the operation at `position` is out of memory).
+
+    The position counts over all micro-batches. Operations left are negative once the operation has failed.
+    """
     operations_left = [position]
     forward_backward = BatchUnit.forward_backward
 
@@ -420,7 +439,7 @@ def fail_once(position: int) -> tuple[list[int], Any]:
 def test_after_out_of_memory_gradients_are_those_of_the_undisturbed_batch(
     conv: str, dtype: torch.dtype, tolerance: float
 ):
-    """Whatever operation had no memory, in forward or backward, of a whole batch or of a piece."""
+    """Whichever operation is out of memory: in forward or backward, in the whole batch or in a micro-batch."""
     model = model_of(conv).to(dtype)
     batch = first_batch(model)
     batch = batch if dtype == torch.float64 else replace(batch, x=batch.x.to(dtype))
@@ -431,7 +450,7 @@ def test_after_out_of_memory_gradients_are_those_of_the_undisturbed_batch(
         limit = int((2.0, 0.7)[number % 2] * peak)
         guard = guard_of(model, limit, predictor=predictor)
         model.zero_grad(set_to_none=True)
-        BatchUnit(guard.job, batch).forward_backward(600)  # gradients are there already
+        BatchUnit(guard.job, batch).forward_backward(600)  # gradients of an earlier batch, to which the step adds
         operations_left, step = fail_once(1 + ops.derive_key(number, num_operations) % (num_operations - 1))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(BatchUnit, "forward_backward", step)
@@ -446,7 +465,7 @@ def test_after_out_of_memory_gradients_are_those_of_the_undisturbed_batch(
 
 
 def learn_by_steps(model: GNN, batch: Any) -> tuple[Predictor, int]:
-    """What is known of a model after some steps; and the peak of one."""
+    """(predictor after ENOUGH measured steps, peak of one step in bytes)."""
     guard = guard_of(model, 1 << 30)
     for _ in range(ENOUGH):
         guard.unit(batch).forward_backward(300)
@@ -499,7 +518,7 @@ def test_out_of_memory_in_a_batch_that_cannot_shrink_is_reported_with_what_to_ch
 
 
 def test_a_failed_step_restores_running_statistics_and_random_state(monkeypatch: pytest.MonkeyPatch):
-    """A batch norm cannot go on in pieces; what the step had changed is as before, and so are other errors' steps."""
+    """A model with batch norm cannot be split, so out of memory is an error. So are other exceptions in a step."""
     model = gnn_of("batch-norm").train()
     batch = replace(batch_of(DATA.graph, randn(2000, 6), (3, 3, 3), torch.arange(50)), y=DATA.y[:50])  # type: ignore[index]
     for error in (MemoryError(), RuntimeError("something else")):
@@ -531,7 +550,9 @@ def test_sampled_inference_in_micro_batches_has_the_same_outputs(conv: str):
     generous = guard_of(model, 1 << 30)
     assert torch.equal(infer.sampled(model, method.loader(DATA, ids, model=model), guard=generous), expected)
     whole_peak_bytes = generous.inference.ledger.peak_bytes
-    assert whole_peak_bytes < 1.01 * peak_of(model_of(conv))  # nothing is kept for backward, though a norm came in
+    assert whole_peak_bytes < 1.01 * peak_of(
+        model_of(conv)
+    )  # no activations are kept for backward, although there is a batch norm
     guard = guard_of(model, int(0.5 * whole_peak_bytes), over_budget="refuse")
     for _ in range(2):
         ours = infer.sampled(model, method.loader(DATA, ids, model=model), guard=guard)

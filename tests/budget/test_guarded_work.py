@@ -1,3 +1,9 @@
+"""A Trainer with `budget=`: the losses and weights of the run without one, within the limit.
+
+Tests on the CPU compare whole runs of every method. Tests with the marker `gpu` limit the memory of a real GPU, so
+that only a run with a budget can end. The last ones have a custom method that is planned and measured.
+"""
+
 from __future__ import annotations
 
 import gc
@@ -101,7 +107,7 @@ NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), 
 
 
 def train_on_gpu(layout: str, budget: str | None, **options: Any) -> tuple[Run, int, Plan | None]:
-    """A run of some batches, the most that was allocated meanwhile, and the plan."""
+    """(run, largest allocation after any step in bytes, plan) of a few batches."""
     data = planted_partition(num_nodes=60_000, num_edges=1_200_000, num_train=8192, num_valid=512, num_test=512)
     torch.manual_seed(0)
     model = GNN([SAGEConv(64, 256), SAGEConv(256, 256), SAGEConv(256, 16)], dropout=0.3)
@@ -112,7 +118,9 @@ def train_on_gpu(layout: str, budget: str | None, **options: Any) -> tuple[Run, 
 
     class Peak(Callback):
         def on_step_end(self, trainer: Trainer, step: StepEnd) -> None:
-            peak_bytes[0] = max(peak_bytes[0], torch.cuda.max_memory_allocated())  # guarded steps begin the count anew
+            peak_bytes[0] = max(
+                peak_bytes[0], torch.cuda.max_memory_allocated()
+            )  # a guarded step resets the peak statistics
 
     options |= {"callbacks": [Peak()]}
     trainer = Trainer(model, data, method, budget=budget, epochs=2, device="cuda", show=False, **options)
@@ -121,7 +129,7 @@ def train_on_gpu(layout: str, budget: str | None, **options: Any) -> tuple[Run, 
 
 
 def free_all() -> int:
-    """What is still there after all that can be freed was."""
+    """The bytes that are still allocated on the GPU after everything unreferenced was freed."""
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated()
@@ -133,7 +141,7 @@ def test_on_a_gpu_made_small_only_the_run_with_a_budget_ends(share: float, infer
     host = {"placement": Placement(graph="host", features="host")}
     train_on_gpu("block", None, **host)
     unlimited, peak, _ = train_on_gpu("block", None, **host)
-    bytes_before = free_all()  # by other tests
+    bytes_before = free_all()  # what other tests left allocated
     limit = bytes_before + int(share * (peak - bytes_before))
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(limit / total)
@@ -179,7 +187,7 @@ def test_a_gpu_that_is_out_of_memory_splits_the_batch_and_has_the_same_gradients
         del batch
     free_all()
     limit_bytes = torch.cuda.memory_allocated() + int(0.7 * meter.peak_bytes)
-    guard = Guard(job, Budget(), 1 << 40)  # whose promise is too good: what it does not know is how small the GPU is
+    guard = Guard(job, Budget(), 1 << 40)  # it does not know how small the GPU is, so it predicts that the batch fits
     with limit_cuda_memory(Budget(device=str(limit_bytes)), device):
         ours = guard.unit(loaded).forward_backward(seeds)
     record = guard.take_record()
@@ -233,6 +241,8 @@ def test_memory_that_the_process_already_holds_on_the_gpu_counts():
 
 
 class UnitOfSevenSeeds(Unit):
+    """A step that allocates 100 + total float32, and nothing else that counts."""
+
     size = 7
 
     def forward_backward(self, total: float) -> Tensor:
@@ -240,7 +250,7 @@ class UnitOfSevenSeeds(Unit):
 
 
 class UnguardedWork(Work):
-    """One step that cannot be cut."""
+    """One step that cannot be split. Without `guarded`, so a budget is refused."""
 
     def __init__(self) -> None:
         self.guard_and_plan: tuple[contract.Guard, Plan] | None = None
@@ -252,12 +262,16 @@ class UnguardedWork(Work):
 
 
 class MeasuredWork(UnguardedWork):
+    """The same step, measured by the guard."""
+
     def guarded(self, guard: contract.Guard, plan: Plan) -> MeasuredWork:
         self.guard_and_plan = guard, plan
         return self
 
 
 class CustomMethod(Method):
+    """A method of a user, which predicts 500 bytes for a step."""
+
     def __init__(self, work: Work) -> None:
         self.work = work
 

@@ -1,3 +1,5 @@
+"""The ledger: an epoch's record is taken once, and every event is counted in the trace too."""
+
 from __future__ import annotations
 
 from hopline.budget.ledger import Ledger

@@ -1,3 +1,9 @@
+"""A memory plan: the limit of a step is the budget of a place less its resident bytes.
+
+Numbers are small and round, so that each assertion can be checked by hand. Unless a test changes it: 1000 of 4000
+bytes on the device are resident, and a step takes 2500.
+"""
+
 from __future__ import annotations
 
 import math
@@ -19,6 +25,7 @@ ITEMS = (Item("weights", "device", 1000), Item("graph", "host", 5000), Item("his
 
 
 def plan_of(**changes: object) -> Plan:
+    """A plan for the device with some fields changed."""
     limits = {"device": 4000, "host": 6000, "disk": None}
     fields = {
         "method": Sampled(),
@@ -35,6 +42,7 @@ def plan_of(**changes: object) -> Plan:
 
 
 def outline_of(optimizer: str = "adam") -> RunOutline:
+    """The outline of a run on the CPU with a small model."""
     data = dataset_of(random_graph(100, 400), randn(100, 6))
     model = GNN(stack_of("sage-mean", 6, 8, 3)).double()
     return outline_of_run(model, data, TrainSettings(optimizer=optimizer))  # type: ignore[arg-type]

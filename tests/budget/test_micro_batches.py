@@ -1,3 +1,8 @@
+"""Micro-batches of a batch have its gradients and fit, and a cut batch keeps as many edges as fit.
+
+`bound_bytes` stands for the memory of a step: a fixed number of bytes per node and edge of each layer (`COSTS`).
+"""
+
 from __future__ import annotations
 
 import copy
@@ -46,6 +51,7 @@ COSTS = Costs((8.0, 16.0, 32.0), (4.0, 8.0), 100.0)
 
 
 def make_batch(num_seeds: int = 40, fanouts: tuple[int, ...] = (4, 3), handle: bool = False, key: int = 1) -> Batch:
+    """A sampled batch with labels; with `handle`, its rows stay in their table."""
     seeds = ops.permutation(key, GRAPH.num_nodes)[:num_seeds]
     return replace(batch_of(GRAPH, X, fanouts, seeds, key=key, handle=handle), y=Y[seeds])
 
@@ -61,6 +67,7 @@ def gradients_of_step(model: nn.Module, batches: list[Batch]) -> dict[str, Tenso
 
 
 def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """Every gradient is within `tolerance`, relative to the largest of all expected gradients."""
     scale = max(float(grad.abs().max()) for grad in expected.values())
     assert scale > 0
     for name, grad in expected.items():
@@ -68,10 +75,12 @@ def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor], tolerance:
 
 
 def groups_of(num_seeds: int, num_micro_batches: int) -> list[Tensor]:
+    """Seeds in random groups of about equal size."""
     return [ids for ids in ops.permutation(3, num_seeds).tensor_split(num_micro_batches) if ids.numel()]
 
 
 def pieces_of(batch: Batch, groups: list[Tensor]) -> list[Batch]:
+    """The micro-batches of a batch, by groups of seeds."""
     return [micro_batches.micro_batch_of(batch, group).batch() for group in groups]
 
 
@@ -177,6 +186,7 @@ def test_the_bytes_of_a_micro_batch_are_predicted_from_its_sizes(handle: str):
 
 
 def bound_bytes(sizes: Sizes) -> float:
+    """The bytes that a step of these sizes is said to take."""
     return COSTS.bound(sizes)
 
 
@@ -195,7 +205,8 @@ def test_the_cost_of_a_seed_is_that_of_its_own_tree():
     batch = batch_of(graph, None, (-1, -1), torch.tensor([0]))
     block = batch.blocks[0]
     assert (block.num_src, block.num_dst, block.num_edges) == (6, 3, 5)
-    # What is a source again as its own destination is counted once more: nodes 0, 1 and 2 at the input, 0 below.
+    # Each hidden row (0, 1 and 2) counts its own sources, itself included: 3 + 3 + 2 input rows, of which the block
+    # holds 6 distinct ones. Then come 3 hidden rows, one output row, and 5 and 2 edges.
     alone = micro_batches.seed_costs(batch, COSTS)
     inputs = {0: 3, 1: 3, 2: 2}
     hidden = 3
@@ -204,7 +215,7 @@ def test_the_cost_of_a_seed_is_that_of_its_own_tree():
 
 
 def communities(num: int = 8, size: int = 60) -> Batch:
-    """Seeds of several groups of nodes, in mixed order, that share neighbours within their group only."""
+    """Seeds of several communities in mixed order: they share neighbours within their community only."""
     dst = torch.arange(num * size).repeat_interleave(6)
     src = dst // size * size + torch.randint(0, size, dst.shape, generator=generator(5))
     seeds = ops.permutation(9, num * size)[: num * size // 2]
@@ -215,10 +226,10 @@ def communities(num: int = 8, size: int = 60) -> Batch:
     ("limit", "first", "grow", "expected_tries"),
     [
         (100.0, 1, 2, [1]),
-        (10.0, 1, 2, [1, 2, 4, 8, 10]),  # 13 are too many by less than a half
+        (10.0, 1, 2, [1, 2, 4, 8, 10]),  # with 8 the largest has 13 rows, less than half too many: 10 is tried, not 16
         (10.0, 1, 1.5, [1, 2, 3, 4, 6, 9, 10]),
-        (30.0, 3, 2, [3, 4]),  # 34 are hardly more than 30, and yet another number is tried
-        (0.5, 40, 2, [40, 80, 100]),  # no more pieces than there are rows, whether these fit or not
+        (30.0, 3, 2, [3, 4]),  # with 3 the largest has 34 rows, hardly too many, and yet the number must grow
+        (0.5, 40, 2, [40, 80, 100]),  # never more micro-batches than rows, even if single rows do not fit
     ],
 )
 def test_the_number_of_micro_batches_grows_until_they_fit_or_have_one_row(
@@ -265,7 +276,7 @@ def test_some_seeds_of_a_batch_are_split_into_smaller_groups():
     groups = micro_batches.groups_to_fit(batch, bound_bytes, together, COSTS, among=among, first=2)
     assert len(groups) == 2
     assert torch.equal(torch.cat(groups).sort().values, among.sort().values)
-    # Where less was aimed at than a seed takes, seeds go alone as long as they fit at all.
+    # A target below the bytes of a single seed: every seed is alone, as long as it keeps to max_bytes.
     alone = micro_batches.groups_to_fit(batch, bound_bytes, 1.0, COSTS, among=among, max_bytes=together)
     assert [group.numel() for group in alone] == [1] * 50
 
@@ -289,11 +300,12 @@ def test_the_first_group_is_as_large_as_fits(share: float):
 
 
 def edge_order(batch: Batch, by: CutBy, key: int = 0) -> list[Tensor]:
+    """The rank of every edge of every block in the order in which edges are kept."""
     return [torch.from_numpy(numbers) for numbers in micro_batches.edge_numbers(batch, by, key)]
 
 
 def with_edges(batch: Batch, order: list[Tensor], count: int) -> Batch:
-    """The batch with the first `count` edges of the order, and what they need: by walking over Python's sets."""
+    """The oracle of cutting: the batch with the first `count` edges of the order, built with Python sets."""
     kept_edges = set(torch.cat(order).sort().values[:count].tolist())
     dst_idx = list(range(batch.num_seeds))
     blocks = []
@@ -392,7 +404,7 @@ def test_a_million_edges_are_cut_in_a_tenth_of_a_second(by: CutBy):
     limit = 0.7 * costs.bound(Sizes.of(batch))
     times = []
     for _ in range(5):
-        start = time.thread_time()  # it runs in one thread, whatever else the machine does
+        start = time.thread_time()  # CPU time of this thread: other load on the machine does not count
         cut = micro_batches.cut_to_fit(batch, costs.bound, limit, by)
         times.append(time.thread_time() - start)
     assert 0.999 * limit < costs.bound(Sizes.of(cut)) <= limit

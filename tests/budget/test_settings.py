@@ -1,3 +1,5 @@
+"""`Budget`: sizes by place, invalid values, and settings of earlier versions."""
+
 import pytest
 import torch
 
