@@ -1,3 +1,9 @@
+"""Plans within a budget, for every method: measured where the bound is too loose, refused with what would fit.
+
+Claims: `learn` changes nothing that training sees; the budget that a refusal names suffices; a tighter budget first
+prefetches less, then splits; rows and tables count in the place where they are.
+"""
+
 from __future__ import annotations
 
 import copy
@@ -30,6 +36,7 @@ METHODS: list[Method] = [
 
 
 def outline_of(**options: Any) -> RunOutline:
+    """The outline of a run on the CPU: 1000 nodes, two SAGE layers. options: of the model."""
     data = dataset_of(random_graph(1000, 8000), randn(1000, 6))
     model = GNN(stack_of("sage-mean", 6, 32, 3), **options).double()
     step = supervised_loss("single", 3)

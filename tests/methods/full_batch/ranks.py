@@ -58,6 +58,7 @@ LOSSES = {"weighted": weighted, "spread": spread}
 
 
 def result_of(trainer: hl.Trainer) -> dict[str, Any]:
+    """Losses, weights, test score and counters of a run."""
     run = trainer.fit()
     tensors = [*trainer.model.parameters(), *(b for b in trainer.model.buffers() if b.is_floating_point())]
     return {
@@ -69,6 +70,11 @@ def result_of(trainer: hl.Trainer) -> dict[str, Any]:
 
 
 def train(world: World, kind: str, settings: dict[str, Any], folder: str | None = None, **more: Any) -> dict[str, Any]:
+    """Train by full batch in this rank; returns the result of the run.
+
+    folder: the shards, one per rank. more: options of the model and the Trainer, and `again`: fit a second time,
+    and then once more by a new Trainer from the same weights ("fresh").
+    """
     model = {name: more.pop(name) for name in ("dropout", "norm", "residual", "jk") if name in more}
     if "seed_of_weights" in more:  # other ones on every rank: the first rank's count
         torch.manual_seed(more.pop("seed_of_weights") + world.rank)
@@ -104,6 +110,7 @@ def differences(world: World, folder: str) -> list[str]:
 
 
 def _said(world: World, model: list[nn.Module] | None = None, data: hl.Dataset = DATA, **settings: Any) -> str:
+    """The error of a rank, or "trained"."""
     gnn = hl.nn.GNN([pyg.SAGEConv(6, 3)] if model is None else model)
     try:
         hl.Trainer(gnn, data, hl.FullBatch(partition="random", **settings), world=world, epochs=1, show=False).fit()
@@ -113,6 +120,7 @@ def _said(world: World, model: list[nn.Module] | None = None, data: hl.Dataset =
 
 
 def _said_of_shards(world: World, folder: str) -> str:
+    """The error of opening shards, or "opened"."""
     try:
         open_sharded(folder, world)
     except ValueError as error:
@@ -121,6 +129,7 @@ def _said_of_shards(world: World, folder: str) -> str:
 
 
 def train_all(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The result of every case, one after the other."""
     return [train(world, **case) for case in cases]
 
 

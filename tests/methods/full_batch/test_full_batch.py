@@ -27,7 +27,7 @@ NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), 
 
 
 def loss_and_gradients(model: hl.nn.GNN, **settings: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    """(loss, gradients) of one step without dropout."""
+    """(loss, gradients by name) of one step of full-batch training."""
     data = DATA
     work = hl.Trainer(model, data, hl.FullBatch(**(SETTINGS | settings)), epochs=1, show=False).work
     model.train()

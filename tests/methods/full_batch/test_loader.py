@@ -1,4 +1,4 @@
-"""Shards in a loop of the user's own: the Trainer's gradients, plain PyG's outputs, and what is refused."""
+"""Shards in a custom loop: the gradients of the Trainer, the outputs of plain PyG, and refused misuse."""
 
 from __future__ import annotations
 

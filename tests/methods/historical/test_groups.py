@@ -1,4 +1,4 @@
-"""Which parts meet in a batch and which rank has them, and the blocks of their edges."""
+"""Groups of parts: which parts form a batch in an epoch, which rank trains it, and the block of its edges."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ def test_without_halo_only_edges_inside_the_batch_are_left():
 
 
 def parts_of(shares: PartAssignment, **settings: Any) -> Groups:
+    """The groups of six parts, as shared by the ranks of an assignment."""
     work: Any = trainer_of().work
     method = Historical(**({"num_parts": 6, "parts_per_batch": 1, "partition": "random"} | settings))
     return Groups(GRAPH, work.partition, method, shares, seed=0)

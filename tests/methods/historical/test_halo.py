@@ -1,4 +1,4 @@
-"""Rows of a batch's halo between two layers."""
+"""The halo of a historical batch: pulled after each hidden layer, while rows of the batch are recorded for the push."""
 
 from __future__ import annotations
 

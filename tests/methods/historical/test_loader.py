@@ -1,4 +1,4 @@
-"""Historical batches in a loop of the user's own: the Trainer's gradients, and what is refused."""
+"""Historical batches in a custom loop: the gradients of the Trainer, exact tables, state, and refused misuse."""
 
 from __future__ import annotations
 
@@ -43,10 +43,12 @@ def test_over_ranks_gradients_equal_those_of_the_trainer():
 
 
 def loader_of(model: nn.Module, ids: torch.Tensor | str = "train", **settings: Any) -> hl.HistoricalLoader:
+    """A loader on the CPU. settings: of `Historical`."""
     return method_of(**settings).loader(DATA, ids, model=model)
 
 
 def train_epoch(model: nn.Module, loader: hl.HistoricalLoader, *, commits: bool = True) -> list[float]:
+    """The losses of an epoch by SGD. commits: whether each batch pushes its rows."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for batch in loader:

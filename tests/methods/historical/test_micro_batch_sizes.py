@@ -1,4 +1,7 @@
-"""Where a historical batch is cut, and what its pieces are."""
+"""Micro-batches of a historical batch: runs of its nodes that fit, with all its edges, seeds and rows.
+
+A run is a slice of the nodes of a batch. That micro-batches train as the batch does is `test_micro_batches.py`.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,7 @@ DATA = dataset_of(GRAPH, randn(60, 6))
 
 
 def work_of(**settings: Any) -> HistoricalWork:
+    """Historical training of three GCN layers on six parts."""
     model = GNN([pyg.GCNConv(6, 8), pyg.GCNConv(8, 8), pyg.GCNConv(8, 3)]).double()
     method = Historical(**({"num_parts": 6, "parts_per_batch": 3, "partition": "random"} | settings))
     job = Job(
@@ -43,6 +47,7 @@ def work_of(**settings: Any) -> HistoricalWork:
 
 
 def ends_of(runs: list[slice]) -> list[int]:
+    """The ends of runs, after a check that they follow one another from 0."""
     assert all(a.stop == b.start for a, b in pairwise(runs))
     assert runs[0].start == 0
     return [run.stop for run in runs]

@@ -1,4 +1,8 @@
-"""A historical batch in pieces is the batch: gradients, loss, rows and gradients that are committed."""
+"""Micro-batches of a historical batch equal the batch: loss, gradients, and rows and gradients to be pushed.
+
+Memory is counted, not measured: a node or an edge takes UNIT bytes. A limit of 110 nodes and edges, or 40 where the
+halo is dropped, splits the batch.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +28,11 @@ from tests.equivalence.test_5_historical import DATA, MODELS, work_of
 from tests.helpers import dataset_of, graph_of, guarded, randint, randn
 
 UNIT = 1e6
-"""What a node or an edge takes in these tests: far more than rows do, so that only their number counts."""
+"""Bytes of a node or an edge in these tests: far more than real rows have, so that only counts matter."""
 
 
 class BytesByCount(LayerBytes):
-    """Memory is nodes and edges."""
+    """A predictor whose peak is the number of nodes and edges, times UNIT."""
 
     is_sure = True  # type: ignore[assignment]
 
@@ -37,14 +41,14 @@ class BytesByCount(LayerBytes):
 
 
 class GuardByLayers(Guard):
-    """Goes by what the layers take."""
+    """A guard for which no whole batch fits, so that it splits by the predicted peaks of the layers."""
 
     def predict_peak_of_sizes(self, sizes: Sizes) -> float:
         return math.inf
 
 
 def guard_steps(work: HistoricalWork, max_units: int, **settings: Any) -> Guard:
-    """The guard that keeps the work's steps to so many nodes and edges from now on."""
+    """Guard the steps of a work from now on. max_units: nodes and edges that a step may have."""
     work.layer_bytes = BytesByCount(work.model, None)
     step_guard = GuardByLayers(work.job, Budget(**settings), int(UNIT * max_units))
     guarded(work, work.method, step_guard)
@@ -52,7 +56,7 @@ def guard_steps(work: HistoricalWork, max_units: int, **settings: Any) -> Guard:
 
 
 def step_of(work: HistoricalWork, total: int = 50) -> tuple[Tensor, list[Any], dict[int, Tensor], dict[int, Tensor]]:
-    """(loss, gradients, rows that will be committed, gradients that will be) of a batch."""
+    """(loss, gradients, rows to be pushed by layer, gradients of rows to be pushed) of one batch."""
     work.job.module.zero_grad(set_to_none=True)
     unit = work.unit(work.batch((0, 3), 7))
     loss = unit.forward_backward(total)
@@ -69,6 +73,7 @@ def step_of(work: HistoricalWork, total: int = 50) -> tuple[Tensor, list[Any], d
 def assert_micro_batches_equal_the_batch(
     work: HistoricalWork, max_units: int = 110, tolerance: float = 1e-10, **settings: Any
 ) -> None:
+    """One step, whole and then split: the same loss, gradients and rows."""
     work.refresh()
     expected = step_of(work)
     step_guard = guard_steps(work, max_units, **settings)
@@ -107,7 +112,7 @@ def test_unkeyed_dropout_is_drawn_again_in_the_backward_pass():
     convs = [pyg.GATConv(6, 4, dropout=0.5), pyg.GATConv(4, 4, dropout=0.5), pyg.GATConv(4, 3)]
     model = GNN(convs, act="tanh").double()
     for conv in convs:
-        nn.init.normal_(conv.bias)  # a row without messages is not at a kink of the attention
+        nn.init.normal_(conv.bias)  # so that a row without messages is not at a kink, where finite differences fail
     work = work_of(model)
     work.refresh()
     guard_steps(work, 110)
@@ -189,6 +194,7 @@ def test_batch_norms_and_cutting_are_refused():
 
 
 def train(data: hl.Dataset, limit: int | None, **settings: Any) -> tuple[hl.Trainer, Guard | None, list[Any]]:
+    """(trainer, guard, counters by epoch) of four epochs within a limit in bytes; None: without a guard."""
     torch.manual_seed(0)
     model = GNN([pyg.GCNConv(8, 32), pyg.GCNConv(32, 32), pyg.GCNConv(32, 3)], dropout=0.3).double()
     method = Historical(num_parts=8, parts_per_batch=4, partition="random", compensate=True)
@@ -278,7 +284,7 @@ def test_a_step_that_is_out_of_memory_leaves_gradients_and_buffers_as_they_were(
 
 
 class FixedPredictor:
-    """A predictor that says the same of every step, and learns nothing."""
+    """A predictor that predicts the same peak for every step, and learns nothing."""
 
     is_sure = True
 

@@ -1,4 +1,4 @@
-"""Dropped edges."""
+"""`drop_edges`: about the share asked for, the same edges in all blocks of a step, and unbiased sums by degree."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ X = randn(50, 6)
 
 
 def block_of(nodes: Tensor) -> Block:
+    """The block of all in-edges of some nodes."""
     return NeighborSampler(GRAPH, (-1,), edge_ids=True).sample(nodes, 0)[0]
 
 
 def ids_of(block: Block) -> Tensor:
+    """The edge ids of a block."""
     assert block.part.edge_ids is not None
     return block.part.edge_ids
 
@@ -55,8 +57,8 @@ def test_gcn_over_dropped_edges_is_unbiased():
     with torch.no_grad():
         expected = model(whole)
         outputs = [model(replace(whole, blocks=(drop_edges(block, 0.3, key),))) for key in range(300)]
-    has_many_edges = GRAPH.in_degrees() > 10  # where hardly any draw leaves none of them
+    has_many_edges = GRAPH.in_degrees() > 10  # with fewer, some draws drop all in-edges of a node
     mean = torch.stack(outputs).mean(0)
     assert (
         float((mean - expected)[has_many_edges].norm() / expected[has_many_edges].norm()) < 0.06
-    )  # 0.3 without the factor
+    )  # without the factor for dropped edges it would be 0.3

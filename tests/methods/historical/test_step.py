@@ -1,4 +1,4 @@
-"""One historical batch: what it learns from, and what it writes when."""
+"""One step of historical training: when history is pushed, and what the reported loss leaves out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Historical training: its batches, what is written when, and going on after an interruption."""
+"""Historical training: lag, refresh by evaluation, resuming, and that it learns."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ DATA = dataset_of(GRAPH, randn(60, 6))
 
 
 def model_of(dropout: float = 0.0, **options: Any) -> GNN:
+    """Three GCN layers in float64, always with the same first weights."""
     torch.manual_seed(0)
     convs = [pyg.GCNConv(6, 8), pyg.GCNConv(8, 8), pyg.GCNConv(8, 3)]
     return GNN(convs, dropout=dropout, **options).double()
@@ -31,6 +32,7 @@ def model_of(dropout: float = 0.0, **options: Any) -> GNN:
 def trainer_of(
     model: nn.Module | None = None, *, epochs: int = 3, out: Path | None = None, **settings: Any
 ) -> hl.Trainer:
+    """A trainer on six random parts, two in a batch. settings: of `Historical`, and resume=."""
     train = {name: settings.pop(name) for name in ("resume",) if name in settings}
     method = Historical(**({"num_parts": 6, "parts_per_batch": 2, "partition": "random"} | settings))
     return hl.Trainer(model or model_of(), DATA, method, epochs=epochs, show=False, out=out, **train)

@@ -1,4 +1,4 @@
-"""Batches of historical training."""
+"""Batches of parts: every edge is in one of them, and moving them to a device changes no loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A loss of the user's own by a sweep: that of plain PyG over all training rows at once, however the graph is cut."""
+"""A custom loss by a sweep over shards equals plain PyG over all training rows at once, for any number of shards.
+
+Losses that are no mean over rows show that the sweep differentiates the loss of all outputs together.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +39,12 @@ def weighted_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def squared_mean(model: nn.Module, batch: Batch) -> Tensor:
-    """No mean over rows at all."""
+    """A loss that is no mean over rows."""
     return model(batch).mean().square()
 
 
 def regularised_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Parameters of the model, and rows of a table, in the loss."""
+    """A loss that reads parameters of the model, and rows of a table."""
     rows = as_tensor(batch.tables["w"])[batch.output_idx, 0]
     scores = model(batch)
     fit = (nn.functional.cross_entropy(scores, batch.labels, reduction="none") * rows).sum() / rows.sum()
@@ -49,7 +52,7 @@ def regularised_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def loss_of_two_calls(model: nn.Module, batch: Batch) -> Tensor:
-    """The model is called twice."""
+    """A loss that calls the model twice."""
     return model(batch).exp().mean() + model(batch).std()
 
 
@@ -68,7 +71,7 @@ def step(model: hl.nn.GNN, loss: Loss, **settings: Any) -> tuple[float, list[Ten
 
 
 class PlainPyGModel(nn.Module):
-    """The model over the whole graph, by plain PyG."""
+    """The model over the whole graph by plain PyG, called with a batch."""
 
     def __init__(self, model: hl.nn.GNN) -> None:
         super().__init__()
@@ -80,6 +83,7 @@ class PlainPyGModel(nn.Module):
 
 
 def plain_step(model: hl.nn.GNN, loss: Loss) -> tuple[float, list[Tensor | None]]:
+    """The oracle: (loss, gradients) of plain PyG over the whole graph."""
     ids = DATA.train_ids
     model.zero_grad()
     rows: dict[str, Any] = {"w": DATA.tables["w"].read(ids)}
@@ -188,6 +192,7 @@ def test_the_predicted_peak_counts_the_outputs_of_all_training_nodes():
 
 
 def work_of(name: str, loss: Loss, **settings: Any) -> HistoricalWork:
+    """Historical training with a custom loss. settings: of `Historical`."""
     torch.manual_seed(0)
     model = MODELS[name](6, 3).double()
     model.dropout = 0.4

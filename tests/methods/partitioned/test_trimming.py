@@ -1,4 +1,7 @@
-"""Which rows and edges a sweep over what the training nodes need computes; `test_full_batch.py` has gradients."""
+"""Trimming: a sweep computes only the rows that training nodes need, and the edges into them.
+
+`NEEDED` and `EDGES` are worked out by hand for the chain below. `test_full_batch.py` has the gradients.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ from hopline.nn.gnn import GNN
 from tests.helpers import gnn_of, graph_of, randn
 
 NEEDED = [{2, 3, 4, 5, 6, 7}, {3, 4, 5, 6}, {4, 5}]
-"""After each of three layers of the graph below."""
+"""Nodes whose rows are needed after each of three layers of `chain`."""
 EDGES = [6, 5, 3]
+"""Edges into the nodes of `NEEDED`, by layer."""
 
 
 def chain() -> hl.Dataset:
@@ -44,11 +48,11 @@ def test_only_needed_rows_and_their_edges_are_computed(num_shards: int, monkeypa
         return compute_layer(self, l, state, block)
 
     monkeypatch.setattr(GNN, "layer", layer)
-    for epoch in (1, 2):  # the second time with what was found out in the first
+    for epoch in (1, 2):  # the second epoch uses what the first one cached
         (unit,) = work.units(epoch)
         calls.clear()
         unit.forward_backward(2)
-        for l, times in enumerate((2, 2, 1)):  # there and back; the last layer only on the way back
+        for l, times in enumerate((2, 2, 1)):  # forward and again in backward; the last layer in backward alone
             calls_of_layer = [(nodes, edges) for other, nodes, edges in calls if other == l]
             assert sorted(node for nodes, _ in calls_of_layer for node in nodes) == sorted([*NEEDED[l]] * times)
             assert sum(edges for _, edges in calls_of_layer) == EDGES[l] * times

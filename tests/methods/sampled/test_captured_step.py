@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs: equal to steps that run as they are, and nothing asked of the host."""
+"""Captured steps: equal to steps without capture, and an epoch of them does not synchronise with the host."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def data_on_gpu(**changes: Any) -> hl.Dataset:
+    """A planted graph of 4000 nodes."""
     settings: dict[str, Any] = {"num_nodes": 4000, "num_edges": 40_000, "num_classes": 5, "num_features": 16, "seed": 1}
     return planted_partition(**(settings | changes))
 
@@ -48,10 +49,11 @@ MODELS = {
 
 
 SAME_BITS = ("sage", "sage max", "batch norm")
-"""Those whose kernels add up in the same order every time, in a graph or not."""
+"""Models whose kernels sum in a fixed order, so that losses are equal to the bit."""
 
 
 def train(name: str, *, captured: bool, precision: str = "float32", epochs: int = 3, **options: Any) -> tuple[Any, Any]:
+    """(trainer, run) of three layers in the tree layout on a GPU, with steps captured or not."""
     torch.manual_seed(0)
     data = data_on_gpu()
     model = MODELS[name](data.num_features, data.num_classes)
@@ -63,7 +65,7 @@ def train(name: str, *, captured: bool, precision: str = "float32", epochs: int 
 
 
 def run_without_capture(trainer: hl.Trainer) -> None:
-    """Have it run its steps kernel by kernel."""
+    """Have a trainer run its steps kernel by kernel: every size counts as one that cannot be captured."""
     trainer.work.steps = dict.fromkeys(range(10_000))  # type: ignore[attr-defined]
 
 
@@ -76,7 +78,7 @@ def test_captured_steps_have_the_losses_of_steps_without_capture(name: str):
     if name in SAME_BITS:
         assert losses[0] == losses[1]
     assert losses[0][0] == pytest.approx(losses[1][0], rel=2e-4)
-    # Later ones drift where stock convs and torch's own reductions add up in any order.
+    # Later losses drift where convs of PyG and reductions of torch sum in any order.
     assert losses[0] == pytest.approx(losses[1], rel=5e-3)
     assert losses[0][-1] < losses[0][0]
 
@@ -95,7 +97,7 @@ def test_a_tree_on_the_gpu_trains_as_on_the_cpu(name: str):
 
 
 class Freeze(hl.Callback):
-    """Trains the first layer from some step on, and the last one up to another."""
+    """Unfreezes the first layer after a step, and freezes the last one after another."""
 
     def __init__(self, first: int, last: int) -> None:
         self.first = first

@@ -1,4 +1,7 @@
-"""Which layout a loader takes, and how ranks share its seeds; `test_sampled.py` has its batches."""
+"""The loader of `Sampled`: its layout, number of threads, shares of ranks, and reads after out of memory.
+
+Its batches are tested in `test_sampled.py`.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +135,7 @@ def test_an_epoch_left_early_has_no_load():
 
 
 class OutOfMemoryOnce(TensorTable):
-    """Memory runs out at the first read."""
+    """A table whose first read is out of memory."""
 
     reads = 0
 

@@ -1,3 +1,8 @@
+"""The memory plan of `Sampled`: with less and less memory it keeps batches on the host, then splits them.
+
+The outline of a GPU run needs no GPU: what CUDA itself takes is set to zero.
+"""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -24,6 +29,7 @@ METHOD = Sampled(fanouts=(5, 5), batch_size=200, workers=2, look_ahead=4)
 
 
 def outline_of(num_nodes: int = 1000, num_edges: int = 8000, **options: Any) -> RunOutline:
+    """The outline of a run on the CPU."""
     data = dataset_of(random_graph(num_nodes, num_edges), randn(num_nodes, 6))
     model = GNN(stack_of("sage-mean", 6, 32, 3)).double()
     step = supervised_loss("single", 3)
@@ -45,12 +51,13 @@ def gpu_outline(monkeypatch: pytest.MonkeyPatch) -> RunOutline:
 def forms_of(
     outline: RunOutline, limits: dict[Place, int | None] | None = None, method: Sampled = METHOD
 ) -> SampledForms:
+    """The forms of a run within limits; a place without one is unlimited."""
     free: dict[Place, int | None] = {"device": None, "host": None, "disk": None}
     return SampledForms(method, outline, free | (limits or {}))
 
 
 def describe_plan(plan: Plan) -> tuple[bool, int, bool]:
-    """(whether batches wait on the host, how many are made ahead, whether they go whole)."""
+    """(whether batches wait on the host, batches that are prefetched, whether a step runs whole)."""
     assert isinstance(plan.method, Sampled)
     return plan.batches_on_host, plan.method.look_ahead * plan.method.workers, plan.step_bytes <= plan.limit_bytes  # type: ignore[operator]
 
@@ -126,6 +133,7 @@ def test_with_batches_on_host_a_loader_moves_no_batch(gpu_outline: RunOutline):
 
 
 def assert_same(batch: Batch, expected: Batch) -> None:
+    """Rows, labels and sources of two batches are equal."""
     assert isinstance(batch.x, torch.Tensor)
     assert isinstance(expected.x, torch.Tensor)
     assert torch.equal(batch.x, expected.x)

@@ -1,4 +1,8 @@
-"""Rows of the next steps, staged."""
+"""Prefetched rows: those that the next steps read from host memory are staged on the device before.
+
+A `RowPrefetcher` stages cold rows for several steps at once. Steps must read the same rows as without it, and
+staged rows in place of the host's.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ NUM_ROWS = 500
 
 
 def table(num_hot: int = 100) -> hl.extend.TieredTable:
+    """A table of 500 rows, the first `num_hot` of which are on the device."""
     return hl.extend.TieredTable(hl.extend.TensorTable(randn(NUM_ROWS, 6)), torch.arange(num_hot), DEVICE)
 
 
@@ -39,7 +44,7 @@ def test_an_epoch_reads_the_rows_of_the_table_and_all_cold_ones_staged():
     assert (direct, staged) == (0, int((all_nodes >= 100).sum()))
     counts = rows.counters()
     assert (counts["hits"], counts["misses"]) == (hits, staged)
-    assert counts["miss_bytes"] < staged * rows.row_bytes  # each once, however often it was read
+    assert counts["miss_bytes"] < staged * rows.row_bytes  # a row that several steps read is staged once
     assert hot_slot is not None
     assert bool((hot_slot[100:] == -1).all()), "nothing is staged after the epoch"
     assert torch.equal(hot_slot[:100].cpu(), torch.arange(100, dtype=torch.int32))
@@ -55,7 +60,7 @@ def test_rows_beyond_the_staging_buffer_are_read_from_the_host():
     ours = gather_tiers(hot, cold, hot_slot, nodes, rows.counts(DEVICE))
     assert torch.equal(ours.cpu(), rows.below.read(nodes.cpu().long()))
     assert rows.counts(DEVICE).sum(0).tolist() == [0, 250, 50]
-    rows.write(torch.arange(100, 400), torch.ones(300, 6))  # staged copies follow
+    rows.write(torch.arange(100, 400), torch.ones(300, 6))  # a write also reaches staged copies
     assert bool((gather_tiers(hot, cold, hot_slot, nodes) == 1).all())
 
 

@@ -1,4 +1,8 @@
-"""`hl.NeighborLoader` beside what PyG's loader promises, with plain PyG on the whole graph as the oracle."""
+"""`hl.NeighborLoader` keeps what PyG's loader promises; plain PyG on the whole graph is the oracle.
+
+`check_batch` states all that must hold of a batch. Further claims: draws are uniform, a seed repeats an epoch for any
+number of threads, and an argument that would change batches is refused.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +52,12 @@ def irregular_data(*, shuffled: bool = True) -> Any:
 def batches(
     data: Any, num_neighbors: list[int], input_nodes: Any = None, *, batch_size: int = 7, **arguments: Any
 ) -> list[Any]:
+    """All batches of one epoch of `hl.NeighborLoader`."""
     return list(hl.NeighborLoader(data, num_neighbors, input_nodes, batch_size=batch_size, **arguments))
 
 
 def check_batch(batch: Any, data: Any, num_neighbors: list[int]) -> None:
-    """All that must hold of any batch."""
+    """All that must hold of a batch: ids, edges, rows, and as many draws per hop as the fan-out allows."""
     n_id = batch.n_id
     e_id = batch.e_id
     assert n_id.unique().numel() == n_id.numel() == batch.num_nodes

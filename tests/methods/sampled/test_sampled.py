@@ -1,3 +1,8 @@
+"""`Sampled`: settings, batches of its loader, and units of training.
+
+A loader gives every seed once an epoch, for any number of workers and of ranks, and repeats an epoch to the bit.
+"""
+
 from __future__ import annotations
 
 import gc
@@ -30,17 +35,20 @@ DATA = dataset_of(GRAPH, X)
 
 
 def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean cross-entropy of the seeds."""
     assert batch.y is not None
     return nn.functional.cross_entropy(model(batch), batch.y)
 
 
 def model_of(num_layers: int = 2, **options: Any) -> GNN:
+    """SAGE layers in float64, always with the same first weights."""
     torch.manual_seed(0)
     widths = [6, *[8] * (num_layers - 1), 3]
     return GNN([SAGEConv(a, b) for a, b in itertools.pairwise(widths)], **options).double()
 
 
 def job_of(model: nn.Module, **changes: Any) -> Job:
+    """A job on the CPU; changes: of its fields."""
     walk = as_walkable(model)
     ids = DATA.splits["train"]
     return replace(Job(data=DATA, model=walk, module=model, train_ids=ids, train_step=mean_loss), **changes)
@@ -282,7 +290,7 @@ def test_after_a_restart_with_other_ranks_every_seed_has_its_turn_once(sizes: tu
     method = Sampled(fanouts=(2,), batch_size=7, workers=0, drop_last=drop_last)
 
     def seeds_of_ranks(size: int, steps: int | None, done: int, seeds_done: int) -> list[int]:
-        """What the ranks of one start see, in so many steps."""
+        """The seeds that the ranks of one start have in `steps` steps, rank by rank."""
         seen = []
         for rank in range(size):
             loader = method.loader(data, world=World(RankSpec(rank=rank, size=size)))
