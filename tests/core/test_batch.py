@@ -1,3 +1,5 @@
+"""`Batch` and `Block`: frozen, moved as a whole, counted in bytes, and joined into one square block (`union`)."""
+
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, replace
@@ -14,6 +16,7 @@ SEEDS = torch.tensor([0, 7, 33, 48])
 
 
 def make_batch(fanouts: tuple[int, ...] = (2, 3, 4), *, handle: bool = False) -> Batch:
+    """A sampled batch at SEEDS with edge weights and attributes; with `handle`, its rows stay in their table."""
     graph = random_graph(weight=True, attr=2, loops=True)
     return batch_of(graph, randn(50, 3), fanouts, SEEDS, handle=handle)
 
@@ -90,7 +93,10 @@ def test_sampling_factor_is_degree_over_sampled() -> None:
 
 
 def union_by_hand(batch: Batch) -> dict[int, list[tuple[int, float, tuple[float, ...]]]]:
-    """Each node's in-edges (source, weight, attr): those of the layer nearest to the seeds in which it has any say."""
+    """The oracle of `union`: node -> its in-edges as (source, weight, attr).
+
+    A node has the edges of the layer nearest to the seeds in which it is a destination.
+    """
     edges_by_node: dict[int, list[tuple[int, float, tuple[float, ...]]]] = {}
     for block in reversed(batch.blocks):
         edges_of_block: dict[int, list[tuple[int, float, tuple[float, ...]]]] = {v: [] for v in block.dst_ids.tolist()}

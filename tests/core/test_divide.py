@@ -1,3 +1,5 @@
+"""Ways to divide nodes into parts: by labels and by METIS. `test_partition.py` has the partitions."""
+
 from __future__ import annotations
 
 import sys

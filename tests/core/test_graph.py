@@ -1,3 +1,5 @@
+"""`Graph`: sizes, degrees, self-loops, refused arrays, its cache, and the memories that it may be in."""
+
 from __future__ import annotations
 
 import gc

@@ -1,3 +1,5 @@
+"""`PartialGraph`: degrees and sums of weights of the nodes of a batch equal those of the whole graph."""
+
 from __future__ import annotations
 
 import pytest

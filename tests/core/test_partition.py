@@ -1,3 +1,8 @@
+"""Partitions: few edges are cut, parts are even, and a cached partition is read again.
+
+On planted communities METIS must cut less than a fourth, and streaming less than half, of what chance cuts.
+"""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -126,7 +131,7 @@ def test_a_partition_refuses_invalid_part_numbers(part_of: list[int], message: s
         Partition(torch.tensor(part_of), 3)
 
 
-# Kept on the disk
+# ---- the cache on disk
 
 
 def test_a_cached_partition_is_read_and_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +210,7 @@ def test_the_hash_of_a_graph_depends_on_every_edge(monkeypatch: pytest.MonkeyPat
     assert len(hashes) == graph.num_edges + 1
 
 
-# What it cuts
+# ---- edges that are cut, and halos
 
 
 def test_a_partition_of_another_graph_is_refused() -> None:
@@ -214,6 +219,7 @@ def test_a_partition_of_another_graph_is_refused() -> None:
 
 
 def two_parts() -> tuple[Graph, Partition]:
+    """A graph of four nodes and six edges, and parts {0, 1} and {2, 3}: counted by hand below."""
     src = torch.tensor([1, 2, 3, 3, 0, 2])
     dst = torch.tensor([0, 0, 0, 1, 3, 2])
     return graph_of(src, dst, 4), Partition(torch.tensor([0, 0, 1, 1], dtype=torch.int32), 2)

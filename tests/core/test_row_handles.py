@@ -1,4 +1,4 @@
-"""One rule for the precision of input rows."""
+"""`as_dtype`: stored features get the dtype of the model; rows with a gradient and integers keep theirs."""
 
 from __future__ import annotations
 

@@ -1,3 +1,8 @@
+"""Neighbour sampling: valid blocks, draws that depend on key and node alone, and refused seeds and fan-outs.
+
+A node draws the same in-edges whatever other seeds are in the batch, and in whichever thread.
+"""
+
 from __future__ import annotations
 
 import itertools

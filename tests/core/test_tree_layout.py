@@ -1,4 +1,7 @@
-"""Blocks in the tree layout: models on them, and what must not matter."""
+"""Blocks in the tree layout: a model on them equals plain PyG on the graph that has a node for every slot.
+
+Empty slots must not count in norms, sums or losses, and splitting the seeds must not change a draw.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +29,17 @@ X = randn(50, 6)
 def tree_batch(
     graph: Any, num_seeds: int = 12, first: int = 0, key: int = 5, fanouts: tuple[int, ...] = (8, 3), times: int = 1
 ) -> Batch:
-    """times: how often each seed is there; every time it draws for itself."""
+    """A batch in the tree layout at the seeds `first` .. `num_seeds`.
+
+    times: how often each seed occurs; every occurrence draws for itself.
+    """
     seeds = torch.arange(num_seeds)[first:].repeat(times)
     blocks = TreeSampler(graph, fanouts).sample(seeds, key, first)
     return Batch(seeds, blocks, TreeRows(TensorTable(X), blocks[0]), seeds % 3, key=key)
 
 
 def graph_of_slots(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """(node, edge_index, present) of the graph that has a node for every slot."""
+    """The oracle: (node of each slot, edge_index between slots, which slots are filled)."""
     block: Any = batch.blocks[0]
     parents = block.parents
     child = ((block.tree.nodes >= 0) & (parents >= 0)).nonzero().view(-1)
@@ -77,7 +83,9 @@ def test_gcn_is_unbiased_on_trees():
     conv = pyg.GCNConv(6, 3).double()
     model = GNN([conv])
     expected = conv(X, graph.edge_index(), graph.edge["weight"])[:12]
-    keys = [ops.derive_key(0, number) for number in range(100)]  # far apart: seeds of others must not share draws
+    keys = [
+        ops.derive_key(0, number) for number in range(100)
+    ]  # derived keys are far apart: no two batches share draws
     outputs = [model(tree_batch(graph, key=key, fanouts=(2,), times=40)).view(40, 12, 3) for key in keys]
     assert (torch.cat(outputs).mean(0) - expected).norm() / expected.norm() < 0.05
 
@@ -156,7 +164,7 @@ def test_replace_of_a_tree_block_changes_only_the_fields_named():
 
 
 def test_ids_and_edges_of_a_tree_block_are_computed_on_first_use():
-    """A captured step on a GPU would have a kernel for each, and wait for the device."""
+    """If they were always computed, a captured step would run kernels for them and synchronise."""
     batch = tree_batch(random_graph())
     block = batch.blocks[0]
     rows = batch.x

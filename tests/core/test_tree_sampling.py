@@ -1,4 +1,4 @@
-"""Trees: what is drawn, and what does not change it."""
+"""Trees: children are in-neighbours of their parents, draws follow from key and slot, and blocks are the hops."""
 
 from __future__ import annotations
 

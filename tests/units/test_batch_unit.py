@@ -1,4 +1,7 @@
-"""The threads of a loop of the user's own; training steps are tested where methods use them."""
+"""`own_threads` in a custom loop: torch leaves the cores to hopline's threads, and gradients stay the same.
+
+Training steps themselves are tested with the methods that use them.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from tests.runs import small
 
 
 class ModuleWithoutLayers(nn.Module):
+    """A module whose convs hopline cannot see."""
+
     def __init__(self) -> None:
         super().__init__()
         self.conv = SAGEConv(8, 4)
