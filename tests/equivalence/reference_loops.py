@@ -51,6 +51,7 @@ class Layers(nn.Module):
 
 
 def edge_arguments(data: Data) -> dict[str, Tensor]:
+    """The edge arrays that a conv is called with."""
     return {name: data[name] for name in ("edge_weight", "edge_attr") if name in data}
 
 
@@ -61,7 +62,7 @@ def whole_graph(model: nn.Module, data: Data, batch: Tensor) -> Tensor:
 
 @dataclass
 class Trained:
-    """What a loop did."""
+    """The record of a loop: losses, learning rates, scores and the best weights."""
 
     losses: list[float] = field(default_factory=list)
     """Of each step, before its update."""
@@ -164,6 +165,7 @@ class History:
         return model.convs
 
     def outputs(self, model: nn.Module, data: Data, batch: Tensor) -> Tensor:
+        """Outputs of all nodes, with historical rows outside the batch. New rows are recorded, not written yet."""
         convs = self._convs(model)
         edge = edge_arguments(data)
         is_in_batch = torch.zeros(data.x.size(0), 1, dtype=torch.bool)
@@ -176,6 +178,7 @@ class History:
         return convs[-1](h, data.edge_index, **edge)
 
     def commit(self) -> None:
+        """Write the rows of all batches since the last commit."""
         for l, batch, rows in self.written:
             self.stored[l] = self.stored[l].index_copy(0, batch, rows)
         self.written.clear()
@@ -198,14 +201,17 @@ def class_weights(model: nn.Module, out: Tensor, y: Tensor) -> Tensor:
 
 
 def with_parameters(model: nn.Module, out: Tensor, y: Tensor) -> Tensor:
+    """Cross-entropy, and a penalty on all parameters."""
     return F.cross_entropy(out, y) + 0.01 * sum(p.square().sum() for p in model.parameters())
 
 
 def multi_label(model: nn.Module, out: Tensor, y: Tensor) -> Tensor:
+    """Binary cross-entropy over several labels of a node."""
     return F.binary_cross_entropy_with_logits(out, y.to(out.dtype))
 
 
 def binary(model: nn.Module, out: Tensor, y: Tensor) -> Tensor:
+    """Binary cross-entropy of a single output."""
     return F.binary_cross_entropy_with_logits(out.squeeze(-1), y.to(out.dtype))
 
 
@@ -213,7 +219,7 @@ def binary(model: nn.Module, out: Tensor, y: Tensor) -> Tensor:
 
 
 class PlateauAfterWarmUp(ReduceLROnPlateau):
-    """Torch's plateau, which `SequentialLR` does not take."""
+    """A linear warm-up and then `ReduceLROnPlateau`, which `SequentialLR` does not accept."""
 
     def __init__(self, optimizer: Optimizer, warmup: int, **options: Any) -> None:
         super().__init__(optimizer, **options)
@@ -229,6 +235,7 @@ class PlateauAfterWarmUp(ReduceLROnPlateau):
 
 
 def warm_up(optimizer: Optimizer, epochs: int) -> LinearLR:
+    """A rate that rises linearly over some epochs."""
     return LinearLR(optimizer, 1 / (epochs + 1), total_iters=epochs)
 
 
@@ -254,6 +261,7 @@ def make_schedule(name: str, optimizer: Optimizer, epochs: int, warmup: int, flo
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: Data, mask: Tensor) -> float:
+    """The share of nodes of a mask whose largest output is their label, in evaluation mode."""
     model.eval()
     out = whole_graph(model, data, mask)
     model.train()

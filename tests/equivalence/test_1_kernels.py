@@ -1,4 +1,7 @@
-"""Identity 1: reference = Numba = Triton for the same key, bit for bit, over random graphs, keys and shapes."""
+"""Identity 1: reference = Numba = Triton for the same key, bit for bit, over random graphs, keys and shapes.
+
+Each kernel of the CPU is compared with the reference in plain torch, and each kernel of the GPU with that of the CPU.
+"""
 
 # pyright: reportCallIssue=false, reportArgumentType=false
 
@@ -41,14 +44,17 @@ def csr_of(num_nodes: int, hub_edges: int, dtype: torch.dtype, draw: random.Rand
 
 
 def random_csr(draw: random.Random) -> tuple[Tensor, Tensor]:
+    """(indptr, indices) of random size, hub and dtype."""
     return csr_of(draw.choice(NUM_NODES), draw.choice(HUB_EDGES), draw.choice(INDEX_DTYPES), draw)
 
 
 def random_key(draw: random.Random) -> int:
+    """A key, extreme ones among them."""
     return draw.choice(KEYS)
 
 
 def assert_same(ours: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    """Tensors of equal dtype are equal to the bit."""
     for our_tensor, expected_tensor in zip(ours, expected, strict=True):
         assert our_tensor.dtype == expected_tensor.dtype
         assert torch.equal(our_tensor, expected_tensor)
@@ -136,10 +142,12 @@ def test_keyed_dropout(dtype: torch.dtype, num_rows: int, shape: tuple[int, ...]
 
 
 def on_gpu(*values: object) -> list:
+    """The arguments with tensors moved to the device of the kernels."""
     return [v.to(KERNEL_DEVICE) if isinstance(v, Tensor) else v for v in values]
 
 
 def assert_same_from_gpu(ours: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    """Results of the GPU equal expected ones to the bit."""
     assert all(tensor.device.type == KERNEL_DEVICE for tensor in ours)
     assert_same(tuple(tensor.cpu() for tensor in ours), expected)
 
@@ -206,6 +214,7 @@ def kernels_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def move_graph(graph: Graph) -> Graph:
+    """The graph on the device of the kernels."""
     edge = {name: array.to(KERNEL_DEVICE) for name, array in graph.edge.items()}
     return Graph(graph.indptr.to(KERNEL_DEVICE), graph.indices.to(KERNEL_DEVICE), edge)
 

@@ -17,15 +17,19 @@ NUM_ROWS = 60
 
 
 def in_memory(rows: Tensor, folder: Path) -> Table:
+    """A table in host memory."""
     return TensorTable(rows.clone())
 
 
 def mapped(rows: Tensor, folder: Path) -> Table:
+    """A table in a memory-mapped file."""
     np.save(folder / "rows.npy", rows.numpy())
     return TensorTable(torch.from_numpy(np.load(folder / "rows.npy", mmap_mode="r+")))
 
 
 def cached(below: Callable[[Tensor, Path], Table], num_hot: int) -> Callable[[Tensor, Path], Table]:
+    """A function that makes a table with a cache of `num_hot` rows over another one."""
+
     def make(rows: Tensor, folder: Path) -> Table:
         return CachedTable(below(rows, folder), randint(0, NUM_ROWS, num_hot, seed=num_hot).unique())
 
@@ -33,6 +37,8 @@ def cached(below: Callable[[Tensor, Path], Table], num_hot: int) -> Callable[[Te
 
 
 def tiered(below: Callable[[Tensor, Path], Table], num_hot: int | None) -> Callable[[Tensor, Path], Table]:
+    """A function that makes a tiered table with `num_hot` hot rows; None: all rows."""
+
     def make(rows: Tensor, folder: Path) -> Table:
         hot = None if num_hot is None else randint(0, NUM_ROWS, num_hot, seed=num_hot).unique()
         return TieredTable(below(rows, folder), hot, "cpu")
@@ -41,6 +47,7 @@ def tiered(below: Callable[[Tensor, Path], Table], num_hot: int | None) -> Calla
 
 
 def sparse(rows: Tensor, folder: Path) -> Table:
+    """A table that stores no zeros; it is read-only."""
     return SparseTable.from_dense(rows)
 
 

@@ -29,6 +29,7 @@ DTYPES = [torch.int32, torch.int64]
 
 
 def assert_equal_to_full_batch(name: str, graph: Graph, x: torch.Tensor, seeds: torch.Tensor) -> None:
+    """A GNN on full neighbourhoods equals plain PyG on the whole graph: outputs at the seeds, and all gradients."""
     model = GNN(stack_of(name, x.size(1), 6, 6, 3))
     plain = twin(model)
     assert isinstance(plain, GNN)

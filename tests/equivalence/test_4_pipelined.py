@@ -43,7 +43,7 @@ def test_batches(workers: int, look_ahead: int) -> None:
 
 
 def train(name: str, workers: int, threads: int = 1) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights after two epochs."""
+    """(losses of all steps, weights) after two epochs. threads: of torch."""
     model = GNN(stack_of(name, 12, 16, 3), dropout=0.5, norm="batch").float()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     loader = replace(METHOD, workers=workers).loader(DATA, seed=2, model=model)

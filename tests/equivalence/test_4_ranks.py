@@ -1,4 +1,4 @@
-"""4. Several ranks = one process with the union of their batches, at finite fan-outs and with dropout."""
+"""Identity 4, over ranks: several ranks equal one process with the union of their batches, with dropout."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ KINDS = ["sage", "gcn", "gat"]
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
+    """The runs of one process with the batches of all ranks."""
     return train_each(World.alone(), KINDS, None, {})
 
 
 def assert_same(ours: dict[str, Any], expected: dict[str, Any], size: int) -> None:
+    """Losses, metrics and weights of every kind of run are equal to rounding."""
     for kind in KINDS:
         our_run = ours["kinds"][kind]
         expected_run = expected["kinds"][kind]
@@ -39,6 +41,7 @@ def assert_same(ours: dict[str, Any], expected: dict[str, Any], size: int) -> No
 
 
 def under_torchrun(size: int, tmp_path: Path, out: str, changes: dict[str, Any], *options: str) -> Ended:
+    """Run `tests.ranks` under torchrun; results go to found.json."""
     command = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", *options]
     command += ["--nproc-per-node", str(size), "-m", "tests.ranks"]
     arguments = [str(tmp_path / "found.json"), out, json.dumps(KINDS if not out else ["sage"]), json.dumps(changes)]

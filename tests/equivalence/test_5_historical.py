@@ -1,5 +1,8 @@
-"""Identity 5: with exact tables a historical batch is a part of the full batch, and with tables of gradients its
-gradient too; a sweep over all parts gives these tables."""
+"""Identity 5: with exact tables, historical batches equal the full batch.
+
+Outputs of a batch are those of the full batch at its nodes. With tables of gradients too (`compensate`), gradients
+of all batches add up to that of the full batch. A sweep over all parts computes both kinds of tables exactly.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,12 @@ DATA = dataset_of(GRAPH, X)
 
 
 def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean cross-entropy of the seeds."""
     return nn.functional.cross_entropy(model(batch), batch.labels)
 
 
 def gcn2(i: int, o: int) -> GNN:
+    """Four GCNII layers between an encoder and a head."""
     convs = [pyg.GCN2Conv(8, 0.1, theta=0.5, layer=l + 1) for l in range(4)]
     return GNN(convs, jk="last", encoder=nn.Linear(i, 8), head=nn.Linear(8, o))
 
@@ -59,19 +64,20 @@ MODELS = {
 
 
 def work_of(model: GNN, **settings: Any) -> HistoricalWork:
+    """Historical training on five random parts, two in a batch. settings: of `Historical`."""
     method = Historical(**({"num_parts": 5, "parts_per_batch": 2, "partition": "random"} | settings))
     ids = DATA.splits["train"]
     return method.bind(Job(data=DATA, model=model, module=model, train_ids=ids, train_step=mean_loss))
 
 
 def batches_of(work: HistoricalWork) -> list[HistoricalBatch]:
-    """Every node once; nothing is drawn."""
+    """Batches that hold every node once. Without a key, nothing is drawn at random."""
     hist_batch = [work.batch(group, None) for group in work.parts.sweep]
     return [batch for batch in hist_batch if batch is not None]
 
 
 def full_batch(model: GNN) -> Batch:
-    """All nodes and all edges as one batch; the loss is at the training nodes."""
+    """The oracle: all nodes and all edges as one batch; the loss is at the training nodes."""
     block = full_block(NeighborSampler(GRAPH, (-1,)), torch.arange(60))
     ids = DATA.splits["train"]
     assert DATA.y is not None

@@ -1,4 +1,4 @@
-"""5. Historical training in two ranks, on one host or on two, = one process that trains the same batches at a step."""
+"""Identity 5, over ranks: two ranks, on one host or two, train as one process with the same batches in a step."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def assert_same(ours: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-9) -> None:
+    """Losses, and weights to a tenfold tolerance."""
     assert ours["losses"] == pytest.approx(expected["losses"], abs=tolerance)
     assert ours["weights"] == pytest.approx(expected["weights"], abs=tolerance * 10)
 

@@ -1,4 +1,4 @@
-"""Identity 6: a graph in shards is the graph in one piece: loss and gradients, however many there are."""
+"""Identity 6: full-batch training over any number of shards has the loss and gradients of plain PyG."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers import plain_gnn
 
 
 def loss_and_gradients(model: hl.nn.GNN, loss: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-    """The loss, and behind it the gradients that it leaves."""
+    """[loss, gradient of each parameter] after a call that runs backward."""
     model.zero_grad()
     loss_value = loss()
     return [
@@ -24,7 +24,7 @@ def loss_and_gradients(model: hl.nn.GNN, loss: Callable[[], torch.Tensor]) -> li
 
 
 def loss_by_plain_pyg(model: hl.nn.GNN) -> torch.Tensor:
-    """Plain PyG over the whole graph."""
+    """The oracle: loss and backward of plain PyG over the whole graph."""
     ids = DATA.splits["train"]
     loss = torch.nn.functional.cross_entropy(plain_gnn(model, X, GRAPH)[ids], DATA.labels[ids])
     loss.backward()
@@ -32,6 +32,7 @@ def loss_by_plain_pyg(model: hl.nn.GNN) -> torch.Tensor:
 
 
 def loss_over_shards(model: hl.nn.GNN, method: hl.FullBatch) -> torch.Tensor:
+    """Loss and backward of one full-batch step over shards."""
     work = hl.Trainer(model, DATA, method, epochs=1, show=False).work
     model.train()
     (unit,) = work.units(1)

@@ -1,4 +1,8 @@
-"""Measured peak <= promised peak: a plan holds, or is refused before anything runs, and is not refused for nothing."""
+"""Identity 9: measured peak <= predicted peak. A plan holds, or is refused before anything runs.
+
+Random graphs, batches and budgets (`Triple`). Every plan that is made is run and measured. A plan is not refused for
+nothing: of the budgets in which single seeds fit, only some are refused.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,7 @@ class Triple:
     fanouts: tuple[int, ...]
     batch_size: int
     share: float
-    """The budget, between half of the least that is known to do and all that is ever needed."""
+    """The budget: 0 is half of what a step of one seed needs, and 1 is 1.2 times what a whole step needs."""
 
 
 TRIPLES = st.builds(
@@ -57,6 +61,7 @@ TRIPLES = st.builds(
 
 
 def outline_of(triple: Triple) -> RunOutline:
+    """The outline of a run of a triple."""
     graph = random_graph(triple.num_nodes, triple.mean_degree * triple.num_nodes, seed=triple.seed)
     data = dataset_of(graph, randn(triple.num_nodes, 7, dtype=torch.float32))
     torch.manual_seed(triple.seed)
@@ -68,7 +73,7 @@ def outline_of(triple: Triple) -> RunOutline:
 
 
 def one_seed_bytes(outline: RunOutline, method: Sampled) -> int:
-    """What the dearest step of a single seed takes, found by trying the largest of all."""
+    """The measured peak of the largest step of a single seed, among the three largest samples."""
     job = outline.job
     peak_bytes = 0
     batches = sorted(draw_batches(method, outline, 1), key=lambda batch: float(Sizes.of(batch).array.sum()))
@@ -82,7 +87,7 @@ def one_seed_bytes(outline: RunOutline, method: Sampled) -> int:
 
 
 def holds(plan: Plan, budget: Budget, outline: RunOutline) -> bool:
-    """Whether an epoch keeps to the plan."""
+    """Whether an epoch keeps to the plan: resident bytes and steps within the budget, batches within their share."""
     job = outline.job
     guard = guard_of(plan, budget, job, outline)
     assert guard is not None
@@ -104,7 +109,7 @@ def holds(plan: Plan, budget: Budget, outline: RunOutline) -> bool:
 
 
 def check(triple: Triple) -> tuple[bool, bool]:
-    """(whether the finest cut keeps to the budget, whether it was refused); a plan that is made must hold."""
+    """(whether single seeds fit the budget, whether the plan was refused). A plan that is made must hold."""
     outline = outline_of(triple)
     method = Sampled(fanouts=triple.fanouts, batch_size=triple.batch_size, workers=0)
     unlimited = plan_of(method, outline_of(triple), Budget())
@@ -125,7 +130,7 @@ def check(triple: Triple) -> tuple[bool, bool]:
 
 
 def share_not_refused(number: int) -> float:
-    """The share of satisfiable triples that are not refused; every plan that is made is tried."""
+    """The share of possible budgets that are not refused; every plan that is made is run."""
     checked: list[tuple[bool, bool]] = []
 
     @settings(
@@ -147,7 +152,7 @@ def share_not_refused(number: int) -> float:
 
 
 def test_a_plan_holds_or_is_refused():
-    assert share_not_refused(FEW) >= 0.65  # so few show no more
+    assert share_not_refused(FEW) >= 0.65  # 25 triples do not tell more; a thousand reach 0.8
 
 
 @pytest.mark.extended

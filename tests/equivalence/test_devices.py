@@ -1,4 +1,4 @@
-"""The same run on a GPU: plain torch operations in place of the CPU's kernels, equal losses and outputs."""
+"""The same run on a GPU and on the CPU has equal losses and outputs; so have two ranks that share a GPU."""
 
 from __future__ import annotations
 

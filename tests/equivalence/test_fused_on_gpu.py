@@ -1,4 +1,4 @@
-"""Fused convs on a GPU, by every way to train and to infer: plain PyG's outputs and gradients on an ugly graph."""
+"""Fused convs on a GPU equal plain PyG on an irregular graph: outputs and gradients, by every method and layout."""
 
 from __future__ import annotations
 
@@ -65,11 +65,12 @@ def ugly_graph(weighted: bool) -> Graph:
 
 
 def stack(conv: Callable[[int, int], nn.Module]) -> GNN:
+    """Two layers of a conv."""
     return GNN([conv(NUM_FEATURES, WIDTH), conv(WIDTH, NUM_CLASSES)])
 
 
 def stack_of_one_width(conv: Callable[[int], nn.Module]) -> GNN:
-    """Convs that keep the width of their rows."""
+    """Two convs that keep the width of their rows, between an encoder and a head."""
     encoder = nn.Linear(NUM_FEATURES, WIDTH)
     head = nn.Linear(WIDTH, NUM_CLASSES)
     return GNN([conv(1), conv(2)], jk="last", encoder=encoder, head=head)
@@ -114,6 +115,7 @@ METHODS: dict[str, Callable[[int], hl.extend.Method]] = {
 
 
 def model_and_data(name: str, weighted: bool) -> tuple[GNN, hl.Dataset]:
+    """A model of fused convs alone, and the graph with training nodes of every kind."""
     torch.manual_seed(0)
     model = MODELS[name]().double()
     assert all(is_fused(conv) or is_fused_attention(conv) for conv in model.convs)

@@ -97,14 +97,17 @@ def test_models_by_every_method_equal_the_reference_loop_or_are_refused(name: st
 
 
 def hook_gcn(model: Any) -> None:
+    """A forward hook on a conv."""
     model.convs[1].register_forward_hook(halve_output)
 
 
 def hook_model(model: nn.Module) -> None:
+    """A forward hook on the whole model."""
     model.register_forward_hook(halve_output)
 
 
 def hook_dropout(model: Any) -> None:
+    """A forward hook on the dropout of a PyG model."""
     model.dropout.register_forward_hook(halve_output)
 
 
@@ -119,7 +122,7 @@ HOOKED = {
 @pytest.mark.parametrize("way", ["sampled-block", "sampled-tree", "historical-one-batch", "sweep", "sequential"])
 @pytest.mark.parametrize("name", HOOKED)
 def test_hooks_that_not_every_method_calls_are_refused_by_name(name: str, way: str) -> None:
-    """Equal, or refused for the hook; a module whose forward is hooked has no layers that hopline could see."""
+    """A hook is called as in plain PyG, or the model is refused: with a hooked forward, layers cannot be seen."""
     refused = ""
     try:
         compare(HOOKED[name], WAYS[way])
@@ -149,7 +152,10 @@ class InterruptAt(hl.Callback):
 def train_with_interruptions(
     scenario: Scenario, way: CallingConvention, out: Path, lengths: list[tuple[int, int | None]], **options: Any
 ) -> tuple[nn.Module, Steps]:
-    """Train in one folder by several runs. lengths: of each run, its epochs= and the epoch in which it is cut off."""
+    """(model, steps) after several runs in one folder.
+
+    lengths: for each run, its epochs= and the epoch in which it is interrupted.
+    """
     steps = Steps()
     model = make(scenario.model)
     for epochs, cut in lengths:
@@ -267,6 +273,7 @@ def test_the_lipschitz_penalty_equals_that_of_the_reference_loop(way: str, monke
 
 
 def gradient_of(model: nn.Module) -> Tensor:
+    """All gradients of a model as one vector."""
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
@@ -436,7 +443,9 @@ def test_training_keeps_the_weights_of_the_best_epoch(evaluate: str, way: str, p
     plain_model.load_state_dict(expected.best_weights)
     assert_same_weights(model, plain_model)
     assert run.test == pytest.approx(plain.accuracy(plain_model, DATA, DATA.test_mask))
-    losses = steps.trained.losses[: len(expected.losses)]  # async: further ones were dropped
+    losses = steps.trained.losses[
+        : len(expected.losses)
+    ]  # asynchronous evaluation may train further steps before it stops
     assert losses == pytest.approx(expected.losses, abs=1e-9)
 
 

@@ -43,7 +43,7 @@ FULL_BATCH = ("sequential", "stored", "one-shot")
 
 @functools.cache
 def train_ranks(num_ranks: int) -> Any:
-    """(how often each node was a seed, results of the cases): the ranks are started once for all tests."""
+    """(how often each node was a seed, results of the cases). Ranks are started once for all tests."""
     return run(count_seeds_and_train, LaunchSettings(devices=num_ranks, timeout_s=60), CASES[num_ranks])
 
 

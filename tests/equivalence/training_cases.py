@@ -1,4 +1,4 @@
-"""What hopline's methods are compared with the reference loops in: a graph, methods, and scenarios of training."""
+"""Cases for the comparison with `reference_loops.py`: a graph, methods, models, and scenarios of training."""
 
 from __future__ import annotations
 
@@ -160,6 +160,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def make(model: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """A model in float64 with first weights of a seed."""
     torch.manual_seed(seed)
     return model().double()
 
@@ -199,6 +200,7 @@ class Scenario:
 
 
 def freeze_first(model: Any) -> None:
+    """Freeze the first conv."""
     model.convs[0].requires_grad_(False)
 
 
@@ -211,6 +213,7 @@ def unfreeze(step: int, model: Any, optimizer: Optimizer) -> None:
 
 
 def change_rate(step: int, model: nn.Module, optimizer: Optimizer) -> None:
+    """Change the learning rate after every step."""
     for group in optimizer.param_groups:
         group["lr"] *= 0.5 if step % 2 else 1.5
 
@@ -225,20 +228,23 @@ def change_weights(step: int, model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def halve_output(module: nn.Module, inputs: Any, out: Tensor) -> Tensor:
+    """A forward hook."""
     return out / 2
 
 
 def shift_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A forward pre-hook."""
     return (inputs[0] + 0.5, *inputs[1:])
 
 
 def hook_convs(model: Any) -> None:
+    """Forward hooks on convs."""
     model.convs[0].register_forward_hook(halve_output)
     model.convs[1].register_forward_hook(halve_output)
 
 
 def hook_inside(model: Any) -> None:
-    """On what a fused conv would not call."""
+    """Forward hooks on modules inside convs, which a fused conv would not call."""
     model.convs[0].lin_l.register_forward_hook(halve_output)
     model.convs[1].lin.register_forward_pre_hook(shift_input)
 
@@ -285,7 +291,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 class Steps(hl.Callback):
-    """Losses by step and rates by epoch; after a step, what the reference does then too."""
+    """Records losses by step and rates by epoch; calls the after_step of the reference after each step."""
 
     def __init__(self, after_step: plain.AfterStep | None = None) -> None:
         self.after_step = after_step
@@ -306,6 +312,8 @@ class Steps(hl.Callback):
 
 
 def train_step_of(loss: plain.Loss) -> Callable[[nn.Module, hl.Batch], Tensor]:
+    """A loss of the reference loops as the `train_step` of a Trainer."""
+
     def train_step(model: nn.Module, batch: hl.Batch) -> Tensor:
         return loss(model, model(batch), batch.labels)
 
@@ -319,6 +327,7 @@ def dataset_of(scenario: Scenario, *, evaluated: bool = False) -> hl.Dataset:
 
 
 def trainer_of(scenario: Scenario, way: CallingConvention, model: nn.Module, **options: Any) -> hl.Trainer:
+    """The Trainer of a scenario by a method. options: further settings, and data=."""
     method = way.method(len(getattr(model, "convs", (None, None))))
     if isinstance(method, hl.Sampled) and scenario.batch_size is not None:
         method = replace(method, batch_size=scenario.batch_size)
@@ -347,6 +356,7 @@ def epochs_of(trainer: hl.Trainer, way: CallingConvention, num_epochs: int) -> l
 
 
 def optimizer_of(scenario: Scenario, model: nn.Module) -> Optimizer:
+    """The optimizer of a scenario in plain torch."""
     kind: Any = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[scenario.optimizer]
     return kind(model.parameters(), lr=scenario.lr, weight_decay=scenario.weight_decay)
 
@@ -364,6 +374,7 @@ def reference_of(
 
 
 def assert_same(ours: plain.Trained, expected: plain.Trained, tolerance: float = 1e-9) -> None:
+    """Losses of all steps and rates of all epochs are equal."""
     assert len(ours.losses) == len(expected.losses)
     for name in ("losses", "rates"):
         our_values = torch.tensor(getattr(ours, name), dtype=torch.float64)
@@ -374,6 +385,7 @@ def assert_same(ours: plain.Trained, expected: plain.Trained, tolerance: float =
 
 
 def assert_same_weights(ours: nn.Module, expected: nn.Module, tolerance: float = 1e-9) -> None:
+    """Parameters have the same names and values."""
     our_weights = dict(ours.named_parameters())
     expected_weights = dict(expected.named_parameters())
     assert list(our_weights) == list(expected_weights)

@@ -1,4 +1,4 @@
-"""What several ranks do in the comparison with the reference loops."""
+"""The part of several ranks in the comparison with the reference loops: which seeds they have, and what they train."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ def seed_counts(world: World) -> dict[str, list[list[float]]]:
 
 
 def _count_seeds(world: World, seeds: list[Tensor]) -> list[float]:
+    """How often each node is among the seeds of all ranks."""
     counts = torch.bincount(torch.cat([torch.empty(0, dtype=torch.int64), *seeds]), minlength=NUM_NODES)
     return world.sum(counts.tolist())
 
 
 def _seeds_by_loader(world: World) -> Iterator[tuple[str, list[list[Tensor]]]]:
+    """(name, seeds by epoch) of this rank, for every loader and then for Trainers."""
     data = dataset_of(Scenario())
     for workers in range(5):
         for layout, fanouts in (("block", (-1, -1)), ("tree", (3, 2))):
@@ -76,6 +78,7 @@ def train_all(world: World, cases: list[tuple[str, str]]) -> list[dict[str, Any]
 
 
 def _train(world: World, scenario: Scenario, way: str) -> dict[str, Any]:
+    """Losses of all steps and final weights of one case."""
     model = make(scenario.model)
     steps = Steps(scenario.after_step)
     if scenario.prepare is not None:
@@ -92,4 +95,5 @@ def _train(world: World, scenario: Scenario, way: str) -> dict[str, Any]:
 
 
 def count_seeds_and_train(world: World, cases: list[tuple[str, str]]) -> list[Any]:
+    """[seed counts, results of the cases]."""
     return [seed_counts(world), train_all(world, cases)]
