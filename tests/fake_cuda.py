@@ -1,6 +1,6 @@
-"""Stands in for the streams and graphs of torch.cuda where there is no GPU: it notes what they are asked for.
+"""Stands in for streams and CUDA graphs of torch.cuda on a machine without a GPU: it logs what they are asked for.
 
-While a call is captured its body runs, once; a replay runs nothing. So calls under test note that they ran, and compute
+While a call is captured its body runs once. A replay runs nothing, so tested calls log that they ran, and compute
 nothing.
 """
 
@@ -19,7 +19,7 @@ from hopline.device import streams
 
 
 class Stream:
-    """A stream, whose waits are noted."""
+    """A stream that logs its waits."""
 
     def __init__(self, log: list[str], name: str, priority: int = 0) -> None:
         self.log = log
@@ -33,7 +33,7 @@ class Stream:
 
 
 class FakeCuda:
-    """What the process's GPU was asked for, in order, and the graphs that it has made."""
+    """The log of all requests in order, and the CUDA graphs that were made."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -45,6 +45,7 @@ class FakeCuda:
         self.reserved_bytes = self.bytes_per_graph = 0
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Replace the functions of torch.cuda for one test."""
         fake = self
 
         class Graph:
@@ -94,6 +95,7 @@ class FakeCuda:
 
     @contextmanager
     def enter_stream(self, stream: Stream) -> Iterator[None]:
+        """Stands in for `torch.cuda.stream`."""
         self.current.append(stream)
         try:
             yield
@@ -102,6 +104,7 @@ class FakeCuda:
 
     @contextmanager
     def capture(self, graph: Any, pool: Any, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+        """Stands in for `torch.cuda.graph`."""
         assert capture_error_mode == "thread_local"
         assert self.current[-1] is stream, "torch leaves it only where the capture ends well"
         graph.memory = pool

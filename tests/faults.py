@@ -1,7 +1,8 @@
-"""Faults injected into real runs of the command, what was lost, and how long recovery took: `make test-faults`.
+"""Faults injected into runs of the command: what is lost, and how long recovery takes. `make test-faults`.
 
-Writes the table of docs/reliability.md. Every run is compared with one that was never interrupted: the losses of all
-epochs and the last weights, bit for bit; where fewer ranks go on, the losses up to there and the number of seeds.
+Writes the table of docs/reliability.md. Every run is compared with one never interrupted: the losses of all epochs
+and the last weights, bit for bit. Where fewer ranks resume (`hosts/elastic.sh`), the losses up to the fault and the
+number of seeds are compared.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ Fault = Callable[[psutil.Process], None]
 
 
 def send(number: int) -> Fault:
+    """A fault that sends a signal."""
     return lambda process: process.send_signal(number)
 
 
 def kill_a_rank(process: psutil.Process) -> None:
-    """The youngest child: spawned ranks start in their order."""
+    """Kill the youngest child: ranks are spawned in order, so it is the last rank."""
     ranks = [child for child in process.children() if "spawn_main" in " ".join(child.cmdline())]
     max(ranks, key=lambda child: child.create_time()).kill()
 
@@ -50,11 +52,12 @@ FAULTS: dict[str, tuple[int, Fault]] = {
     "`kill -9` of the parent of 2 ranks": (2, send(signal.SIGKILL)),
     "SIGTERM to the parent of 2 ranks": (2, send(signal.SIGTERM)),
 }
-"""What happens to a run of so many ranks, in the middle of an epoch."""
+"""Name of a fault -> (number of ranks, the fault), injected in the middle of an epoch."""
 ELASTIC = "`kill -9` of one of two agents of `torchrun --nnodes 1:2`"
 
 
 def start(out: Path, ranks: int) -> subprocess.Popen[str]:
+    """Start, or resume, a run by the command line."""
     command = [sys.executable, "-W", "ignore", "-m", "hopline", "train", "demo", *SETTINGS]
     command += ["timeout_s=20", "checkpoint_s=0.2", "resume=true", f"devices={ranks}", f"out={out}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
@@ -62,6 +65,7 @@ def start(out: Path, ranks: int) -> subprocess.Popen[str]:
 
 
 def results(out: Path) -> dict[str, Any]:
+    """Losses by epoch and last weights of a run."""
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     weights = torch.load(out / "last.pt", weights_only=True)
     return {
@@ -71,7 +75,7 @@ def results(out: Path) -> dict[str, Any]:
 
 
 def wait_until(holds: Callable[[], bool], process: subprocess.Popen[str], what: str) -> float:
-    """Seconds until something holds."""
+    """The seconds until a condition holds; ends the program after two minutes."""
     start_s = time.monotonic()
     while not holds():
         if process.poll() is not None and not holds():
@@ -84,11 +88,12 @@ def wait_until(holds: Callable[[], bool], process: subprocess.Popen[str], what: 
 
 
 def count(file: Path, text: str) -> int:
+    """How often a text occurs in a file that may not exist yet."""
     return file.read_text().count(text) if file.exists() else 0
 
 
 def inject(name: str, ranks: int, fault: Fault, out: Path, expected: dict[str, Any]) -> str:
-    """One row of the table."""
+    """One row of the table: run, inject the fault after five epochs, resume, and compare."""
     run = start(out, ranks)
     wait_until(lambda: count(out / "metrics.jsonl", '"event": "epoch"') >= 5, run, "five epochs")
     time.sleep(0.05)
@@ -114,7 +119,7 @@ def inject(name: str, ranks: int, fault: Fault, out: Path, expected: dict[str, A
 
 
 def lose_a_host() -> str:
-    """The row of a host that is lost under torchrun, which starts the run again by itself: tests/hosts/elastic.sh."""
+    """The row of a host that is lost under torchrun, which restarts the run by itself: tests/hosts/elastic.sh."""
     script = ["bash", str(ROOT / "tests" / "hosts" / "elastic.sh")]
     done = subprocess.run(script, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True)
     times = re.search(r"ended after ([\d.]+) s, and went on alone after ([\d.]+) s", done.stdout)

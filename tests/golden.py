@@ -62,7 +62,7 @@ TOLERANCE = 1e-10
 APART_TOLERANCES = {torch.float64: TOLERANCE, torch.float32: 1e-4}
 """Largest distance on one machine of cases that do not reproduce to the bit."""
 INFERENCE = "inference "
-"""How the names of inference cases begin."""
+"""The prefix of the names of inference cases."""
 
 
 # ---- keys
@@ -92,7 +92,7 @@ def gpu_key() -> str:
 
 
 def command(device: str) -> str:
-    """What adds this machine to a record."""
+    """The command line that adds this machine to a record."""
     option = " --device cuda" if device == "cuda" else ""
     return f"PYTHONPATH=src python -m tests.golden --write{option}"
 
@@ -107,19 +107,19 @@ def case_names(device: str) -> list[str]:
 
 
 def find_case(name: str, device: str) -> Case | None:
-    """The run of that name; None for inference."""
+    """The case of that name; None for inference."""
     return (GPU_CASES if device == "cuda" else CASES | RANK_CASES).get(name)
 
 
 @cache
 def rank_results(attempt: int) -> dict[str, Result]:
-    """All cases of two ranks: processes are started once, and once more for another turn."""
+    """Results of all cases of two ranks. The cache makes processes start once per attempt."""
     settings = LaunchSettings(devices=2, timeout_s=120)
     return run(train_ranks, settings, list(RANK_CASES))
 
 
 def compute(name: str, device: str, attempt: int = 0) -> Result:
-    """Run a case; turn: how often it was run before."""
+    """Run a case. attempt: number of earlier runs, which matters only for ranks."""
     if name.startswith(INFERENCE):
         return infer_exactly(name.removeprefix(INFERENCE), device)
     if device == "cpu" and name in RANK_CASES:
@@ -130,6 +130,7 @@ def compute(name: str, device: str, attempt: int = 0) -> Result:
 
 
 def draw_names(device: str) -> list[str]:
+    """The names of all draws of a device."""
     return list(DRAWS_ON_A_DEVICE if device == "cuda" else DRAWS)
 
 
@@ -162,7 +163,7 @@ def distance(ours: Result, expected: Result) -> float:
 
 
 def differences(ours: Result, expected: Result, tolerance: float | None) -> list[str]:
-    """What differs, a line per field; tolerance: None compares bits."""
+    """One line for each field that differs. tolerance: None compares bits."""
     lines = []
     for name in [*expected, *(other for other in ours if other not in expected)]:
         if name == "apart" or (name == "bits" and tolerance is not None):
@@ -180,7 +181,7 @@ def differences(ours: Result, expected: Result, tolerance: float | None) -> list
 
 @dataclass
 class Expectation:
-    """What a case is compared with."""
+    """The result that a case is compared with."""
 
     result: Result
     tolerance: float | None
@@ -233,6 +234,7 @@ class Record:
 
 
 def path_of(device: str) -> Path:
+    """The file of a device's record."""
     return FOLDER / ("gpu.json" if device == "cuda" else "cpu.json")
 
 
@@ -242,7 +244,7 @@ def release(key: str) -> str:
 
 
 def _text(value: Any, depth: int = 0) -> str:
-    """JSON in which what is three deep, or no object, is on one line."""
+    """JSON with one line per field down to the fields of a case, and everything deeper on one line."""
     if not isinstance(value, dict) or not value or depth == 4:
         return json.dumps(value)
     inner = " " * (depth + 1)
@@ -255,7 +257,7 @@ def _text(value: Any, depth: int = 0) -> str:
 
 @dataclass
 class ComputedCases:
-    """All cases of this machine."""
+    """All draws and cases as this machine computes them."""
 
     draws: dict[str, str] = field(default_factory=dict)
     runs: dict[str, Result] = field(default_factory=dict)
@@ -264,13 +266,14 @@ class ComputedCases:
 
 
 def compute_all(device: str, times: int, only: str = "") -> ComputedCases:
-    """Every case so many times; one that fails is reported, and the others go on."""
+    """Run every case `times` times; a case that fails is reported, and the others still run."""
     computed = ComputedCases()
 
     def selected(names: list[str]) -> Iterator[str]:
         yield from (name for name in names if only in name)
 
     def run_and_report(name: str, compute_it: Callable[[], None]) -> None:
+        """Run one case, print its time, and record its error if it fails."""
         start_s = time.perf_counter()
         try:
             compute_it()
@@ -341,7 +344,7 @@ def update(record: Record, computed: ComputedCases, key: str, device: str, becau
 
 
 def _in_order(entries: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """The entries of known names."""
+    """The entries whose names are known, in the order of the names."""
     return {name: entries[name] for name in names if name in entries}
 
 

@@ -1,6 +1,8 @@
-"""What ranks do in a process group that is theirs, not hopline's: a program, `python -m tests.group_ranks NAME FOLDER`.
+"""Ranks that use hopline in a process group of their own: `python -m tests.group_ranks SCENARIO FOLDER [RANK SIZE]`.
 
-The process group is initialised here as a user's script does it, by the environment or by a file.
+The process group is initialised as a user's script does it, by the environment or by a file. Scenarios train, fail and
+lose ranks in it. The group must be the same object afterwards and still work, and no heartbeat thread may be left.
+Each rank writes its results to FOLDER/foundRANK.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ NORMED: dict[str, Any] = {"norm": "batch", "epochs": 2}
 
 
 def check_owner(before: Any, size: int) -> None:
-    """The owner's group is the same object, and works."""
+    """The process group of the owner is the same object, and still sums over its ranks."""
     assert dist.is_initialized()
     assert dist.distributed_c10d._get_default_group() is before
     total = torch.tensor([float(dist.get_rank())])
@@ -45,11 +47,12 @@ def check_owner(before: Any, size: int) -> None:
 
 
 def heartbeat_threads() -> list[str]:
+    """The names of hopline's heartbeat threads in this process."""
     return [thread.name for thread in threading.enumerate() if thread.name == "hopline-heart"]
 
 
 def train_everything(folder: Path) -> dict[str, Any]:
-    """Every method, by a plain Trainer and by a given world; the owner's group is used before, between and after."""
+    """Train every method, with and without a given world; the owner uses the group before, between and after."""
     owner = dist.distributed_c10d._get_default_group()
     size = dist.get_world_size()
     results: dict[str, Any] = {"plain": train(None, "sage"), "given": train(hl.World.current(), "sage")}
@@ -124,7 +127,7 @@ def lose_a_rank(folder: Path) -> dict[str, Any]:
 
 
 def train_on_uneven_hosts(folder: Path) -> dict[str, Any]:
-    """One rank on a first host, two on a second, which are made believe so."""
+    """One rank on a first host and two on a second, simulated by host_identity."""
     host = "first" if dist.get_rank() == 0 else "second"
     existing_group.host_identity = lambda: host
     world = hl.World.current()
@@ -143,7 +146,7 @@ def come_alone(folder: Path) -> dict[str, Any]:
 
 
 def die(folder: Path) -> dict[str, Any]:
-    """A rank is killed in an exchange of a group whose store cannot serve a second connection."""
+    """A rank is killed in a group whose store cannot serve a second connection."""
     world = hl.World.current()
     world._resources._store = NoClone()  # type: ignore[attr-defined]
     world.barrier()
@@ -169,7 +172,7 @@ def train_gpu_model_in_gloo_group(folder: Path) -> dict[str, Any]:
 
 
 class NoClone:
-    """In place of a store of a user's own making."""
+    """A store of a user's own making, which cannot be cloned."""
 
 
 SCENARIOS: tuple[Callable[[Path], dict[str, Any]], ...] = (
@@ -185,7 +188,7 @@ SCENARIOS: tuple[Callable[[Path], dict[str, Any]], ...] = (
 
 
 def main(name: str, folder: str, rank: str = "", size: str = "") -> None:
-    """Under a launcher's environment, or with a rank and a size, where a file takes the place of a server."""
+    """Run a scenario under the environment of a launcher; with RANK and SIZE, a file takes the place of a server."""
     by_file: dict[str, Any] = {}
     if rank:
         by_file = {"init_method": f"file://{folder}/store", "rank": int(rank), "world_size": int(size)}

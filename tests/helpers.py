@@ -1,4 +1,11 @@
-"""Small graphs, batches of them, and plain PyG as the oracle. Everything is float64 and seeded."""
+"""Small graphs, batches and models in float64, and plain PyG as the oracle. Everything is seeded.
+
+graphs     random_graph (irregular on purpose), graph_of
+batches    batch_of, dataset_of
+models     CONVS and GNN_OPTIONS by name; conv_of, stack_of, gnn_of
+oracle     stock, stock_layers, plain_gnn: PyG on a whole graph or on the square of a block
+checks     assert_close, assert_same_gradients, assert_same_batches: ours against expected
+"""
 
 from __future__ import annotations
 
@@ -25,18 +32,21 @@ from hopline.nn.conv_adapter import edge_arguments
 from hopline.tables import TensorTable
 
 KERNEL_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-"""Where the Triton kernels are tested: on a GPU, or in Triton's interpreter."""
+"""The device of tests of Triton kernels: a GPU, or the CPU, where Triton's interpreter runs them."""
 
 
 def generator(seed: int) -> torch.Generator:
+    """A torch generator on the CPU with a seed."""
     return torch.Generator().manual_seed(seed)
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Normal numbers, drawn in float64 and then rounded to `dtype`."""
     return torch.randn(*shape, generator=generator(seed), dtype=torch.float64).to(dtype)
 
 
 def randint(low: int, high: int, size: int, seed: int = 0) -> Tensor:
+    """[size] int64 in [low, high)."""
     return torch.randint(low, high, (size,), generator=generator(seed))
 
 
@@ -58,9 +68,10 @@ def random_graph(
     attr: int = 0,
     loops: bool = False,
 ) -> Graph:
-    """Random edges, some of them double; a hub; the last three nodes have no in-edges, the very last none at all.
+    """A graph that is irregular on purpose.
 
-    loops: some nodes have an edge to themselves, one of them three.
+    It has double edges and a hub (node 0). The last three nodes have no in-edges, and the very last no edge at all.
+    loops: some nodes have an edge to themselves, node 2 has three.
     """
     src = randint(0, num_nodes - 1, num_edges, seed)
     dst = randint(0, num_nodes - 3, num_edges, seed + 1)
@@ -115,10 +126,12 @@ def dataset_of(graph: Graph, x: Tensor, num_classes: int = 3, seed: int = 9) -> 
 
 
 def mlp(*widths: int) -> nn.Sequential:
+    """Linear, tanh, linear."""
     return nn.Sequential(nn.Linear(widths[0], widths[1]), nn.Tanh(), nn.Linear(widths[1], widths[-1]))
 
 
 def pna(a: int, b: int, **options: Any) -> nn.Module:
+    """A PNAConv for a fixed histogram of degrees."""
     histogram = torch.tensor([3, 10, 20, 10, 5])
     return pyg.PNAConv(a, b, ["mean", "max", "std"], ["identity", "amplification"], histogram, **options)
 
@@ -151,21 +164,24 @@ CONVS: dict[str, Callable[[int, int], nn.Module]] = {
     "edge": lambda a, b: pyg.EdgeConv(mlp(2 * a, 5, b)),
     "gine-edges": lambda a, b: pyg.GINEConv(mlp(a, 5, b), edge_dim=2),
 }
-"""Convs by name, as functions of their widths; those in "-edges" read edge attributes of width 2."""
+"""Name -> function of the widths that makes a conv. Names in "-edges" read edge attributes of width 2."""
 NORMALISED = [name for name in CONVS if name.startswith("gcn") and name != "gcn-no-norm"]
-"""Those whose weights on sampled edges are not stock PyG's."""
+"""Names of CONVS whose normalisation over sampled edges differs from PyG's, which takes sampled degrees."""
 
 
 def conv_of(name: str, a: int, b: int, seed: int = 0) -> nn.Module:
+    """A conv of CONVS in float64, with first weights of a seed."""
     torch.manual_seed(seed)
     return CONVS[name](a, b).double()
 
 
 def stack_of(name: str, *widths: int) -> list[nn.Module]:
+    """One conv per pair of neighbouring widths."""
     return [conv_of(name, a, b, seed) for seed, (a, b) in enumerate(itertools.pairwise(widths))]
 
 
 def _sage(*widths: int) -> list[nn.Module]:
+    """SAGE layers of some widths."""
     return stack_of("sage-mean", *widths)
 
 
@@ -221,13 +237,14 @@ GNN_OPTIONS: dict[str, tuple[list[nn.Module], dict[str, Any]]] = {
 
 
 def gnn_of(name: str) -> GNN:
+    """A GNN of GNN_OPTIONS in float64, with parameters of its own."""
     torch.manual_seed(0)
     convs, options = GNN_OPTIONS[name]
     return twin(GNN(convs, **options).double())  # type: ignore[return-value]
 
 
 def with_running_means(model: GNN) -> GNN:
-    """Batch norms with statistics that are not those of a new module, in evaluation."""
+    """The model in evaluation, with running means that a new batch norm does not have."""
     for norm in model.modules():
         if isinstance(norm, nn.BatchNorm1d) and norm.running_mean is not None:
             norm.running_mean.copy_(randn(norm.num_features, seed=8) / 4)
@@ -235,7 +252,7 @@ def with_running_means(model: GNN) -> GNN:
 
 
 def plain_gnn(model: GNN, x: Tensor, graph: Graph) -> Tensor:
-    """A GNN in evaluation, written out over the whole graph."""
+    """The oracle: a GNN in evaluation, written out in plain PyG over the whole graph."""
     act = model.act if model.act is not None else lambda v: v
     if model.encoder is not None:
         x = act(model.encoder(x))
@@ -264,6 +281,7 @@ def plain_gnn(model: GNN, x: Tensor, graph: Graph) -> Tensor:
 
 
 def neighbors_of(graph: Graph, node: int) -> list[int]:
+    """The sources of the in-edges of a node, in order."""
     return graph.indices[int(graph.indptr[node]) : int(graph.indptr[node + 1])].tolist()
 
 
@@ -290,26 +308,29 @@ def stock_layers(convs: Sequence[nn.Module], x: Tensor, blocks: Sequence[Block] 
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """A copy with parameters of its own, and no gradients yet."""
+    """A deep copy of a model, without gradients."""
     other = copy.deepcopy(model)
     other.zero_grad(set_to_none=True)
     return other
 
 
 def backward(out: Tensor, seed: int = 77) -> None:
-    """Gradients of a random projection of the output."""
+    """Backward of a random projection of the output, the same for equal shapes."""
     (out * randn(*out.shape, seed=seed, dtype=out.dtype)).sum().backward()
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Name -> gradient of a parameter; zeros where there is none."""
     return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
 
 
 def assert_close(ours: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
+    """Equal within a tolerance, both absolute and relative; NaN equals NaN."""
     torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def assert_same_gradients(ours: nn.Module, expected: nn.Module, tolerance: float = 1e-10) -> None:
+    """Gradients of two models are equal within a tolerance, and not all zero."""
     our_gradients = gradients(ours)
     expected_gradients = gradients(expected)
     assert list(our_gradients) == list(expected_gradients)
@@ -344,6 +365,7 @@ def assert_same_batches(ours: Batch, expected: Batch) -> None:
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
+    """Set the number of threads of torch within."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -353,6 +375,6 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def guarded(work: Work, method: Method, guard: Guard) -> Work:
-    """The work of a method, whose steps keep to the limit of a guard; its plan promises nothing."""
+    """Have the steps of a method keep to the limit of a guard. The plan predicts nothing."""
     sizes = {"step_bytes": 0.0, "min_step_bytes": 0.0, "steps": 1, "count": 1, "covers": "steps of {}"}
     return work.guarded(guard, Plan(method=method, items=(), limits={}, compute_place="host", **sizes))

@@ -1,4 +1,9 @@
-"""What the ranks do in the tests of several processes; also a program, which `python -m tests.launched` starts."""
+"""Functions that launched ranks run in tests: checks of every collective call, and ranks that die, wait or fail.
+
+    python -m tests.launched FUNCTION DEVICES TIMEOUT_S ARGUMENTS
+
+`started` runs such processes and ends them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +36,7 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_
 
 
 def tiny() -> Dataset:
-    """A planted graph that is made at once."""
+    """A planted graph that takes no time to make."""
     return planted_partition(num_nodes=200, num_edges=900, num_classes=3, num_features=5, num_train=60, num_valid=40)
 
 
@@ -42,7 +47,10 @@ def gradient(rank: int, position: int, shape: tuple[int, ...], dtype: torch.dtyp
 
 
 def check_gradients(world: World) -> None:
-    """Some gradients on all ranks, one on a single rank, one on none, several types, a bucket's worth and more."""
+    """Summed gradients: equal on all ranks, in place, and the same at every call.
+
+    Some parameters have a gradient on all ranks, one on a single rank, one on none; some fill more than a bucket.
+    """
     last = world.size - 1
     shapes = [(3, 4), (5,), (2, 2), (1,), (4,), (3000, 1200), (1500, 2000), (), (6,)]
     dtypes = [torch.float32] * 9
@@ -83,7 +91,7 @@ def check_gradients(world: World) -> None:
 
 
 def check_words(world: World) -> None:
-    """Numbers, flags, objects and tensors."""
+    """Sums, flags, broadcasts and all-to-all, of numbers, objects and tensors of several dtypes."""
     assert world.sum([1, world.rank, 0.1]) == [world.size, sum(range(world.size)), sum([0.1] * world.size)]
     assert world.sum([]) == []
     assert world.any(world.rank == world.size - 1)
@@ -123,6 +131,7 @@ def check_words(world: World) -> None:
 
 
 def same_dataset(ours: Dataset, expected: Dataset) -> bool:
+    """Whether graph, features, labels and splits are equal to the bit."""
     tensors = [(d.graph.indptr, d.graph.indices, d.x[torch.arange(len(d.x))], d.labels) for d in (ours, expected)]
     splits = [[*d.splits.items(), *(i for s in d.alternatives for i in s.items())] for d in (ours, expected)]
     return (
@@ -133,7 +142,7 @@ def same_dataset(ours: Dataset, expected: Dataset) -> bool:
 
 
 def check_sharing(world: World) -> None:
-    """One copy for all ranks of a host; nothing stays in the folders of shared memory or temporary files."""
+    """The ranks of a host share one copy of a dataset, and leave no file in shared memory or temporary folders."""
     original = tiny()
     swapped = {"train": original.splits["test"], "test": original.splits["train"]}
     with_two_splits = replace(original, alternatives=(swapped, original.splits))
@@ -154,7 +163,7 @@ def check_sharing(world: World) -> None:
 
 
 def everything(world: World, folder: str, data: bool = True) -> dict[str, Any]:
-    """Check all that ranks do together, and write down where this one sits."""
+    """Check all collective calls, and write the position of this rank to FOLDER/seatRANK."""
     check_words(world)
     check_gradients(world)
     if data:
@@ -166,7 +175,7 @@ def everything(world: World, folder: str, data: bool = True) -> dict[str, Any]:
 
 
 def everything_then_death(world: World, folder: str, victim: int) -> None:
-    """Check everything; then one rank is killed, and the others write down what they learn."""
+    """Check everything; then one rank is killed, and the others write the error that they get."""
     everything(world, folder)
     if world.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -181,7 +190,7 @@ def everything_then_death(world: World, folder: str, victim: int) -> None:
 
 
 def stay(world: World, folder: str) -> None:
-    """Say that this rank runs, then wait to be ended."""
+    """Write that this rank runs, then wait for a signal."""
     world.barrier()
     (Path(folder) / f"running{world.rank}").write_text(str(os.getpid()))
     try:
@@ -191,7 +200,7 @@ def stay(world: World, folder: str) -> None:
 
 
 def fail(world: World, filler: str, length: int) -> None:
-    """Fail in rank 1, while the others wait for it; what was sent along must have come whole."""
+    """Fail in rank 1 while the others wait for it. filler: an argument that must arrive whole."""
     assert len(filler) == length
     if world.rank == 1:
         raise ValueError("batch_size is too large: give batch_size=10")
@@ -213,7 +222,7 @@ def free_port() -> int:
 
 @contextmanager
 def started(*commands: tuple[list[str], Mapping[str, str]]) -> Iterator[list[Process]]:
-    """Python processes by arguments and environment, all of which are gone afterwards."""
+    """Run Python processes, given by arguments and environment; all are ended afterwards."""
     processes = [python(*arguments, env=variables) for arguments, variables in commands]
     try:
         yield processes
@@ -224,10 +233,12 @@ def started(*commands: tuple[list[str], Mapping[str, str]]) -> Iterator[list[Pro
 
 
 def program(*arguments: str) -> list[str]:
+    """The arguments of Python that run this module."""
     return ["-W", "error::UserWarning", "-m", "tests.launched", *arguments]
 
 
 def main(name: str, devices: str, timeout_s: str, *args: str) -> None:
+    """Run a function of this module in ranks; whole numbers among the arguments become int."""
     functions = {f.__name__: f for f in (everything, everything_then_death, stay, fail)}
     arguments = [int(a) if a.isdecimal() else a for a in args]
     settings = LaunchSettings(devices=int(devices), timeout_s=float(timeout_s))

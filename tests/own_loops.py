@@ -1,4 +1,7 @@
-"""The examples of own loops beside the Trainer with the same seeds, in float64; alone and in each of several ranks."""
+"""Examples of custom loops and Trainers with the same seeds, in float64: losses that tests compare.
+
+Both run alone, or in each of several ranks.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,17 @@ NAMES = ("own_loop_historical", "own_loop_layers", "own_loop_one_shot", "own_loo
 
 
 class Losses(hl.Callback):
-    """Of every step."""
+    """Records the loss of every step, summed over the ranks."""
 
     def __init__(self) -> None:
         self.found: list[float] = []
 
     def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
-        self.found += trainer.world.sum([float(step.loss)])  # each rank has its share
+        self.found += trainer.world.sum([float(step.loss)])  # the loss of a rank is its share of the step's
 
 
 def trainer_like(name: str, data: hl.Dataset, **options: Any) -> hl.Trainer:
-    """The Trainer that does what an example does."""
+    """A Trainer with the model, method and settings of an example."""
     torch.manual_seed(0)
     features = data.num_features
     classes = data.num_classes
@@ -54,7 +57,7 @@ def trainer_like(name: str, data: hl.Dataset, **options: Any) -> hl.Trainer:
 
 
 def losses_of_example_and_trainer(world: World, name: str, graph: str, folder: str) -> dict[str, Any]:
-    """The losses of every step: by the example, and by the Trainer."""
+    """The results of an example, and under "trainer" the losses of a Trainer like it."""
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -71,4 +74,5 @@ def losses_of_example_and_trainer(world: World, name: str, graph: str, folder: s
 
 
 def all_losses_of_examples_and_trainer(world: World, graph: str, folder: str) -> dict[str, Any]:
+    """Results of all examples, by name."""
     return {name: losses_of_example_and_trainer(world, name, graph, folder) for name in NAMES}

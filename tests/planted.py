@@ -767,6 +767,7 @@ _running: set[subprocess.Popen[str]] = set()
 
 @contextmanager
 def _ended_with_this(process: subprocess.Popen[str]) -> Iterator[None]:
+    """End the process when the context is left, by whichever way."""
     _running.add(process)
     try:
         yield
@@ -793,6 +794,7 @@ def plant_all(faults: Sequence[Fault], projects: Sequence[Project]) -> list[Outc
     printing = threading.Lock()
 
     def plant(numbered: tuple[int, Fault]) -> Outcome:
+        """Plant one fault in a free copy and run its tests."""
         number, fault = numbered
         project = free.get()
         try:
@@ -820,7 +822,7 @@ def plant_all(faults: Sequence[Fault], projects: Sequence[Project]) -> list[Outc
 
 
 def chosen(faults: Sequence[Fault], names: Sequence[str], gpu: bool) -> list[Fault]:
-    """Those whose name or area has one of the given texts in it; with `gpu` those that need one, else the others."""
+    """The faults whose name or area has one of the texts; with `gpu` those that need a GPU, else the others."""
     named = [f for f in faults if not names or any(name in f.name or name in f.area for name in names)]
     return [fault for fault in named if fault.gpu == gpu]
 

@@ -1,9 +1,9 @@
-"""A program that uses hopline and tells, after each step, what it has changed in its process: FOLDER/changes.json.
+"""A program that uses hopline and records which parts of its process each step has changed: FOLDER/changes.json.
 
     python -m tests.process_state FOLDER
 
-Run by `test_process_state.py` in a process of its own, since a test runner changes much itself. Libraries that hopline
-stands on are imported first: what their import changes is not ours.
+`test_process_state.py` runs it in a process of its own, since a test runner changes much itself. Libraries that
+hopline uses are imported first, so that changes by their import do not count.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from rich.console import Console
 from torch_geometric.data import Data
 
 told_malloc: dict[int, int] = {}
-"""What glibc's mallopt was told last, by setting."""
+"""Setting of mallopt -> the value of its last call."""
 
 
 class RecordingLibrary(ctypes.CDLL):
-    """A C library that keeps to itself what mallopt is told."""
+    """A C library that records calls of mallopt, and does not make them."""
 
     def __getattr__(self, name: str) -> Any:
         if name != "mallopt":
@@ -55,7 +55,7 @@ class RecordingLibrary(ctypes.CDLL):
 LONG_LIVED = "hopline-ops"
 """The kernels' threads, which wait for work as long as the process lives, by design."""
 GLIBC = {-1: 64 << 20, -3: 32 << 20}
-"""The thresholds that glibc comes to by itself once large blocks were freed: as good as never told."""
+"""The thresholds that glibc itself reaches once large blocks were freed: they count as no change."""
 
 
 def threads_of_a_new_thread() -> int:
@@ -68,7 +68,7 @@ def threads_of_a_new_thread() -> int:
 
 
 def state() -> dict[str, str]:
-    """All that belongs to the process, by name."""
+    """Everything that belongs to the process, by name, as text."""
     values = {
         "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, []),
@@ -101,7 +101,7 @@ def state() -> dict[str, str]:
 
 
 NAMES = list(dict.fromkeys([*state(), "trace listeners", "progress displays"]))
-"""Of all that is compared."""
+"""The names of all parts of the state that are compared."""
 
 
 class Planned(Exception):
@@ -196,7 +196,7 @@ class Steps:
             raise AssertionError("the signal did not end the run")
 
     def change_everything(self) -> None:
-        """Shows that each change would be seen."""
+        """Change each part of the state, to show that every change would be noticed."""
         signal.signal(signal.SIGUSR2, lambda number, frame: None)
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
         os.environ["HOPLINE_CHANGED"] = "1"
@@ -234,10 +234,12 @@ class Steps:
         return trainer
 
     def callback(self, act: Callable[[], object], *hooks: str) -> Any:
+        """A callback that calls `act` in some hooks."""
         methods = dict.fromkeys(hooks, lambda self, trainer, *args: act())
         return type("Acts", (self.hl.Callback,), methods)()
 
     def fit_until(self, error: BaseException, *hooks: str, **settings: Any) -> None:
+        """Train until hooks raise the error."""
         calls = itertools.count()
 
         def fail() -> None:

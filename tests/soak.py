@@ -1,4 +1,4 @@
-"""300 epochs in one process, and again with random kills: memory, files and threads must not grow; `make test-soak`."""
+"""300 epochs in one process, and again with random kills: memory, files and threads must not grow. `make test-soak`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from tests.runs import sage, small
 
 EPOCHS = 300
 SETTLED = 50
+"""The epoch from which on files and threads must not change: a rule of thumb."""
 WINDOW = 20
+"""Epochs whose median is compared, after `SETTLED` and at the end."""
 GROWTH = 1.02
+"""The largest ratio of the resident memory at the end to that after `SETTLED`."""
 
 
 class RecordUsage(Callback):
-    """What the process holds, at the end of every epoch."""
+    """Records memory, open files and threads of the process at the end of every epoch."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -44,6 +47,7 @@ class RecordUsage(Callback):
 
 
 def train(folder: Path, kind: str) -> None:
+    """Train 300 epochs in a folder, resuming what is in it. kind: unused, as `train_in_child` passes one."""
     data = small(num_nodes=2000, num_edges=20_000, num_train=1000)
     method = hl.Sampled(fanouts=(5, 5), batch_size=100, workers=2)
     callbacks = [RecordUsage(folder.with_suffix(".held"))]
@@ -52,6 +56,7 @@ def train(folder: Path, kind: str) -> None:
 
 
 def read_samples(folder: Path) -> list[dict[str, int]]:
+    """The records of `RecordUsage` for a folder, one per epoch."""
     return [json.loads(line) for line in folder.with_suffix(".held").read_text().splitlines()]
 
 
