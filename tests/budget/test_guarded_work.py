@@ -78,10 +78,12 @@ def test_a_run_within_a_budget_equals_the_run_without_one(method: Method, tmp_pa
 def test_full_batch_steps_are_measured_and_not_split(tmp_path: Path):
     trainer = trainer_of(METHODS[2], budget="1GiB", out=tmp_path / "run")
     assert all(isinstance(unit, MeasuredUnit) for unit in trainer.work.units(1))
+
     trainer.fit()
     budget_records = records(tmp_path / "run", "budget")
     assert [record["epoch"] for record in budget_records] == [1, 2]
     assert all(0 < record["peak_bytes"] <= record["promised_bytes"] for record in budget_records)
+
     assert trainer.guard is not None
     assert trainer.guard.take_record()["after"] == []
 
@@ -118,9 +120,8 @@ def train_on_gpu(layout: str, budget: str | None, **options: Any) -> tuple[Run, 
 
     class Peak(Callback):
         def on_step_end(self, trainer: Trainer, step: StepEnd) -> None:
-            peak_bytes[0] = max(
-                peak_bytes[0], torch.cuda.max_memory_allocated()
-            )  # a guarded step resets the peak statistics
+            # The largest so far, since a guarded step resets the statistics of the peak.
+            peak_bytes[0] = max(peak_bytes[0], torch.cuda.max_memory_allocated())
 
     options |= {"callbacks": [Peak()]}
     trainer = Trainer(model, data, method, budget=budget, epochs=2, device="cuda", show=False, **options)
@@ -154,6 +155,7 @@ def test_on_a_gpu_made_small_only_the_run_with_a_budget_ends(share: float, infer
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert peak_within <= limit
     assert [e.loss for e in run_within.history] == pytest.approx([e.loss for e in unlimited.history], rel=1e-3)
+
     assert plan is not None
     if plan.step_bytes > plan.limit_bytes:
         assert plan.batches_on_host, "rather than take room that pieces could have"
@@ -178,6 +180,7 @@ def test_a_gpu_that_is_out_of_memory_splits_the_batch_and_has_the_same_gradients
     loader = method.loader(data, ids, model=model, device=device).with_budget(None, batches_on_host=on_host)
     loaded = next(iter(loader))
     assert loaded.seeds.is_cuda != on_host
+
     batch = loaded.to(device)
     with meter_of(device) as meter:
         expected_loss = BatchUnit(job, batch).forward_backward(seeds)
@@ -194,6 +197,7 @@ def test_a_gpu_that_is_out_of_memory_splits_the_batch_and_has_the_same_gradients
     assert record["oom"] >= 1
     assert record["pieces"] >= 2
     torch.testing.assert_close(ours, expected_loss, rtol=1e-8, atol=0)
+
     for name, p in model.named_parameters():
         if name in expected:
             torch.testing.assert_close(p.grad, expected[name], rtol=1e-6, atol=1e-9)
@@ -224,6 +228,7 @@ def test_a_batch_that_does_not_fit_on_the_gpu_stays_on_the_host_and_is_split():
     with limit_cuda_memory(Budget(device=str(limit_bytes)), device), trace.listen(counters):
         losses = [unit.forward_backward(4096).item() for unit in work.units(1)]
     assert losses == pytest.approx(expected_losses, rel=1e-4)
+
     counters.next_epoch()
     assert counters.last_epoch()["batches.without_room"] >= 2
     assert guard.take_record()["pieces"] >= 4
@@ -296,9 +301,11 @@ def test_a_custom_method_is_planned_and_measured():
     trainer = trainer_of(CustomMethod(MeasuredWork()), budget="1GiB")
     (unit,) = trainer.work.units(1)
     assert (unit.size, unit.total_size) == (7, None)
+
     unit.forward_backward(7)
     assert trainer.guard is not None
     record = trainer.guard.take_record()
+
     assert (record["promised_bytes"], record["before"]) == (500, [500])
     assert record["after"] == [record["peak_bytes"]] == [107 * 4 + 4]
 

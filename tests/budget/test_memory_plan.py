@@ -89,6 +89,7 @@ def test_asynchronous_evaluation_shares_the_available_bytes_with_the_steps():
     alone = plan_of(step_bytes=1500.0)
     plan = plan_of(step_bytes=1500.0, async_evaluation=True)
     assert plan.limit_bytes + plan.evaluation_bytes == plan.available_bytes == alone.limit_bytes
+
     assert plan.chunk_bytes is not None
     assert 0 < plan.chunk_bytes <= plan.evaluation_bytes < plan.limit_bytes
     assert plan.peak_bytes("device") > alone.peak_bytes("device")

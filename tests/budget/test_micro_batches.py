@@ -132,6 +132,7 @@ def test_a_micro_batch_has_the_edges_of_its_seeds_and_no_others():
     micro_batch = micro_batches.micro_batch_of(batch, seed_idx).batch()
     assert torch.equal(micro_batch.seeds, batch.seeds[seed_idx])
     assert torch.equal(micro_batch.labels, batch.labels[seed_idx])
+
     expected_dst = set(micro_batch.seeds.tolist())
     for ours, whole in zip(reversed(micro_batch.blocks), reversed(batch.blocks), strict=True):
         assert set(ours.dst_ids.tolist()) == expected_dst
@@ -205,12 +206,14 @@ def test_the_cost_of_a_seed_is_that_of_its_own_tree():
     batch = batch_of(graph, None, (-1, -1), torch.tensor([0]))
     block = batch.blocks[0]
     assert (block.num_src, block.num_dst, block.num_edges) == (6, 3, 5)
+
     # Each hidden row (0, 1 and 2) counts its own sources, itself included: 3 + 3 + 2 input rows, of which the block
     # holds 6 distinct ones. Then come 3 hidden rows, one output row, and 5 and 2 edges.
     alone = micro_batches.seed_costs(batch, COSTS)
     inputs = {0: 3, 1: 3, 2: 2}
     hidden = 3
     expected = 8 * sum(inputs.values()) + 16 * hidden + 32 + 4 * 5 + 8 * 2
+
     assert alone.tolist() == [expected]
 
 
@@ -276,6 +279,7 @@ def test_some_seeds_of_a_batch_are_split_into_smaller_groups():
     groups = micro_batches.groups_to_fit(batch, bound_bytes, together, COSTS, among=among, first=2)
     assert len(groups) == 2
     assert torch.equal(torch.cat(groups).sort().values, among.sort().values)
+
     # A target below the bytes of a single seed: every seed is alone, as long as it keeps to max_bytes.
     alone = micro_batches.groups_to_fit(batch, bound_bytes, 1.0, COSTS, among=among, max_bytes=together)
     assert [group.numel() for group in alone] == [1] * 50
@@ -287,12 +291,15 @@ def test_the_first_group_is_as_large_as_fits(share: float):
     whole = bound_bytes(Sizes.of(batch))
     groups = micro_batches.groups_to_fit(batch, bound_bytes, share * whole, COSTS)
     assert torch.equal(torch.cat(groups).sort().values, torch.arange(batch.num_seeds))
+
     bytes_of_groups = [bound_bytes(sizes) for sizes in micro_batches.sizes_of(batch, groups)]
     assert max(bytes_of_groups) <= share * whole
+
     even_groups = micro_batches.balanced_groups(micro_batches.seed_costs(batch, COSTS), len(groups))
     bytes_of_even_groups = [bound_bytes(sizes) for sizes in micro_batches.sizes_of(batch, even_groups)]
     if len(groups) <= micro_batches.MAX_FILLED_GROUPS:
         assert bytes_of_groups[0] > max(0.85 * share * whole, *bytes_of_even_groups)
+
     assert sum(bytes_of_groups) <= 1.02 * sum(bytes_of_even_groups)
 
 
@@ -407,6 +414,7 @@ def test_a_million_edges_are_cut_in_a_tenth_of_a_second(by: CutBy):
         start = time.thread_time()  # CPU time of this thread: other load on the machine does not count
         cut = micro_batches.cut_to_fit(batch, costs.bound, limit, by)
         times.append(time.thread_time() - start)
+
     assert 0.999 * limit < costs.bound(Sizes.of(cut)) <= limit
     assert min(times) < 0.1
 

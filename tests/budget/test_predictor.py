@@ -82,6 +82,7 @@ def test_the_peak_of_every_gnn_option_is_below_the_bound(name: str):
     batch = batch_at(150, fanouts=fanouts)
     costs = costs_of(model, batch.x, len(fanouts))
     sizes = Sizes.of(batch)
+
     assert measure_step(model, batch) <= costs.bound(sizes)
     assert measure_forward(model, batch) <= costs.forward_only().bound(sizes)
 
@@ -259,6 +260,7 @@ def test_answers_in_other_threads_belong_to_one_observed_step():
         has_learnt.set()
         for future in futures:
             future.result()
+
     assert answers <= answers_between_steps
     assert predictor.num_seen == 200
 

@@ -68,9 +68,11 @@ def test_to_another_device_moves_every_tensor_and_no_handle() -> None:
     moved = batch.to("meta")
     assert moved.x is batch.x
     assert moved.seeds.is_meta
+
     assert moved.y is not None
     assert moved.y.is_meta
     assert moved.tables["z"].is_meta  # type: ignore[union-attr]
+
     for block in moved.blocks:
         part = block.part
         assert part.edge_ids is not None
@@ -117,6 +119,7 @@ def test_union_keeps_for_each_node_the_edges_of_the_layer_nearest_to_the_seeds(f
     rows = zip(edges_of(square), square.edge["weight"].tolist(), square.edge["attr"].tolist(), strict=True)
     for (src, dst), weight, attr in rows:
         edges_by_node.setdefault(dst, []).append((src, weight, tuple(attr)))
+
     assert edges_by_node == {node: edges for node, edges in expected.items() if edges}
     assert torch.equal(square.src_ids, batch.input_ids)
     assert square.num_dst == square.num_src

@@ -20,6 +20,7 @@ def test_a_partial_graph_has_the_degrees_and_weight_sums_of_the_whole_graph() ->
     assert torch.equal(partial.in_degrees(), graph.in_degrees(ids))
     assert partial.edge.keys() == graph.edge.keys()
     assert partial.self_loops.numel() == 1
+
     for add_loops, fill in ((False, 1.0), (True, 1.0), (True, 2.0)):
         expected = weights_of(graph, add_loops, fill)
         total, loop = partial.weight_sums(some_ids, add_loops, fill)

@@ -164,6 +164,7 @@ def test_other_edges_or_settings_have_cache_files_of_their_own(tmp_path: Path) -
     for other, options in cases:
         make_partition(other, 4, cache=tmp_path, **options)
     make_partition(graph, 5, cache=tmp_path)
+
     assert len(list(tmp_path.glob("*.json"))) == 9
 
 
@@ -185,10 +186,12 @@ def test_a_damaged_cache_file_is_replaced(tmp_path: Path, damage: str, caplog: p
         np.save(array, np.zeros(3))
     again = make_partition(graph, 5, cache=tmp_path)
     assert torch.equal(first.part_of, again.part_of)
+
     messages = caplog.text
     caplog.clear()
     assert messages.count("\n") == 1
     assert "damaged" in messages
+
     make_partition(graph, 5, cache=tmp_path)
     assert not caplog.text
 

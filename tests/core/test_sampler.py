@@ -68,6 +68,7 @@ def test_blocks_have_distinct_sources_and_as_many_edges_as_the_fan_out(
     blocks = NeighborSampler(graph, fanouts, replace=replace, edge_ids=True).sample(seeds, 3)
     assert len(blocks) == len(fanouts)
     assert torch.equal(blocks[-1].dst_ids, seeds)
+
     for block, fanout in zip(reversed(blocks), fanouts, strict=True):
         assert block.src_ids.dtype == torch.int64
         assert torch.unique(block.src_ids).numel() == block.num_src

@@ -71,9 +71,11 @@ def test_a_model_on_a_tree_is_stock_pyg_on_the_graph_of_its_slots(name: str):
     expected = expected[: batch.num_seeds]
     ours = model(batch)
     torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
+
     weights = randn(*ours.shape, seed=3)
     (ours * weights).sum().backward()
     (expected * weights).sum().backward()
+
     for our_parameter, expected_parameter in zip(model.parameters(), copy.parameters(), strict=True):
         torch.testing.assert_close(our_parameter.grad, expected_parameter.grad, rtol=1e-9, atol=1e-11)
 
@@ -83,9 +85,8 @@ def test_gcn_is_unbiased_on_trees():
     conv = pyg.GCNConv(6, 3).double()
     model = GNN([conv])
     expected = conv(X, graph.edge_index(), graph.edge["weight"])[:12]
-    keys = [
-        ops.derive_key(0, number) for number in range(100)
-    ]  # derived keys are far apart: no two batches share draws
+    # Derived keys are far apart: no two batches share draws.
+    keys = [ops.derive_key(0, number) for number in range(100)]
     outputs = [model(tree_batch(graph, key=key, fanouts=(2,), times=40)).view(40, 12, 3) for key in keys]
     assert (torch.cat(outputs).mean(0) - expected).norm() / expected.norm() < 0.05
 
@@ -112,6 +113,7 @@ def test_batch_norm_leaves_out_empty_slots(inside: bool):
     node, edge_index, present = graph_of_slots(batch)
     num_dst = batch.blocks[0].num_dst
     assert not present[:num_dst].all()
+
     if inside:
         summed = torch.zeros(node.numel(), 6, dtype=torch.float64).index_add(0, edge_index[1], X[node][edge_index[0]])
         h = copy.convs[0].nn[0](summed + X[node])[:num_dst]
@@ -124,6 +126,7 @@ def test_batch_norm_leaves_out_empty_slots(inside: bool):
     last = edge_index[:, edge_index[1] < batch.num_seeds]
     expected = copy.convs[1](normed, last)[: batch.num_seeds]
     torch.testing.assert_close(model(batch), expected, rtol=1e-9, atol=1e-11)
+
     for (name, ours), (_, theirs) in zip(model.named_buffers(), copy.named_buffers(), strict=True):
         if "num_batches" not in name:
             torch.testing.assert_close(ours, theirs, msg=name)
@@ -141,6 +144,7 @@ def test_micro_batches_have_the_gradient_of_the_batch_with_dropout():
         blocks = TreeSampler(graph, (8, 3)).sample(seeds, 5, first)
         micro_batch = Batch(seeds, blocks, TreeRows(TensorTable(X), blocks[0]), seeds % 3, key=5)
         nn.functional.cross_entropy(copy(micro_batch), micro_batch.labels, reduction="sum").backward()
+
     for ours, theirs in zip(model.parameters(), copy.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-11)
 

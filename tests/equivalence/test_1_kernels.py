@@ -182,6 +182,7 @@ def test_relabelled_ids_gathered_rows_and_grouped_edges_on_the_gpu(seed: int) ->
     keys = randint(0, 9, draw.choice([0, 1, 300]), seed=seed)
     groups = 9 + draw.randrange(3)
     assert_same_from_gpu(gpu_sampling.group_edges(*on_gpu(keys, groups)), cpu_sampling.group_edges(keys, groups))
+
     indptr, indices = random_csr(draw)
     assert_same_from_gpu(
         (gpu_sampling.self_loops(*on_gpu(indptr, indices)),), (cpu_sampling.self_loops(indptr, indices),)
@@ -202,6 +203,7 @@ def test_reduced_edges_and_keyed_dropout_on_the_gpu(seed: int) -> None:
     x = randn(draw.choice([0, 1, 60]), *shape, seed=seed, dtype=draw.choice([torch.float32, torch.float64]))
     ids = randint(0, draw.choice([5, 2**50]), x.size(0), seed=seed)
     arguments = (x, draw.choice([0.0, 1.0, draw.random()]), random_key(draw), ids)
+
     assert_same_from_gpu((gpu_reduce.keyed_dropout(*on_gpu(*arguments)),), (cpu_reduce.keyed_dropout(*arguments),))
 
 
@@ -267,5 +269,6 @@ def test_a_graph_in_pinned_memory_is_sampled_from_the_gpu() -> None:
     expected = NeighborSampler(graph, (4, -1)).sample(seeds, 3)
     ours = NeighborSampler(pinned, (4, -1)).sample(seeds.cuda(), 3)
     assert all(block.src_ids.is_cuda for block in ours)
+
     on_cpu = tuple(block.to(torch.device("cpu")) for block in ours)
     assert_same_batches(Batch(seeds, on_cpu, None, None, key=3), Batch(seeds, expected, None, None, key=3))

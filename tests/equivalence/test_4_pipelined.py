@@ -117,6 +117,7 @@ def test_gradients_of_the_micro_batches_add_up_to_those_of_the_batch(
         share = nn.functional.cross_entropy(split_model(batch), labels[part]) * (part.numel() / seeds.numel())
         share.backward()
         total += share.detach()
+
     assert_close(total, loss.detach(), 1e-12)
     assert_same_gradients(split_model, model, 1e-11)
 

@@ -110,6 +110,7 @@ def test_with_exact_tables_of_gradients_the_summed_gradient_is_that_of_the_full_
     work.refresh()
     for group in work.parts.groups_of(3):
         HistoricalUnit(work, work.batch(group, None)).forward_backward(1)
+
     assert_same_gradients(model, plain, 1e-8)
 
 
@@ -124,6 +125,7 @@ def test_without_compensation_the_summed_gradient_is_another():
     for hist_batch in batches_of(work):
         HistoricalUnit(work, hist_batch).forward_backward(1)
     ours, theirs = (torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (model, plain))
+
     assert 0.02 < float((ours - theirs).norm() / theirs.norm()) < 1
 
 
@@ -153,4 +155,5 @@ def test_a_sweep_over_all_parts_gives_the_gradient_of_the_full_batch(name: str):
     work = work_of(model)
     work.refresh()
     backward_sweep(work)
+
     assert_same_gradients(model, plain, 1e-9)

@@ -40,6 +40,7 @@ def test_two_ranks_train_as_one_process(two_hosts: bool):
     before = os.listdir("/dev/shm")
     results = run(train_all, LaunchSettings(devices=2, timeout_s=30), cases, two_hosts)
     assert os.listdir("/dev/shm") == before
+
     for case, result in zip(CASES.values(), results, strict=False):
         # With a lag of one turn, what two batches commit waits.
         settings = case["settings"] | {"lag": 2 * case["settings"].get("lag", 0)}
@@ -74,6 +75,7 @@ def test_a_rank_that_dies_within_an_epoch_leaves_no_shared_memory_and_the_run_re
     with pytest.raises(RankError, match="rank 1"):
         run(train_all, settings, [case | {"out": str(tmp_path / "cut"), "kill": [1, 5]}], False)
     assert os.listdir("/dev/shm") == before
+
     cases = [case | {"out": str(tmp_path / name)} for name in ("cut", "whole")]
     again, whole = run(train_all, settings, cases, False)
     assert again == whole  # bit for bit

@@ -51,6 +51,7 @@ def test_layerwise_inference_of_every_gnn_option_equals_plain_pyg(name: str) -> 
     expected = plain_gnn(model, X, BARE).detach()
     forward = model(batch_of(BARE, X, (-1,) * model.num_layers)).detach()
     assert_close(forward, expected)
+
     model.train()
     for chunk_edges in (1, 40, 1 << 20) if name == "everything" else (40,):
         assert_close(infer.exact(model, data, chunk_edges=chunk_edges), expected)
@@ -89,6 +90,7 @@ def test_a_chunk_has_no_more_edges_than_it_may_unless_it_is_one_node(chunk_edges
     infer.exact(model, data)  # probes the conv
     calls.clear()
     infer.exact(model, data, chunk_edges=chunk_edges)
+
     assert sum(rows for rows, _ in calls) == 50
     assert sum(edges for _, edges in calls) == BARE.num_edges
     assert all(rows == 1 or edges <= chunk_edges for rows, edges in calls)
@@ -109,6 +111,7 @@ def test_only_what_the_nodes_need_is_computed() -> None:
     rows.clear()
     infer.exact(model, data, torch.tensor([3]))
     first_hop = {3, *BARE.indices[int(BARE.indptr[3]) : int(BARE.indptr[4])].tolist()}
+
     assert rows == [len(first_hop), 1]
 
 
@@ -148,6 +151,7 @@ def test_sampled_inference_at_finite_fanouts_is_forward_on_those_batches() -> No
     method = Sampled(fanouts=(2, 2, 2), batch_size=4, shuffle=False, workers=0)
     ours = infer.sampled(model, method.loader(data, IDS.unique()).epoch(1))
     assert model.training
+
     model.eval()
     with torch.no_grad():
         expected = torch.cat([model(b) for b in method.loader(data, IDS.unique()).epoch(1)])
@@ -184,6 +188,7 @@ def test_pyg_models_and_modules_without_layers_equal_plain_pyg() -> None:
     basic = pyg.models.GCN(6, 8, 2, 3, jk="cat", norm="batch_norm").double().eval()
     expected = basic(X, GRAPH.edge_index(), edge_weight=GRAPH.edge["weight"]).detach()
     assert_close(infer.exact(basic, data, IDS, chunk_edges=9), expected[IDS])
+
     conv = pyg.TAGConv(6, 3).double()
     expected = conv(X, GRAPH.edge_index(), GRAPH.edge["weight"]).detach()
     assert_close(infer.exact(conv, data, IDS), expected[IDS])

@@ -70,6 +70,7 @@ def test_features_stored_sparse_train_on_a_gpu_too(method: hl.extend.Method, pla
         place = hl.Placement(features=placement)  # type: ignore[arg-type]
         done = hl.Trainer(model, data, method, epochs=2, device=device, placement=place, show=False).fit()
         losses[device] = [epoch.loss for epoch in done.history]
+
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-9)
 
 

@@ -166,6 +166,7 @@ def test_gradients_equal_those_of_plain_pyg(name: str, weighted: bool, how: str)
     assert y is not None
     nn.functional.cross_entropy(plain(plain_model, data)[ids], y[ids]).backward()
     gradient_by(METHODS[how](int(data.graph.in_degrees().max())), model, data)
+
     assert_same_gradients(model.cpu(), plain_model, TOLERANCE)
 
 

@@ -200,6 +200,7 @@ def test_a_schedule_resumed_at_every_epoch_equals_that_of_torch(
     plain_schedule = plain.make_schedule(name, optimizer, epochs, warmup, floor)
     seeds = epochs_of(trainer, WAYS[way], epochs)
     expected = reference_of(scenario, WAYS[way], plain_model, seeds, optimizer=optimizer, schedule=plain_schedule)
+
     assert len(set(expected.rates)) > (name != "constant" or warmup > 0)
     assert_same(steps.trained, expected)
     assert_same_weights(model, plain_model)
@@ -239,6 +240,7 @@ def test_removing_duplicate_edges_keeps_the_arrays_of_the_first(array: str, way:
     shuffled[array] = data[array][order]
     first_positions = first_of_each(shuffled.edge_index)
     assert first_positions.numel() < data.num_edges - 10
+
     unique = copy.copy(data)
     unique.edge_index = shuffled.edge_index[:, first_positions]
     unique[array] = shuffled[array][first_positions]
@@ -308,9 +310,11 @@ def test_the_mean_over_compensated_batches_is_the_full_batch(max_batches: int | 
     groups = [group for epoch in range(1, settings["epochs"] + 1) for group in parts.groups_of(epoch)]
     step_by_group = dict(zip(groups, steps.found, strict=True))
     assert len(step_by_group) == 6
+
     losses, gradients = (torch.stack(values) for values in zip(*step_by_group.values(), strict=True))
     expected = plain.cross_entropy(plain_model, plain.whole_graph(plain_model, DATA, ids)[ids], DATA.y[ids])
     expected.backward()
+
     torch.testing.assert_close(losses.mean(), expected.detach(), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(gradients.mean(0), gradient_of(plain_model), rtol=1e-9, atol=1e-9)
 
@@ -336,6 +340,7 @@ def test_batches_split_by_a_budget_train_as_whole_ones(name: str, way: str) -> N
         trainer.fit()
     counters.next_epoch()
     assert counters.last_epoch()["budget.batches_split"] > 0
+
     epochs = epochs_of(trainer, WAYS[way], trainer.settings.epochs)
     assert_same(steps.trained, reference_of(scenario, WAYS[way], plain_model, epochs))
     assert_same_weights(model, plain_model)
@@ -357,6 +362,7 @@ def test_a_second_fit_starts_from_the_weights_of_the_first(way: str) -> None:
         trainer.fit()
         expected = reference_of(scenario, WAYS[way], plain_model, epochs)
         assert_same(steps.trained, expected)
+
     assert_same_weights(model, plain_model)
 
 
@@ -406,6 +412,7 @@ def test_one_column_for_two_classes_is_scored_by_its_sign(way: str) -> None:
 
     epochs = epochs_of(trainer, WAYS[way], trainer.settings.epochs)
     expected = reference_of(scenario, WAYS[way], plain_model, epochs, validate=validate)
+
     assert [e.metrics["accuracy"] for e in run.evaluations if e.split == "valid"] == pytest.approx(expected.scores)
 
 
@@ -440,12 +447,13 @@ def test_training_keeps_the_weights_of_the_best_epoch(evaluate: str, way: str, p
     assert scores == pytest.approx(expected.scores)
     assert (run.epochs, run.best_epoch) == (len(expected.scores), expected.best_epoch)
     assert [epoch.lr for epoch in run.history] == expected.rates
+
     plain_model.load_state_dict(expected.best_weights)
     assert_same_weights(model, plain_model)
     assert run.test == pytest.approx(plain.accuracy(plain_model, DATA, DATA.test_mask))
-    losses = steps.trained.losses[
-        : len(expected.losses)
-    ]  # asynchronous evaluation may train further steps before it stops
+
+    # With asynchronous evaluation, training runs some steps further before it learns that it should stop.
+    losses = steps.trained.losses[: len(expected.losses)]
     assert losses == pytest.approx(expected.losses, abs=1e-9)
 
 

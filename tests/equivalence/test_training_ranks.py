@@ -82,5 +82,6 @@ def test_ranks_train_as_one_process(num_ranks: int, name: str, way: str) -> None
     epochs, accumulate = batches_of(name, way, num_ranks)
     expected = reference_of(scenario, WAYS[way], model, epochs, accumulate=accumulate)
     assert ours["losses"] == pytest.approx(expected.losses, abs=1e-9)
+
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert ours["weights"] == pytest.approx(weights.tolist(), abs=1e-9)

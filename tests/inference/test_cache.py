@@ -67,6 +67,7 @@ def test_outputs_are_equal_to_the_bit_with_and_without_the_cache(name: str, chun
     expected = [infer_without_cache(model, data, ids, chunk_edges=chunk_edges) for model in models]
     for model, rows in zip(models, expected, strict=True):
         assert torch.equal(infer.exact(model, data, ids, chunk_edges=chunk_edges), rows)
+
     inference_cache = cache_of(data)
     assert inference_cache.num_uses == 4
     assert bool(inference_cache.sums) == (name in HAVE_CACHED_SUMS)
@@ -118,6 +119,7 @@ def test_blocks_are_built_in_the_first_two_inferences_and_never_again(
         counts.append(len(block_sizes))
     assert counts[0] > 0
     assert counts[1:] == [2 * counts[0]] * 3
+
     deeper = hl.nn.GNN([SAGEConv(8, 8), SAGEConv(8, 8), SAGEConv(8, 4)])
     for model, other_ids in ((deeper, ids), (deeper, ids.add_(1)), (deeper, torch.tensor([7]))):
         block_sizes.clear()
@@ -142,6 +144,7 @@ def test_changed_features_are_read_again(chunk_edges: int | None):
 
     before = infer.exact(model, data, ids)
     assert agrees_with_no_cache()
+
     for change in (
         lambda: rows.mul_(2),
         lambda: table.write(torch.arange(400), torch.randn(400, 8)),
@@ -173,6 +176,7 @@ def test_sums_over_a_table_without_a_version_are_not_cached_but_blocks_are():
     model = hl.nn.GNN(CONVS["mean"]())
     data.tables["x"] = RandomTable()
     outputs = [infer.exact(model, data, ids) for _ in range(3)]
+
     assert not torch.equal(outputs[1], outputs[2])
     assert cache_of(data).blocks
     assert not cache_of(data).sums
@@ -185,6 +189,7 @@ def test_blocks_and_sums_beyond_the_limit_of_the_cache_are_computed_again(monkey
     expected = infer_without_cache(model, data, ids, chunk_edges=150)
     default_limit_bytes = cache.max_cache_bytes(torch.device("cpu"))
     assert default_limit_bytes > 1 << 20
+
     cached_bytes = []
     for limit_bytes in (0, 5_000, 8_000, default_limit_bytes):
         monkeypatch.setattr(cache, "max_cache_bytes", lambda device, limit_bytes=limit_bytes: limit_bytes)
@@ -218,9 +223,11 @@ def test_changed_edges_drop_the_cache_and_each_graph_has_its_own(chunk_edges: in
         infer.exact(model, data, ids, chunk_edges=chunk_edges)
         infer.exact(model, other, ids, chunk_edges=chunk_edges)
     assert cache_of(data).num_uses == cache_of(other).num_uses == 3
+
     cache_before = cache_of(data)
     data.graph.indices.copy_((data.graph.indices + 1) % 400)
     expected = infer_without_cache(model, data, ids, chunk_edges=chunk_edges)
+
     assert torch.equal(infer.exact(model, data, ids, chunk_edges=chunk_edges), expected)
     assert cache_of(data) is not cache_before
 
@@ -247,5 +254,6 @@ def test_bytes_of_a_chunk_that_two_threads_store_are_counted_once(monkeypatch: p
         tensor for block in inference_cache.blocks.values() for tensor in block.tensors() if tensor is not None
     ]
     cached_tensors += [rows for rows, _ in inference_cache.sums.values()]
+
     assert cached_tensors
     assert inference_cache.free_bytes == (1 << 30) - sum(tensor.nbytes for tensor in cached_tensors)

@@ -75,6 +75,7 @@ def test_only_models_whose_kernels_repeat_are_captured():
     assert not repeats(GNN(convs, head=CountsCalls()))
     assert not repeats(SubclassOfGNN(convs))
     assert not repeats(nn.Linear(8, 4))
+
     hooked = GNN(copy.deepcopy(convs), head=nn.Linear(4, 4))
     hooked.lin.register_forward_hook(lambda *_: None)
     assert not repeats(hooked)
@@ -86,6 +87,7 @@ def test_inference_is_not_captured_on_a_cpu_nor_under_a_budget():
     captured = CapturedInferences()
     assert captured.of(trainer.job, data.splits["valid"]) is None
     assert Measure(trainer.method).captured_inference(trainer.job) is None
+
     gpu = Job(
         data=data,
         model=GNN([SAGEConv(8, 4)]),
@@ -102,9 +104,11 @@ def test_inference_is_not_captured_on_a_cpu_nor_under_a_budget():
     assert Measure(trainer.method).captured_inference(gpu) is not inference, "it is of another owner"
     for limit in ({"chunk_bytes": 1000}, {"rows_on_disk": True}, {"exact": False}, {"test_step": lambda *_: {}}):
         assert Measure(trainer.method, **limit).captured_inference(gpu) is None  # type: ignore[arg-type]
+
     freed = weakref.ref(inference)
     del gpu, inference
     gc.collect()
+
     assert freed() is None, "what was captured goes with its job"
 
 
@@ -175,6 +179,7 @@ def test_the_second_call_is_captured_and_another_one_after_its_inputs_moved(fake
             "what keeps moving is not worth another graph"
         )
         assert inference.is_settled
+
     assert not lines
 
 
@@ -184,6 +189,7 @@ def test_with_left_to_others_a_call_is_not_captured_until_capture_is_called(fake
     inference.left_to_others = True
     assert [next_call_of(inference, fake_cuda) for _ in range(3)] == ["run"] * 3
     assert inference.is_due
+
     inference.capture(Stream(fake_cuda.log, "evaluate"))  # type: ignore[arg-type]
     assert "capture 0 on evaluate in pool of 0" in fake_cuda.log
     assert next_call_of(inference, fake_cuda) == "replayed"
@@ -198,6 +204,7 @@ def test_a_cuda_graph_of_too_many_bytes_is_dropped_without_a_message(fake_cuda: 
     fake_cuda.bytes_per_graph = (1 << 30) // replayed.SHARE + 1
     inference()
     inference()
+
     assert not inference.is_captured
     assert inference.is_settled
     assert next_call_of(inference, fake_cuda) == "run"
@@ -289,6 +296,7 @@ def test_a_replay_equals_inference_without_capture_to_the_bit(name: str, placeme
         ours = inference()
         assert torch.equal(ours, infer_without_capture(job, ids))
     assert not lines
+
     reads_features = name in ("narrow gcn", "gat", "gatv2", "encoder")
     are_features_on_gpu = placement.get("features") != "pinned" and (name != "encoder" or "graph" not in placement)
     assert inference.is_captured == (are_features_on_gpu or not reads_features)
@@ -304,12 +312,15 @@ def test_changed_features_ids_and_weight_tensors_are_noticed():
     for _ in range(3):
         inference()
     assert inference.is_captured
+
     stored = job.data.x.storage()
     assert stored is not None
     stored.mul_(1.5)
     assert torch.equal(inference(), infer_without_capture(job, ids))
+
     inference()
     assert inference.is_captured
+
     weight = next(job.model.parameters())
 
     def move() -> None:
@@ -336,6 +347,7 @@ def test_a_cuda_graph_above_the_share_of_memory_is_dropped(monkeypatch: pytest.M
     for _ in range(4):
         perturb_weights(job.model)
         assert torch.equal(inference(), infer_without_capture(job, data.splits["valid"]))
+
     assert not inference.is_captured
     assert inference.is_settled
     assert not lines
@@ -365,9 +377,11 @@ def test_two_launches_with_different_weights_may_be_under_way():
     stream = torch.cuda.Stream()
     inference = CapturedInference(job, ids)
     assert inference.launch({}, torch.cuda.Event(), stream) is None
+
     inference.left_to_others = True
     inference()
     assert inference.is_due
+
     inference.capture(stream)
     for _ in range(3):
         weights = []

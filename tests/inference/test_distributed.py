@@ -34,8 +34,10 @@ def test_inference_over_one_shard_equals_that_over_the_whole_graph(tmp_path: Pat
     model = hl.nn.GNN([GCNConv(4, 6), SAGEConv(6, 5)]).double()
     expected = hl.infer.exact(model, data)
     torch.testing.assert_close(exact(model, sharded.shard, chunk_edges=30), expected)
+
     expected_accuracy = (expected.argmax(1) == data.labels)[data.splits["test"]].double().mean()
     assert evaluate(model, sharded, "test", None) == {"accuracy": pytest.approx(float(expected_accuracy))}
+
     batches = hl.Sampled(fanouts=(-1, -1), batch_size=7, shuffle=False).loader(sharded.shard, "test")
     assert evaluate(model, sharded, "test", batches) == {"accuracy": pytest.approx(float(expected_accuracy))}
     with pytest.raises(ValueError, match=r"has no layers.*hl.nn.GNN"):

@@ -44,6 +44,7 @@ def test_inference_runs_in_evaluation_mode_and_restores_the_mode_of_each_module(
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     first = infer.exact(model, data)
     second = infer.exact(model, data)
+
     assert torch.equal(first, second)
     assert not first.requires_grad
     assert model.training
@@ -118,6 +119,7 @@ def test_the_mean_of_sampled_outputs_approaches_the_exact_output():
     loader = method(fanouts=(2, 2), shuffle=False).loader(data, ids, model=model)
     one_sample = infer.sampled(model, loader)
     mean_of_samples = torch.stack([infer.sampled(model, loader) for _ in range(20)]).mean(dim=0)
+
     assert not torch.equal(one_sample, exact)
     assert (mean_of_samples - exact).norm() < (one_sample - exact).norm() / 2
 
@@ -134,6 +136,7 @@ def test_keep_is_called_with_the_hidden_rows_of_all_nodes():
     scores = infer.exact(model, data, ids, chunk_edges=50, keep=keep)
     assert torch.equal(scores, infer.exact(model, data, ids))
     assert sorted(rows_by_layer) == list(range(model.num_layers - 1))
+
     src, dst = data.graph.edge_index()
     with infer.evaluating(model):
         expected = torch.relu(model.convs[0](data.x[torch.arange(data.num_nodes)], torch.stack([src, dst])))

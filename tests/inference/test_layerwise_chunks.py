@@ -69,6 +69,7 @@ def test_chunks_are_prefetched_up_to_a_limit(monkeypatch: pytest.MonkeyPatch):
     assert len(num_prefetched) == len(built) > 20
     assert 2 <= max(num_prefetched) <= PREFETCH_CHUNKS + 1
     assert threading.main_thread().name not in threads
+
     threads.clear()
     infer.exact(model, data, torch.arange(3))  # one chunk: there is no next one to prefetch
     assert threads == {threading.main_thread().name}
@@ -177,6 +178,7 @@ def test_hidden_rows_beyond_the_gpu_memory_are_written_to_the_host(name: str, mo
         assert is_close(infer.exact(model, data, chunk_bytes=chunk_bytes, device="cuda"), expected)
         assert is_close(infer.exact(model, data, few_ids, chunk_bytes=chunk_bytes, device="cuda"), expected[few_ids])
     assert written == {("cuda", False)}  # kernels of the GPU write to host memory
+
     monkeypatch.setattr(allocators.pinned, "register", lambda table: "refused")
     assert is_close(infer.exact(model, data, chunk_bytes=40_000, device="cuda"), expected)
     assert ("cpu", False) in written
@@ -219,5 +221,6 @@ def test_a_conv_that_sees_more_than_a_nodes_edges_is_run_on_the_whole_graph(make
         vars(conv).update({name: None for name in vars(conv) if name.startswith("_cached")})
     hidden = model.convs[1](hidden, graph.edge_index()).relu()
     expected = model.convs[2](hidden, graph.edge_index())
+
     assert_close(infer.exact(model, data, chunk_edges=20), expected)
     assert_close(infer.exact(model, data, torch.tensor([7, 0, 49])), expected[[7, 0, 49]])

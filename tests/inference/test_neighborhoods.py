@@ -163,6 +163,7 @@ def test_the_trial_changes_neither_the_module_nor_the_random_state():
     drawn = torch.rand(3)
     torch.manual_seed(5)
     infer.exact(model, data, torch.tensor([1]), hops=2)
+
     assert torch.equal(torch.rand(3), drawn)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.training
@@ -183,6 +184,7 @@ def test_only_the_hops_around_the_ids_are_computed():
     infer.exact(model, data, ids, hops=2)  # the first call tries the module on copies, which call the hooks too
     sizes.clear()
     infer.exact(model, data, ids, hops=2)
+
     assert sizes == [len(reached)]
     assert len(reached) < NUM_NODES / 2
 
@@ -193,6 +195,7 @@ def test_a_chunk_has_no_more_nodes_and_edges_than_asked_for_unless_it_is_one_nod
     work = local.LocalInference(model, data, 3, torch.device("cpu"), chunk_edges=60)
     chunks = list(work._chunks(torch.arange(NUM_NODES)))
     assert torch.equal(torch.cat([seeds for seeds, _ in chunks]), torch.arange(NUM_NODES))
+
     several = [block for seeds, block in chunks if seeds.numel() > 1]
     assert len(several) > 5
     assert all(block.num_src + block.num_edges <= 60 for block in several)
@@ -226,6 +229,7 @@ def test_the_peak_of_a_chunk_keeps_to_chunk_bytes(make: Callable[[int, int], nn.
     work._compute = compute_measured  # type: ignore[method-assign]
     with torch.no_grad():
         ours = work.rows(torch.arange(4000))
+
     torch.testing.assert_close(ours, run_plain_pyg(model, data), rtol=1e-10, atol=1e-12)
     assert max(peaks) <= 300_000
     assert max(peaks) > 100_000  # a third at least: the limit is used, not only kept
@@ -251,9 +255,11 @@ def test_a_neighbourhood_of_two_hops_has_all_in_edges_of_the_first_hop():
     assert block is not None
     assert torch.equal(block.src_ids[:3], seeds)
     assert set(block.src_ids.tolist()) == inner | {s for s, d, _ in edges if d in inner}
+
     src, dst = block.src_ids[block.edge_index]
     ours = sorted(zip(src.tolist(), dst.tolist(), block.edge["weight"].tolist(), strict=True))
     assert ours == sorted(edge for edge in edges if edge[1] in inner)
+
     size = block.num_src + block.num_edges
     assert neighborhood(graph, seeds, 2, size) is not None
     assert neighborhood(graph, seeds, 2, size - 1) is None
@@ -329,6 +335,7 @@ def test_a_run_evaluates_over_the_whole_graph_where_the_model_reads_beyond_its_f
     model = Plain(data, lambda i, o: pyg.TAGConv(i, o, K=3))
     trainer = hl.Trainer(model, data, method(workers=0), epochs=1, lr=0.01, show=False)
     assert trainer.part_hops is None
+
     model.register_forward_pre_hook(lambda net, inputs: sizes.append(inputs[0].size(0)))
     trainer.evaluate("valid")
     assert sizes == [data.num_nodes]
@@ -362,6 +369,7 @@ def test_the_infer_command_takes_hops_from_the_fan_outs_or_from_its_setting(tmp_
         return np.load(predict(folder, InferConfig(write="scores", trust=True, **settings)) or "", allow_pickle=False)
 
     expected = scores()
+
     for settings in ({"hops": 2}, {"hops": 3}, {"chunk_bytes": "100KiB"}, {"hops": 2, "chunk_bytes": "50KiB"}):
         np.testing.assert_allclose(scores(**settings), expected, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="Plain with hops=1 would not give its outputs on the whole graph"):

@@ -70,8 +70,10 @@ def test_rows_of_all_nodes_and_of_some_equal_those_of_the_whole_graph(kind: str,
         exact_rows(model, data, chunk_bytes=20000),
     ):
         torch.testing.assert_close(read(ALL_IDS), expected, rtol=1e-10, atol=1e-12)
+
     some_ids = torch.tensor([41, 3, 3, 17])
     torch.testing.assert_close(exact_rows(model, data, some_ids)(some_ids), expected[some_ids], rtol=1e-10, atol=1e-12)
+
     in_floats = exact_rows(model.float(), data)(ALL_IDS)
     torch.testing.assert_close(in_floats, expected.float(), rtol=1e-5, atol=1e-5)
 
@@ -90,6 +92,7 @@ def test_rows_are_computed_only_where_they_are_needed(whole: hl.Dataset, shards:
     ids = torch.tensor([5])
     exact_rows(model, AllShards(shards), ids)
     sources = whole.graph.indices[whole.graph.indptr[5] : whole.graph.indptr[6]].long()
+
     assert num_computed == torch.cat([ids, sources]).unique().numel() + 1
 
 
@@ -100,6 +103,7 @@ def test_probing_opens_a_shard_and_takes_nodes_of_it(shards: Path):
     probed = work.probe_nodes(ALL_IDS)
     assert data._opened is not None
     first, stop = data.ptr[data._opened.rank : data._opened.rank + 2].tolist()
+
     assert ((probed >= first) & (probed < stop)).all()
     assert probed.numel() > 1
 
@@ -120,6 +124,7 @@ def test_a_stacked_table_reads_the_rows_of_all_its_tables():
     assert (mixed.shape, mixed.dtype) == ((9, 3), torch.float64)
     assert torch.equal(mixed.read(ids), rows[ids])
     assert mixed.read_csr(ids) is None
+
     sparse = StackedTable([SparseTable.from_dense(some_ids) for some_ids in rows.split([2, 0, 7])])
     for some_ids in (ids, ids[:0]):
         csr = sparse.read_csr(some_ids)
@@ -142,6 +147,7 @@ def test_inference_resumes_from_its_folder(shards: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(resumable.LayerFiles, "chunk_done", fail_after_two_chunks)
     with pytest.raises(RuntimeError, match="the power is gone"):
         exact_rows(model, data, chunk_edges=30, folder=tmp_path)
+
     monkeypatch.setattr(resumable.LayerFiles, "chunk_done", chunk_done)
     assert torch.equal(exact_rows(model, data, chunk_edges=30, folder=tmp_path)(ALL_IDS), expected)
     with pytest.raises(ValueError, match=r"another inference \(other model\): remove it, or choose another"):
@@ -163,13 +169,16 @@ def test_what_cannot_be_inferred_is_refused_with_a_message(shards: Path, tmp_pat
         exact_rows(ModelWithoutLayers(), AllShards(shards))
     with pytest.raises(ValueError, match="there are no nodes to infer at"):
         exact_rows(model_of("sage"), AllShards(shards), ALL_IDS[:0])
+
     broken = tmp_path / "shards"
     shutil.copytree(shards, broken)
     shutil.rmtree(broken / "shard-1")
     with pytest.raises(ValueError, match=r"there is no shard 1 in .*: it is missing: copy it there"):
         AllShards(broken)
+
     other = rich()
     cut(other, make_partition(other.graph, 3, "range"), tmp_path / "other")
     shutil.copytree(tmp_path / "other" / "shard-1", broken / "shard-1")
+
     with pytest.raises(ValueError, match=r"shards 0 and 1 in .* are of different cuts: cut the dataset again"):
         AllShards(broken)

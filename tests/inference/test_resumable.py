@@ -74,6 +74,7 @@ def test_stopping_at_any_chunk_loses_only_chunks_not_yet_recorded(
     model = model_of(data)
     expected, all_sizes = infer_counting_nodes(model, data, None)
     assert all_sizes == {0: 400, 1: 400, 2: 400}
+
     num_chunks = len(layerwise_chunks.Chunks(model, data, 1, layerwise_chunks.CPU).chunks(torch.arange(400), CHUNK))
     with monkeypatch.context() as patch:
         stop_after_chunks(chunks, patch)
@@ -83,11 +84,14 @@ def test_stopping_at_any_chunk_loses_only_chunks_not_yet_recorded(
     num_marked = progress["layer"] * num_chunks + progress["chunks"]
     # Chunks that wait in the write queue when the run stops are still written.
     assert chunks <= num_marked <= chunks + layerwise_chunks.WRITE_QUEUE_CHUNKS
+
     ours, sizes = infer_counting_nodes(model, data, tmp_path)
     assert torch.equal(ours, expected)
+
     layer = progress["layer"]
     assert sorted(sizes) == list(range(layer, 3))
     assert sizes[layer] < 400 or not progress["chunks"]
+
     again, sizes = infer_counting_nodes(model, data, tmp_path)
     assert torch.equal(again, expected)
     assert sizes == {}

@@ -103,6 +103,7 @@ def test_loss_and_gradients_over_pieces_equal_those_of_the_whole_graph(name: str
     assert objective.summed == pytest.approx(float(expected_loss.detach()), rel=1e-12)
     for parameter, expected_gradient in zip(model.parameters(), expected_gradients, strict=True):
         torch.testing.assert_close(parameter.grad, expected_gradient, rtol=1e-10, atol=1e-12)
+
     hidden = model.num_layers - 1
     assert plan.calls.count("written") == 4 * hidden
     assert plan.calls.count("completed") == hidden
@@ -123,6 +124,7 @@ def test_forward_over_all_layers_equals_the_model_on_the_whole_graph():
     with torch.no_grad():
         Layers(model, plan, rows, keep=keep).forward(range(model.num_layers))
         expected = model(batch_of(GRAPH, X, (-1,) * model.num_layers))
+
     torch.testing.assert_close(tables.tables[model.num_layers - 1], expected, rtol=1e-12, atol=1e-12)
     assert rows_by_layer.keys() == set(range(model.num_layers - 1))
     assert all(torch.equal(rows_by_layer[l], tables.tables[l]) for l in rows_by_layer)

@@ -98,6 +98,7 @@ def test_a_tighter_budget_prefetches_less_and_then_splits_batches():
     plans = [plan_of(method, outline, Budget(host=str(n))).check() for n in budgets]
     look_aheads = [plan.method.look_ahead for plan in plans]  # type: ignore[attr-defined]
     assert look_aheads[0] > look_aheads[1] >= look_aheads[2]
+
     smallest = plan_of(method, outline, Budget(host=str(plans[1].smallest_bytes("host"))))
     assert plans[1].num_micro_batches == 1
     assert smallest.num_micro_batches > 1
@@ -146,6 +147,7 @@ def test_hidden_rows_go_to_disk_where_the_host_budget_is_tight():
     unlimited = plan_of(METHODS[0], outline, Budget())
     assert unlimited.hidden_place == "host"
     assert unlimited.hidden_bytes == 2 * 32 * 8 * data.num_nodes
+
     tight = plan_of(METHODS[0], outline, Budget(host=str(unlimited.smallest_bytes("host")), disk="1MiB"))
     assert tight.hidden_place == "disk"
     assert tight.chunk_bytes == int(tight.limit_bytes)

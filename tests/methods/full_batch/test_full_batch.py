@@ -200,11 +200,13 @@ def test_a_killed_rank_is_named_and_the_run_resumes_exactly(tmp_path: Path):
     checkpointed = {"out": str(tmp_path / "run"), "checkpoint_s": 0.0}
     with pytest.raises(RankError, match="rank 1"):
         run(train_until_death, settings, case | checkpointed, str(tmp_path))
+
     lost = json.loads((tmp_path / "lost").read_text())
     assert lost["steps"] == 3
     assert lost["seconds"] < 20
     assert lost["error"].startswith("rank 1 ")
     assert "resume=true" in lost["error"]
+
     again, whole = run(train_all, settings, [case | checkpointed | {"resume": True}, case])
     assert again["losses"] == whole["losses"]
     assert again["weights"] == whole["weights"]

@@ -82,6 +82,7 @@ def test_seeds_labels_and_rows_are_those_of_the_dataset():
     assert batch.total_seeds == 3
     assert torch.equal(batch.labels, DATA.labels[batch.seeds])
     assert torch.equal(batch.input_ids[batch.output_idx], batch.seeds)
+
     assert isinstance(batch.x, hl.extend.Rows)
     assert torch.equal(batch.x.read(), DATA.x[batch.input_ids])
 
@@ -112,6 +113,7 @@ def test_misuse_is_refused_with_a_message(tmp_path: Path):
         method.loader(DATA, num_layers=0)
     with pytest.raises(ValueError, match="the batch has 2 blocks"):
         model(next(iter(method.loader(DATA, num_layers=2))))
+
     hl.shards.cut(DATA, tmp_path / "shards", 2, how="range")
     with pytest.raises(ValueError, match=r"there are 2 shards and 1 processes: .*hl.shards.join\(folder\)"):
         method.loader(hl.shards.open_shard(tmp_path / "shards", 0), model=model)

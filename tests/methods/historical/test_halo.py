@@ -15,10 +15,12 @@ def test_after_layer_appends_the_halo_and_records_the_rows_of_the_batch():
     halo = Halo([slice(0, 3)], torch.tensor([6, 4]), histories, last=1)
     batch_rows = randn(3, 4, seed=1)
     assert torch.equal(halo.after_layer(0, batch_rows), torch.cat([batch_rows, histories.tables[0][[6, 4]]]))
+
     last = randn(3, 2, seed=2)
     assert halo.after_layer(1, last) is last
     assert [l for l, _ in halo.commits()] == [0]
     assert not histories.tables[0][0].equal(batch_rows[0])  # nothing is written before it is committed
+
     halo.reset()
     assert not halo.rows
 

@@ -84,6 +84,7 @@ def test_inference_from_refreshed_tables_is_exact():
     order = torch.cat([batch.seeds for batch in batches]).argsort()
     labels = torch.cat([batch.labels for batch in batches])[order]
     assert torch.equal(labels, DATA.labels)
+
     estimate = hl.infer.sampled(model, loader.reading(all_ids))[order]
     assert_close(estimate, hl.infer.exact(model, DATA))  # of exact tables
 
@@ -92,6 +93,7 @@ def test_inference_from_refreshed_tables_is_exact():
             p.mul_(1.1)
     other_loader = loader_of(model, refresh_every="evaluation")
     assert loader.keep_rows is None
+
     exact = hl.infer.exact(model, DATA, keep=other_loader.keep_rows)
     assert_close(hl.infer.sampled(model, other_loader.reading(all_ids))[order], exact)
 
@@ -109,6 +111,7 @@ def test_a_loader_resumes_from_its_state():
     resumed_loader = loader_of(resumed_model)
     resumed_loader.load_state_dict(first_loader.state_dict())
     losses += [train_epoch(resumed_model, resumed_loader) for _ in range(2)]
+
     assert losses == expected_losses
 
 
@@ -118,9 +121,11 @@ def test_misuse_that_would_train_wrongly_is_refused():
     train_epoch(model, loader, commits=False)
     with pytest.raises(ValueError, match=r"no batch of the epoch before was committed.*call batch.commit\(\)"):
         next(iter(loader))
+
     batch = next(iter(loader_of(model)))
     with pytest.raises(ValueError, match=r"no model was called with this batch: call model\(batch\) before"):
         batch.commit()
+
     model(batch)
     batch.commit()
     with pytest.raises(ValueError, match="was committed already"):

@@ -83,6 +83,7 @@ def test_runs_fit_the_limit_and_a_node_above_it_is_refused():
     limit = int(degrees.max())
     runs, largest = runs_to_fit(block, [block.num_dst], edges_of, limit)
     edges_of_runs = [int(degrees[run].sum()) for run in runs]
+
     assert largest == max(edges_of_runs) <= limit
     assert sum(edges_of_runs) == block.num_edges
     with pytest.raises(ValueError, match=r"one node of a batch takes .* or make parts_per_batch smaller"):
@@ -118,6 +119,7 @@ def test_micro_batches_have_the_edges_seeds_and_rows_of_the_batch():
         assert torch.equal(batch.y, DATA.y[batch.seeds])
         assert micro_batch.has_seeds == bool(batch.num_seeds)
         assert torch.equal(batch.input_rows.read(), DATA.x.read(block.src_ids))  # type: ignore[union-attr]
+
     assert torch.equal(torch.cat(seeds), hist_batch.batch.seeds)
     assert torch.equal(torch.cat(edges, dim=1), whole.src_ids[whole.edge_index])
 
@@ -135,8 +137,10 @@ def test_runs_of_a_block_have_all_its_edges():
 def test_sizes_of_a_batch_and_of_one_layer():
     model = work_of().model
     assert at_layer(model, Sizes((9, 4), (20,)), 1) == Sizes((0, 9, 4, 0), (0, 20, 0))
+
     encoded = GNN([pyg.GCNConv(6, 6), pyg.GCNConv(6, 6)], encoder=nn.Linear(6, 6))
     assert at_layer(encoded, Sizes((9, 4), (20,)), 1) == Sizes((4, 9, 4), (0, 20))
+
     plain, sent = (work_of(**settings).batch((0, 1), 1) for settings in ({}, {"compensate": True}))
     assert plain is not None
     assert sent is not None
@@ -144,9 +148,11 @@ def test_sizes_of_a_batch_and_of_one_layer():
     dst = plain.block.num_dst
     edges = plain.block.num_edges
     assert whole_sizes(plain) == Sizes.of(plain.batch) == Sizes((src, src, src, dst), (edges,) * 3)
+
     assert sent.out_neighbors is not None
     out_neighbors = sent.out_neighbors.block
     more = out_neighbors.num_edges
+
     assert whole_sizes(sent) == Sizes(
         (src, src + out_neighbors.num_src, src + out_neighbors.num_src, dst + out_neighbors.num_dst),
         (edges, edges + more, edges + more),
@@ -183,9 +189,11 @@ def test_a_typical_run_has_median_edges_or_has_seeds():
 def test_the_bytes_of_each_layer_are_learnt_separately():
     layers = LayerBytes(work_of().model, DATA.x)
     assert not layers.is_sure
+
     whole = Sizes((40, 40, 40, 30), (90, 90, 90))
     bound = layers.together(whole)
     assert bound == sum(layers.predict_peak(l, Sizes((40, 30), (90,))) for l in range(3))
+
     for l in range(3):
         for num in (10, 12, 15, 20, 30, 40):
             layers.learn(l, Sizes((num, num // 2), (3 * num,)), 1000 * (l + 1) * num)

@@ -118,6 +118,7 @@ def test_unkeyed_dropout_is_drawn_again_in_the_backward_pass():
     guard_steps(work, 110)
     loss, gradients, *_ = step_of(work, 1)
     assert step_of(work, 1)[0] == loss
+
     directions = [torch.randn_like(p) for p in model.parameters()]
     expected_derivative = sum(float((g * v).sum()) for g, v in zip(gradients, directions, strict=True))
     losses = []
@@ -126,6 +127,7 @@ def test_unkeyed_dropout_is_drawn_again_in_the_backward_pass():
             for p, v in zip(model.parameters(), directions, strict=True):
                 p.add_(v, alpha=sign * 1e-6)
         losses.append(float(step_of(work, 1)[0]))
+
     assert (losses[0] - losses[1]) / 2e-6 == pytest.approx(expected_derivative, rel=1e-6)
 
 
@@ -159,6 +161,7 @@ def test_micro_batches_of_a_batch_without_seeds_equal_the_batch(few_seeds: None)
     step_guard = guard_steps(plain, 110)
     unit = plain.unit(plain.batch(group, 7))
     assert float(unit.forward_backward(10)) == 0
+
     unit.commit()
     assert all(p.grad is None for p in plain.model.parameters())
     assert all(plain.histories.tables[0][row_range].any() for row_range in plain.parts.row_ranges_of(group))
@@ -213,6 +216,7 @@ def test_a_run_within_a_budget_has_the_same_weights_and_keeps_to_it(accumulate: 
     _, measured, counters = train(data, 1 << 30, accumulate=accumulate)
     assert measured is not None
     assert not any("budget.batches_split" in epoch for epoch in counters)
+
     limit = int(0.7 * measured.ledger.peak_bytes)
     tight, step_guard, counters = train(data, limit, accumulate=accumulate)
     assert step_guard is not None
@@ -222,6 +226,7 @@ def test_a_run_within_a_budget_has_the_same_weights_and_keeps_to_it(accumulate: 
     assert all(epoch["budget.batches_split"] == 2 for epoch in counters)
     assert not any("budget.steps_over" in epoch for epoch in counters)
     assert all(2 < epoch["budget.pieces"] < 50 for epoch in counters)
+
     assert isinstance(next(iter(tight.work.units(1))), GuardedHistoricalUnit)
 
 
@@ -275,6 +280,7 @@ def test_a_step_that_is_out_of_memory_leaves_gradients_and_buffers_as_they_were(
         return
     ours = step_of(work)
     assert not fails_next
+
     record = step_guard.take_record()
     assert record["oom"] == 2
     assert record["pieces"] > 2

@@ -18,6 +18,7 @@ def test_history_is_pushed_by_commit_and_not_before():
     unit = next(iter(work.units(1)))
     unit.forward_backward(unit.total_size)
     assert not work.histories.tables[0].any()
+
     unit.commit()
     for row_range in unit.hist_batch.halo.row_ranges:
         assert work.histories.tables[0][row_range].any()

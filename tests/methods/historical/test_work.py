@@ -61,6 +61,7 @@ def test_historical_training_learns_a_planted_graph(settings: dict[str, Any]):
     model = GNN([pyg.SAGEConv(8, 16), pyg.SAGEConv(16, 3)])
     method = Historical(num_parts=6, parts_per_batch=2, partition="random", **settings)
     run = hl.Trainer(model, data, method, epochs=10, lr=0.01, show=False).fit()
+
     assert run.history[-1].loss < 0.6 * run.history[0].loss
     assert run.test > 0.8
     assert run.history[-1].counters["history.rows"] > 0
@@ -99,6 +100,7 @@ def test_refresh_by_evaluation_leaves_the_tables_of_a_refresh():
     trainer, losses = train(refresh_every="evaluation")
     assert losses == pytest.approx(train(refresh_every=1)[1], abs=1e-12)
     assert losses[-1] != pytest.approx(train()[1][-1], abs=1e-6)
+
     work: Any = trainer.work
     with torch.no_grad():
         for p in trainer.model.parameters():
@@ -108,6 +110,7 @@ def test_refresh_by_evaluation_leaves_the_tables_of_a_refresh():
     tables = {l: table.clone() for l, table in work.histories.tables.items()}
     assert (work.histories.written == 100).all()
     assert not work.waiting
+
     work.refresh()
     assert len(tables) == 2
     for l, table in work.histories.tables.items():

@@ -50,6 +50,7 @@ def test_every_edge_is_in_one_batch_whose_sources_are_its_nodes_and_then_its_hal
     all_edges = torch.cat(edges, dim=1)
     key = all_edges[0] * data.num_nodes + all_edges[1]
     expected = data.graph.edge_index()
+
     assert torch.equal(key.sort().values, (expected[0] * data.num_nodes + expected[1]).sort().values)
     assert torch.equal(torch.cat(seeds).sort().values, data.splits["train"].sort().values)
     assert work.batches.make((), 7) is None

@@ -185,6 +185,7 @@ def test_the_predicted_peak_counts_the_outputs_of_all_training_nodes():
     assert trainer.guard is not None
     record = trainer.guard.take_record()
     outputs = unit.size * 128 * 4
+
     assert outputs < record["peak_bytes"] <= record["promised_bytes"]
 
 

@@ -40,6 +40,7 @@ def test_only_needed_rows_and_their_edges_are_computed(num_shards: int, monkeypa
     assert isinstance(work, SweepWork)
     assert work.needed is not None
     assert (work.needed.num_rows, work.needed.num_edges) == (sum(map(len, NEEDED)), sum(EDGES))
+
     calls: list[tuple[int, list[int], int]] = []
     compute_layer = GNN.layer
 

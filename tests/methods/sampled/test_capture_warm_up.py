@@ -68,6 +68,7 @@ def test_warming_up_and_capturing_change_nothing(fake_cuda: FakeCuda, monkeypatc
     assert all(p.grad is None for p in steps.model.parameters())
     assert steps.modes == [0, *["error"] * (WARM_UP_STEPS - 1), 0], "the capture itself finds what waits"
     assert all(gradient is not None for gradient in step.gradients)
+
     order = [line for line in fake_cuda.log if line != "synchronize"]
     assert order == [
         "side 1 waits for main",

@@ -74,6 +74,7 @@ def test_captured_steps_have_the_losses_of_steps_without_capture(name: str):
     (one, captured), (_, eager) = (train(name, captured=c, clip_norm=1.0) for c in (True, False))
     assert len(one.work.steps) == 2
     assert None not in one.work.steps.values(), "a step was not captured"
+
     losses = [[e.loss for e in run.history] for run in (captured, eager)]
     if name in SAME_BITS:
         assert losses[0] == losses[1]
@@ -162,10 +163,12 @@ def test_captured_runs_are_equal_to_the_bit():
 def test_an_epoch_of_captured_steps_does_not_synchronise(placement: hl.Placement | None):
     trainer, _ = train("sage", captured=True, epochs=1, placement=placement)
     assert (trainer.work.prefetcher is None) == (placement is None)
+
     trainer.model.train()
     units = list(trainer.work.units(2))
     assert len({unit.size for unit in units}) == 2  # the last is not full
     assert all(isinstance(unit, CapturedUnit) for unit in units)
+
     torch.cuda.synchronize()
     with no_waiting():
         for unit in trainer.work.units(2):
@@ -191,6 +194,7 @@ def test_a_loss_that_synchronises_runs_without_capture_and_logs_it(caplog: pytes
     method = hl.Sampled(fanouts=(5, 4, 3), batch_size=256, layout="tree")
     trainer = hl.Trainer(model, data, method, epochs=1, device="cuda", train_step=loss_that_synchronises)
     trainer.fit()
+
     assert "steps are not captured in a CUDA graph" in caplog.text
 
 
@@ -211,6 +215,7 @@ def test_after_a_step_that_failed_the_next_run_with_the_model_is_captured(fails_
     method = hl.Sampled(fanouts=(5, 4, 3), batch_size=256, layout="tree")
     with pytest.raises(ZeroDivisionError) as error:
         hl.Trainer(model, data, method, device="cuda", show=False, train_step=fail_at).fit()
+
     trainer = hl.Trainer(model, data, method, epochs=2, device="cuda", show=False)
     trainer.fit()
     assert error.traceback, "which holds the loss of the step"

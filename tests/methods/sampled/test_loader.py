@@ -56,6 +56,7 @@ def test_ranks_share_the_seeds_of_each_step_as_in_a_trainer(layout: Any):
     worlds = [World(RankSpec(rank=rank, size=3)) for rank in range(3)]
     parts = [[*method.loader(DATA, seed=5, world=world).epoch(2)] for world in worlds]
     assert [len(batches) for batches in parts] == [len(whole)] * 3
+
     for step, union in enumerate(whole):
         shares = [batches[step] for batches in parts]
         assert torch.equal(torch.cat([share.seeds for share in shares]), union.seeds)
@@ -95,11 +96,13 @@ def test_threads_are_tuned_between_epochs_only_where_the_method_leaves_them_open
     monkeypatch.setattr("hopline.distributed.world.num_cores", lambda: 3)
     tuned = hl.Sampled(fanouts=(3,), batch_size=4).loader(DATA)
     assert tuned.threads == (3, 6)
+
     first = list(tuned)
     second = list(tuned.epoch(1))
     assert [load.workers for load in loads] == [3, 1], "the epoch that is over, and the next with what was learnt"
     assert [load.num_results for load in loads] == [len(first)] * 2
     assert all(map(torch.equal, (b.input_ids for b in first), (b.input_ids for b in second)))
+
     for fixed in ({"workers": 2}, {"look_ahead": 3}, {"workers": 0}):
         loader = hl.Sampled(fanouts=(3,), batch_size=4, **fixed).loader(DATA)  # type: ignore[arg-type]
         before = loader.threads

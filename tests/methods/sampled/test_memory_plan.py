@@ -79,8 +79,10 @@ def test_a_tighter_gpu_budget_keeps_batches_on_the_host_and_then_splits_them(gpu
     assert on_host.resident_bytes("device") == on_device.resident_bytes("device") - batches["device"]
     assert on_host.step_bytes > on_device.step_bytes, "with a copy of the batch"
     assert on_host.resident_bytes("host") == on_device.resident_bytes("host")
+
     limits = [on_device.peak_bytes("device"), on_host.peak_bytes("device"), on_host.smallest_bytes("device")]
     assert limits == sorted(limits, reverse=True)
+
     described = [describe_plan(forms_of(gpu_outline, {"device": limit}).best()) for limit in limits]
     assert described == [(False, 8, True), (True, 8, True), (True, 8, False)]
     assert not forms_of(gpu_outline, {"device": limits[-1] - 1}).best().fits
@@ -122,6 +124,7 @@ def test_with_batches_on_host_a_loader_moves_no_batch(gpu_outline: RunOutline):
     on_cpu = Loader(data, job.train_ids, METHOD, 0, torch.device("cpu"), None)
     for batch, expected in zip(loader.epoch(1), on_cpu.epoch(1), strict=True):
         assert_same(batch, expected)
+
     micro_batch_bytes = MicroBatchBytes.of(expected, None)
     sizes = Sizes.of(expected)
     assert (
@@ -160,6 +163,7 @@ def test_the_bound_is_exact_where_nothing_is_shared(monkeypatch: pytest.MonkeyPa
     sizes = largest_seed_sizes((-1, -1), graph, seeds)
     assert sizes.nodes == (17, 5, 1)
     assert sizes.edges == (16, 4)
+
     monkeypatch.setattr("hopline.methods.sampled.memory_plan.MAX_SEARCHED_NODES", 1)  # the bound by degrees alone
     sizes_by_degrees = largest_seed_sizes((-1, -1), graph, seeds)
     assert all(a >= b for a, b in zip(sizes_by_degrees.array, sizes.array, strict=True))

@@ -42,9 +42,11 @@ def test_an_epoch_reads_the_rows_of_the_table_and_all_cold_ones_staged():
     all_nodes = torch.cat(trees).cpu()
     assert hits == int(((all_nodes >= 0) & (all_nodes < 100)).sum())
     assert (direct, staged) == (0, int((all_nodes >= 100).sum()))
+
     counts = rows.counters()
     assert (counts["hits"], counts["misses"]) == (hits, staged)
     assert counts["miss_bytes"] < staged * rows.row_bytes  # a row that several steps read is staged once
+
     assert hot_slot is not None
     assert bool((hot_slot[100:] == -1).all()), "nothing is staged after the epoch"
     assert torch.equal(hot_slot[:100].cpu(), torch.arange(100, dtype=torch.int32))
@@ -60,6 +62,7 @@ def test_rows_beyond_the_staging_buffer_are_read_from_the_host():
     ours = gather_tiers(hot, cold, hot_slot, nodes, rows.counts(DEVICE))
     assert torch.equal(ours.cpu(), rows.below.read(nodes.cpu().long()))
     assert rows.counts(DEVICE).sum(0).tolist() == [0, 250, 50]
+
     rows.write(torch.arange(100, 400), torch.ones(300, 6))  # a write also reaches staged copies
     assert bool((gather_tiers(hot, cold, hot_slot, nodes) == 1).all())
 
@@ -71,6 +74,7 @@ def test_without_hot_rows_all_rows_are_staged():
     prefetcher.start(2)
     prefetcher.before_step(0)
     hot, cold, hot_slot = rows.tiers(DEVICE)  # type: ignore[misc]
+
     assert torch.equal(gather_tiers(hot, cold, hot_slot, nodes).cpu(), rows.below.read(nodes.cpu().long()))
     assert int(rows._on(DEVICE).fetched) == 300
 

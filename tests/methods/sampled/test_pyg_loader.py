@@ -198,6 +198,7 @@ def test_a_hub_draws_its_neighbours_uniformly(replace: bool):
     # Sum over cells of (count - mean)^2 / variance is nearly chi-squared; 45 is above its 0.9999 quantile for 12.
     variance = expected * (1 - 1 / degree if replace else 1 - fanout / degree)
     assert float(((counts - expected) ** 2 / variance).sum()) < 45
+
     if not replace:
         expected_pairs = epochs * fanout * (fanout - 1) / (degree * (degree - 1))
         pair_counts = pairs[~torch.eye(degree, dtype=torch.bool)]
@@ -231,6 +232,7 @@ def test_seeds_come_in_order_as_ids_as_a_mask_or_all():
     seeds = torch.cat([batch.n_id[: batch.batch_size] for batch in masked])
     assert torch.equal(seeds, data.train_mask.nonzero().view(-1))
     assert torch.equal(torch.cat([batch.input_id for batch in masked]), seeds), "positions in the mask"
+
     all_batches = batches(data, [2])
     assert torch.equal(torch.cat([batch.input_id for batch in all_batches]), torch.arange(NUM_NODES))
 
@@ -275,6 +277,7 @@ def test_layer_wise_inference_of_pyg_scripts_works():
         assert "x" not in batch
         rows.append(conv(data.x[batch.n_id - 100], batch.edge_index)[: batch.batch_size])
     torch.testing.assert_close(torch.cat(rows), conv(data.x, data.edge_index))
+
     assert data.x is not None, "a copy of the Data is its own"
 
 
@@ -283,9 +286,11 @@ def test_nothing_of_the_data_is_copied_and_loaders_share_their_edges():
     first, second = (hl.NeighborLoader(data, [2], batch_size=2) for _ in range(2))
     assert first._edges is second._edges
     assert first._columns().node["x"].table.storage().data_ptr() == data.x.data_ptr()  # type: ignore[union-attr]
+
     data.edge_index[:, 0] = 1
     changed = hl.NeighborLoader(data, [-1], [1], batch_size=2)
     assert changed._edges is not first._edges
+
     (batch,) = changed
     assert 0 in batch.e_id, "edges that were changed in place are grouped anew"
 
@@ -394,6 +399,7 @@ def test_a_subgraph_has_the_draws_of_the_blocks():
     subgraph = sampler.sample_subgraph(seeds, 7)
     assert torch.equal(subgraph.node_ids, union.src_ids)
     assert torch.equal(subgraph.edge_index, union.edge_index)
+
     assert union.part.edge_ids is not None
     assert torch.equal(subgraph.edge_ids, union.part.edge_ids)
 

@@ -217,6 +217,7 @@ def test_units_weigh_the_loss_by_their_share_of_the_seeds() -> None:
     whole = next(iter(Sampled(fanouts=(-1, -1), batch_size=25).loader(DATA)))
     loss = mean_loss(whole_model, whole)
     loss.backward()
+
     assert total == pytest.approx(25 * loss.item(), rel=1e-12)
     assert_same_gradients(model, whole_model)
 
@@ -233,6 +234,7 @@ def test_bf16_runs_forward_under_autocast() -> None:
     job = job_of(model_of().float(), data=data, train_step=step, bf16=True)
     unit = next(iter(Sampled(fanouts=(2, 2), workers=0).bind(job).units(1)))
     unit.forward_backward(unit.size)
+
     assert output_dtypes == [torch.bfloat16]
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in job.model.parameters())
 
@@ -302,6 +304,7 @@ def test_after_a_restart_with_other_ranks_every_seed_has_its_turn_once(sizes: tu
     first = seeds_of_ranks(before, 3, 0, 0)
     seen = first + seeds_of_ranks(after, None, 3, len(first))
     assert len(seen) == len(set(seen))
+
     if not drop_last:
         assert sorted(seen) == data.splits["train"].tolist()
     else:
