@@ -103,7 +103,7 @@ def test_a_budget_that_leaves_nothing_for_a_step_is_refused():
         guard_of(model_of(), 0)
 
 
-def test_a_batch_that_fits_runs_as_it_is():
+def test_a_batch_that_fits_is_not_split():
     model = model_of()
     guard = guard_of(model, 1 << 30)
     batch = first_batch(model)
@@ -232,7 +232,7 @@ def test_batch_norms_are_refused_when_a_batch_would_be_split():
         guard_of(model, 1000).make_fit(batch)
 
 
-def test_refusing_says_how_much_is_missing():
+def test_over_budget_refuse_names_the_bytes_that_are_missing():
     model = model_of()
     guard = guard_of(model, 5000, over_budget="refuse")
     batch = first_batch(model)

@@ -333,7 +333,7 @@ def with_edges(batch: Batch, order: list[Tensor], count: int) -> Batch:
 
 @pytest.mark.parametrize("by", get_args(CutBy))
 @pytest.mark.parametrize("seed", range(4))
-def test_the_most_edges_that_fit_are_kept(by: CutBy, seed: int):
+def test_cutting_keeps_as_many_edges_as_fit(by: CutBy, seed: int):
     batch = make_batch(6, (3, 2), key=seed)
     order = edge_order(batch, by, seed)
     assert torch.cat(order).unique().numel() == sum(b.num_edges for b in batch.blocks)

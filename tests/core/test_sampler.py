@@ -136,7 +136,7 @@ def test_one_list_is_read_by_all_layers() -> None:
     assert all(reads_prefixes(inner, outer) for outer, inner in itertools.pairwise(blocks))
 
 
-def test_a_key_in_a_tensor_draws_what_the_number_draws() -> None:
+def test_layer_keys_of_a_key_in_a_tensor_equal_those_of_the_number() -> None:
     for key in (5, -(2**63), 2**63 - 1):
         for layer in range(6):
             assert ops.layer_key(torch.tensor([key]), layer).tolist() == [ops.layer_key(key, layer)]  # type: ignore[union-attr]

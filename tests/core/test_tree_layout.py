@@ -160,11 +160,11 @@ def test_a_batch_that_moves_moves_its_tree_once():
 
 def test_replace_of_a_tree_block_changes_only_the_fields_named():
     outer, inner = TreeSampler(random_graph(weight=True), (8, 3)).sample(torch.arange(12), 5)
-    other = replace(inner, key=6, scale_sums=True)
-    assert (other.key, other.scale_sums, other.tree, other.hop) == (6, True, outer.tree, inner.hop)
-    assert (other.num_src, other.num_dst, other.num_edges) == (inner.num_src, 12, inner.num_edges)
-    assert torch.equal(other.src_ids, inner.src_ids)
-    assert torch.equal(other.edge_index, inner.edge_index)
+    changed = replace(inner, key=6, scale_sums=True)
+    assert (changed.key, changed.scale_sums, changed.tree, changed.hop) == (6, True, outer.tree, inner.hop)
+    assert (changed.num_src, changed.num_dst, changed.num_edges) == (inner.num_src, 12, inner.num_edges)
+    assert torch.equal(changed.src_ids, inner.src_ids)
+    assert torch.equal(changed.edge_index, inner.edge_index)
 
 
 def test_ids_and_edges_of_a_tree_block_are_computed_on_first_use():

@@ -97,7 +97,7 @@ def test_a_chunk_has_no_more_edges_than_it_may_unless_it_is_one_node(chunk_edges
     assert len(calls) <= 2 * (BARE.num_edges + 50) // chunk_edges + 1
 
 
-def test_only_what_the_nodes_need_is_computed() -> None:
+def test_only_rows_that_the_requested_nodes_need_are_computed() -> None:
     rows = []
 
     class Counted(pyg.SAGEConv):

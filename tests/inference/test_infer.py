@@ -72,7 +72,7 @@ def test_a_module_without_layers_runs_on_the_whole_graph():
     torch.testing.assert_close(infer.exact(model, data, ids), expected[ids])
 
 
-def test_a_module_without_layers_on_too_large_a_graph_says_what_to_write(monkeypatch: pytest.MonkeyPatch):
+def test_a_module_without_layers_on_too_large_a_graph_is_refused_with_what_to_write(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(infer, "WHOLE_BYTES", 1000)
     with pytest.raises(ValueError, match=r"Plain has no layers .* give hops=1, build it as hl.nn.GNN\(.*\), or set"):
         infer.exact(Plain(small()), small())
@@ -91,7 +91,7 @@ def test_rows_come_in_the_order_of_the_ids_and_repeat_with_them():
 
 
 @pytest.mark.parametrize("chunk_edges", [1, 37, 10**9])
-def test_the_size_of_the_chunks_changes_nothing(chunk_edges: int):
+def test_outputs_do_not_depend_on_chunk_edges(chunk_edges: int):
     data = small()
     model = sage(data, residual=True, norm="layer")
     torch.testing.assert_close(infer.exact(model, data, chunk_edges=chunk_edges), infer.exact(model, data))

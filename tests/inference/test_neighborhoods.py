@@ -189,7 +189,7 @@ def test_only_the_hops_around_the_ids_are_computed():
     assert len(reached) < NUM_NODES / 2
 
 
-def test_a_chunk_has_no_more_nodes_and_edges_than_asked_for_unless_it_is_one_node():
+def test_a_chunk_keeps_to_chunk_edges_unless_it_is_one_node():
     data = irregular_dataset()
     model = Whole(Net(pyg.GCNConv).double())
     work = local.LocalInference(model, data, 3, torch.device("cpu"), chunk_edges=60)

@@ -87,7 +87,7 @@ def trainers(world: World, kind: str, folder: str | None = None, **settings: Any
     """The gradients of every step of a Trainer, as its optimizer gets them."""
     steps = list[list[Tensor]]()
 
-    class Watched(hl.Trainer):
+    class RecordingTrainer(hl.Trainer):
         def make_optimizer(self) -> torch.optim.Optimizer:
             optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
             optimizer.register_step_pre_hook(lambda *_: steps.append(gradients_of(self.model)))
@@ -95,7 +95,7 @@ def trainers(world: World, kind: str, folder: str | None = None, **settings: Any
 
     data = DATA if folder is None else hl.shards.open(Path(folder), world)
     model = model_of("as own" if kind == "own" else kind)
-    Watched(model, data, method_of(settings), epochs=EPOCHS, seed=4, show=False, world=world).fit()
+    RecordingTrainer(model, data, method_of(settings), epochs=EPOCHS, seed=4, show=False, world=world).fit()
     return steps
 
 
@@ -116,6 +116,6 @@ def predict(world: World, folder: str, weights: dict[str, Any]) -> list[list[flo
     data = hl.shards.open(Path(folder), world)
     (batch,) = hl.FullBatch().loader(data, torch.arange(data.num_nodes), model=model, world=world)
     with torch.no_grad():
-        own = torch.zeros(data.num_nodes, 3, dtype=torch.float64)
-        own[batch.seeds] = hl.nn.as_walkable(model)(batch)
-    return [world.sum(column.tolist()) for column in own.t()]
+        outputs = torch.zeros(data.num_nodes, 3, dtype=torch.float64)
+        outputs[batch.seeds] = hl.nn.as_walkable(model)(batch)
+    return [world.sum(column.tolist()) for column in outputs.t()]

@@ -21,7 +21,7 @@ from hopline.util.errors import RankError
 from tests.helpers import GNN_OPTIONS, KERNEL_DEVICE, dataset_of, gnn_of, plain_gnn, randn, random_graph
 from tests.methods.full_batch.ranks import DATA, differences, model_of, train, train_all, train_until_death
 
-WAYS = ("sweep", "sequential", "stored", "one_shot")
+AGGREGATIONS = ("sweep", "sequential", "stored", "one_shot")
 SETTINGS: dict[str, Any] = {"partition": "random", "num_shards": 4}
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -54,7 +54,7 @@ def plain_loss(model: hl.nn.GNN) -> float:
 
 
 @pytest.mark.parametrize("name", [name for name in GNN_OPTIONS if name not in NORMED])
-def test_dropout_is_drawn_by_node_whatever_the_way(name: str):
+def test_dropout_is_the_same_for_every_aggregation(name: str):
     model = gnn_of(name)
     model.dropout = 0.4
     model.input_dropout = 0.2
@@ -77,7 +77,7 @@ def assert_that_of_plain_pyg(name: str, **settings: Any) -> None:
             torch.testing.assert_close(found[key], p.grad, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("aggregation", WAYS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("name", ["gcn", "sage", "gat", *GNN_OPTIONS])
 def test_the_gradient_is_that_of_plain_pyg(aggregation: str, name: str):
     if name in NORMED and aggregation == "sweep":
@@ -112,13 +112,13 @@ def test_degrees_are_exchanged_in_the_first_epoch_only():
 
 
 @pytest.mark.parametrize("settings", [{"num_shards": 1}, {"num_shards": 7}, {"partition": "range"}], ids=str)
-def test_training_is_the_same_in_every_way(settings: dict[str, Any], tmp_path: Path):
-    ways = [{"aggregation": a} for a in WAYS]
+def test_training_is_the_same_for_every_aggregation(settings: dict[str, Any], tmp_path: Path):
+    ways = [{"aggregation": a} for a in AGGREGATIONS]
     ways += [{"aggregation": "sweep", "folder": tmp_path / "tables"}, {"aggregation": "sweep", "trim": True}]
     runs = [train(World.alone(), "gcn", settings | way, dropout=0.4) for way in ways]
-    for other in runs[1:]:
-        assert other["losses"] == pytest.approx(runs[0]["losses"], rel=1e-10)
-        assert other["weights"] == pytest.approx(runs[0]["weights"], rel=1e-8, abs=1e-10)
+    for other_run in runs[1:]:
+        assert other_run["losses"] == pytest.approx(runs[0]["losses"], rel=1e-10)
+        assert other_run["weights"] == pytest.approx(runs[0]["weights"], rel=1e-8, abs=1e-10)
 
 
 def test_aggregation_auto_logs_its_choice(caplog: pytest.LogCaptureFixture):
@@ -180,9 +180,9 @@ def test_compressed_rows_train_and_say_how_far_off_they_are():
     assert 0 < rows["counters"]["error.forward"] < 2**-8
     assert "error.gradient" not in rows["counters"]
     assert rows["counters"]["bytes.gradient"] == whole["counters"]["bytes.gradient"]
-    for other in (both, rows, trimmed):
-        assert other["losses"] == pytest.approx(whole["losses"], rel=1e-2)
-        assert other["losses"] != whole["losses"]
+    for compressed in (both, rows, trimmed):
+        assert compressed["losses"] == pytest.approx(whole["losses"], rel=1e-2)
+        assert compressed["losses"] != whole["losses"]
 
 
 def test_differences_between_ranks_are_refused_before_the_first_step(tmp_path: Path):
@@ -273,7 +273,7 @@ def test_a_resumed_run_has_the_losses_of_one_never_interrupted(tmp_path: Path):
 
 
 @pytest.mark.parametrize("_", [pytest.param(0, marks=NEEDS_GPU, id="gpu")])
-@pytest.mark.parametrize("aggregation", WAYS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("kind", ["gcn", "sage", "gat"])
 def test_a_gpu_trains_as_the_cpu_does(kind: str, aggregation: str, _: int):
     expected = train(World.alone(), kind, {"aggregation": aggregation}, dropout=0.4)

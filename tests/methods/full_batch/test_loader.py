@@ -44,8 +44,8 @@ def test_over_ranks_gradients_equal_those_of_the_trainer_with_the_dataset_and_wi
     hl.shards.cut(DATA, tmp_path / "shards", 2, how="random", seed=1)
     hl.shards.cut(DATA, tmp_path / "one", 2, labels=(torch.arange(70) == 5).long())  # a shard of one node
     folders = [{**case, "folder": str(tmp_path / "shards")} for case in CASES]
-    one = [{"kind": kind, "folder": str(tmp_path / "one")} for kind in ("own", "norm")]
-    cases = [*CASES, {"kind": "gnn", "compress": "bf16"}, *folders, *one]
+    one_node_cases = [{"kind": kind, "folder": str(tmp_path / "one")} for kind in ("own", "norm")]
+    cases = [*CASES, {"kind": "gnn", "compress": "bf16"}, *folders, *one_node_cases]
     differences = run(on_ranks, LaunchSettings(devices=2, timeout_s=60), cases)
     assert max(differences) < 1e-12
 

@@ -64,26 +64,28 @@ def trainers(world: World, kind: str, accumulate: int = 1, **settings: Any) -> l
     """The gradients of every step of a Trainer, as its optimizer gets them."""
     steps = list[list[Tensor]]()
 
-    class Watched(hl.Trainer):
+    class RecordingTrainer(hl.Trainer):
         def make_optimizer(self) -> torch.optim.Optimizer:
             optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
             optimizer.register_step_pre_hook(lambda *_: steps.append(gradients_of(self.model)))
             return optimizer
 
     options = {"epochs": EPOCHS, "seed": 4, "accumulate": accumulate, "show": False, "world": world}
-    Watched(model_of(kind), DATA, method_of(**settings), **options).fit()
+    RecordingTrainer(model_of(kind), DATA, method_of(**settings), **options).fit()
     return steps
 
 
-def difference(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> float:
+def difference(ours: list[list[Tensor]], expected: list[list[Tensor]]) -> float:
     """The largest absolute difference between the gradients of two lists of steps."""
-    assert len(ours) == len(theirs) > 2
-    found = 0.0
-    for one, other in zip(ours, theirs, strict=True):
-        assert len(one) == len(other) > 0
-        found = max(found, *(float((a - b).abs().max()) for a, b in zip(one, other, strict=True)))
-    assert max(float(g.abs().max()) for g in theirs[-1]) > 1e-3
-    return found
+    assert len(ours) == len(expected) > 2
+    largest = 0.0
+    for our_gradients, expected_gradients in zip(ours, expected, strict=True):
+        assert len(our_gradients) == len(expected_gradients) > 0
+        largest = max(
+            largest, *(float((a - b).abs().max()) for a, b in zip(our_gradients, expected_gradients, strict=True))
+        )
+    assert max(float(g.abs().max()) for g in expected[-1]) > 1e-3
+    return largest
 
 
 def on_ranks(world: World, cases: list[dict[str, Any]]) -> list[float]:

@@ -285,8 +285,8 @@ def test_a_step_that_is_out_of_memory_leaves_gradients_and_buffers_as_they_were(
     assert record["oom"] == 2
     assert record["pieces"] > 2
     assert step_guard.target_bytes < step_guard.limit_bytes
-    for one, other in zip(expected, ours, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    for expected_part, our_part in zip(expected, ours, strict=True):
+        torch.testing.assert_close(expected_part, our_part, rtol=1e-10, atol=1e-10)
 
 
 class FixedPredictor:

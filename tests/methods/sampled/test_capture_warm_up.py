@@ -58,7 +58,9 @@ class Steps:
         return capture(self.job, self.work.batches, 60, 0, 60)
 
 
-def test_warming_up_and_capturing_change_nothing(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
+def test_warm_up_and_capture_leave_model_and_gradients_as_they_were(
+    fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+):
     steps = Steps(fake_cuda, monkeypatch)
     before = steps.state()
     step = steps.capture()
@@ -80,7 +82,7 @@ def test_warming_up_and_capturing_change_nothing(fake_cuda: FakeCuda, monkeypatc
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, WARM_UP_STEPS + 1])
-def test_a_capture_that_fails_changes_nothing_either_and_says_so(
+def test_a_failed_capture_leaves_model_and_gradients_as_they_were_and_is_logged(
     fails_at: int, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ):
     steps = Steps(fake_cuda, monkeypatch, fails_at)

@@ -82,8 +82,8 @@ def check_batch(batch: Any, data: Any, num_neighbors: list[int]) -> None:
     first_node = first_edge = 0
     for hop, fanout in enumerate(num_neighbors):
         nodes = slice(first_node, first_node + hops[hop])
-        most = in_degree[nodes] if fanout < 0 else in_degree[nodes].clamp(max=fanout)
-        assert torch.equal(sampled[nodes], most), "each node draws as many in-edges as it has and may"
+        expected_draws = in_degree[nodes] if fanout < 0 else in_degree[nodes].clamp(max=fanout)
+        assert torch.equal(sampled[nodes], expected_draws), "each node draws as many in-edges as it has and may"
         edges = batch.edge_index[:, first_edge : first_edge + batch.num_sampled_edges[hop]]
         assert bool(((edges[1] >= nodes.start) & (edges[1] < nodes.stop)).all()), "at the hop that follows its own"
         reached = edges[0][edges[0] >= nodes.stop]
