@@ -46,6 +46,7 @@ METHODS: list[Method] = [
 
 
 def trainer_of(method: Method, **options: Any) -> Trainer:
+    """A trainer of two SAGE layers for two epochs, always with the same first weights."""
     torch.manual_seed(0)
     model = GNN(stack_of("sage-mean", 6, 32, 3), dropout=0.3).double()
     return Trainer(model, DATA, method, epochs=2, show=False, **options)

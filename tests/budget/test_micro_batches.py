@@ -48,6 +48,7 @@ GRAPH = random_graph(60, 400, weight=True, attr=2)
 X = randn(60, 6)
 Y = randint(0, 3, 60)
 COSTS = Costs((8.0, 16.0, 32.0), (4.0, 8.0), 100.0)
+"""Bytes per node (input, hidden, output) and per edge of two layers, and a constant."""
 
 
 def make_batch(num_seeds: int = 40, fanouts: tuple[int, ...] = (4, 3), handle: bool = False, key: int = 1) -> Batch:

@@ -53,12 +53,14 @@ def test_trees_of_split_seeds_are_those_of_all_seeds():
 def test_slots_of_the_same_node_draw_independently():
     graph = random_graph(num_nodes=30, num_edges=2000)
     tree = TreeSampler(graph, (5,)).sample(torch.zeros(200, dtype=torch.int64), 1)[0].tree
+    # 200 slots of node 0, a hub, draw 5 children each: if they shared draws, all rows would be equal.
     assert len({tuple(row) for row in tree.nodes[200:].view(200, 5).tolist()}) > 150
 
 
 def test_the_blocks_of_a_tree_are_its_hops():
     graph = random_graph()
     blocks = TreeSampler(graph, (4, 3, 2)).sample(torch.arange(10), 1)
+    # 10 seeds, and then 10 * 4 = 40, 40 * 3 = 120 and 120 * 2 = 240 slots: 10, 50, 170 and 410 up to each hop.
     assert [(b.num_dst, b.num_src) for b in blocks] == [(170, 410), (50, 170), (10, 50)]
     for block in blocks:
         part = block.part

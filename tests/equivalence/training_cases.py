@@ -70,18 +70,21 @@ class CallingConvention:
 
 
 def _full_batch(aggregation: Any) -> CallingConvention:
+    """Full-batch training over three shards, one step an epoch."""
     return CallingConvention(
         lambda layers: hl.FullBatch(num_shards=3, partition="random", aggregation=aggregation), epochs=10
     )
 
 
 def _sampled(layout: Any, fanout: int) -> CallingConvention:
+    """Sampled training with all edges; batch_size 7."""
     return CallingConvention(
         lambda layers: hl.Sampled(fanouts=(fanout,) * layers, batch_size=7, layout=layout, workers=1), epochs=3
     )
 
 
 def _historical(num_parts: int, parts_per_batch: int, **settings: Any) -> hl.Historical:
+    """Historical training on random parts."""
     return hl.Historical(num_parts=num_parts, parts_per_batch=parts_per_batch, partition="random", **settings)
 
 
@@ -105,10 +108,12 @@ WAYS: dict[str, CallingConvention] = {
 
 
 def sage_gcn(num_outputs: int = NUM_CLASSES) -> nn.Module:
+    """A SAGE and a GCN layer."""
     return hl.nn.GNN([pyg.SAGEConv(NUM_FEATURES, 8), pyg.GCNConv(8, num_outputs)])
 
 
 def two_sage() -> nn.Module:
+    """Two SAGE layers, the second with a maximum."""
     return hl.nn.GNN([pyg.SAGEConv(NUM_FEATURES, 8), pyg.SAGEConv(8, NUM_CLASSES, aggr="max")])
 
 

@@ -39,6 +39,7 @@ GPU_MARKS = [
 
 
 def mark_gpu(test: Any) -> Any:
+    """Mark a test that needs a GPU."""
     for mark in GPU_MARKS:
         test = mark(test)
     return test

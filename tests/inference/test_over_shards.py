@@ -29,11 +29,13 @@ ALL_IDS = torch.arange(60)
 
 @pytest.fixture(scope="module")
 def whole() -> hl.Dataset:
+    """The whole dataset: 60 nodes with several tables."""
     return rich()
 
 
 @pytest.fixture(scope="module")
 def shards(whole: hl.Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the dataset in three random shards."""
     folder = tmp_path_factory.mktemp("cut") / "shards"
     cut(whole, make_partition(whole.graph, 3, "random", seed=1), folder)
     return folder

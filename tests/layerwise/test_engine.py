@@ -105,7 +105,7 @@ def test_loss_and_gradients_over_pieces_equal_those_of_the_whole_graph(name: str
         torch.testing.assert_close(parameter.grad, expected_gradient, rtol=1e-10, atol=1e-12)
 
     hidden = model.num_layers - 1
-    assert plan.calls.count("written") == 4 * hidden
+    assert plan.calls.count("written") == 4 * hidden  # four pieces in every hidden layer
     assert plan.calls.count("completed") == hidden
 
 

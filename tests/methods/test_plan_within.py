@@ -171,6 +171,7 @@ def test_pinned_buffers_of_tables_that_a_gpu_cannot_read_are_in_the_plan(
     on_device = RunOutline(job=replace(outline.job, device=torch.device(device)))
     items = table_items("history", method.folder, 1000, on_device, method.tables)
     assert {item.name: item.place for item in items} == expected
+    # Pinned buffers: 4 of 32 MiB.
     assert sum(item.num_bytes for item in items) == 1000 + ((128 << 20) if len(items) > 1 else 0)
 
 

@@ -1,4 +1,8 @@
-"""What each rank checks of messages in half precision."""
+"""Checks of messages in half precision that each rank runs.
+
+A `HalfPrecisionTransport` rounds the kinds of rows that it is given to bfloat16, and sends all others exactly. The
+oracle is `P2PTransport`, which rounds nothing.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +24,13 @@ from tests.shards.cases import case, model, sharded
 
 
 def layout_of(world: World, name: str = "gat") -> ShardLayout:
+    """The layout of this rank's shard of a case."""
     graph, _ = case(name)
     return shard_layouts(graph, make_partition(graph, world.size, "random", seed=2))[world.rank]
 
 
 def check_neutral(world: World, make_transport: Callable[[ShardLayout], Transport], modes: tuple[str, ...]) -> None:
-    """At its neutral setting a transport gives the same bits."""
+    """A transport that compresses nothing gives the bits of the exact one."""
     for name in ("gat", "sage-max", "gcn"):
         graph, x = case(name)
         conv = model(name)
@@ -37,14 +42,17 @@ def check_neutral(world: World, make_transport: Callable[[ShardLayout], Transpor
 
 
 def fetch_parts(transport: Transport, rows: list[Tensor], kind: str = "forward") -> list[list[Tensor]]:
+    """The rows that a transport fetches, part by part; the first part are the rows of this rank itself."""
     return list(transport.fetch(rows, kind, 1))
 
 
 def fetch_exact_parts(layout: ShardLayout, rows: list[Tensor]) -> list[list[Tensor]]:
+    """The oracle: the same rows without compression."""
     return fetch_parts(P2PTransport(layout), rows)
 
 
 def check_half(world: World) -> None:
+    """Rows of other ranks are rounded, own rows are not; traffic and error are counted."""
     layout = layout_of(world)
     transport = HalfPrecisionTransport(layout, world, COMPRESSED["bf16_both"])
     rows = [randn(layout.num_own, 3, seed=world.rank)]
@@ -67,7 +75,7 @@ def check_half(world: World) -> None:
 
 
 def check_gradients(world: World) -> None:
-    """What comes back in half precision: exactly the own rows' gradients, and the others' rounded."""
+    """Returned gradients: "bf16" leaves them exact, "bf16_both" rounds those of other ranks alone."""
     layout = layout_of(world)
     gradient = randn(sum(halo.numel() for halo in layout.halos), 2, seed=5 + world.rank)
     exact_sum = P2PTransport(layout).return_all(gradient)
@@ -82,7 +90,7 @@ def check_gradients(world: World) -> None:
 
 
 def check(world: World) -> Mapping[str, Any]:
-    """All of it; an assertion that fails ends the run."""
+    """All checks; an assertion that fails ends the run."""
     all_modes = ("sequential", "stored", "one_shot")
     check_neutral(world, lambda layout: HalfPrecisionTransport(layout, world), all_modes)
     check_half(world)

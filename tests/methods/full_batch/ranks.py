@@ -76,7 +76,7 @@ def train(world: World, kind: str, settings: dict[str, Any], folder: str | None 
     and then once more by a new Trainer from the same weights ("fresh").
     """
     model = {name: more.pop(name) for name in ("dropout", "norm", "residual", "jk") if name in more}
-    if "seed_of_weights" in more:  # other ones on every rank: the first rank's count
+    if "seed_of_weights" in more:  # other weights on every rank: those of the first are used
         torch.manual_seed(more.pop("seed_of_weights") + world.rank)
         gnn = hl.nn.GNN(CONVS[kind](), **model).double()
     else:

@@ -1,4 +1,4 @@
-"""Messages in half precision: exact for kinds that are not named, and rounded for the others."""
+"""Compressed rows of full-batch training: exact for kinds of rows that are not named, and rounded for the others."""
 
 from __future__ import annotations
 

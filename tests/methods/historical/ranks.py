@@ -30,6 +30,7 @@ def trainer_of(world: World, settings: dict[str, Any], out: str | None = None, *
 
 
 def result_of(trainer: hl.Trainer) -> dict[str, Any]:
+    """Losses of all epochs and final weights."""
     run = trainer.fit()
     return {
         "losses": [epoch.loss for epoch in run.history],
@@ -38,7 +39,7 @@ def result_of(trainer: hl.Trainer) -> dict[str, Any]:
 
 
 def train_all(world: World, cases: list[dict[str, Any]], two_hosts: bool) -> list[dict[str, Any]]:
-    """Each case's settings, in ranks of one host or of two that are made believe so."""
+    """The result of every case. two_hosts: each rank takes itself for the only one of its host."""
     if two_hosts:
         world.node = world.rank
         world.local_rank = 0
@@ -47,11 +48,11 @@ def train_all(world: World, cases: list[dict[str, Any]], two_hosts: bool) -> lis
 
 
 def alone(case: dict[str, Any], two_hosts: bool = False) -> dict[str, Any]:
-    """The same in one process, whose steps are two batches."""
+    """The oracle: one process that trains, in a step, the batches that two ranks have in one."""
     settings: dict[str, Any] = {"accumulate": 2} | case
     trainer = trainer_of(World.alone(), **settings)
     work: Any = trainer.work
-    if two_hosts:  # parts of each host meet among themselves
+    if two_hosts:  # a batch has parts of one host alone
         two_hosts_assignment = PartAssignment(0, (0, 1), (range(3), range(3, 6)))
         groups = Groups(work.parts.graph, work.partition, work.method, two_hosts_assignment, work.job.seed)
         work.parts.turns_of = lambda epoch: [(group,) for turn in groups.turns_of(epoch) for group in turn]
@@ -59,8 +60,8 @@ def alone(case: dict[str, Any], two_hosts: bool = False) -> dict[str, Any]:
 
 
 def check_tables(world: World, two_hosts: bool) -> str:
-    """Rows and their ages, read by all ranks; sums of all; everything in the first rank, and back."""
-    if two_hosts:  # ranks 0 and 2 are on one of them
+    """Tables over three ranks: rows and ages read by all, sums collected by their owners, and the state."""
+    if two_hosts:  # ranks 0 and 2 are on the first, rank 1 is on the second
         world.node = world.rank % 2
         world.local_size = 1 + (world.rank != 1)
         world.local_rank = int(world.rank == 2)

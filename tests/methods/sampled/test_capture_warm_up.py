@@ -1,4 +1,4 @@
-"""What a step's capture leaves behind, on a GPU that is stood in for."""
+"""Warm-up and capture of a step on `FakeCuda`: model, gradients and streams are as before, also after a failure."""
 
 from __future__ import annotations
 

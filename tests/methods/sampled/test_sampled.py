@@ -132,7 +132,7 @@ def test_iterating_advances_the_epoch_and_an_epoch_can_be_repeated() -> None:
 def test_seed_epoch_and_step_each_change_the_key() -> None:
     method = Sampled(fanouts=(2,), batch_size=5, workers=0, shuffle=False)
     keys = [b.key for s in (0, 1) for epoch in (1, 2) for b in method.loader(DATA, seed=s).epoch(epoch)]
-    assert len(set(keys)) == len(keys) == 20
+    assert len(set(keys)) == len(keys) == 20  # 2 seeds * 2 epochs * 5 steps
 
 
 def test_drop_last_leaves_out_the_last_batch_and_shuffle_false_keeps_the_order() -> None:
