@@ -1,6 +1,6 @@
-"""Stands in for the streams and graphs of torch.cuda where there is no GPU: it notes what they are asked for.
+"""Stands in for streams and CUDA graphs of torch.cuda on a machine without a GPU: it logs what they are asked for.
 
-While a call is captured its body runs, once; a replay runs nothing. So calls under test note that they ran, and compute
+While a call is captured its body runs once. A replay runs nothing, so tested calls log that they ran, and compute
 nothing.
 """
 
@@ -19,18 +19,21 @@ from hopline.device import streams
 
 
 class Stream:
-    """A stream, whose waits are noted."""
+    """A stream that logs its waits."""
 
     def __init__(self, log: list[str], name: str, priority: int = 0) -> None:
-        self.log, self.name, self.priority = log, name, priority
-        self.device, self.device_index = torch.device("cpu"), 0
+        self.log = log
+        self.name = name
+        self.priority = priority
+        self.device = torch.device("cpu")
+        self.device_index = 0
 
     def wait_stream(self, other: Stream) -> None:
         self.log.append(f"{self.name} waits for {other.name}")
 
 
 class FakeCuda:
-    """What the process's GPU was asked for, in order, and the graphs that it has made."""
+    """The log of all requests in order, and the CUDA graphs that were made."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -42,11 +45,13 @@ class FakeCuda:
         self.reserved_bytes = self.bytes_per_graph = 0
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Replace the functions of torch.cuda for one test."""
         fake = self
 
         class Graph:
             def __init__(self) -> None:
-                self.number, self.memory = len(fake.graphs), None
+                self.number = len(fake.graphs)
+                self.memory = None
                 fake.graphs.append(self)
 
             def pool(self) -> Any:
@@ -55,15 +60,15 @@ class FakeCuda:
             def replay(self) -> None:
                 fake.log.append(f"replay of {self.number} on {fake.current[-1].name}")
 
-        def ended(*_: object) -> None:
+        def fail_to_end(*_: object) -> None:
             raise RuntimeError("the capture came to its end")
 
         monkeypatch.setattr(streams, "_own", threading.local())  # streams that are kept for the next use
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
         monkeypatch.setattr(torch.cuda, "Stream", self.new_stream)
-        monkeypatch.setattr(torch.cuda, "stream", self.entered)
+        monkeypatch.setattr(torch.cuda, "stream", self.enter_stream)
         monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-        monkeypatch.setattr(torch.cuda, "graph", self.capturing)
+        monkeypatch.setattr(torch.cuda, "graph", self.capture)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: f"pool of {len(self.graphs) - 1}")
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current[-1])
@@ -79,7 +84,7 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
         monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
-        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", ended, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", fail_to_end, raising=False)
 
     def new_stream(self, device: object, priority: int = 0) -> Stream:
         self.num_streams += 1
@@ -89,7 +94,8 @@ class FakeCuda:
         self.sync_debug_mode = mode
 
     @contextmanager
-    def entered(self, stream: Stream) -> Iterator[None]:
+    def enter_stream(self, stream: Stream) -> Iterator[None]:
+        """Stands in for `torch.cuda.stream`."""
         self.current.append(stream)
         try:
             yield
@@ -97,7 +103,8 @@ class FakeCuda:
             self.current.pop()
 
     @contextmanager
-    def capturing(self, graph: Any, pool: Any, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+    def capture(self, graph: Any, pool: Any, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+        """Stands in for `torch.cuda.graph`."""
         assert capture_error_mode == "thread_local"
         assert self.current[-1] is stream, "torch leaves it only where the capture ends well"
         graph.memory = pool

@@ -62,7 +62,7 @@ TOLERANCE = 1e-10
 APART_TOLERANCES = {torch.float64: TOLERANCE, torch.float32: 1e-4}
 """Largest distance on one machine of cases that do not reproduce to the bit."""
 INFERENCE = "inference "
-"""How the names of inference cases begin."""
+"""The prefix of the names of inference cases."""
 
 
 # ---- keys
@@ -92,7 +92,7 @@ def gpu_key() -> str:
 
 
 def command(device: str) -> str:
-    """What adds this machine to a record."""
+    """The command line that adds this machine to a record."""
     option = " --device cuda" if device == "cuda" else ""
     return f"PYTHONPATH=src python -m tests.golden --write{option}"
 
@@ -107,29 +107,30 @@ def case_names(device: str) -> list[str]:
 
 
 def find_case(name: str, device: str) -> Case | None:
-    """The run of that name; None for inference."""
+    """The case of that name; None for inference."""
     return (GPU_CASES if device == "cuda" else CASES | RANK_CASES).get(name)
 
 
 @cache
-def rank_results(turn: int) -> dict[str, Result]:
-    """All cases of two ranks: processes are started once, and once more for another turn."""
+def rank_results(attempt: int) -> dict[str, Result]:
+    """Results of all cases of two ranks. The cache makes processes start once per attempt."""
     settings = LaunchSettings(devices=2, timeout_s=120)
     return run(train_ranks, settings, list(RANK_CASES))
 
 
-def compute(name: str, device: str, turn: int = 0) -> Result:
-    """Run a case; turn: how often it was run before."""
+def compute(name: str, device: str, attempt: int = 0) -> Result:
+    """Run a case. attempt: number of earlier runs, which matters only for ranks."""
     if name.startswith(INFERENCE):
         return infer_exactly(name.removeprefix(INFERENCE), device)
     if device == "cpu" and name in RANK_CASES:
-        return rank_results(turn)[name]
+        return rank_results(attempt)[name]
     case = find_case(name, device)
     assert case is not None
     return train(case, device)
 
 
 def draw_names(device: str) -> list[str]:
+    """The names of all draws of a device."""
     return list(DRAWS_ON_A_DEVICE if device == "cuda" else DRAWS)
 
 
@@ -141,44 +142,46 @@ def compute_draws(name: str, device: str) -> str:
 # ---- comparing
 
 
-def distance(found: Result, expected: Result) -> float:
+def distance(ours: Result, expected: Result) -> float:
     """The largest difference of two numbers, over the larger of 1 and the expected one.
 
     Infinite where counts differ or lists have other lengths.
     """
     largest = 0.0
-    for name in {*found, *expected} - {"bits", "apart"}:
-        ours, theirs = found.get(name), expected.get(name)
+    for name in {*ours, *expected} - {"bits", "apart"}:
+        our_values = ours.get(name)
+        expected_values = expected.get(name)
         if name == "counts":
-            largest = largest if ours == theirs else math.inf
+            largest = largest if our_values == expected_values else math.inf
             continue
-        if ours is None or theirs is None or len(ours) != len(theirs):
+        if our_values is None or expected_values is None or len(our_values) != len(expected_values):
             return math.inf
-        for one, other in zip(ours, theirs, strict=True):
-            apart = abs(one - other) / max(1.0, abs(other))
-            largest = math.inf if math.isnan(apart) else max(largest, apart)
+        for our_value, expected_value in zip(our_values, expected_values, strict=True):
+            difference = abs(our_value - expected_value) / max(1.0, abs(expected_value))
+            largest = math.inf if math.isnan(difference) else max(largest, difference)
     return largest
 
 
-def differences(found: Result, expected: Result, tolerance: float | None) -> list[str]:
-    """What differs, a line per field; tolerance: None compares bits."""
+def differences(ours: Result, expected: Result, tolerance: float | None) -> list[str]:
+    """One line for each field that differs. tolerance: None compares bits."""
     lines = []
-    for name in [*expected, *(other for other in found if other not in expected)]:
+    for name in [*expected, *(other for other in ours if other not in expected)]:
         if name == "apart" or (name == "bits" and tolerance is not None):
             continue
-        ours, theirs = found.get(name), expected.get(name)
+        our_value = ours.get(name)
+        expected_value = expected.get(name)
         if name == "counts" or tolerance is None:
-            is_equal = ours == theirs
+            is_equal = our_value == expected_value
         else:
-            is_equal = distance({name: ours}, {name: theirs}) <= tolerance
+            is_equal = distance({name: our_value}, {name: expected_value}) <= tolerance
         if not is_equal:
-            lines.append(f"{name}: found {ours}, the record has {theirs}")
+            lines.append(f"{name}: found {our_value}, the record has {expected_value}")
     return lines
 
 
 @dataclass
 class Expectation:
-    """What a case is compared with."""
+    """The result that a case is compared with."""
 
     result: Result
     tolerance: float | None
@@ -213,10 +216,10 @@ class Record:
         """What a case is compared with on a machine, or why with nothing."""
         case = find_case(name, device)
         dtype = torch.float64 if case is None else case.dtype
-        own = self.runs.get(key, {}).get(name)
-        if own is not None:
-            is_apart = "apart" in own or name in self.not_reproducible
-            return Expectation(own, APART_TOLERANCES[dtype] if is_apart else None)
+        result_of_key = self.runs.get(key, {}).get(name)
+        if result_of_key is not None:
+            is_apart = "apart" in result_of_key or name in self.not_reproducible
+            return Expectation(result_of_key, APART_TOLERANCES[dtype] if is_apart else None)
         unknown = f"the record does not hold this case for {key}: add it by `{command(device)}`"
         others = {other: runs[name] for other, runs in self.runs.items() if name in runs}
         if dtype != torch.float64:
@@ -231,6 +234,7 @@ class Record:
 
 
 def path_of(device: str) -> Path:
+    """The file of a device's record."""
     return FOLDER / ("gpu.json" if device == "cuda" else "cpu.json")
 
 
@@ -240,11 +244,11 @@ def release(key: str) -> str:
 
 
 def _text(value: Any, depth: int = 0) -> str:
-    """JSON in which what is three deep, or no object, is on one line."""
+    """JSON with one line per field down to the fields of a case, and everything deeper on one line."""
     if not isinstance(value, dict) or not value or depth == 4:
         return json.dumps(value)
     inner = " " * (depth + 1)
-    fields = [f"{inner}{json.dumps(name)}: {_text(one, depth + 1)}" for name, one in value.items()]
+    fields = [f"{inner}{json.dumps(name)}: {_text(item, depth + 1)}" for name, item in value.items()]
     return "{\n" + ",\n".join(fields) + "\n" + " " * depth + "}"
 
 
@@ -252,8 +256,8 @@ def _text(value: Any, depth: int = 0) -> str:
 
 
 @dataclass
-class Computed:
-    """All cases of this machine."""
+class ComputedCases:
+    """All draws and cases as this machine computes them."""
 
     draws: dict[str, str] = field(default_factory=dict)
     runs: dict[str, Result] = field(default_factory=dict)
@@ -261,48 +265,52 @@ class Computed:
     """Case -> error."""
 
 
-def compute_all(device: str, times: int, only: str = "") -> Computed:
-    """Every case so many times; one that fails is reported, and the others go on."""
-    done = Computed()
+def compute_all(device: str, times: int, only: str = "") -> ComputedCases:
+    """Run every case `times` times; a case that fails is reported, and the others still run."""
+    computed = ComputedCases()
 
-    def attempts(names: list[str]) -> Iterator[str]:
+    def selected(names: list[str]) -> Iterator[str]:
         yield from (name for name in names if only in name)
 
-    def try_one(name: str, compute_it: Callable[[], None]) -> None:
+    def run_and_report(name: str, compute_it: Callable[[], None]) -> None:
+        """Run one case, print its time, and record its error if it fails."""
         start_s = time.perf_counter()
         try:
             compute_it()
         except Exception as error:
-            done.failed[name] = f"{type(error).__name__}: {error}"
+            computed.failed[name] = f"{type(error).__name__}: {error}"
             traceback.print_exc()
         print(f"{time.perf_counter() - start_s:6.2f} s  {name}", flush=True)
 
-    for name in attempts(draw_names(device)):
-        try_one(name, lambda name=name: done.draws.update({name: compute_draws(name, device)}))
-    for name in attempts(case_names(device)):
-        try_one(name, lambda name=name: done.runs.update({name: _compute_again(name, device, times)}))
-    return done
+    for name in selected(draw_names(device)):
+        run_and_report(name, lambda name=name: computed.draws.update({name: compute_draws(name, device)}))
+    for name in selected(case_names(device)):
+        run_and_report(name, lambda name=name: computed.runs.update({name: _compute_again(name, device, times)}))
+    return computed
 
 
 def _compute_again(name: str, device: str, times: int) -> Result:
     """A case's first result, with the distance of later ones if they have other bits."""
     first = compute(name, device)
-    farthest, differs = 0.0, False
-    for turn in range(1, times):
-        again = compute(name, device, turn)
-        differs = differs or again != first
-        farthest = max(farthest, distance(again, first))
-    return first | {"apart": farthest} if differs else first
+    farthest = 0.0
+    is_other = False
+    for attempt in range(1, times):
+        other_result = compute(name, device, attempt)
+        is_other = is_other or other_result != first
+        farthest = max(farthest, distance(other_result, first))
+    return first | {"apart": farthest} if is_other else first
 
 
-def update(record: Record, done: Computed, key: str, device: str, because: str | None) -> list[str]:
+def update(record: Record, computed: ComputedCases, key: str, device: str, because: str | None) -> list[str]:
     """Put what was computed into a record; returns lines to show.
 
     Raises ValueError where that would change numbers and nobody says why.
     """
-    lines, changed, farthest = [], [], 0.0
-    changed_draws = [name for name, bits in done.draws.items() if record.draws.get(name, bits) != bits]
-    for name, result in done.runs.items():
+    lines = []
+    changed_cases = []
+    farthest = 0.0
+    changed_draws = [name for name, bits in computed.draws.items() if record.draws.get(name, bits) != bits]
+    for name, result in computed.runs.items():
         expected = record.expected(name, key, device)
         if isinstance(expected, str) or not differences(result, expected.result, expected.tolerance):
             continue
@@ -310,76 +318,76 @@ def update(record: Record, done: Computed, key: str, device: str, because: str |
         case = find_case(name, device)
         if case is None or case.is_float64:
             farthest = max(farthest, apart)
-        changed.append(name)
+        changed_cases.append(name)
         lines.append(f"changed by {apart:.1e}: {name}")
     lines += [f"drawn otherwise: {name}" for name in changed_draws]
-    if (changed or changed_draws) and because is None:
+    if (changed_cases or changed_draws) and because is None:
         lines.append("nothing is written: if this is meant, say where and why by --because")
         raise ValueError("\n".join(lines))
-    if changed or changed_draws:
-        change = {"because": because, "key": key, "float64 distance": farthest, "cases": changed_draws + changed}
+    if changed_cases or changed_draws:
+        change = {"because": because, "key": key, "float64 distance": farthest, "cases": changed_draws + changed_cases}
         record.changes.append(change)
         # Other machines have not computed the new numbers: they are compared within 1e-10 until they do.
         for other in [runs for other, runs in record.runs.items() if other != key]:
-            for name in changed:
+            for name in changed_cases:
                 other.pop(name, None)
-    record.draws = _in_order(record.draws | done.draws, draw_names(device))
-    own = record.runs.setdefault(key, {})
-    for name, result in done.runs.items():
+    record.draws = _in_order(record.draws | computed.draws, draw_names(device))
+    results_of_key = record.runs.setdefault(key, {})
+    for name, result in computed.runs.items():
         # A case that never gives the same bits keeps what it has as long as that is near enough.
-        keeps = "apart" in own.get(name, {}) or name in record.not_reproducible
-        if name not in own or name in changed or not keeps:
-            own[name] = result
+        must_keep = "apart" in results_of_key.get(name, {}) or name in record.not_reproducible
+        if name not in results_of_key or name in changed_cases or not must_keep:
+            results_of_key[name] = result
     for other, runs in record.runs.items():
         record.runs[other] = _in_order(runs, case_names(device))
     return lines
 
 
 def _in_order(entries: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """The entries of known names."""
+    """The entries whose names are known, in the order of the names."""
     return {name: entries[name] for name in names if name in entries}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write the golden record, or compare with it.")
-    doing = parser.add_mutually_exclusive_group(required=True)
-    doing.add_argument("--write", action="store_true", help="add this machine to the record")
-    doing.add_argument("--compare", action="store_true", help="show how far every case is from the record")
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--write", action="store_true", help="add this machine to the record")
+    action.add_argument("--compare", action="store_true", help="show how far every case is from the record")
     parser.add_argument("--because", help="the place and the reason of numbers that changed on purpose")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--only", default="", help="only cases whose name has this text")
     parser.add_argument("--times", type=int, default=2, help="how often each case runs, to see whether it reproduces")
-    given = parser.parse_args()
+    options = parser.parse_args()
 
-    key = gpu_key() if given.device == "cuda" else cpu_key()
+    key = gpu_key() if options.device == "cuda" else cpu_key()
     print(key, flush=True)
-    record = Record.read(given.device)
-    if not any(given.only in name for name in (*case_names(given.device), *draw_names(given.device))):
-        parser.error(f"no case has {given.only!r} in its name")
-    done = compute_all(given.device, given.times, given.only)
-    for name, result in done.runs.items():
+    record = Record.read(options.device)
+    if not any(options.only in name for name in (*case_names(options.device), *draw_names(options.device))):
+        parser.error(f"no case has {options.only!r} in its name")
+    computed = compute_all(options.device, options.times, options.only)
+    for name, result in computed.runs.items():
         if "apart" in result:
             print(f"does not reproduce, apart by {result['apart']:.1e}: {name}")
-    if given.compare:
-        _show(record, done, key, given.device)
+    if options.compare:
+        _show(record, computed, key, options.device)
     else:
         try:
-            print("\n".join(update(record, done, key, given.device, given.because)))
+            print("\n".join(update(record, computed, key, options.device, options.because)))
         except ValueError as error:
             print(error)
             return 1
-        record.write(given.device)
-        print(f"{len(done.runs)} cases and {len(done.draws)} draws are in {path_of(given.device).name}")
-    for name, error in done.failed.items():
+        record.write(options.device)
+        print(f"{len(computed.runs)} cases and {len(computed.draws)} draws are in {path_of(options.device).name}")
+    for name, error in computed.failed.items():
         print(f"failed: {name}: {error}")
-    return 1 if done.failed else 0
+    return 1 if computed.failed else 0
 
 
-def _show(record: Record, done: Computed, key: str, device: str) -> None:
+def _show(record: Record, computed: ComputedCases, key: str, device: str) -> None:
     """A line per case: equal to the bit, or how far from the record."""
-    for name, bits in done.draws.items():
+    for name, bits in computed.draws.items():
         print(f"{'equal' if record.draws.get(name) == bits else 'drawn otherwise'}: {name}")
-    for name, result in done.runs.items():
+    for name, result in computed.runs.items():
         expected = record.expected(name, key, device)
         if isinstance(expected, str):
             print(f"{name}: {expected}")

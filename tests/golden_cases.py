@@ -66,7 +66,7 @@ def dyadic(count: int, seed: int) -> Tensor:
 
 
 def checksum(tensors: Iterable[Tensor]) -> str:
-    """Of the bytes of some tensors; whole numbers count as int64, since their width is no result."""
+    """A checksum of the bytes of some tensors; integers count as int64, since their width is no result."""
     digest = hashlib.sha256()
     for tensor in tensors:
         on_host = tensor.detach().cpu()
@@ -127,7 +127,7 @@ def make_data(kind: str, dtype: torch.dtype = torch.float64) -> hl.Dataset:
 # ---- models
 
 WIDTH = 8
-"""Of every hidden row, and of the features."""
+"""The width of every hidden row, and of the features."""
 
 
 def _mlp() -> nn.Module:
@@ -564,7 +564,7 @@ GPU_SAME_RUN: dict[str, str] = {
     "block sage, async": "block sage",
     "captured sage, async": "captured sage",
 }
-"""Of these the cases whose results are those of another, to rounding."""
+"""Case on a GPU -> the case whose results it must have, to rounding."""
 
 INFERENCE_MODELS = ("gcn", "gat", "gin", "jk", "gcn2-jk", "initial")
 
@@ -607,7 +607,7 @@ COUNTERS = ("edges.sampled", "sweep.rows", "sweep.edges", "history.rows", "histo
 
 
 def train(case: Case, device: str = "cpu", world: World | None = None) -> Result:
-    """Run a case; what is written down of it."""
+    """Run a case and return its result; a case with stop_at is interrupted and resumed."""
     if case.stop_at is None:
         return _result(*_fit(case, device, world))
     with tempfile.TemporaryDirectory() as folder:
@@ -632,6 +632,7 @@ def _fit(
     callbacks: Iterable[hl.Callback] = (),
     **options: Any,
 ) -> tuple[hl.Trainer, hl.Run, _Recorder]:
+    """Train a case; returns the trainer, the run and the recorder."""
     data = make_data(case.data, case.dtype)
     if case.cached_rows is not None:
         hot_ids = hottest(out_degrees(data.graph), case.cached_rows)
@@ -650,6 +651,7 @@ def _fit(
 
 
 def _result(trainer: hl.Trainer, run: hl.Run, recorder: _Recorder) -> Result:
+    """The result of a run, as it is written to the record."""
     counters = run.history[-1].counters
     if trainer.plan is not None:
         assert counters.get("budget.batches_split", 0) > 0, "the budget split no batch: make it smaller"
@@ -675,7 +677,7 @@ def train_ranks(world: World, names: list[str]) -> dict[str, Result]:
 
 
 def infer_exactly(model_name: str, device: str = "cpu") -> Result:
-    """Exact inference of one model in each of its ways."""
+    """Exact inference of one model in each of its ways: whole, in chunks, at some nodes, and in a folder."""
     model = make_model(model_name).to(device)
     data = make_data("dense")
     some = torch.tensor([7, 3, 239, 0])
@@ -738,7 +740,7 @@ def _keys() -> Iterable[Tensor]:
 
 
 def _divided_trees() -> Iterable[Tensor]:
-    """Of the second half of a step's seeds, and with edge ids."""
+    """Trees of the second half of a step's seeds, with edge weights."""
     data = make_data("weighted")
     blocks = TreeSampler(data.graph, (4, 3)).sample(data.splits["train"][45:], 9, 45)
     yield from (blocks[0].tree.nodes, blocks[0].tree.counts)

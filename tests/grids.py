@@ -91,4 +91,5 @@ def parametrize_kernel(interpreted: Sequence[tuple[Any, ...]], **axes: Sequence[
 
 
 def _id(case: tuple[Any, ...]) -> str:
+    """The values of a case, joined by dashes."""
     return "-".join(str(getattr(value, "__name__", value)).removeprefix("torch.") for value in case)

@@ -1,6 +1,8 @@
-"""What ranks do in a process group that is theirs, not hopline's: a program, `python -m tests.group_ranks NAME FOLDER`.
+"""Ranks that use hopline in a process group of their own: `python -m tests.group_ranks SCENARIO FOLDER [RANK SIZE]`.
 
-The process group is initialised here as a user's script does it, by the environment or by a file.
+The process group is initialised as a user's script does it, by the environment or by a file. Scenarios train, fail and
+lose ranks in it. The group must be the same object afterwards and still work, and no heartbeat thread may be left.
+Each rank writes its results to FOLDER/foundRANK.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ NORMED: dict[str, Any] = {"norm": "batch", "epochs": 2}
 
 
 def check_owner(before: Any, size: int) -> None:
-    """The owner's group is the same object, and works."""
+    """The process group of the owner is the same object, and still sums over its ranks."""
     assert dist.is_initialized()
     assert dist.distributed_c10d._get_default_group() is before
     total = torch.tensor([float(dist.get_rank())])
@@ -44,20 +46,22 @@ def check_owner(before: Any, size: int) -> None:
     assert total.item() == sum(range(size))
 
 
-def hearts() -> list[str]:
+def heartbeat_threads() -> list[str]:
+    """The names of hopline's heartbeat threads in this process."""
     return [thread.name for thread in threading.enumerate() if thread.name == "hopline-heart"]
 
 
 def train_everything(folder: Path) -> dict[str, Any]:
-    """Every method, by a plain Trainer and by a given world; the owner's group is used before, between and after."""
-    owner, size = dist.distributed_c10d._get_default_group(), dist.get_world_size()
-    found: dict[str, Any] = {"plain": train(None, "sage"), "given": train(hl.World.current(), "sage")}
+    """Train every method, with and without a given world; the owner uses the group before, between and after."""
+    owner = dist.distributed_c10d._get_default_group()
+    size = dist.get_world_size()
+    results: dict[str, Any] = {"plain": train(None, "sage"), "given": train(hl.World.current(), "sage")}
     check_owner(owner, size)
-    assert not hearts()
+    assert not heartbeat_threads()
     world = hl.World.current()
     everything(world, str(folder))
-    found["historical"] = historical.result_of(historical.trainer_of(world, {}))
-    found["full_batch"] = full_batch.train(world, "sage", {}, **NORMED)
+    results["historical"] = historical.result_of(historical.trainer_of(world, {}))
+    results["full_batch"] = full_batch.train(world, "sage", {}, **NORMED)
     check_owner(owner, size)
     groups = set(dist.distributed_c10d._world.pg_map)
     assert len(groups) > 2
@@ -65,20 +69,21 @@ def train_everything(folder: Path) -> dict[str, Any]:
     world.close()
     assert owner in set(dist.distributed_c10d._world.pg_map) < groups
     launched = run(lambda joined: train(joined, "sage"), LaunchSettings(timeout_s=20))
-    assert launched == found["plain"]
+    assert launched == results["plain"]
     try:
         run(train, LaunchSettings(devices=size + 1), "sage")
     except ValueError as error:
-        found["refused"] = str(error)
+        results["refused"] = str(error)
     check_owner(owner, size)
-    assert not hearts()
-    found["threads"] = torch.get_num_threads()
-    return found
+    assert not heartbeat_threads()
+    results["threads"] = torch.get_num_threads()
+    return results
 
 
 def fail_and_train_again(folder: Path) -> dict[str, Any]:
     """One rank fails in a step; the others are told why, and all train again in the same process group."""
-    owner, rank = dist.distributed_c10d._get_default_group(), dist.get_rank()
+    owner = dist.distributed_c10d._get_default_group()
+    rank = dist.get_rank()
 
     def step(model: nn.Module, batch: hl.Batch) -> Tensor:
         if rank == 1:
@@ -87,18 +92,18 @@ def fail_and_train_again(folder: Path) -> dict[str, Any]:
 
     data = small()
     trainer = hl.Trainer(sage(data), data, method(), train_step=step, epochs=1, show=False)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for attempt in ("first", "again"):
         start = time.monotonic()
         try:
             trainer.fit()
         except (ValueError, PeerError) as error:
-            found[attempt] = {"kind": type(error).__name__, "error": str(error), "seconds": time.monotonic() - start}
+            results[attempt] = {"kind": type(error).__name__, "error": str(error), "seconds": time.monotonic() - start}
         check_owner(owner, dist.get_world_size())
-        assert not hearts()
-    found["after"] = train(None, "sage")
+        assert not heartbeat_threads()
+    results["after"] = train(None, "sage")
     check_owner(owner, dist.get_world_size())
-    return found
+    return results
 
 
 def lose_a_rank(folder: Path) -> dict[str, Any]:
@@ -114,7 +119,7 @@ def lose_a_rank(folder: Path) -> dict[str, Any]:
     store = dist.distributed_c10d._get_default_store()
     store.set(f"mine/{dist.get_rank()}", "still here")
     assert store.get(f"mine/{dist.get_rank()}") == b"still here"
-    assert not hearts()
+    assert not heartbeat_threads()
     seconds = time.monotonic() - start
     other = 2 - dist.get_rank()
     store.wait([f"mine/{other}"], timedelta(seconds=20))  # rank 0 keeps the store for the other one
@@ -122,7 +127,7 @@ def lose_a_rank(folder: Path) -> dict[str, Any]:
 
 
 def train_on_uneven_hosts(folder: Path) -> dict[str, Any]:
-    """One rank on a first host, two on a second, which are made believe so."""
+    """One rank on a first host and two on a second, simulated by host_identity."""
     host = "first" if dist.get_rank() == 0 else "second"
     existing_group.host_identity = lambda: host
     world = hl.World.current()
@@ -141,7 +146,7 @@ def come_alone(folder: Path) -> dict[str, Any]:
 
 
 def die(folder: Path) -> dict[str, Any]:
-    """A rank is killed in an exchange of a group whose store cannot serve a second connection."""
+    """A rank is killed in a group whose store cannot serve a second connection."""
     world = hl.World.current()
     world._resources._store = NoClone()  # type: ignore[attr-defined]
     world.barrier()
@@ -167,7 +172,7 @@ def train_gpu_model_in_gloo_group(folder: Path) -> dict[str, Any]:
 
 
 class NoClone:
-    """In place of a store of a user's own making."""
+    """A store of a user's own making, which cannot be cloned."""
 
 
 SCENARIOS: tuple[Callable[[Path], dict[str, Any]], ...] = (
@@ -183,15 +188,15 @@ SCENARIOS: tuple[Callable[[Path], dict[str, Any]], ...] = (
 
 
 def main(name: str, folder: str, rank: str = "", size: str = "") -> None:
-    """Under a launcher's environment, or with a rank and a size, where a file takes the place of a server."""
+    """Run a scenario under the environment of a launcher; with RANK and SIZE, a file takes the place of a server."""
     by_file: dict[str, Any] = {}
     if rank:
         by_file = {"init_method": f"file://{folder}/store", "rank": int(rank), "world_size": int(size)}
     backend = "nccl" if "nccl" in name else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=60), **by_file)
     scenario = next(function for function in SCENARIOS if function.__name__ == name)
-    found = scenario(Path(folder))
-    (Path(folder) / f"found{dist.get_rank()}").write_text(json.dumps(found))
+    results = scenario(Path(folder))
+    (Path(folder) / f"found{dist.get_rank()}").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 

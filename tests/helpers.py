@@ -1,4 +1,11 @@
-"""Small graphs, batches of them, and plain PyG as the oracle. Everything is float64 and seeded."""
+"""Small graphs, batches and models in float64, and plain PyG as the oracle. Everything is seeded.
+
+graphs     random_graph (irregular on purpose), graph_of
+batches    batch_of, dataset_of
+models     CONVS and GNN_OPTIONS by name; conv_of, stack_of, gnn_of
+oracle     stock, stock_layers, plain_gnn: PyG on a whole graph or on the square of a block
+checks     assert_close, assert_same_gradients, assert_same_batches: ours against expected
+"""
 
 from __future__ import annotations
 
@@ -25,18 +32,21 @@ from hopline.nn.conv_adapter import edge_arguments
 from hopline.tables import TensorTable
 
 KERNEL_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-"""Where the Triton kernels are tested: on a GPU, or in Triton's interpreter."""
+"""The device of tests of Triton kernels: a GPU, or the CPU, where Triton's interpreter runs them."""
 
 
 def generator(seed: int) -> torch.Generator:
+    """A torch generator on the CPU with a seed."""
     return torch.Generator().manual_seed(seed)
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Normal numbers, drawn in float64 and then rounded to `dtype`."""
     return torch.randn(*shape, generator=generator(seed), dtype=torch.float64).to(dtype)
 
 
 def randint(low: int, high: int, size: int, seed: int = 0) -> Tensor:
+    """[size] int64 in [low, high)."""
     return torch.randint(low, high, (size,), generator=generator(seed))
 
 
@@ -58,17 +68,19 @@ def random_graph(
     attr: int = 0,
     loops: bool = False,
 ) -> Graph:
-    """Random edges, some of them double; a hub; the last three nodes have no in-edges, the very last none at all.
+    """A graph that is irregular on purpose.
 
-    loops: some nodes have an edge to themselves, one of them three.
+    It has double edges and a hub (node 0). The last three nodes have no in-edges, and the very last no edge at all.
+    loops: some nodes have an edge to themselves, node 2 has three.
     """
     src = randint(0, num_nodes - 1, num_edges, seed)
     dst = randint(0, num_nodes - 3, num_edges, seed + 1)
     dst[: num_edges // 5] = 0
     src = torch.where(src == dst, (src + 1) % (num_nodes - 1), src)
     if loops:
-        own = torch.tensor([0, 1, 2, 2, 2, num_nodes // 2])
-        src, dst = torch.cat([src, own]), torch.cat([dst, own])
+        loop_nodes = torch.tensor([0, 1, 2, 2, 2, num_nodes // 2])
+        src = torch.cat([src, loop_nodes])
+        dst = torch.cat([dst, loop_nodes])
     edge = {}
     if weight:
         edge["weight"] = torch.rand(src.numel(), generator=generator(seed + 2), dtype=torch.float64) + 0.1
@@ -94,7 +106,9 @@ def batch_of(
     blocks = NeighborSampler(graph, fanouts, replace=replacement, edge_ids=True).sample(seeds, key)
     blocks = tuple(replace(block, scale_sums=scale_sums) for block in blocks)
     ids = blocks[0].src_ids
-    rows = None if x is None else Rows(TensorTable(x), ids) if handle else x[ids]
+    rows = None
+    if x is not None:
+        rows = Rows(TensorTable(x), ids) if handle else x[ids]
     return Batch(seeds, blocks, rows, None, key=key)
 
 
@@ -112,10 +126,12 @@ def dataset_of(graph: Graph, x: Tensor, num_classes: int = 3, seed: int = 9) -> 
 
 
 def mlp(*widths: int) -> nn.Sequential:
+    """Linear, tanh, linear."""
     return nn.Sequential(nn.Linear(widths[0], widths[1]), nn.Tanh(), nn.Linear(widths[1], widths[-1]))
 
 
 def pna(a: int, b: int, **options: Any) -> nn.Module:
+    """A PNAConv for a fixed histogram of degrees."""
     histogram = torch.tensor([3, 10, 20, 10, 5])
     return pyg.PNAConv(a, b, ["mean", "max", "std"], ["identity", "amplification"], histogram, **options)
 
@@ -148,21 +164,24 @@ CONVS: dict[str, Callable[[int, int], nn.Module]] = {
     "edge": lambda a, b: pyg.EdgeConv(mlp(2 * a, 5, b)),
     "gine-edges": lambda a, b: pyg.GINEConv(mlp(a, 5, b), edge_dim=2),
 }
-"""Convs by name, as functions of their widths; those in "-edges" read edge attributes of width 2."""
+"""Name -> function of the widths that makes a conv. Names in "-edges" read edge attributes of width 2."""
 NORMALISED = [name for name in CONVS if name.startswith("gcn") and name != "gcn-no-norm"]
-"""Those whose weights on sampled edges are not stock PyG's."""
+"""Names of CONVS whose normalisation over sampled edges differs from PyG's, which takes sampled degrees."""
 
 
 def conv_of(name: str, a: int, b: int, seed: int = 0) -> nn.Module:
+    """A conv of CONVS in float64, with first weights of a seed."""
     torch.manual_seed(seed)
     return CONVS[name](a, b).double()
 
 
 def stack_of(name: str, *widths: int) -> list[nn.Module]:
+    """One conv per pair of neighbouring widths."""
     return [conv_of(name, a, b, seed) for seed, (a, b) in enumerate(itertools.pairwise(widths))]
 
 
 def _sage(*widths: int) -> list[nn.Module]:
+    """SAGE layers of some widths."""
     return stack_of("sage-mean", *widths)
 
 
@@ -218,34 +237,43 @@ GNN_OPTIONS: dict[str, tuple[list[nn.Module], dict[str, Any]]] = {
 
 
 def gnn_of(name: str) -> GNN:
+    """A GNN of GNN_OPTIONS in float64, with parameters of its own."""
     torch.manual_seed(0)
     convs, options = GNN_OPTIONS[name]
     return twin(GNN(convs, **options).double())  # type: ignore[return-value]
 
 
-def warmed(model: GNN) -> GNN:
-    """Batch norms with statistics that are not those of a new module, in evaluation."""
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm1d) and module.running_mean is not None:
-            module.running_mean.copy_(randn(module.num_features, seed=8) / 4)
+def with_running_means(model: GNN) -> GNN:
+    """The model in evaluation, with running means that a new batch norm does not have."""
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm1d) and norm.running_mean is not None:
+            norm.running_mean.copy_(randn(norm.num_features, seed=8) / 4)
     return model.eval()
 
 
 def plain_gnn(model: GNN, x: Tensor, graph: Graph) -> Tensor:
-    """A GNN in evaluation, written out over the whole graph."""
+    """The oracle: a GNN in evaluation, written out in plain PyG over the whole graph."""
     act = model.act if model.act is not None else lambda v: v
     if model.encoder is not None:
         x = act(model.encoder(x))
-    x0, outputs, last = x, [x] * model.jk_encoder, len(model.convs) - 1
+    x0 = x
+    outputs = [x] * model.jk_encoder
+    last = len(model.convs) - 1
     for l, conv in enumerate(model.convs):
         before = x
         x = conv(x, x0, graph.edge_index()) if isinstance(conv, pyg.GCN2Conv) else stock(conv, x, graph)
         if model.initial_residual and not isinstance(conv, pyg.GCN2Conv):
             x = (1 - model.initial_residual) * x + model.initial_residual * x0
         if l < last or model.acts_last:
-            own = before if model.residual and x.shape == before.shape else torch.zeros_like(x)
-            first, after = (own, 0) if model.residual_first else (0, own)
-            x = (model.norms[l](act(x)) + first if model.act_first else act(model.norms[l](x) + first)) + after
+            has_shortcut = model.residual and x.shape == before.shape
+            shortcut = before if has_shortcut else torch.zeros_like(x)
+            x = model.norms[l](act(x) if model.act_first else x)
+            if model.residual_first:
+                x = x + shortcut
+            if not model.act_first:
+                x = act(x)
+            if not model.residual_first:
+                x = x + shortcut
         outputs.append(x)
     if hasattr(model, "jk"):
         x = model.jk(outputs)
@@ -253,6 +281,7 @@ def plain_gnn(model: GNN, x: Tensor, graph: Graph) -> Tensor:
 
 
 def neighbors_of(graph: Graph, node: int) -> list[int]:
+    """The sources of the in-edges of a node, in order."""
     return graph.indices[int(graph.indptr[node]) : int(graph.indptr[node + 1])].tolist()
 
 
@@ -279,55 +308,64 @@ def stock_layers(convs: Sequence[nn.Module], x: Tensor, blocks: Sequence[Block] 
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """A copy with parameters of its own, and no gradients yet."""
+    """A deep copy of a model, without gradients."""
     other = copy.deepcopy(model)
     other.zero_grad(set_to_none=True)
     return other
 
 
 def backward(out: Tensor, seed: int = 77) -> None:
-    """Gradients of a random projection of the output."""
+    """Backward of a random projection of the output, the same for equal shapes."""
     (out * randn(*out.shape, seed=seed, dtype=out.dtype)).sum().backward()
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Name -> gradient of a parameter; zeros where there is none."""
     return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
 
 
-def assert_close(found: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+def assert_close(ours: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
+    """Equal within a tolerance, both absolute and relative; NaN equals NaN."""
+    torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-def assert_same_gradients(found: nn.Module, expected: nn.Module, tolerance: float = 1e-10) -> None:
-    ours, theirs = gradients(found), gradients(expected)
-    assert list(ours) == list(theirs)
-    assert any(bool(g.any()) for g in theirs.values())
-    for name in ours:
+def assert_same_gradients(ours: nn.Module, expected: nn.Module, tolerance: float = 1e-10) -> None:
+    """Gradients of two models are equal within a tolerance, and not all zero."""
+    our_gradients = gradients(ours)
+    expected_gradients = gradients(expected)
+    assert list(our_gradients) == list(expected_gradients)
+    assert any(bool(g.any()) for g in expected_gradients.values())
+    for name in our_gradients:
         torch.testing.assert_close(
-            ours[name], theirs[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            our_gradients[name],
+            expected_gradients[name],
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
 
 
-def assert_same_batches(found: Batch, expected: Batch) -> None:
+def assert_same_batches(ours: Batch, expected: Batch) -> None:
     """Equal to the bit: seeds, edges, edge arrays, rows, labels."""
-    assert torch.equal(found.seeds, expected.seeds)
-    assert found.key == expected.key
-    assert len(found.blocks) == len(expected.blocks)
-    for ours, theirs in zip(found.blocks, expected.blocks, strict=True):
-        assert ours.num_dst == theirs.num_dst
-        assert torch.equal(ours.src_ids, theirs.src_ids)
-        assert torch.equal(ours.part.indptr, theirs.part.indptr)
-        assert torch.equal(ours.part.src_idx, theirs.part.src_idx)
-        assert ours.edge.keys() == theirs.edge.keys()
-        assert all(torch.equal(ours.edge[name], theirs.edge[name]) for name in ours.edge)
-    for ours, theirs in ((found.x, expected.x), (found.y, expected.y)):
-        if isinstance(theirs, Tensor):
-            assert isinstance(ours, Tensor)
-            assert torch.equal(ours, theirs)
+    assert torch.equal(ours.seeds, expected.seeds)
+    assert ours.key == expected.key
+    assert len(ours.blocks) == len(expected.blocks)
+    for our_block, expected_block in zip(ours.blocks, expected.blocks, strict=True):
+        assert our_block.num_dst == expected_block.num_dst
+        assert torch.equal(our_block.src_ids, expected_block.src_ids)
+        assert torch.equal(our_block.part.indptr, expected_block.part.indptr)
+        assert torch.equal(our_block.part.src_idx, expected_block.part.src_idx)
+        assert our_block.edge.keys() == expected_block.edge.keys()
+        assert all(torch.equal(our_block.edge[name], expected_block.edge[name]) for name in our_block.edge)
+    for our_rows, expected_rows in ((ours.x, expected.x), (ours.y, expected.y)):
+        if isinstance(expected_rows, Tensor):
+            assert isinstance(our_rows, Tensor)
+            assert torch.equal(our_rows, expected_rows)
 
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
+    """Set the number of threads of torch within."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -337,6 +375,6 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def guarded(work: Work, method: Method, guard: Guard) -> Work:
-    """The work of a method, whose steps keep to the limit of a guard; its plan promises nothing."""
+    """Have the steps of a method keep to the limit of a guard. The plan predicts nothing."""
     sizes = {"step_bytes": 0.0, "min_step_bytes": 0.0, "steps": 1, "count": 1, "covers": "steps of {}"}
     return work.guarded(guard, Plan(method=method, items=(), limits={}, compute_place="host", **sizes))

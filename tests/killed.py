@@ -1,6 +1,9 @@
-"""Trains in child processes that are killed again and again; started by test_8_resumed.py as a process of its own.
+"""Training in child processes that are killed at random moments and resumed, until enough kills have happened.
 
-The parent only imports: its children start from there in no time, by fork, and no thread is lost on the way.
+    python -m tests.killed FOLDER KIND NUMBER_OF_KILLS
+
+`test_8_resumed.py` starts it as a process of its own. The parent only imports, so it has no threads, and a child that
+is forked from it starts at once. Results of every resumed run must equal those of one never interrupted.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ KINDS = ("sage", "gat", "historical", "ranks")
 
 
 def train(folder: Path, kind: str) -> None:
+    """Train a kind in a folder, resuming what is in it."""
     if kind == "ranks":
         launch.run(train_rank, LaunchSettings(devices=2, timeout_s=60), str(folder), "sage")
     else:
@@ -35,6 +39,7 @@ def train(folder: Path, kind: str) -> None:
 
 
 def train_rank(world: World, folder: str, kind: str) -> None:
+    """Train in one rank, with much state: dropout, batch norm, a plateau schedule, accumulation."""
     graph = random_graph(300, 3000)
     random_rows = torch.Generator().manual_seed(0)
     data = hl.Dataset(
@@ -58,19 +63,24 @@ def train_rank(world: World, folder: str, kind: str) -> None:
     hl.Trainer(model, data, method, **options, **settings).fit()  # type: ignore[arg-type]
 
 
-def in_child(folder: Path, kind: str, kill_after_s: float | None, train: Callable[[Path, str], None] = train) -> bool:
-    """Whether the child reached the end of training."""
+def train_in_child(
+    folder: Path, kind: str, kill_after_s: float | None, train: Callable[[Path, str], None] = train
+) -> bool:
+    """Train in a forked child, and kill it after some seconds; None: never.
+
+    Returns whether the child reached the end of training.
+    """
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            os.setsid()  # so that ranks are killed with it
+            os.setsid()  # a session of its own: killpg also kills the ranks
             train(folder, kind)
             status = 0
         finally:
             os._exit(status)
     if kill_after_s is not None:
-        if kind == "ranks":  # to start them takes longer than to train: counted from the first step on
+        if kind == "ranks":  # starting ranks takes longer than training: count from the first checkpoint
             _wait_for_checkpoint(folder / "checkpoint.pt", child)
         time.sleep(kill_after_s)
         os.killpg(child, signal.SIGKILL)
@@ -81,7 +91,7 @@ def in_child(folder: Path, kind: str, kill_after_s: float | None, train: Callabl
 
 
 def _wait_for_checkpoint(path: Path, child: int) -> None:
-    """Until there is a new one, or the child has ended."""
+    """Wait until there is a new checkpoint, or the child has ended."""
     before = path.stat().st_mtime_ns if path.exists() else 0
     while not path.exists() or path.stat().st_mtime_ns == before:
         if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
@@ -90,6 +100,7 @@ def _wait_for_checkpoint(path: Path, child: int) -> None:
 
 
 def results(folder: Path) -> dict[str, object]:
+    """Losses, metrics and weights of a run, to be compared bit for bit."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [[r["epoch"], r["loss"]] for r in records if r["event"] == "epoch"]  # each of them once
     metrics = [[r["epoch"], r["split"], r["metrics"]] for r in records if r["event"] == "evaluate"]
@@ -101,24 +112,30 @@ def results(folder: Path) -> dict[str, object]:
 
 
 def main() -> None:
+    """Train once without a kill, then with kills, and compare."""
     if len(sys.argv) != 4 or sys.argv[2] not in KINDS or not sys.argv[3].isdigit():
         raise SystemExit(f"usage: python -m tests.killed FOLDER {'|'.join(KINDS)} NUMBER_OF_KILLS")
-    home, kind, wanted = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    started = time.perf_counter()
-    in_child(home / "whole", kind, None)
-    whole_s = time.perf_counter() - started
-    whole, moments, kills, run = results(home / "whole"), random.Random(7), 0, 0
-    while kills < wanted:
-        run += 1
+    home = Path(sys.argv[1])
+    kind = sys.argv[2]
+    num_wanted = int(sys.argv[3])
+    start_s = time.perf_counter()
+    train_in_child(home / "whole", kind, None)
+    whole_s = time.perf_counter() - start_s
+    expected = results(home / "whole")
+    random_times = random.Random(7)
+    num_kills = 0
+    num_runs = 0
+    while num_kills < num_wanted:
+        num_runs += 1
         longest_s = 0.3 if kind == "ranks" else 0.8 * whole_s
-        while not in_child(home / f"run{run}", kind, moments.uniform(0.05, 1) * longest_s):
-            kills += 1
-        if results(home / f"run{run}") != whole:
-            raise SystemExit(f"run {run} differs from the one that was never interrupted")
-        left = [p.name for p in (home / f"run{run}").iterdir() if "unfinished" in p.name]
-        if left:
-            raise SystemExit(f"left behind: {left}")
-    print(json.dumps({"kills": kills, "runs": run, "losses": len(whole["losses"])}))  # type: ignore[arg-type]
+        while not train_in_child(home / f"run{num_runs}", kind, random_times.uniform(0.05, 1) * longest_s):
+            num_kills += 1
+        if results(home / f"run{num_runs}") != expected:
+            raise SystemExit(f"run {num_runs} differs from the one that was never interrupted")
+        leftovers = [p.name for p in (home / f"run{num_runs}").iterdir() if "unfinished" in p.name]
+        if leftovers:
+            raise SystemExit(f"left behind: {leftovers}")
+    print(json.dumps({"kills": num_kills, "runs": num_runs, "losses": len(expected["losses"])}))  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

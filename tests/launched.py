@@ -1,4 +1,9 @@
-"""What the ranks do in the tests of several processes; also a program, which `python -m tests.launched` starts."""
+"""Functions that launched ranks run in tests: checks of every collective call, and ranks that die, wait or fail.
+
+    python -m tests.launched FUNCTION DEVICES TIMEOUT_S ARGUMENTS
+
+`started` runs such processes and ends them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +36,7 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_
 
 
 def tiny() -> Dataset:
-    """A planted graph that is made at once."""
+    """A planted graph that takes no time to make."""
     return planted_partition(num_nodes=200, num_edges=900, num_classes=3, num_features=5, num_train=60, num_valid=40)
 
 
@@ -42,23 +47,27 @@ def gradient(rank: int, position: int, shape: tuple[int, ...], dtype: torch.dtyp
 
 
 def check_gradients(world: World) -> None:
-    """Some gradients on all ranks, one on a single rank, one on none, several types, a bucket's worth and more."""
+    """Summed gradients: equal on all ranks, in place, and the same at every call.
+
+    Some parameters have a gradient on all ranks, one on a single rank, one on none; some fill more than a bucket.
+    """
     last = world.size - 1
     shapes = [(3, 4), (5,), (2, 2), (1,), (4,), (3000, 1200), (1500, 2000), (), (6,)]
     dtypes = [torch.float32] * 9
-    dtypes[2], dtypes[4] = torch.float64, torch.bfloat16
-    holders = {1: [last], 3: [], 6: [0]}  # all the others are held by every rank
+    dtypes[2] = torch.float64
+    dtypes[4] = torch.bfloat16
+    ranks_with_gradient = {1: [last], 3: [], 6: [0]}  # all the others are held by every rank
     parameters = [nn.Parameter(torch.zeros(s, dtype=d)) for s, d in zip(shapes, dtypes, strict=True)]
     frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
     for k, parameter in enumerate(parameters):
-        if world.rank in holders.get(k, range(world.size)):
+        if world.rank in ranks_with_gradient.get(k, range(world.size)):
             parameter.grad = gradient(world.rank, k, shapes[k], dtypes[k])
     parameters[5].grad = gradient(world.rank, 5, (1200, 3000), torch.float32).t()  # not contiguous
-    kept = [parameter.grad for parameter in parameters]
+    gradients_before = [parameter.grad for parameter in parameters]
     world.sum_gradients(iter([*parameters, frozen]))
     assert frozen.grad is None
     for k, parameter in enumerate(parameters):
-        ranks = holders.get(k, range(world.size))
+        ranks = ranks_with_gradient.get(k, range(world.size))
         if not ranks:
             assert parameter.grad is None
             continue
@@ -67,7 +76,7 @@ def check_gradients(world: World) -> None:
         assert parameter.grad is not None
         assert parameter.grad.dtype == dtypes[k]
         assert torch.equal(parameter.grad, expected if k != 5 else expected.t()), k
-        assert kept[k] is None or kept[k] is parameter.grad  # in place
+        assert gradients_before[k] is None or gradients_before[k] is parameter.grad  # in place
     model = nn.Linear(300, 300)
     sums = []
     for _ in range(2):
@@ -82,15 +91,15 @@ def check_gradients(world: World) -> None:
 
 
 def check_words(world: World) -> None:
-    """Numbers, flags, objects and tensors."""
+    """Sums, flags, broadcasts and all-to-all, of numbers, objects and tensors of several dtypes."""
     assert world.sum([1, world.rank, 0.1]) == [world.size, sum(range(world.size)), sum([0.1] * world.size)]
     assert world.sum([]) == []
     assert world.any(world.rank == world.size - 1)
     assert not world.any(False)
     value = {"a": (1, 2.5), "b": None, "c": "Übung", "d": [True], "big": "x" * 100_000}
     for src in (0, world.size - 1):
-        got = world.broadcast_object(value if world.rank == src else object(), src=src)
-        assert got == value | {"a": [1, 2.5]}
+        received = world.broadcast_object(value if world.rank == src else object(), src=src)
+        assert received == value | {"a": [1, 2.5]}
     assert world.broadcast_object("" if world.rank == 0 else 1) == ""
     try:
         world.broadcast_object({1, 2})
@@ -107,53 +116,54 @@ def check_words(world: World) -> None:
     world.broadcast_tensors(tensors)
     assert all(torch.equal(a.detach(), b) for a, b in zip(tensors, expected, strict=True))
     counts = torch.arange(3000 * 1200).view(3000, 1200).t() % 5  # not contiguous, and a bucket's worth
-    many = [counts.float() * (world.rank + 1), nn.Parameter(torch.full((2,), world.rank + 0.5, dtype=torch.bfloat16))]
-    many += [torch.empty(0), torch.full((), world.rank + 0.25, dtype=torch.float64)]
-    ranks = sum(range(world.size))
-    world.sum_tensors(many)
-    assert torch.equal(many[0], counts.float() * (ranks + world.size))
-    assert many[1].detach().tolist() == [ranks + 0.5 * world.size] * 2
-    assert many[3].item() == ranks + 0.25 * world.size
+    summed = [counts.float() * (world.rank + 1), nn.Parameter(torch.full((2,), world.rank + 0.5, dtype=torch.bfloat16))]
+    summed += [torch.empty(0), torch.full((), world.rank + 0.25, dtype=torch.float64)]
+    sum_of_ranks = sum(range(world.size))
+    world.sum_tensors(summed)
+    assert torch.equal(summed[0], counts.float() * (sum_of_ranks + world.size))
+    assert summed[1].detach().tolist() == [sum_of_ranks + 0.5 * world.size] * 2
+    assert summed[3].item() == sum_of_ranks + 0.25 * world.size
     for shape, dtype in (((2,), torch.bfloat16), ((), torch.int64), ((3, 1), torch.float64)):
-        pieces = [torch.full((rank, *shape), 10 * world.rank + rank, dtype=dtype) for rank in range(world.size)]
-        for rank, piece in enumerate(world.all_to_all(pieces)):
+        sent = [torch.full((rank, *shape), 10 * world.rank + rank, dtype=dtype) for rank in range(world.size)]
+        for rank, piece in enumerate(world.all_to_all(sent)):
             assert torch.equal(piece, torch.full((world.rank, *shape), 10 * rank + world.rank, dtype=dtype))
     world.barrier()
 
 
-def same_dataset(found: Dataset, made: Dataset) -> bool:
-    tensors = [(d.graph.indptr, d.graph.indices, d.x[torch.arange(len(d.x))], d.labels) for d in (found, made)]
-    splits = [[*d.splits.items(), *(i for s in d.alternatives for i in s.items())] for d in (found, made)]
+def same_dataset(ours: Dataset, expected: Dataset) -> bool:
+    """Whether graph, features, labels and splits are equal to the bit."""
+    tensors = [(d.graph.indptr, d.graph.indices, d.x[torch.arange(len(d.x))], d.labels) for d in (ours, expected)]
+    splits = [[*d.splits.items(), *(i for s in d.alternatives for i in s.items())] for d in (ours, expected)]
     return (
         all(torch.equal(a, b) for a, b in zip(*tensors, strict=True))
         and all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in zip(*splits, strict=True))
-        and len(found.alternatives) == len(made.alternatives)
+        and len(ours.alternatives) == len(expected.alternatives)
     )
 
 
 def check_sharing(world: World) -> None:
-    """One copy for all ranks of a host; nothing stays in the folders of shared memory or temporary files."""
-    made = tiny()
-    swapped = {"train": made.splits["test"], "test": made.splits["train"]}
-    several = replace(made, alternatives=(swapped, made.splits))
-    for dataset in (made, several.with_split(0), several.with_split(1)):
-        found = share(dataset if world.local_rank == 0 else None, world)
-        assert same_dataset(found, dataset)
-        assert (found is dataset) == (world.local_size == 1)
+    """The ranks of a host share one copy of a dataset, and leave no file in shared memory or temporary folders."""
+    original = tiny()
+    swapped = {"train": original.splits["test"], "test": original.splits["train"]}
+    with_two_splits = replace(original, alternatives=(swapped, original.splits))
+    for dataset in (original, with_two_splits.with_split(0), with_two_splits.with_split(1)):
+        shared = share(dataset if world.local_rank == 0 else None, world)
+        assert same_dataset(shared, dataset)
+        assert (shared is dataset) == (world.local_size == 1)
         if world.local_size > 1:
             maps = Path("/proc/self/maps").read_text()
             assert "(deleted)" in next(line for line in maps.splitlines() if "hopline-shared-" in line)
     if world.local_size > 1:
-        for wrong in (None, replace(made, meta={"not": object()})):
+        for unshareable in (None, replace(original, meta={"not": object()})):
             try:
-                share(wrong if world.local_rank == 0 else None, world)
+                share(unshareable if world.local_rank == 0 else None, world)
             except (ValueError, TypeError):
                 continue
             raise AssertionError("shared what cannot be")
 
 
 def everything(world: World, folder: str, data: bool = True) -> dict[str, Any]:
-    """Check all that ranks do together, and write down where this one sits."""
+    """Check all collective calls, and write the position of this rank to FOLDER/seatRANK."""
     check_words(world)
     check_gradients(world)
     if data:
@@ -165,7 +175,7 @@ def everything(world: World, folder: str, data: bool = True) -> dict[str, Any]:
 
 
 def everything_then_death(world: World, folder: str, victim: int) -> None:
-    """Check everything; then one rank is killed, and the others write down what they learn."""
+    """Check everything; then one rank is killed, and the others write the error that they get."""
     everything(world, folder)
     if world.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -180,7 +190,7 @@ def everything_then_death(world: World, folder: str, victim: int) -> None:
 
 
 def stay(world: World, folder: str) -> None:
-    """Say that this rank runs, then wait to be ended."""
+    """Write that this rank runs, then wait for a signal."""
     world.barrier()
     (Path(folder) / f"running{world.rank}").write_text(str(os.getpid()))
     try:
@@ -190,7 +200,7 @@ def stay(world: World, folder: str) -> None:
 
 
 def fail(world: World, filler: str, length: int) -> None:
-    """Fail in rank 1, while the others wait for it; what was sent along must have come whole."""
+    """Fail in rank 1 while the others wait for it. filler: an argument that must arrive whole."""
     assert len(filler) == length
     if world.rank == 1:
         raise ValueError("batch_size is too large: give batch_size=10")
@@ -212,7 +222,7 @@ def free_port() -> int:
 
 @contextmanager
 def started(*commands: tuple[list[str], Mapping[str, str]]) -> Iterator[list[Process]]:
-    """Python processes by arguments and environment, all of which are gone afterwards."""
+    """Run Python processes, given by arguments and environment; all are ended afterwards."""
     processes = [python(*arguments, env=variables) for arguments, variables in commands]
     try:
         yield processes
@@ -223,14 +233,16 @@ def started(*commands: tuple[list[str], Mapping[str, str]]) -> Iterator[list[Pro
 
 
 def program(*arguments: str) -> list[str]:
+    """The arguments of Python that run this module."""
     return ["-W", "error::UserWarning", "-m", "tests.launched", *arguments]
 
 
 def main(name: str, devices: str, timeout_s: str, *args: str) -> None:
-    known = {f.__name__: f for f in (everything, everything_then_death, stay, fail)}
-    plain = [int(a) if a.isdecimal() else a for a in args]
+    """Run a function of this module in ranks; whole numbers among the arguments become int."""
+    functions = {f.__name__: f for f in (everything, everything_then_death, stay, fail)}
+    arguments = [int(a) if a.isdecimal() else a for a in args]
     settings = LaunchSettings(devices=int(devices), timeout_s=float(timeout_s))
-    print(run(known[name], settings, *plain))
+    print(run(functions[name], settings, *arguments))
 
 
 if __name__ == "__main__":

@@ -767,6 +767,7 @@ _running: set[subprocess.Popen[str]] = set()
 
 @contextmanager
 def _ended_with_this(process: subprocess.Popen[str]) -> Iterator[None]:
+    """End the process when the context is left, by whichever way."""
     _running.add(process)
     try:
         yield
@@ -792,26 +793,27 @@ def plant_all(faults: Sequence[Fault], projects: Sequence[Project]) -> list[Outc
         free.put(project)
     printing = threading.Lock()
 
-    def one(numbered: tuple[int, Fault]) -> Outcome:
+    def plant(numbered: tuple[int, Fault]) -> Outcome:
+        """Plant one fault in a free copy and run its tests."""
         number, fault = numbered
         project = free.get()
         try:
             with project.planted(fault, number):
-                found = project.run(fault.tests, "-x")
+                result = project.run(fault.tests, "-x")
         finally:
             free.put(project)
-        if found.status == "passed":
-            found = Outcome("MISSED", found.seconds, " ".join(fault.tests), found.output)
+        if result.status == "passed":
+            result = Outcome("MISSED", result.seconds, " ".join(fault.tests), result.output)
         with printing:
-            where = "" if fault.target == "test" else f" (make {fault.target})"
-            print(f"{fault.name:<60} {fault.area:<26} {found.status:<8} {found.seconds:6.1f}  {found.first}{where}")
+            target = "" if fault.target == "test" else f" (make {fault.target})"
+            print(f"{fault.name:<60} {fault.area:<26} {result.status:<8} {result.seconds:6.1f}  {result.first}{target}")
             sys.stdout.flush()
-        return found
+        return result
 
     print(f"{'fault':<60} {'area':<26} {'':<8} {'s':>6}  first test that failed", flush=True)
     with ThreadPoolExecutor(len(projects)) as pool:
         try:
-            return list(pool.map(one, enumerate(faults)))
+            return list(pool.map(plant, enumerate(faults)))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(_running):
@@ -820,9 +822,9 @@ def plant_all(faults: Sequence[Fault], projects: Sequence[Project]) -> list[Outc
 
 
 def chosen(faults: Sequence[Fault], names: Sequence[str], gpu: bool) -> list[Fault]:
-    """Those whose name or area has one of the given texts in it; with `gpu` those that need one, else the others."""
-    some = [f for f in faults if not names or any(name in f.name or name in f.area for name in names)]
-    return [fault for fault in some if fault.gpu == gpu]
+    """The faults whose name or area has one of the texts; with `gpu` those that need a GPU, else the others."""
+    named = [f for f in faults if not names or any(name in f.name or name in f.area for name in names)]
+    return [fault for fault in named if fault.gpu == gpu]
 
 
 def main() -> int:
@@ -854,23 +856,23 @@ def main() -> int:
         if not args.no_baseline and not _holds_without(first, faults, args.jobs):
             return 1
         others = [Project.copied(first.root, Path(folder) / str(i) / "hopline") for i in range(1, args.jobs)]
-        found = plant_all(faults, [first, *others])
-    caught = sum(one.status == "caught" for one in found)
+        outcomes = plant_all(faults, [first, *others])
+    caught = sum(result.status == "caught" for result in outcomes)
     left_out = sum(fault.gpu for fault in FAULTS) if not args.gpu and not args.only else 0
     more = f"; {left_out} more need a GPU: --gpu" if left_out else ""
-    print(f"{caught} of {len(found)} caught in {time.monotonic() - started:.0f} s{more}")
-    return 0 if caught == len(found) else 1
+    print(f"{caught} of {len(outcomes)} caught in {time.monotonic() - started:.0f} s{more}")
+    return 0 if caught == len(outcomes) else 1
 
 
 def _holds_without(project: Project, faults: Sequence[Fault], jobs: int) -> bool:
     """Whether all the tests pass without a fault; compiles the kernels, too."""
     tests = list(dict.fromkeys(path for fault in faults for path in fault.tests))
     options = ["-n", str(jobs), "--dist", "loadfile"] if jobs > 1 else []
-    found = project.run(tests, *options, timeout_s=4 * TIMEOUT_S)
-    if found.status == "passed":
-        print(f"without a fault the {len(tests)} test files pass, in {found.seconds:.0f} s", flush=True)
+    result = project.run(tests, *options, timeout_s=4 * TIMEOUT_S)
+    if result.status == "passed":
+        print(f"without a fault the {len(tests)} test files pass, in {result.seconds:.0f} s", flush=True)
         return True
-    failed = re.findall(r"^(?:FAILED|ERROR) .*$", found.output, re.MULTILINE) or [found.output[-2000:]]
+    failed = re.findall(r"^(?:FAILED|ERROR) .*$", result.output, re.MULTILINE) or [result.output[-2000:]]
     print("without any fault these tests fail, so that they prove nothing:", *failed, sep="\n")
     return False
 

@@ -1,9 +1,9 @@
-"""A program that uses hopline and tells, after each step, what it has changed in its process: FOLDER/changes.json.
+"""A program that uses hopline and records which parts of its process each step has changed: FOLDER/changes.json.
 
     python -m tests.process_state FOLDER
 
-Run by `test_process_state.py` in a process of its own, since a test runner changes much itself. Libraries that hopline
-stands on are imported first: what their import changes is not ours.
+`test_process_state.py` runs it in a process of its own, since a test runner changes much itself. Libraries that
+hopline uses are imported first, so that changes by their import do not count.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from rich.console import Console
 from torch_geometric.data import Data
 
 told_malloc: dict[int, int] = {}
-"""What glibc's mallopt was told last, by setting."""
+"""Setting of mallopt -> the value of its last call."""
 
 
 class RecordingLibrary(ctypes.CDLL):
-    """A C library that keeps to itself what mallopt is told."""
+    """A C library that records calls of mallopt, and does not make them."""
 
     def __getattr__(self, name: str) -> Any:
         if name != "mallopt":
@@ -55,7 +55,7 @@ class RecordingLibrary(ctypes.CDLL):
 LONG_LIVED = "hopline-ops"
 """The kernels' threads, which wait for work as long as the process lives, by design."""
 GLIBC = {-1: 64 << 20, -3: 32 << 20}
-"""The thresholds that glibc comes to by itself once large blocks were freed: as good as never told."""
+"""The thresholds that glibc itself reaches once large blocks were freed: they count as no change."""
 
 
 def threads_of_a_new_thread() -> int:
@@ -68,8 +68,8 @@ def threads_of_a_new_thread() -> int:
 
 
 def state() -> dict[str, str]:
-    """All that belongs to the process, by name."""
-    found = {
+    """Everything that belongs to the process, by name, as text."""
+    values = {
         "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, []),
         "environment": dict(os.environ),
@@ -88,18 +88,20 @@ def state() -> dict[str, str]:
         "garbage collection": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()),
         "priority": os.getpriority(os.PRIO_PROCESS, 0),
         "folder and path": (os.getcwd(), list(sys.path)),
-        "logging": [(one.level, list(one.handlers)) for one in (logging.getLogger(), logging.getLogger("hopline"))],
+        "logging": [
+            (logger.level, list(logger.handlers)) for logger in (logging.getLogger(), logging.getLogger("hopline"))
+        ],
     }
     if "hopline.util.trace" in sys.modules:
         from hopline.util import progress, trace
 
-        found["trace listeners"] = trace._trace.listeners
-        found["progress displays"] = dict(progress._displays)
-    return {name: repr(value) for name, value in found.items()}
+        values["trace listeners"] = trace._trace.listeners
+        values["progress displays"] = dict(progress._displays)
+    return {name: repr(value) for name, value in values.items()}
 
 
 NAMES = list(dict.fromkeys([*state(), "trace listeners", "progress displays"]))
-"""Of all that is compared."""
+"""The names of all parts of the state that are compared."""
 
 
 class Planned(Exception):
@@ -122,15 +124,17 @@ class Steps:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(200, 8, generator=generator)
         edge_index = torch.randint(200, (2, 2000), generator=generator)
-        given = Data(x=x, edge_index=edge_index, y=torch.randint(3, (200,), generator=generator))
-        given.train_mask = torch.arange(200) < 120
-        given.val_mask = (torch.arange(200) >= 120) & (torch.arange(200) < 160)
-        given.test_mask = torch.arange(200) >= 160
-        self.data = hl.from_pyg(given)
+        pyg_data = Data(x=x, edge_index=edge_index, y=torch.randint(3, (200,), generator=generator))
+        pyg_data.train_mask = torch.arange(200) < 120
+        pyg_data.val_mask = (torch.arange(200) >= 120) & (torch.arange(200) < 160)
+        pyg_data.test_mask = torch.arange(200) >= 160
+        self.data = hl.from_pyg(pyg_data)
         self.table = hl.table(x)
         self.sampler = hl.extend.NeighborSampler(self.data.graph, (3, 3))
         self.loader = hl.Sampled(fanouts=(3, 3), batch_size=16, workers=2).loader(self.data)
-        self.pyg_loader = hl.NeighborLoader(given, [3, 3], batch_size=16, num_workers=2, input_nodes=given.train_mask)
+        self.pyg_loader = hl.NeighborLoader(
+            pyg_data, [3, 3], batch_size=16, num_workers=2, input_nodes=pyg_data.train_mask
+        )
 
     def take_some_batches(self) -> None:
         for batches in (iter(self.loader), iter(self.pyg_loader)):
@@ -192,7 +196,7 @@ class Steps:
             raise AssertionError("the signal did not end the run")
 
     def change_everything(self) -> None:
-        """Shows that each change would be seen."""
+        """Change each part of the state, to show that every change would be noticed."""
         signal.signal(signal.SIGUSR2, lambda number, frame: None)
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
         os.environ["HOPLINE_CHANGED"] = "1"
@@ -230,10 +234,12 @@ class Steps:
         return trainer
 
     def callback(self, act: Callable[[], object], *hooks: str) -> Any:
+        """A callback that calls `act` in some hooks."""
         methods = dict.fromkeys(hooks, lambda self, trainer, *args: act())
         return type("Acts", (self.hl.Callback,), methods)()
 
     def fit_until(self, error: BaseException, *hooks: str, **settings: Any) -> None:
+        """Train until hooks raise the error."""
         calls = itertools.count()
 
         def fail() -> None:
@@ -254,7 +260,8 @@ STEPS = STEPS[: STEPS.index("change_everything") + 1]
 def main() -> None:
     ctypes.CDLL = RecordingLibrary  # type: ignore[misc]
     folder = Path(sys.argv[1]).resolve()
-    steps, changes = Steps(folder), dict[str, list[str]]()
+    steps = Steps(folder)
+    changes = dict[str, list[str]]()
     for name in STEPS:
         torch.manual_seed(0)
         before = state()

@@ -1,4 +1,4 @@
-"""What several ranks do in tests: started by launch.run, by torchrun, or alone with the union of their batches."""
+"""Training in several ranks for tests: by `launch.run`, under torchrun, or alone with the union of their batches."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ BATCH = 12
 
 
 class KillRank(Callback):
-    """One rank dies without a word."""
+    """Kills one rank by SIGKILL after a step; not again after a restart by torchrun."""
 
     def __init__(self, rank: int, step: int) -> None:
-        self.rank, self.step = rank, step
+        self.rank = rank
+        self.step = step
 
     def on_step_end(self, trainer: hl.Trainer, step: StepEnd) -> None:
         again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
@@ -47,7 +48,7 @@ def train(world: World | None, kind: str, out: str | None = None, **changes: Any
     data = dataclasses.replace(
         data, tables={"x": hl.extend.TensorTable(data.x.read(torch.arange(len(data.x))).double())}
     )
-    torch.manual_seed(3 + rank)  # all begin with the first one's weights
+    torch.manual_seed(3 + rank)  # other weights on every rank: the Trainer takes those of the first
     convs = {"sage": SAGEConv, "gcn": GCNConv, "gat": GATConv}[kind]
     model = hl.nn.GNN([convs(8, 8), convs(8, 4)], dropout=0.4).double()
     method = hl.Sampled(fanouts=(3, 2), batch_size=BATCH // size, workers=1)
@@ -65,17 +66,24 @@ def train(world: World | None, kind: str, out: str | None = None, **changes: Any
 
 
 def train_each(world: World | None, kinds: list[str], out: str | None, changes: dict[str, Any]) -> dict[str, Any]:
-    found = {kind: train(world, kind, out, **changes) for kind in kinds}
-    awkward = {str(n): train(world, "sage", num_train=n)["losses"] for n in (1, 2, 13)} if out is None else {}
-    return {"kinds": found, "awkward": awkward}
+    """Results by kind of model, and losses for 1, 2 and 13 training nodes, where a rank may have none in a step.
+
+    out: the folder of a run that can be resumed; the latter runs are then left out.
+    """
+    results = {kind: train(world, kind, out, **changes) for kind in kinds}
+    awkward_losses = {str(n): train(world, "sage", num_train=n)["losses"] for n in (1, 2, 13)} if out is None else {}
+    return {"kinds": results, "awkward": awkward_losses}
 
 
 def main() -> None:
-    """Under torchrun: FILE gets what the first rank found."""
-    file, out, kinds, changes = sys.argv[1], sys.argv[2] or None, json.loads(sys.argv[3]), json.loads(sys.argv[4])
-    found = run(train_each, LaunchSettings(timeout_s=20), kinds, out, changes)
+    """Under torchrun: FILE OUT KINDS CHANGES, of which the last two are JSON. The first rank writes FILE."""
+    file = sys.argv[1]
+    out = sys.argv[2] or None
+    kinds = json.loads(sys.argv[3])
+    changes = json.loads(sys.argv[4])
+    results = run(train_each, LaunchSettings(timeout_s=20), kinds, out, changes)
     if int(os.environ["RANK"]) == 0:
-        Path(file).write_text(json.dumps(found))
+        Path(file).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

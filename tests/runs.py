@@ -1,4 +1,9 @@
-"""Small datasets, models, runs and commands for the tests of everything above the kernels."""
+"""Small datasets, models, runs and commands for the tests of everything above the kernels.
+
+small, sage, method    a dataset, a model and a method that fit each other
+fit, quick             a run of them by the Trainer, or as settings of a run
+command                the command line in this process, and `assert_refused` for its refusals
+"""
 
 from __future__ import annotations
 
@@ -80,11 +85,13 @@ def quick(folder: Path, **changes: Any) -> RunConfig:
 
 
 def labels(data: hl.Dataset, split: str) -> Tensor:
+    """The labels of the nodes of a split."""
     assert data.y is not None
     return data.y[data.splits[split]]
 
 
 def losses(run: hl.Run) -> list[float]:
+    """The loss of every epoch."""
     return [epoch.loss for epoch in run.history]
 
 
@@ -94,11 +101,13 @@ def evaluated(run: hl.Run, split: str = "valid") -> list[int]:
 
 
 def copied(weights: dict[str, Any]) -> dict[str, Tensor]:
+    """Clones of weights, which later steps do not change."""
     return {name: tensor.detach().clone() for name, tensor in weights.items()}
 
 
-def same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
+def same_weights(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    """Whether weights have the same names in the same order, and are equal to the bit."""
+    return list(ours) == list(expected) and all(torch.equal(ours[name], expected[name]) for name in ours)
 
 
 def records(folder: Path, event: str | None = None) -> list[dict[str, Any]]:
@@ -117,14 +126,15 @@ class Outcome(NamedTuple):
 
 def command(*arguments: object) -> Outcome:
     """`hopline ARGUMENTS` in this process."""
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     argv = ["hopline", *map(str, arguments)]
     status: Any = None
     with mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             main()
-        except SystemExit as done:
-            status = done.code
+        except SystemExit as exit_request:
+            status = exit_request.code
     return Outcome(status or 0, out.getvalue(), err.getvalue())
 
 
@@ -139,7 +149,7 @@ def assert_refused(outcome: Outcome, *words: str) -> None:
 
 
 class Recorder(hl.Callback):
-    """Keeps every call of a hook with its payload."""
+    """Records every call of a hook with its payload."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
@@ -160,6 +170,7 @@ class Recorder(hl.Callback):
         self.calls.append(("fit_end", run))
 
     def payloads(self, hook: str) -> list[Any]:
+        """The payloads of all calls of a hook, in order."""
         return [payload for name, payload in self.calls if name == hook]
 
 

@@ -70,12 +70,12 @@ def assert_trainers(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", own_loops.NAMES)
 def test_an_own_loop_has_the_losses_of_the_trainer(name: str, graph: str, tmp_path: Path):
-    assert_trainers(own_loops.beside_the_trainer(World.alone(), name, graph, str(tmp_path / "shards")))
+    assert_trainers(own_loops.losses_of_example_and_trainer(World.alone(), name, graph, str(tmp_path / "shards")))
 
 
 def test_own_loops_over_two_ranks_have_the_losses_of_the_trainer(graph: str, tmp_path: Path):
     settings = LaunchSettings(devices=2, timeout_s=60)
-    found = run(own_loops.all_beside_the_trainer, settings, graph, str(tmp_path / "shards"))
+    found = run(own_loops.all_losses_of_examples_and_trainer, settings, graph, str(tmp_path / "shards"))
     for name in own_loops.NAMES:
         assert_trainers(found[name])
 

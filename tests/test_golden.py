@@ -8,7 +8,7 @@ import pytest
 
 from tests.golden import (
     TOLERANCE,
-    Computed,
+    ComputedCases,
     Record,
     case_names,
     command,
@@ -118,7 +118,7 @@ def test_a_case_that_does_not_reproduce_is_compared_within_a_tolerance():
 def test_numbers_change_only_for_a_reason_which_is_kept():
     record = _small_record()
     this, other = record.runs
-    done = Computed(draws={"blocks": "aa"}, runs={"sampled block sage": _changed(steps=1.75, bits="bb")})
+    done = ComputedCases(draws={"blocks": "aa"}, runs={"sampled block sage": _changed(steps=1.75, bits="bb")})
     before = deepcopy(record)
     with pytest.raises(ValueError, match=r"changed by 2\.5e-01|changed by 1\.7e-01"):
         update(record, done, this, "cpu", None)
@@ -132,7 +132,7 @@ def test_numbers_change_only_for_a_reason_which_is_kept():
 
 def test_a_new_machine_must_agree_with_the_others():
     record = _small_record()
-    done = Computed(runs={"sampled block sage": _changed(steps=1.5 + 1e-6, bits="bb")})
+    done = ComputedCases(runs={"sampled block sage": _changed(steps=1.5 + 1e-6, bits="bb")})
     with pytest.raises(ValueError, match="changed by"):
         update(record, done, "new; torch 2.13.0; numba 1", "cpu", None)
     done.runs["sampled block sage"] = _changed(steps=1.5 + 1e-13, bits="bb")
@@ -143,7 +143,7 @@ def test_a_new_machine_must_agree_with_the_others():
 def test_draws_that_change_need_a_reason_too():
     record = _small_record()
     with pytest.raises(ValueError, match="drawn otherwise: blocks"):
-        update(record, Computed(draws={"blocks": "bb"}), next(iter(record.runs)), "cpu", None)
+        update(record, ComputedCases(draws={"blocks": "bb"}), next(iter(record.runs)), "cpu", None)
 
 
 def test_cases_of_two_ranks_are_among_the_rest():

@@ -1,8 +1,8 @@
-"""Ugly settings and environments of commands, and what each of them gets.
+"""Invalid settings and environments of commands, and the refusal that each must get.
 
     python -m tests.ugly_runs
 
-prints the table in Markdown; `test_ugly_runs.py` holds every row of it. Those of files are in `data/ugly_inputs.py`.
+prints the table in Markdown; `test_ugly_runs.py` checks every row. `data/ugly_inputs.py` has invalid files.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ class Case(NamedTuple):
     """One command, typed in a folder as `prepare` makes it."""
 
     words: str
-    """Of the refusal; "" where the command is right and ends with status 0."""
+    """Words that the refusal must have; "" if the command must end with status 0."""
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = {}
 
     @property
     def name(self) -> str:
+        """The command as it is typed, without the settings that all cases have."""
         variables = [f"{name}={value}" for name, value in self.environment.items()]
         shown = [a for a in self.arguments if a not in TRAIN[1:]]
         return " ".join([*variables, "hopline", *shown])
 
 
 def train(words: str, *settings: str, **environment: str) -> Case:
+    """A case of `hopline train`."""
     return Case(words, (*TRAIN, *settings), environment)
 
 
@@ -97,6 +99,7 @@ def prepare(folder: Path) -> None:
 
 
 def outcome(case: Case, folder: Path) -> Outcome:
+    """Run the command of a case in its folder and environment."""
     with chdir(folder), mock.patch.dict(os.environ, case.environment):
         return command(*case.arguments)
 
@@ -106,9 +109,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder))
         for case in CASES:
-            found = outcome(case, Path(folder))
-            last = (found.err.strip().splitlines() or [""])[-1]
-            print(f"| `{case.name}` | {last if found.status else 'trains'} |")
+            result = outcome(case, Path(folder))
+            last = (result.err.strip().splitlines() or [""])[-1]
+            print(f"| `{case.name}` | {last if result.status else 'trains'} |")
 
 
 if __name__ == "__main__":

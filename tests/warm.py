@@ -1,9 +1,9 @@
 """Warm processes for tests: forked from a server that has torch, PyG and hopline imported already.
 
 The library starts its ranks by multiprocessing's "spawn": a new interpreter that imports torch and PyG anew, some five
-seconds of a core. In tests such a process is forked from a server instead, which
-did these imports once. It is as fresh as a spawned one (no thread, no process group, no random state of an earlier
-test), so any test may kill it. Tests of starting itself have the marker `spawn` and get real processes.
+seconds of a core. In tests such a process is forked from a server that did these imports once. It is as fresh as a
+spawned one: no thread, no process group, no random state of an earlier test. So any test may kill it. Tests of
+starting itself have the marker `spawn` and get real processes.
 
 The server is safe to fork from: it imports, and runs no kernel, so that neither torch nor Numba has started a thread.
 """
@@ -34,7 +34,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 
 PRELOADED = ("tests.warm_imports",)
-"""What the server imports before it is asked for a process."""
+"""Modules that the server imports before it is asked for a process."""
 
 _real_get_context = multiprocessing.get_context
 
@@ -50,7 +50,7 @@ class WarmContext(ForkServerContext):
 
 
 def _address() -> str:
-    """Where the server listens."""
+    """The address at which the server listens."""
     forkserver.ensure_running()
     return forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
 
@@ -86,8 +86,8 @@ class Program:
         outputs = [Path(folder) / name for name in ("stdout", "stderr")]
         self._outputs = outputs
         context = _real_get_context("forkserver")
-        given = (_address(), list(arguments), cwd, dict(env), outputs)
-        self._process = context.Process(target=_run_program, args=given)
+        arguments_of_target = (_address(), list(arguments), cwd, dict(env), outputs)
+        self._process = context.Process(target=_run_program, args=arguments_of_target)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid

@@ -1,3 +1,9 @@
+"""A Trainer with `budget=`: the losses and weights of the run without one, within the limit.
+
+Tests on the CPU compare whole runs of every method. Tests with the marker `gpu` limit the memory of a real GPU, so
+that only a run with a budget can end. The last ones have a custom method that is planned and measured.
+"""
+
 from __future__ import annotations
 
 import gc
@@ -40,49 +46,56 @@ METHODS: list[Method] = [
 
 
 def trainer_of(method: Method, **options: Any) -> Trainer:
+    """A trainer of two SAGE layers for two epochs, always with the same first weights."""
     torch.manual_seed(0)
     model = GNN(stack_of("sage-mean", 6, 32, 3), dropout=0.3).double()
     return Trainer(model, DATA, method, epochs=2, show=False, **options)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
-def test_a_run_within_a_budget_is_the_run_without(method: Method, tmp_path: Path):
-    free, free_run = (trainer := trainer_of(method)), trainer.fit()
+def test_a_run_within_a_budget_equals_the_run_without_one(method: Method, tmp_path: Path):
+    unlimited = trainer_of(method)
+    unlimited_run = unlimited.fit()
+
     measured = trainer_of(method, budget="1GiB", out=tmp_path / "measured")
     measured.fit()
     assert measured.plan is not None
-    taken = max(record["peak_bytes"] for record in records(tmp_path / "measured", "budget"))
-    least = measured.plan.resident_bytes("host") + taken
-    limit = str(max(int(least * 0.8), measured.plan.smallest_bytes("host")))
+    largest_step_bytes = max(record["peak_bytes"] for record in records(tmp_path / "measured", "budget"))
+    peak_bytes = measured.plan.resident_bytes("host") + largest_step_bytes
+    limit = str(max(int(peak_bytes * 0.8), measured.plan.smallest_bytes("host")))
+
     tight = trainer_of(method, budget=limit, out=tmp_path / "tight")
     run = tight.fit()
+
     for record in records(tmp_path / "tight", "budget"):
         assert record["over"] == 0
         assert 0 < record["peak_bytes"] <= record["limit_bytes"]
-    assert [e.loss for e in run.history] == pytest.approx([e.loss for e in free_run.history], rel=1e-9)
-    for name, weight in free.model.state_dict().items():
+    assert [e.loss for e in run.history] == pytest.approx([e.loss for e in unlimited_run.history], rel=1e-9)
+    for name, weight in unlimited.model.state_dict().items():
         torch.testing.assert_close(tight.model.state_dict()[name], weight, rtol=1e-7, atol=1e-9)
-    assert run.test == free_run.test
+    assert run.test == unlimited_run.test
 
 
-def test_what_cannot_be_cut_is_watched(tmp_path: Path):
+def test_full_batch_steps_are_measured_and_not_split(tmp_path: Path):
     trainer = trainer_of(METHODS[2], budget="1GiB", out=tmp_path / "run")
     assert all(isinstance(unit, MeasuredUnit) for unit in trainer.work.units(1))
+
     trainer.fit()
-    found = records(tmp_path / "run", "budget")
-    assert [record["epoch"] for record in found] == [1, 2]
-    assert all(0 < record["peak_bytes"] <= record["promised_bytes"] for record in found)
+    budget_records = records(tmp_path / "run", "budget")
+    assert [record["epoch"] for record in budget_records] == [1, 2]
+    assert all(0 < record["peak_bytes"] <= record["promised_bytes"] for record in budget_records)
+
     assert trainer.guard is not None
     assert trainer.guard.take_record()["after"] == []
 
 
-def test_a_budget_for_another_place_leaves_steps_alone():
+def test_a_disk_budget_leaves_steps_on_the_host_unguarded():
     trainer = trainer_of(METHODS[0], budget={"disk": "1MiB"})
     assert trainer.guard is None
     assert all(isinstance(unit, BatchUnit) for unit in trainer.work.units(1))
 
 
-def test_a_budget_that_is_too_small_names_one_that_would_do_and_a_method():
+def test_a_budget_that_is_too_small_is_refused_with_one_that_suffices():
     with pytest.raises(ValueError, match=r"Sampled does not fit 1 KiB.*at least budget=.*no other method fits"):
         trainer_of(METHODS[0], budget="1KiB")
     with pytest.raises(ValueError, match=r"a budget has no 'divice'.*Did you mean 'device'"):
@@ -96,28 +109,29 @@ def test_a_budget_that_is_too_small_names_one_that_would_do_and_a_method():
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def on_gpu(layout: str, budget: str | None, **options: Any) -> tuple[Run, int, Plan | None]:
-    """A run of some batches, the most that was allocated meanwhile, and the plan."""
+def train_on_gpu(layout: str, budget: str | None, **options: Any) -> tuple[Run, int, Plan | None]:
+    """(run, largest allocation after any step in bytes, plan) of a few batches."""
     data = planted_partition(num_nodes=60_000, num_edges=1_200_000, num_train=8192, num_valid=512, num_test=512)
     torch.manual_seed(0)
     model = GNN([SAGEConv(64, 256), SAGEConv(256, 256), SAGEConv(256, 16)], dropout=0.3)
     free_all()
     torch.cuda.reset_peak_memory_stats()
     method = Sampled(fanouts=(10, 10, 5), batch_size=1024, layout=layout)  # type: ignore[arg-type]
-    most = [0]
+    peak_bytes = [0]
 
     class Peak(Callback):
         def on_step_end(self, trainer: Trainer, step: StepEnd) -> None:
-            most[0] = max(most[0], torch.cuda.max_memory_allocated())  # guarded steps begin the count anew
+            # The largest so far, since a guarded step resets the statistics of the peak.
+            peak_bytes[0] = max(peak_bytes[0], torch.cuda.max_memory_allocated())
 
     options |= {"callbacks": [Peak()]}
     trainer = Trainer(model, data, method, budget=budget, epochs=2, device="cuda", show=False, **options)
     run = trainer.fit()
-    return run, most[0], trainer.plan
+    return run, peak_bytes[0], trainer.plan
 
 
 def free_all() -> int:
-    """What is still there after all that can be freed was."""
+    """The bytes that are still allocated on the GPU after everything unreferenced was freed."""
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated()
@@ -127,59 +141,64 @@ def free_all() -> int:
 @pytest.mark.parametrize("share", [pytest.param(share, marks=NEEDS_GPU) for share in (0.7, 0.4, 0.2)])
 def test_on_a_gpu_made_small_only_the_run_with_a_budget_ends(share: float, inference: str):
     host = {"placement": Placement(graph="host", features="host")}
-    on_gpu("block", None, **host)
-    free, peak, _ = on_gpu("block", None, **host)
-    before = free_all()  # by other tests
-    limit, total = before + int(share * (peak - before)), torch.cuda.get_device_properties(0).total_memory
+    train_on_gpu("block", None, **host)
+    unlimited, peak, _ = train_on_gpu("block", None, **host)
+    bytes_before = free_all()  # what other tests left allocated
+    limit = bytes_before + int(share * (peak - bytes_before))
+    total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(limit / total)
     try:
         with pytest.raises(torch.OutOfMemoryError):
-            on_gpu("block", None, **host)
-        held, taken, plan = on_gpu("block", str(limit), inference=inference)
+            train_on_gpu("block", None, **host)
+        run_within, peak_within, plan = train_on_gpu("block", str(limit), inference=inference)
         assert torch.cuda.get_per_process_memory_fraction() == pytest.approx(limit / total)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert taken <= limit
-    assert [e.loss for e in held.history] == pytest.approx([e.loss for e in free.history], rel=1e-3)
+    assert peak_within <= limit
+    assert [e.loss for e in run_within.history] == pytest.approx([e.loss for e in unlimited.history], rel=1e-3)
+
     assert plan is not None
     if plan.step_bytes > plan.limit_bytes:
         assert plan.batches_on_host, "rather than take room that pieces could have"
         # The plan's bound is for shapes that were not seen yet. At 0.7 the batches turn out to fit as they are.
-        assert share == 0.7 or sum(e.counters.get("budget.batches_split", 0) for e in held.history) > 0
+        assert share == 0.7 or sum(e.counters.get("budget.batches_split", 0) for e in run_within.history) > 0
     assert share > 0.2 or plan.step_bytes > plan.limit_bytes
-    assert sum(e.counters.get("budget.steps_over", 0) for e in held.history) == 0
+    assert sum(e.counters.get("budget.steps_over", 0) for e in run_within.history) == 0
 
 
 @pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize("conv", [pytest.param(conv, marks=NEEDS_GPU) for conv in ("sage-mean", "gcn", "gat", "gin")])
-def test_a_gpu_whose_memory_runs_out_goes_on_in_pieces_with_the_same_gradients(conv: str, on_host: bool):
+def test_a_gpu_that_is_out_of_memory_splits_the_batch_and_has_the_same_gradients(conv: str, on_host: bool):
     data = planted_partition(num_nodes=60_000, num_edges=1_200_000)
     torch.manual_seed(0)
     model = GNN(stack_of(conv, 64, 128, 16), dropout=0.5).double().cuda()
-    device, seeds = torch.device("cuda", 0), 4096
+    device = torch.device("cuda", 0)
+    seeds = 4096
     step = supervised_loss("single", 16)
     ids = data.splits["train"]
     job = Job(data=data, model=as_walkable(model), module=model, train_ids=ids, train_step=step, device=device)
     method = Sampled(fanouts=(10, 10), batch_size=seeds, workers=0)
     loader = method.loader(data, ids, model=model, device=device).with_budget(None, batches_on_host=on_host)
-    given = next(iter(loader))
-    assert given.seeds.is_cuda != on_host
-    batch = given.to(device)
+    loaded = next(iter(loader))
+    assert loaded.seeds.is_cuda != on_host
+
+    batch = loaded.to(device)
     with meter_of(device) as meter:
-        loss = BatchUnit(job, batch).forward_backward(seeds)
+        expected_loss = BatchUnit(job, batch).forward_backward(seeds)
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     if on_host:
         del batch
     free_all()
-    room = torch.cuda.memory_allocated() + int(0.7 * meter.peak_bytes)
-    guard = Guard(job, Budget(), 1 << 40)  # whose promise is too good: what it does not know is how small the GPU is
-    with limit_cuda_memory(Budget(device=str(room)), device):
-        found = guard.unit(given).forward_backward(seeds)
+    limit_bytes = torch.cuda.memory_allocated() + int(0.7 * meter.peak_bytes)
+    guard = Guard(job, Budget(), 1 << 40)  # it does not know how small the GPU is, so it predicts that the batch fits
+    with limit_cuda_memory(Budget(device=str(limit_bytes)), device):
+        ours = guard.unit(loaded).forward_backward(seeds)
     record = guard.take_record()
     assert record["oom"] >= 1
     assert record["pieces"] >= 2
-    torch.testing.assert_close(found, loss, rtol=1e-8, atol=0)
+    torch.testing.assert_close(ours, expected_loss, rtol=1e-8, atol=0)
+
     for name, p in model.named_parameters():
         if name in expected:
             torch.testing.assert_close(p.grad, expected[name], rtol=1e-6, atol=1e-9)
@@ -187,27 +206,30 @@ def test_a_gpu_whose_memory_runs_out_goes_on_in_pieces_with_the_same_gradients(c
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_batch_without_room_on_a_gpu_stays_on_the_host_and_goes_in_pieces():
+def test_a_batch_that_does_not_fit_on_the_gpu_stays_on_the_host_and_is_split():
     """As where something else takes the memory that a plan had for batches."""
     data = planted_partition(num_nodes=60_000, num_edges=1_200_000, num_train=8192, num_features=512)
     torch.manual_seed(0)
     model = GNN(stack_of("sage-mean", 512, 128, 16)).float().cuda()
-    device, ids, step = torch.device("cuda", 0), data.splits["train"], supervised_loss("single", 16)
+    device = torch.device("cuda", 0)
+    ids = data.splits["train"]
+    step = supervised_loss("single", 16)
     job = Job(data=data, model=as_walkable(model), module=model, train_ids=ids, train_step=step, device=device)
     method = Sampled(fanouts=(10, 10), batch_size=4096, workers=2)
     work = method.bind(job)
     assert isinstance(work, SampledWork)
-    expected = [unit.forward_backward(4096).item() for unit in work.units(1)]
+    expected_losses = [unit.forward_backward(4096).item() for unit in work.units(1)]
     guard = Guard(job, Budget(), 1 << 40)
     work = guarded(work, method, guard)
     assert isinstance(work, SampledWork)
     with closing(work.loader.epoch(1)) as batches:
         num_bytes = next(batches).num_bytes
-    room = free_all() + num_bytes // 2
+    limit_bytes = free_all() + num_bytes // 2
     counters = trace.Counters()
-    with limit_cuda_memory(Budget(device=str(room)), device), trace.listen(counters):
-        found = [unit.forward_backward(4096).item() for unit in work.units(1)]
-    assert found == pytest.approx(expected, rel=1e-4)
+    with limit_cuda_memory(Budget(device=str(limit_bytes)), device), trace.listen(counters):
+        losses = [unit.forward_backward(4096).item() for unit in work.units(1)]
+    assert losses == pytest.approx(expected_losses, rel=1e-4)
+
     counters.next_epoch()
     assert counters.last_epoch()["batches.without_room"] >= 2
     assert guard.take_record()["pieces"] >= 4
@@ -215,41 +237,47 @@ def test_a_batch_without_room_on_a_gpu_stays_on_the_host_and_goes_in_pieces():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_what_a_process_had_on_a_gpu_before_counts():
+def test_memory_that_the_process_already_holds_on_the_gpu_counts():
     before = trainer_of(METHODS[0], budget="1GiB", device="cuda").plan
-    other = torch.zeros(100 << 20, dtype=torch.uint8, device="cuda")
+    allocated = torch.zeros(100 << 20, dtype=torch.uint8, device="cuda")
     after = trainer_of(METHODS[0], budget="1GiB", device="cuda").plan
     assert before is not None
     assert after is not None
-    assert after.resident_bytes("device") - before.resident_bytes("device") == pytest.approx(other.nbytes, rel=0.05)
+    assert after.resident_bytes("device") - before.resident_bytes("device") == pytest.approx(allocated.nbytes, rel=0.05)
 
 
-class Seven(Unit):
+class UnitOfSevenSeeds(Unit):
+    """A step that allocates 100 + total float32, and nothing else that counts."""
+
     size = 7
 
     def forward_backward(self, total: float) -> Tensor:
         return torch.zeros(100 + int(total)).sum()
 
 
-class OwnWork(Work):
-    """One step that cannot be cut."""
+class UnguardedWork(Work):
+    """One step that cannot be split. Without `guarded`, so a budget is refused."""
 
     def __init__(self) -> None:
-        self.watched: tuple[contract.Guard, Plan] | None = None
+        self.guard_and_plan: tuple[contract.Guard, Plan] | None = None
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
-        assert self.watched is not None
-        guard, plan = self.watched
-        yield MeasuredUnit(Seven(), guard, plan.step_bytes)
+        assert self.guard_and_plan is not None
+        guard, plan = self.guard_and_plan
+        yield MeasuredUnit(UnitOfSevenSeeds(), guard, plan.step_bytes)
 
 
-class WatchedOwnWork(OwnWork):
-    def guarded(self, guard: contract.Guard, plan: Plan) -> WatchedOwnWork:
-        self.watched = guard, plan
+class MeasuredWork(UnguardedWork):
+    """The same step, measured by the guard."""
+
+    def guarded(self, guard: contract.Guard, plan: Plan) -> MeasuredWork:
+        self.guard_and_plan = guard, plan
         return self
 
 
-class Own(Method):
+class CustomMethod(Method):
+    """A method of a user, which predicts 500 bytes for a step."""
+
     def __init__(self, work: Work) -> None:
         self.work = work
 
@@ -270,17 +298,20 @@ class Own(Method):
         )
 
 
-def test_a_method_of_ones_own_is_planned_and_watched():
-    trainer = trainer_of(Own(WatchedOwnWork()), budget="1GiB")
+def test_a_custom_method_is_planned_and_measured():
+    trainer = trainer_of(CustomMethod(MeasuredWork()), budget="1GiB")
     (unit,) = trainer.work.units(1)
     assert (unit.size, unit.total_size) == (7, None)
+
     unit.forward_backward(7)
     assert trainer.guard is not None
     record = trainer.guard.take_record()
+
     assert (record["promised_bytes"], record["before"]) == (500, [500])
     assert record["after"] == [record["peak_bytes"]] == [107 * 4 + 4]
 
 
-def test_work_that_cannot_keep_to_a_budget_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"OwnWork has no guarded\(guard, plan\).*leave out budget=, or define it"):
-        trainer_of(Own(OwnWork()), budget="1GiB")
+def test_work_without_guarded_is_refused_by_name():
+    message = r"UnguardedWork has no guarded\(guard, plan\).*leave out budget=, or define it"
+    with pytest.raises(ValueError, match=message):
+        trainer_of(CustomMethod(UnguardedWork()), budget="1GiB")

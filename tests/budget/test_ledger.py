@@ -1,10 +1,12 @@
+"""The ledger: an epoch's record is taken once, and every event is counted in the trace too."""
+
 from __future__ import annotations
 
 from hopline.budget.ledger import Ledger
 from hopline.util import trace
 
 
-def test_an_epochs_record_is_taken_once_and_the_largest_bytes_stay():
+def test_the_record_of_an_epoch_is_taken_once_and_the_peak_of_the_run_stays():
     ledger = Ledger(100)
     ledger.note_peak(90.0, 80)
     ledger.note_peak(70.0, 60)
@@ -12,13 +14,15 @@ def test_an_epochs_record_is_taken_once_and_the_largest_bytes_stay():
     record = ledger.take()
     assert (record["limit_bytes"], record["promised_bytes"], record["peak_bytes"]) == (100, 90.0, 80)
     assert (record["before"], record["after"], record["over"]) == ([150.0], [80], 0)
+
     ledger.note_peak(50.0, 40)
     assert ledger.take()["peak_bytes"] == 40
     assert (ledger.promised_bytes, ledger.peak_bytes) == (90.0, 80)
 
 
-def test_what_happens_is_counted_in_the_trace_too():
-    ledger, counters = Ledger(100), trace.Counters()
+def test_every_event_is_counted_in_the_trace_too():
+    ledger = Ledger(100)
+    counters = trace.Counters()
     with trace.listen(counters):
         ledger.note_peak(90.0, 101)
         ledger.note_split(3)
@@ -29,6 +33,7 @@ def test_what_happens_is_counted_in_the_trace_too():
     counters.next_epoch()
     record = ledger.take()
     names = ("over", "split", "pieces", "resampled", "cut", "edges_cut", "oom")
+
     assert [record[name] for name in names] == [1, 2, 7, 1, 1, 500, 1]
     assert counters.last_epoch() == {
         "budget.steps_over": 1,

@@ -1,3 +1,9 @@
+"""A memory plan: the limit of a step is the budget of a place less its resident bytes.
+
+Numbers are small and round, so that each assertion can be checked by hand. Unless a test changes it: 1000 of 4000
+bytes on the device are resident, and a step takes 2500.
+"""
+
 from __future__ import annotations
 
 import math
@@ -18,9 +24,10 @@ GIB = 1 << 30
 ITEMS = (Item("weights", "device", 1000), Item("graph", "host", 5000), Item("history", "disk", 700))
 
 
-def plan_of(**changed: object) -> Plan:
+def plan_of(**changes: object) -> Plan:
+    """A plan for the device with some fields changed."""
     limits = {"device": 4000, "host": 6000, "disk": None}
-    given = {
+    fields = {
         "method": Sampled(),
         "items": ITEMS,
         "limits": limits,
@@ -31,16 +38,17 @@ def plan_of(**changed: object) -> Plan:
         "count": 64,
         "covers": "batches of {} seeds",
     }
-    return Plan(**{**given, **changed})  # type: ignore[arg-type]
+    return Plan(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def outline_of(optimizer: str = "adam") -> RunOutline:
+    """The outline of a run on the CPU with a small model."""
     data = dataset_of(random_graph(100, 400), randn(100, 6))
     model = GNN(stack_of("sage-mean", 6, 8, 3)).double()
     return outline_of_run(model, data, TrainSettings(optimizer=optimizer))  # type: ignore[arg-type]
 
 
-def test_what_a_step_may_take_is_what_the_rest_leaves():
+def test_the_limit_of_a_step_is_the_budget_less_the_resident_bytes():
     plan = plan_of().check()
     assert plan.limit_bytes == 3000
     assert plan.peak_bytes("device") == 3500
@@ -49,25 +57,25 @@ def test_what_a_step_may_take_is_what_the_rest_leaves():
     assert plan.lines()[0] == "plan: device 3.4 KiB of 3.9 KiB: weights 1000 B, a step 2.4 KiB"
 
 
-def test_a_step_that_takes_more_goes_in_pieces():
+def test_a_step_above_the_limit_is_split_into_micro_batches():
     plan = plan_of(step_bytes=7000.0).check()
     assert plan.num_micro_batches == 3
     assert plan.peak_bytes("device") == 4000
     assert plan.whole == "batches of 64 seeds, in micro-batches (about 27 would fit at once)"
 
 
-def test_what_is_missing_is_named_with_what_takes_most():
+def test_a_refusal_names_the_budget_needed_and_the_largest_item():
     with pytest.raises(DoesNotFit, match=r"does not fit 3.9 KiB on the device.*budget=9.77KiB.*the smallest step.*8.8"):
         plan_of(min_step_bytes=9000.0).check()
     limits = {"device": None, "host": 4000, "disk": 600}
     with pytest.raises(
         DoesNotFit, match=r"budget\.host=4\.89KiB, budget\.disk=700 \(graph alone takes 4\.9 KiB\)"
-    ) as no:
+    ) as refused:
         plan_of(limits=limits).check()
-    assert no.value.smallest_bytes == {"host": 5000, "disk": 700}
+    assert refused.value.smallest_bytes == {"host": 5000, "disk": 700}
 
 
-def test_evaluation_keeps_its_rows_where_there_is_room():
+def test_hidden_rows_of_evaluation_go_to_disk_where_the_host_is_full():
     on_host = {"compute_place": "host", "limits": {"device": None, "host": 9000, "disk": 5000}}
     assert plan_of(**on_host, hidden_bytes=1000).chunk_bytes == 3000
     tight = plan_of(**on_host, hidden_bytes=3000)
@@ -77,10 +85,11 @@ def test_evaluation_keeps_its_rows_where_there_is_room():
     assert plan_of(limits=dict.fromkeys(("device", "host", "disk")), hidden_bytes=10 * GIB).chunk_bytes is None
 
 
-def test_evaluation_beside_the_steps_has_a_part_of_what_is_left():
+def test_asynchronous_evaluation_shares_the_available_bytes_with_the_steps():
     alone = plan_of(step_bytes=1500.0)
     plan = plan_of(step_bytes=1500.0, async_evaluation=True)
     assert plan.limit_bytes + plan.evaluation_bytes == plan.available_bytes == alone.limit_bytes
+
     assert plan.chunk_bytes is not None
     assert 0 < plan.chunk_bytes <= plan.evaluation_bytes < plan.limit_bytes
     assert plan.peak_bytes("device") > alone.peak_bytes("device")
@@ -89,7 +98,7 @@ def test_evaluation_beside_the_steps_has_a_part_of_what_is_left():
     assert "asynchronous evaluation" in plan.lines()[0]
 
 
-def test_a_cpu_is_the_host():
+def test_on_a_cpu_the_device_budget_does_not_count():
     limits = outline_of().limits(Budget(device="2GiB", host="1GiB", disk="3GiB"))
     assert limits == {"device": None, "host": GIB, "disk": 3 * GIB}
     assert outline_of().limits(Budget()) == {"device": None, "host": None, "disk": None}

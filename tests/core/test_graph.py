@@ -1,3 +1,5 @@
+"""`Graph`: sizes, degrees, self-loops, refused arrays, its cache, and the memories that it may be in."""
+
 from __future__ import annotations
 
 import gc
@@ -11,7 +13,7 @@ from hopline.core.graph import Graph
 from tests.helpers import graph_of, random_graph
 
 
-def test_sizes_and_bytes() -> None:
+def test_num_nodes_num_edges_and_num_bytes() -> None:
     graph = random_graph(dtype=torch.int32, weight=True, attr=3)
     assert (graph.num_nodes, graph.num_edges) == (50, 300)
     assert graph.num_bytes == 51 * 8 + 300 * 4 + 300 * 8 + 300 * 3 * 8
@@ -60,7 +62,7 @@ def test_a_graph_without_edges_and_one_without_nodes() -> None:
     ],
     ids=["int32-indptr", "2-D", "empty", "float-indices", "short", "shifted", "edge-array", "2-D-weight"],
 )
-def test_what_does_not_fit_is_refused(
+def test_arrays_that_do_not_fit_together_are_refused(
     indptr: torch.Tensor, indices: torch.Tensor, edge: dict[str, torch.Tensor], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -70,13 +72,13 @@ def test_what_does_not_fit_is_refused(
 def test_a_graph_is_freed_when_nobody_uses_it() -> None:
     graph = random_graph(loops=True)
     assert graph.self_loops.numel()
-    gone = weakref.ref(graph)
+    reference = weakref.ref(graph)
     del graph
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
-def test_what_is_derived_is_computed_once_and_again_after_a_change_in_place() -> None:
+def test_a_cached_value_is_computed_once_and_again_after_a_change_in_place() -> None:
     graph = random_graph(weight=True)
     calls: list[str] = []
 
@@ -94,15 +96,15 @@ def test_what_is_derived_is_computed_once_and_again_after_a_change_in_place() ->
     assert len(calls) == 2
 
 
-def test_a_copy_of_a_graph_has_nothing_derived() -> None:
+def test_a_pickled_graph_has_an_empty_cache() -> None:
     graph = random_graph(weight=True)
     graph.get_cached("nodes", lambda: graph.num_nodes)
-    opened = pickle.loads(pickle.dumps(graph))
-    assert torch.equal(opened.edge_index(), graph.edge_index())
-    assert opened.get_cached("nodes", lambda: -1) == -1
+    copy = pickle.loads(pickle.dumps(graph))
+    assert torch.equal(copy.edge_index(), graph.edge_index())
+    assert copy.get_cached("nodes", lambda: -1) == -1
 
 
-def test_on_its_own_device_a_graph_stays() -> None:
+def test_moving_a_graph_to_its_own_device_copies_nothing() -> None:
     graph = random_graph(weight=True)
     moved = graph.to("cpu")
     assert torch.equal(moved.edge_index(), graph.edge_index())
@@ -113,7 +115,7 @@ def test_on_its_own_device_a_graph_stays() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("pinned", [False, True])
-def test_on_a_gpu(pinned: bool) -> None:
+def test_a_graph_on_a_gpu_or_pinned_has_the_same_edges(pinned: bool) -> None:
     graph = random_graph(weight=True, loops=True, dtype=torch.int32)
     moved = graph.pinned("cuda") if pinned else graph.to("cuda")
     assert moved.device.type == "cuda"

@@ -1,3 +1,8 @@
+"""Partitions: few edges are cut, parts are even, and a cached partition is read again.
+
+On planted communities METIS must cut less than a fourth, and streaming less than half, of what chance cuts.
+"""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -21,18 +26,21 @@ from hopline.core.partition import (
 from hopline.data import from_npz
 from tests.helpers import graph_of, randint, random_graph
 
-EVERY = ("metis", "streaming", "random", "range")
+ALL_WAYS = ("metis", "streaming", "random", "range")
 
 
 def planted_communities(both_ways: bool) -> Graph:
     """40 shuffled communities of 500 nodes, 80% of 100k edges inside."""
-    num_nodes, num_edges, size = 20_000, 100_000, 500
+    num_nodes = 20_000
+    num_edges = 100_000
+    size = 500
     src = randint(0, num_nodes, num_edges)
     dst = src // size * size + randint(0, size, num_edges, seed=1)
     outside = num_edges // 5
     dst[:outside] = randint(0, num_nodes, outside, seed=2)
     shuffled = torch.randperm(num_nodes, generator=torch.Generator().manual_seed(3))
-    src, dst = shuffled[src], shuffled[dst]
+    src = shuffled[src]
+    dst = shuffled[dst]
     if both_ways:
         src, dst = torch.cat([src, dst]), torch.cat([dst, src])
     return graph_of(src, dst, num_nodes)
@@ -44,30 +52,30 @@ def test_planted_communities_are_cut_far_less_than_by_chance(num_parts: int, bot
     graph = planted_communities(both_ways)
     by_chance = cut_fraction(graph, make_partition(graph, num_parts, "random"))
     for how, factor, slack in (("metis", 4, 0.1), ("streaming", 2, 0.1)):
-        found = make_partition(graph, num_parts, how)
-        cut = cut_fraction(graph, found)
+        partition = make_partition(graph, num_parts, how)
+        cut = cut_fraction(graph, partition)
         print(f"{how}, {num_parts} parts: cut {cut:.1%}, by chance {by_chance:.1%}")
         assert cut * factor < by_chance
         mean = graph.num_nodes / num_parts
-        assert int(found.sizes.min()) >= mean * (1 - slack)
-        assert int(found.sizes.max()) <= mean * (1 + slack)
+        assert int(partition.sizes.min()) >= mean * (1 - slack)
+        assert int(partition.sizes.max()) <= mean * (1 + slack)
 
 
-@pytest.mark.parametrize("how", EVERY)
+@pytest.mark.parametrize("how", ALL_WAYS)
 @pytest.mark.parametrize("num_parts", [1, 2, 7, 50])
-def test_a_part_is_one_slab_in_which_nodes_ascend(how: str, num_parts: int) -> None:
-    found = make_partition(random_graph(loops=True), num_parts, how)
-    assert found.ptr.tolist() == [0, *found.sizes.cumsum(0).tolist()]
-    assert found.order.sort().values.tolist() == list(range(50))
-    assert torch.equal(found.position[found.order], torch.arange(50))
+def test_a_part_is_one_row_range_in_which_nodes_ascend(how: str, num_parts: int) -> None:
+    partition = make_partition(random_graph(loops=True), num_parts, how)
+    assert partition.ptr.tolist() == [0, *partition.sizes.cumsum(0).tolist()]
+    assert partition.order.sort().values.tolist() == list(range(50))
+    assert torch.equal(partition.position[partition.order], torch.arange(50))
     for part in range(num_parts):
-        slab = found.order[found.ptr[part] : found.ptr[part + 1]]
-        assert torch.equal(slab, (found.part_of == part).nonzero().view(-1))
-        assert slab.numel() > 0
-    assert (found.how, found.num_parts) == (how, num_parts)
+        nodes = partition.order[partition.ptr[part] : partition.ptr[part + 1]]
+        assert torch.equal(nodes, (partition.part_of == part).nonzero().view(-1))
+        assert nodes.numel() > 0
+    assert (partition.how, partition.num_parts) == (how, num_parts)
 
 
-@pytest.mark.parametrize("how", EVERY)
+@pytest.mark.parametrize("how", ALL_WAYS)
 def test_the_same_seed_gives_the_same_parts(how: str) -> None:
     graph = random_graph(400, 2000)
     parts = [make_partition(graph, 5, how, seed=seed).part_of for seed in (1, 1, 2)]
@@ -80,24 +88,24 @@ def test_parts_that_ignore_the_edges_are_even(how: str) -> None:
     assert set(make_partition(random_graph(), 7, how).sizes.tolist()) == {7, 8}
 
 
-def test_labels_take_the_place_of_a_way() -> None:
+def test_labels_are_taken_as_parts() -> None:
     labels = randint(0, 4, 50)
-    found = make_partition(random_graph(), 4, labels=labels)
-    assert torch.equal(found.part_of.long(), labels)
-    assert found.how == "labels"
+    partition = make_partition(random_graph(), 4, labels=labels)
+    assert torch.equal(partition.part_of.long(), labels)
+    assert partition.how == "labels"
     assert int(make_partition(random_graph(), 10, labels=labels).sizes.max()) <= 6
 
 
-@pytest.mark.parametrize("how", EVERY)
-def test_a_graph_without_edges(how: str) -> None:
+@pytest.mark.parametrize("how", ALL_WAYS)
+def test_a_graph_without_edges_is_divided_without_cut_or_halo(how: str) -> None:
     graph = Graph(torch.zeros(11, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
-    found = make_partition(graph, 3, how)
-    assert int(found.sizes.max()) <= 4
-    assert cut_fraction(graph, found) == 0
-    assert halo_sizes(graph, found).tolist() == [0, 0, 0]
+    partition = make_partition(graph, 3, how)
+    assert int(partition.sizes.max()) <= 4
+    assert cut_fraction(graph, partition) == 0
+    assert halo_sizes(graph, partition).tolist() == [0, 0, 0]
 
 
-def test_what_cannot_be_is_refused_in_a_sentence() -> None:
+def test_impossible_requests_are_refused_with_a_message() -> None:
     graph = random_graph()
     for num_parts in (0, 51, 2.0):
         with pytest.raises(ValueError, match="50 nodes make from 1 to 50 parts"):
@@ -116,17 +124,17 @@ def test_what_cannot_be_is_refused_in_a_sentence() -> None:
     ("part_of", "message"),
     [([0, 1, 3], "from 0 to 2"), ([0, -1, 1], "from 0 to 2"), ([0, 1, 1], "part 2 has no nodes")],
 )
-def test_a_partition_checks_itself(part_of: list[int], message: str) -> None:
+def test_a_partition_refuses_invalid_part_numbers(part_of: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Partition(torch.tensor(part_of, dtype=torch.int32), 3)
     with pytest.raises(ValueError, match="int32"):
         Partition(torch.tensor(part_of), 3)
 
 
-# Kept on the disk
+# ---- the cache on disk
 
 
-def test_a_kept_partition_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_partition_is_read_and_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = random_graph(400, 2000)
     first = make_partition(graph, 5, cache=tmp_path / "kept")
     monkeypatch.setattr(module, "divide", None)  # nothing is computed
@@ -136,7 +144,7 @@ def test_a_kept_partition_is_found_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(list((tmp_path / "kept").iterdir())) == 2
 
 
-def test_other_edges_or_settings_are_kept_apart(tmp_path: Path) -> None:
+def test_other_edges_or_settings_have_cache_files_of_their_own(tmp_path: Path) -> None:
     graph = random_graph(400, 2000)
     changed = graph.indices.clone()
     changed[-1] += 1 if changed[-1] < 398 else -1
@@ -156,14 +164,16 @@ def test_other_edges_or_settings_are_kept_apart(tmp_path: Path) -> None:
     for other, options in cases:
         make_partition(other, 4, cache=tmp_path, **options)
     make_partition(graph, 5, cache=tmp_path)
+
     assert len(list(tmp_path.glob("*.json"))) == 9
 
 
 @pytest.mark.parametrize("damage", ["array", "cut", "missing", "json", "other"])
-def test_a_damaged_file_is_replaced(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_cache_file_is_replaced(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     graph = random_graph(400, 2000)
     first = make_partition(graph, 5, cache=tmp_path)
-    (array,), (about,) = tmp_path.glob("*.npy"), tmp_path.glob("*.json")
+    (array,) = tmp_path.glob("*.npy")
+    (metadata,) = tmp_path.glob("*.json")
     if damage == "array":
         array.write_bytes(array.read_bytes()[:-1] + b"\1")
     elif damage == "cut":
@@ -171,15 +181,17 @@ def test_a_damaged_file_is_replaced(tmp_path: Path, damage: str, caplog: pytest.
     elif damage == "missing":
         array.unlink()
     elif damage == "json":
-        about.write_text("{")
+        metadata.write_text("{")
     else:
         np.save(array, np.zeros(3))
     again = make_partition(graph, 5, cache=tmp_path)
     assert torch.equal(first.part_of, again.part_of)
-    said = caplog.text
+
+    messages = caplog.text
     caplog.clear()
-    assert said.count("\n") == 1
-    assert "damaged" in said
+    assert messages.count("\n") == 1
+    assert "damaged" in messages
+
     make_partition(graph, 5, cache=tmp_path)
     assert not caplog.text
 
@@ -190,7 +202,7 @@ def test_a_folder_that_cannot_be_written_costs_only_the_cache(tmp_path: Path, ca
     assert "could not be kept" in caplog.text
 
 
-def test_the_hash_sees_every_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hash_of_a_graph_depends_on_every_edge(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HASH_BYTES", 64)
     graph = random_graph()
     hashes = {graph_hash(graph)}
@@ -201,7 +213,7 @@ def test_the_hash_sees_every_edge(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(hashes) == graph.num_edges + 1
 
 
-# What it cuts
+# ---- edges that are cut, and halos
 
 
 def test_a_partition_of_another_graph_is_refused() -> None:
@@ -210,11 +222,13 @@ def test_a_partition_of_another_graph_is_refused() -> None:
 
 
 def two_parts() -> tuple[Graph, Partition]:
-    src, dst = torch.tensor([1, 2, 3, 3, 0, 2]), torch.tensor([0, 0, 0, 1, 3, 2])
+    """A graph of four nodes and six edges, and parts {0, 1} and {2, 3}: counted by hand below."""
+    src = torch.tensor([1, 2, 3, 3, 0, 2])
+    dst = torch.tensor([0, 0, 0, 1, 3, 2])
     return graph_of(src, dst, 4), Partition(torch.tensor([0, 0, 1, 1], dtype=torch.int32), 2)
 
 
-def test_counts_and_halos() -> None:
+def test_edge_counts_cut_fraction_and_halo_sizes_of_two_parts() -> None:
     graph, partition = two_parts()
     assert edge_counts(graph, partition).tolist() == [[1, 3], [1, 1]]
     assert cut_fraction(graph, partition) == pytest.approx(4 / 6)
@@ -224,7 +238,7 @@ def test_counts_and_halos() -> None:
         halo_sizes(graph, partition, [[2]])
 
 
-def test_the_description_says_it_all() -> None:
+def test_describe_shows_sizes_cut_halos_and_edge_counts() -> None:
     graph, partition = two_parts()
     text = describe(graph, partition)
     assert text.splitlines() == [
@@ -243,7 +257,7 @@ def test_the_description_says_it_all() -> None:
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0"), (9999, "9999"), (56_789, "56.8k"), (1_234_567, "1.23M")])
-def test_long_counts_are_short(count: int, text: str) -> None:
+def test_long_counts_are_abbreviated(count: int, text: str) -> None:
     assert module._short(count) == text
 
 
@@ -256,5 +270,5 @@ def test_progress_is_shown_when_asked(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_streaming_halves_the_cut_of_a_real_graph(real_data: Path) -> None:
     graph = from_npz(real_data / "cora.npz").graph
-    cut = {how: cut_fraction(graph, make_partition(graph, 10, how)) for how in EVERY}
+    cut = {how: cut_fraction(graph, make_partition(graph, 10, how)) for how in ALL_WAYS}
     assert cut["metis"] < cut["streaming"] < cut["random"] / 2

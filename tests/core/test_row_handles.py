@@ -1,4 +1,4 @@
-"""One rule for the precision of input rows."""
+"""`as_dtype`: stored features get the dtype of the model; rows with a gradient and integers keep theirs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_stored_features_get_the_precision_of_the_model():
     assert rows.shape == (2, 2)
 
 
-def test_what_has_a_gradient_and_whole_numbers_stay_as_they_are():
+def test_rows_with_a_gradient_and_integers_keep_their_dtype():
     hidden = torch.ones(2, 2, dtype=torch.bfloat16, requires_grad=True)
     assert as_dtype(hidden, torch.float32) is hidden
     tokens = torch.ones(2, 2, dtype=torch.int64)

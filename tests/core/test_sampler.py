@@ -1,3 +1,8 @@
+"""Neighbour sampling: valid blocks, draws that depend on key and node alone, and refused seeds and fan-outs.
+
+A node draws the same in-edges whatever other seeds are in the batch, and in whichever thread.
+"""
+
 from __future__ import annotations
 
 import itertools
@@ -25,9 +30,9 @@ def test_every_seed_comes_exactly_once(batch_size: int, shuffle: bool) -> None:
     batches = list(seed_batches(ids, batch_size, 4, shuffle=shuffle))
     assert [b.numel() for b in batches[:-1]] == [batch_size] * (len(batches) - 1)
     assert 1 <= batches[-1].numel() <= batch_size
-    together = torch.cat(batches)
-    assert torch.equal(together.sort().values, ids.sort().values)
-    assert shuffle != torch.equal(together, ids)
+    all_seeds = torch.cat(batches)
+    assert torch.equal(all_seeds.sort().values, ids.sort().values)
+    assert shuffle != torch.equal(all_seeds, ids)
 
 
 @pytest.mark.parametrize(("size", "expected"), [(10, [4, 4]), (8, [4, 4]), (3, [])])
@@ -53,7 +58,9 @@ def test_the_order_depends_on_the_key_alone() -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 @pytest.mark.parametrize("fanouts", [(4,), (2, 3), (3, 2, 4), (-1, 2), (-1, -1, -1)], ids=str)
 @pytest.mark.parametrize("replace", [False, True], ids=["distinct", "replace"])
-def test_blocks_are_valid(dtype: torch.dtype, fanouts: tuple[int, ...], replace: bool) -> None:
+def test_blocks_have_distinct_sources_and_as_many_edges_as_the_fan_out(
+    dtype: torch.dtype, fanouts: tuple[int, ...], replace: bool
+) -> None:
     if replace:
         fanouts = tuple(max(1, f) for f in fanouts)
     graph = random_graph(dtype=dtype, loops=True)
@@ -61,6 +68,7 @@ def test_blocks_are_valid(dtype: torch.dtype, fanouts: tuple[int, ...], replace:
     blocks = NeighborSampler(graph, fanouts, replace=replace, edge_ids=True).sample(seeds, 3)
     assert len(blocks) == len(fanouts)
     assert torch.equal(blocks[-1].dst_ids, seeds)
+
     for block, fanout in zip(reversed(blocks), fanouts, strict=True):
         assert block.src_ids.dtype == torch.int64
         assert torch.unique(block.src_ids).numel() == block.num_src
@@ -69,10 +77,12 @@ def test_blocks_are_valid(dtype: torch.dtype, fanouts: tuple[int, ...], replace:
         assert part.edge_ids is not None
         assert edges_of(block) == list(zip(src[part.edge_ids].tolist(), dst[part.edge_ids].tolist(), strict=True))
         degrees = graph.in_degrees(block.dst_ids)
-        full = torch.full_like(degrees, fanout)
-        expected = (
-            degrees if fanout < 0 else torch.where(degrees > 0, full, 0) if replace else degrees.clamp(max=fanout)
-        )
+        if fanout < 0:
+            expected = degrees
+        elif replace:
+            expected = torch.where(degrees > 0, torch.full_like(degrees, fanout), 0)
+        else:
+            expected = degrees.clamp(max=fanout)
         assert torch.equal(part.indptr.diff(), expected)
         assert replace or torch.unique(part.edge_ids).numel() == part.num_edges
     for outer, inner in itertools.pairwise(blocks):
@@ -98,7 +108,7 @@ def test_edge_arrays_follow_their_edges() -> None:
         assert torch.equal(block.edge["attr"], graph.edge["attr"][ids])
 
 
-def test_edge_ids_come_only_where_asked_for() -> None:
+def test_edge_ids_are_returned_only_with_edge_ids_true() -> None:
     (block,) = NeighborSampler(random_graph(), (3,)).sample(torch.arange(4), 8)
     assert block.part.edge_ids is None
 
@@ -126,7 +136,7 @@ def test_one_list_is_read_by_all_layers() -> None:
     assert all(reads_prefixes(inner, outer) for outer, inner in itertools.pairwise(blocks))
 
 
-def test_a_key_in_a_tensor_draws_what_the_number_draws() -> None:
+def test_layer_keys_of_a_key_in_a_tensor_equal_those_of_the_number() -> None:
     for key in (5, -(2**63), 2**63 - 1):
         for layer in range(6):
             assert ops.layer_key(torch.tensor([key]), layer).tolist() == [ops.layer_key(key, layer)]  # type: ignore[union-attr]
@@ -146,7 +156,7 @@ def test_the_key_decides_what_is_drawn() -> None:
     assert len(draws) == 3
 
 
-def test_many_threads_at_once_give_what_one_gives() -> None:
+def test_many_threads_sample_what_one_thread_samples() -> None:
     graph = random_graph(2000, 20000, dtype=torch.int32, weight=True)
     sampler = NeighborSampler(graph, (5, 4, 3))
     requests = [(randint(0, 2000, 40, seed=s).unique(), s) for s in range(60)]
@@ -157,8 +167,8 @@ def test_many_threads_at_once_give_what_one_gives() -> None:
 
     expected = list(map(sample, requests))
     with ThreadPoolExecutor(8) as pool:
-        for found, alone in zip(pool.map(sample, requests * 2), expected * 2, strict=True):
-            assert_same_batches(found, alone)
+        for ours, theirs in zip(pool.map(sample, requests * 2), expected * 2, strict=True):
+            assert_same_batches(ours, theirs)
 
 
 @pytest.mark.parametrize("bad", [-1, 50, 2**40])
@@ -182,7 +192,7 @@ def test_repeated_seeds_are_refused_and_the_sampler_stays_usable() -> None:
 
 
 @pytest.mark.parametrize("bad", [-5, 9])
-def test_an_edge_to_a_node_that_is_not_there_is_an_error_and_not_a_crash(bad: int) -> None:
+def test_an_edge_index_out_of_range_is_an_error_and_not_a_crash(bad: int) -> None:
     graph = Graph(torch.tensor([0, 2, 2]), torch.tensor([1, bad]))
     sampler = NeighborSampler(graph, (-1, -1))
     for _ in range(2):
@@ -192,7 +202,7 @@ def test_an_edge_to_a_node_that_is_not_there_is_an_error_and_not_a_crash(bad: in
     assert [b.num_edges for b in blocks] == [0, 0]
 
 
-def test_no_seeds_and_lonely_seeds() -> None:
+def test_no_seeds_and_seeds_without_neighbours_make_blocks_without_edges() -> None:
     sampler = NeighborSampler(random_graph(), (2, 2))
     assert [b.num_src for b in sampler.sample(torch.empty(0, dtype=torch.int64), 1)] == [0, 0]
     assert [(b.num_src, b.num_edges) for b in sampler.sample(torch.tensor([49]), 1)] == [(1, 0), (1, 0)]
@@ -209,7 +219,7 @@ def test_no_seeds_and_lonely_seeds() -> None:
         ((3, -1), True, "replace=True"),
     ],
 )
-def test_fanouts_that_mean_nothing_are_refused(fanouts: object, replace: bool, message: str) -> None:
+def test_invalid_fan_outs_are_refused_with_a_message(fanouts: object, replace: bool, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_fanouts(fanouts, replace)  # type: ignore[arg-type]
 
@@ -225,7 +235,7 @@ def test_a_full_block_has_every_edge_and_draws_nothing() -> None:
     assert torch.equal(block.edge["weight"][-1:], graph.edge["weight"][int(graph.indptr[1]) - 1 :][:1])
 
 
-def test_the_neighbourhood_is_the_nodes_and_their_sources() -> None:
+def test_in_neighborhood_is_the_nodes_and_their_sources() -> None:
     graph = random_graph()
     for nodes in ([], [49], [0, 3, 3]):
         expected = sorted({*nodes, *(u for v in nodes for u in neighbors_of(graph, v))})

@@ -1,4 +1,7 @@
-"""Blocks in the tree layout: models on them, and what must not matter."""
+"""Blocks in the tree layout: a model on them equals plain PyG on the graph that has a node for every slot.
+
+Empty slots must not count in norms, sums or losses, and splitting the seeds must not change a draw.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +29,17 @@ X = randn(50, 6)
 def tree_batch(
     graph: Any, num_seeds: int = 12, first: int = 0, key: int = 5, fanouts: tuple[int, ...] = (8, 3), times: int = 1
 ) -> Batch:
-    """times: how often each seed is there; every time it draws for itself."""
+    """A batch in the tree layout at the seeds `first` .. `num_seeds`.
+
+    times: how often each seed occurs; every occurrence draws for itself.
+    """
     seeds = torch.arange(num_seeds)[first:].repeat(times)
     blocks = TreeSampler(graph, fanouts).sample(seeds, key, first)
     return Batch(seeds, blocks, TreeRows(TensorTable(X), blocks[0]), seeds % 3, key=key)
 
 
-def expanded(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """(node, edge_index, present) of the graph that has a node for every slot."""
+def graph_of_slots(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """The oracle: (node of each slot, edge_index between slots, which slots are filled)."""
     block: Any = batch.blocks[0]
     parents = block.parents
     child = ((block.tree.nodes >= 0) & (parents >= 0)).nonzero().view(-1)
@@ -56,29 +62,33 @@ def test_a_model_on_a_tree_is_stock_pyg_on_the_graph_of_its_slots(name: str):
     torch.manual_seed(0)
     model = GNN([CONVS[name](6, 8), CONVS[name](8, 3)]).double()
     batch = tree_batch(random_graph())
-    node, edge_index, _ = expanded(batch)
+    node, edge_index, _ = graph_of_slots(batch)
     copy: Any = twin(model)
     expected = X[node]
     for l, conv in enumerate(copy.convs):
         expected = conv(expected, edge_index)
         expected = expected.relu() if l == 0 else expected
     expected = expected[: batch.num_seeds]
-    found = model(batch)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-    weights = randn(*found.shape, seed=3)
-    (found * weights).sum().backward()
+    ours = model(batch)
+    torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
+
+    weights = randn(*ours.shape, seed=3)
+    (ours * weights).sum().backward()
     (expected * weights).sum().backward()
-    for ours, theirs in zip(model.parameters(), copy.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-11)
+
+    for our_parameter, expected_parameter in zip(model.parameters(), copy.parameters(), strict=True):
+        torch.testing.assert_close(our_parameter.grad, expected_parameter.grad, rtol=1e-9, atol=1e-11)
 
 
 def test_gcn_is_unbiased_on_trees():
     graph = random_graph(weight=True, loops=True)
     conv = pyg.GCNConv(6, 3).double()
-    model, exact = GNN([conv]), conv(X, graph.edge_index(), graph.edge["weight"])[:12]
-    keys = [ops.derive_key(0, number) for number in range(100)]  # far apart: seeds of others must not share draws
-    drawn = [model(tree_batch(graph, key=key, fanouts=(2,), times=40)).view(40, 12, 3) for key in keys]
-    assert (torch.cat(drawn).mean(0) - exact).norm() / exact.norm() < 0.05
+    model = GNN([conv])
+    expected = conv(X, graph.edge_index(), graph.edge["weight"])[:12]
+    # Derived keys are far apart: no two batches share draws.
+    keys = [ops.derive_key(0, number) for number in range(100)]
+    outputs = [model(tree_batch(graph, key=key, fanouts=(2,), times=40)).view(40, 12, 3) for key in keys]
+    assert (torch.cat(outputs).mean(0) - expected).norm() / expected.norm() < 0.05
 
 
 def test_convs_that_add_loops_do_not_see_those_of_the_graph_twice():
@@ -100,36 +110,41 @@ def test_batch_norm_leaves_out_empty_slots(inside: bool):
         model = GNN([pyg.SAGEConv(6, 8), pyg.SAGEConv(8, 3)], norm="batch").double()
     copy: Any = twin(model)
     batch = tree_batch(random_graph())
-    node, edge_index, present = expanded(batch)
+    node, edge_index, present = graph_of_slots(batch)
     num_dst = batch.blocks[0].num_dst
     assert not present[:num_dst].all()
+
     if inside:
         summed = torch.zeros(node.numel(), 6, dtype=torch.float64).index_add(0, edge_index[1], X[node][edge_index[0]])
         h = copy.convs[0].nn[0](summed + X[node])[:num_dst]
         norm = copy.convs[0].nn[1]
     else:
-        h, norm = copy.convs[0](X[node], edge_index)[:num_dst], copy.norms[0]
-    there = present[:num_dst]
-    normed = torch.zeros_like(h).index_copy(0, there.nonzero().view(-1), norm(h[there])).relu()
+        h = copy.convs[0](X[node], edge_index)[:num_dst]
+        norm = copy.norms[0]
+    is_filled = present[:num_dst]
+    normed = torch.zeros_like(h).index_copy(0, is_filled.nonzero().view(-1), norm(h[is_filled])).relu()
     last = edge_index[:, edge_index[1] < batch.num_seeds]
     expected = copy.convs[1](normed, last)[: batch.num_seeds]
     torch.testing.assert_close(model(batch), expected, rtol=1e-9, atol=1e-11)
+
     for (name, ours), (_, theirs) in zip(model.named_buffers(), copy.named_buffers(), strict=True):
         if "num_batches" not in name:
             torch.testing.assert_close(ours, theirs, msg=name)
 
 
-def test_pieces_of_a_batch_have_the_gradient_of_the_whole_with_dropout():
+def test_micro_batches_have_the_gradient_of_the_batch_with_dropout():
     torch.manual_seed(0)
     model = GNN([pyg.SAGEConv(6, 8), pyg.SAGEConv(8, 3)], dropout=0.5, input_dropout=0.2).double()
-    copy, graph = twin(model), random_graph()
+    copy = twin(model)
+    graph = random_graph()
     whole = tree_batch(graph)
     nn.functional.cross_entropy(model(whole), whole.labels, reduction="sum").backward()
     for first, stop in itertools.pairwise([0, 5, 12]):
         seeds = torch.arange(first, stop)
         blocks = TreeSampler(graph, (8, 3)).sample(seeds, 5, first)
-        piece = Batch(seeds, blocks, TreeRows(TensorTable(X), blocks[0]), seeds % 3, key=5)
-        nn.functional.cross_entropy(copy(piece), piece.labels, reduction="sum").backward()
+        micro_batch = Batch(seeds, blocks, TreeRows(TensorTable(X), blocks[0]), seeds % 3, key=5)
+        nn.functional.cross_entropy(copy(micro_batch), micro_batch.labels, reduction="sum").backward()
+
     for ours, theirs in zip(model.parameters(), copy.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-11)
 
@@ -143,19 +158,20 @@ def test_a_batch_that_moves_moves_its_tree_once():
     assert batch.blocks[0].to(CPU) is batch.blocks[0]
 
 
-def test_a_copy_of_a_block_has_all_but_what_was_changed():
+def test_replace_of_a_tree_block_changes_only_the_fields_named():
     outer, inner = TreeSampler(random_graph(weight=True), (8, 3)).sample(torch.arange(12), 5)
-    other = replace(inner, key=6, scale_sums=True)
-    assert (other.key, other.scale_sums, other.tree, other.hop) == (6, True, outer.tree, inner.hop)
-    assert (other.num_src, other.num_dst, other.num_edges) == (inner.num_src, 12, inner.num_edges)
-    assert torch.equal(other.src_ids, inner.src_ids)
-    assert torch.equal(other.edge_index, inner.edge_index)
+    changed = replace(inner, key=6, scale_sums=True)
+    assert (changed.key, changed.scale_sums, changed.tree, changed.hop) == (6, True, outer.tree, inner.hop)
+    assert (changed.num_src, changed.num_dst, changed.num_edges) == (inner.num_src, 12, inner.num_edges)
+    assert torch.equal(changed.src_ids, inner.src_ids)
+    assert torch.equal(changed.edge_index, inner.edge_index)
 
 
-def test_ids_and_edges_are_made_when_they_are_asked_for():
-    """A captured step on a GPU would have a kernel for each, and wait for the device."""
+def test_ids_and_edges_of_a_tree_block_are_computed_on_first_use():
+    """If they were always computed, a captured step would run kernels for them and synchronise."""
     batch = tree_batch(random_graph())
-    block, rows = batch.blocks[0], batch.x
+    block = batch.blocks[0]
+    rows = batch.x
     assert isinstance(rows, TreeRows)
     assert rows.shape == (block.num_src, 6)
     assert block.scaling_sums(True).num_dst == block.num_dst
@@ -176,10 +192,10 @@ def test_a_tree_trains_through_the_trainer():
     assert losses[0][-1] < losses[0][0]
 
 
-def test_a_model_that_is_not_made_of_layers_is_refused():
+def test_a_model_without_layers_is_refused_with_what_to_set():
     data = dataset_of(random_graph(), X)
 
-    class Own(nn.Module):
+    class ModuleWithoutLayers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.conv = pyg.SAGEConv(6, 3)
@@ -188,7 +204,7 @@ def test_a_model_that_is_not_made_of_layers_is_refused():
             return self.conv(x, edge_index)
 
     with pytest.raises(ValueError, match="layout=block"):
-        hl.Trainer(Own(), data, hl.Sampled(fanouts=(3,), layout="tree"), show=False)
+        hl.Trainer(ModuleWithoutLayers(), data, hl.Sampled(fanouts=(3,), layout="tree"), show=False)
 
 
 def test_padded_edges_lead_empty_slots_to_a_row_beyond_the_last():
@@ -196,7 +212,7 @@ def test_padded_edges_lead_empty_slots_to_a_row_beyond_the_last():
     for block in batch.blocks:
         (src, dst), edge = block.padded  # type: ignore[attr-defined]
         part = block.part
-        real = dst < block.num_dst
-        assert torch.equal(torch.stack([src, dst])[:, real].sort(dim=1).values, part.edge_index.sort(dim=1).values)
-        assert not (block.present[src[~real]]).any()  # type: ignore[attr-defined]
-        assert edge["weight"][real].sum() == pytest.approx(float(part.edge["weight"].sum()))
+        is_real = dst < block.num_dst
+        assert torch.equal(torch.stack([src, dst])[:, is_real].sort(dim=1).values, part.edge_index.sort(dim=1).values)
+        assert not (block.present[src[~is_real]]).any()  # type: ignore[attr-defined]
+        assert edge["weight"][is_real].sum() == pytest.approx(float(part.edge["weight"].sum()))

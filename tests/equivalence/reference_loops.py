@@ -51,6 +51,7 @@ class Layers(nn.Module):
 
 
 def edge_arguments(data: Data) -> dict[str, Tensor]:
+    """The edge arrays that a conv is called with."""
     return {name: data[name] for name in ("edge_weight", "edge_attr") if name in data}
 
 
@@ -61,7 +62,7 @@ def whole_graph(model: nn.Module, data: Data, batch: Tensor) -> Tensor:
 
 @dataclass
 class Trained:
-    """What a loop did."""
+    """The record of a loop: losses, learning rates, scores and the best weights."""
 
     losses: list[float] = field(default_factory=list)
     """Of each step, before its update."""
@@ -102,7 +103,8 @@ def train(
     model.train()
     trained = Trained()
     for epoch, batches in enumerate(epochs, start=1):
-        epoch_loss, epoch_seeds = 0.0, 0
+        epoch_loss = 0.0
+        epoch_seeds = 0
         for first in range(0, len(batches), accumulate):
             step = [(batch, batch[data.train_mask[batch]]) for batch in batches[first : first + accumulate]]
             num_seeds = sum(seeds.numel() for _, seeds in step)
@@ -117,19 +119,21 @@ def train(
                 (share + extra).backward()
                 step_loss += share.item()
             if clip_norm is not None:
-                stepped = [p for group in optimizer.param_groups for p in group["params"]]
-                nn.utils.clip_grad_norm_(stepped, clip_norm)
+                parameters = [p for group in optimizer.param_groups for p in group["params"]]
+                nn.utils.clip_grad_norm_(parameters, clip_norm)
             optimizer.step()
             if commit is not None:
                 commit()
             trained.losses.append(step_loss)
-            epoch_loss, epoch_seeds = epoch_loss + step_loss * num_seeds, epoch_seeds + num_seeds
+            epoch_loss = epoch_loss + step_loss * num_seeds
+            epoch_seeds = epoch_seeds + num_seeds
             if after_step is not None:
                 after_step(len(trained.losses), model, optimizer)
         trained.rates.append(optimizer.param_groups[0]["lr"])
         score = -epoch_loss / epoch_seeds if validate is None else validate(model)
         if score > max(trained.scores, default=-math.inf):
-            trained.best_epoch, trained.best_weights = epoch, copy.deepcopy(model.state_dict())
+            trained.best_epoch = epoch
+            trained.best_weights = copy.deepcopy(model.state_dict())
         trained.scores.append(score)
         if isinstance(schedule, ReduceLROnPlateau):
             schedule.step(score)
@@ -151,27 +155,30 @@ class History:
         self.stored: list[Tensor] = []
         self.written: list[tuple[int, Tensor, Tensor]] = []
         with torch.no_grad():
-            h: Tensor = data.x
+            rows: Tensor = data.x
             for conv in self._convs(model)[:-1]:
-                h = conv(h, data.edge_index, **edge_arguments(data)).relu()
-                self.stored.append(h)
+                rows = conv(rows, data.edge_index, **edge_arguments(data)).relu()
+                self.stored.append(rows)
 
     @staticmethod
     def _convs(model: nn.Module) -> Any:
         return model.convs
 
     def outputs(self, model: nn.Module, data: Data, batch: Tensor) -> Tensor:
-        convs, edge = self._convs(model), edge_arguments(data)
-        inside = torch.zeros(data.x.size(0), 1, dtype=torch.bool)
-        inside[batch] = True
+        """Outputs of all nodes, with historical rows outside the batch. New rows are recorded, not written yet."""
+        convs = self._convs(model)
+        edge = edge_arguments(data)
+        is_in_batch = torch.zeros(data.x.size(0), 1, dtype=torch.bool)
+        is_in_batch[batch] = True
         h: Tensor = data.x
         for l, conv in enumerate(convs[:-1]):
             h = conv(h, data.edge_index, **edge).relu()
             self.written.append((l, batch, h.detach()[batch]))
-            h = torch.where(inside, h, self.stored[l])
+            h = torch.where(is_in_batch, h, self.stored[l])
         return convs[-1](h, data.edge_index, **edge)
 
     def commit(self) -> None:
+        """Write the rows of all batches since the last commit."""
         for l, batch, rows in self.written:
             self.stored[l] = self.stored[l].index_copy(0, batch, rows)
         self.written.clear()
@@ -194,14 +201,17 @@ def class_weights(model: nn.Module, out: Tensor, y: Tensor) -> Tensor:
 
 
 def with_parameters(model: nn.Module, out: Tensor, y: Tensor) -> Tensor:
+    """Cross-entropy, and a penalty on all parameters."""
     return F.cross_entropy(out, y) + 0.01 * sum(p.square().sum() for p in model.parameters())
 
 
 def multi_label(model: nn.Module, out: Tensor, y: Tensor) -> Tensor:
+    """Binary cross-entropy over several labels of a node."""
     return F.binary_cross_entropy_with_logits(out, y.to(out.dtype))
 
 
 def binary(model: nn.Module, out: Tensor, y: Tensor) -> Tensor:
+    """Binary cross-entropy of a single output."""
     return F.binary_cross_entropy_with_logits(out.squeeze(-1), y.to(out.dtype))
 
 
@@ -209,11 +219,12 @@ def binary(model: nn.Module, out: Tensor, y: Tensor) -> Tensor:
 
 
 class PlateauAfterWarmUp(ReduceLROnPlateau):
-    """Torch's plateau, which `SequentialLR` does not take."""
+    """A linear warm-up and then `ReduceLROnPlateau`, which `SequentialLR` does not accept."""
 
     def __init__(self, optimizer: Optimizer, warmup: int, **options: Any) -> None:
         super().__init__(optimizer, **options)
-        self.warm_up, self.epochs_left = warm_up(optimizer, warmup), warmup
+        self.warm_up = warm_up(optimizer, warmup)
+        self.epochs_left = warmup
 
     def step(self, metrics: Any, epoch: int | None = None) -> None:
         if self.epochs_left:
@@ -224,6 +235,7 @@ class PlateauAfterWarmUp(ReduceLROnPlateau):
 
 
 def warm_up(optimizer: Optimizer, epochs: int) -> LinearLR:
+    """A rate that rises linearly over some epochs."""
     return LinearLR(optimizer, 1 / (epochs + 1), total_iters=epochs)
 
 
@@ -234,14 +246,14 @@ def make_schedule(name: str, optimizer: Optimizer, epochs: int, warmup: int, flo
         if warmup:
             return PlateauAfterWarmUp(optimizer, warmup, **options)
         return ReduceLROnPlateau(optimizer, **options)
-    made = {
+    schedules = {
         "constant": lambda: ConstantLR(optimizer, factor=1.0),
         "cosine": lambda: CosineAnnealingLR(optimizer, epochs - warmup, eta_min=floor),
         "step": lambda: StepLR(optimizer, 2, gamma=0.5),
     }
     if not warmup:
-        return made[name]()
-    return SequentialLR(optimizer, [warm_up(optimizer, warmup), made[name]()], milestones=[warmup])
+        return schedules[name]()
+    return SequentialLR(optimizer, [warm_up(optimizer, warmup), schedules[name]()], milestones=[warmup])
 
 
 # ---- evaluation
@@ -249,6 +261,7 @@ def make_schedule(name: str, optimizer: Optimizer, epochs: int, warmup: int, flo
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: Data, mask: Tensor) -> float:
+    """The share of nodes of a mask whose largest output is their label, in evaluation mode."""
     model.eval()
     out = whole_graph(model, data, mask)
     model.train()

@@ -1,4 +1,7 @@
-"""Identity 1: reference = Numba = Triton for the same key, bit for bit, over random graphs, keys and shapes."""
+"""Identity 1: reference = Numba = Triton for the same key, bit for bit, over random graphs, keys and shapes.
+
+Each kernel of the CPU is compared with the reference in plain torch, and each kernel of the GPU with that of the CPU.
+"""
 
 # pyright: reportCallIssue=false, reportArgumentType=false
 
@@ -41,23 +44,28 @@ def csr_of(num_nodes: int, hub_edges: int, dtype: torch.dtype, draw: random.Rand
 
 
 def random_csr(draw: random.Random) -> tuple[Tensor, Tensor]:
+    """(indptr, indices) of random size, hub and dtype."""
     return csr_of(draw.choice(NUM_NODES), draw.choice(HUB_EDGES), draw.choice(INDEX_DTYPES), draw)
 
 
 def random_key(draw: random.Random) -> int:
+    """A key, extreme ones among them."""
     return draw.choice(KEYS)
 
 
-def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.dtype == theirs.dtype
-        assert torch.equal(ours, theirs)
+def assert_same(ours: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    """Tensors of equal dtype are equal to the bit."""
+    for our_tensor, expected_tensor in zip(ours, expected, strict=True):
+        assert our_tensor.dtype == expected_tensor.dtype
+        assert torch.equal(our_tensor, expected_tensor)
 
 
 @parametrize_pairwise(
     num_nodes=NUM_NODES, hub_edges=HUB_EDGES, dtype=INDEX_DTYPES, num_sampled=[0, 1, 5, 400], key=KEYS
 )
-def test_sampling(num_nodes: int, hub_edges: int, dtype: torch.dtype, num_sampled: int, key: int) -> None:
+def test_sampled_neighbours_and_row_positions(
+    num_nodes: int, hub_edges: int, dtype: torch.dtype, num_sampled: int, key: int
+) -> None:
     draw = random.Random(key + num_nodes)
     indptr, indices = csr_of(num_nodes, hub_edges, dtype, draw)
     nodes = randint(0, num_nodes, num_sampled, seed=num_nodes)
@@ -69,7 +77,7 @@ def test_sampling(num_nodes: int, hub_edges: int, dtype: torch.dtype, num_sample
 
 
 @parametrize_pairwise(top=[3, 100, 10**6, 2**40], num_seeds=[0, 1, 50], num_neighbors=[0, 1, 700], dtype=INDEX_DTYPES)
-def test_relabelling(top: int, num_seeds: int, num_neighbors: int, dtype: torch.dtype) -> None:
+def test_relabelled_ids(top: int, num_seeds: int, num_neighbors: int, dtype: torch.dtype) -> None:
     seeds = randint(0, top, num_seeds).unique()
     neighbors = randint(0, top, num_neighbors, seed=1).to(dtype if top < 2**31 else torch.int64)
     assert_same(cpu_sampling.relabel(seeds, neighbors), reference.relabel(seeds, neighbors))
@@ -80,13 +88,14 @@ def test_relabelling(top: int, num_seeds: int, num_neighbors: int, dtype: torch.
     width=[1, 2, 7, 16, 19],
     count=[0, 1, 99],
 )
-def test_gathering(dtype: torch.dtype, width: int, count: int) -> None:
-    rows, ids = (50 * randn(30, width)).to(dtype), randint(0, 30, count)
+def test_gathered_rows(dtype: torch.dtype, width: int, count: int) -> None:
+    rows = (50 * randn(30, width)).to(dtype)
+    ids = randint(0, 30, count)
     assert_same((cpu_sampling.gather_rows(rows, ids),), (reference.gather_rows(rows, ids),))
 
 
 @parametrize_pairwise(num_nodes=NUM_NODES, hub_edges=HUB_EDGES, dtype=INDEX_DTYPES, num_keys=[0, 1, 300])
-def test_grouping_and_self_loops(num_nodes: int, hub_edges: int, dtype: torch.dtype, num_keys: int) -> None:
+def test_grouped_edges_and_self_loops(num_nodes: int, hub_edges: int, dtype: torch.dtype, num_keys: int) -> None:
     keys = randint(0, 9, num_keys, seed=num_nodes)
     for num_groups in (9, 11):
         assert_same(cpu_sampling.group_edges(keys, num_groups), reference.group_edges(keys, num_groups))
@@ -103,7 +112,7 @@ def test_grouping_and_self_loops(num_nodes: int, hub_edges: int, dtype: torch.dt
     weighted=[False, True],
     how=["sum", "mean", "max"],
 )
-def test_reductions(
+def test_reduced_edges(
     num_nodes: int,
     hub_edges: int,
     index_dtype: torch.dtype,
@@ -127,22 +136,24 @@ def test_reductions(
     p=[0.0, 1.0, 0.37],
     key=KEYS,
 )
-def test_dropout(dtype: torch.dtype, num_rows: int, shape: tuple[int, ...], top: int, p: float, key: int) -> None:
+def test_keyed_dropout(dtype: torch.dtype, num_rows: int, shape: tuple[int, ...], top: int, p: float, key: int) -> None:
     arguments = (randn(num_rows, *shape, dtype=dtype), p, key, randint(0, top, num_rows))
     assert_same((cpu_reduce.keyed_dropout(*arguments),), (reference.keyed_dropout(*arguments),))
 
 
 def on_gpu(*values: object) -> list:
+    """The arguments with tensors moved to the device of the kernels."""
     return [v.to(KERNEL_DEVICE) if isinstance(v, Tensor) else v for v in values]
 
 
-def assert_same_from_gpu(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    assert all(ours.device.type == KERNEL_DEVICE for ours in found)
-    assert_same(tuple(ours.cpu() for ours in found), expected)
+def assert_same_from_gpu(ours: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    """Results of the GPU equal expected ones to the bit."""
+    assert all(tensor.device.type == KERNEL_DEVICE for tensor in ours)
+    assert_same(tuple(tensor.cpu() for tensor in ours), expected)
 
 
 @parametrize_kernel([(18,), (25,)], seed=ROUNDS)
-def test_sampling_on_the_gpu(seed: int) -> None:
+def test_sampled_neighbours_and_row_positions_on_the_gpu(seed: int) -> None:
     draw = random.Random(seed)
     indptr, indices = random_csr(draw)
     nodes = randint(0, indptr.numel() - 1, draw.choice([0, 1, 5, 400]), seed=seed)
@@ -156,7 +167,7 @@ def test_sampling_on_the_gpu(seed: int) -> None:
 
 
 @parametrize_kernel([(0,), (1,), (2,), (3,), (4,)], seed=ROUNDS)
-def test_relabelling_gathering_and_grouping_on_the_gpu(seed: int) -> None:
+def test_relabelled_ids_gathered_rows_and_grouped_edges_on_the_gpu(seed: int) -> None:
     draw = random.Random(seed)
     top = draw.choice([3, 100, 10**6, 2**40])
     seeds = randint(0, top, draw.choice([0, 1, 50]), seed=seed).unique()
@@ -168,8 +179,10 @@ def test_relabelling_gathering_and_grouping_on_the_gpu(seed: int) -> None:
     ids = randint(0, 30, draw.choice([0, 1, 99]), seed=seed)
     assert_same_from_gpu((gpu_sampling.gather_rows(*on_gpu(rows, ids)),), (cpu_sampling.gather_rows(rows, ids),))
 
-    keys, groups = randint(0, 9, draw.choice([0, 1, 300]), seed=seed), 9 + draw.randrange(3)
+    keys = randint(0, 9, draw.choice([0, 1, 300]), seed=seed)
+    groups = 9 + draw.randrange(3)
     assert_same_from_gpu(gpu_sampling.group_edges(*on_gpu(keys, groups)), cpu_sampling.group_edges(keys, groups))
+
     indptr, indices = random_csr(draw)
     assert_same_from_gpu(
         (gpu_sampling.self_loops(*on_gpu(indptr, indices)),), (cpu_sampling.self_loops(indptr, indices),)
@@ -177,7 +190,7 @@ def test_relabelling_gathering_and_grouping_on_the_gpu(seed: int) -> None:
 
 
 @parametrize_kernel([(7,), (25,)], seed=ROUNDS)
-def test_reductions_and_dropout_on_the_gpu(seed: int) -> None:
+def test_reduced_edges_and_keyed_dropout_on_the_gpu(seed: int) -> None:
     draw = random.Random(seed)
     indptr, indices = random_csr(draw)
     shape = draw.choice([(), (1,), (5,), (33,), (2, 3)])
@@ -190,6 +203,7 @@ def test_reductions_and_dropout_on_the_gpu(seed: int) -> None:
     x = randn(draw.choice([0, 1, 60]), *shape, seed=seed, dtype=draw.choice([torch.float32, torch.float64]))
     ids = randint(0, draw.choice([5, 2**50]), x.size(0), seed=seed)
     arguments = (x, draw.choice([0.0, 1.0, draw.random()]), random_key(draw), ids)
+
     assert_same_from_gpu((gpu_reduce.keyed_dropout(*on_gpu(*arguments)),), (cpu_reduce.keyed_dropout(*arguments),))
 
 
@@ -201,7 +215,8 @@ def kernels_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ops, "new_id_map", gpu_sampling.DeviceIdMap)
 
 
-def moved(graph: Graph) -> Graph:
+def move_graph(graph: Graph) -> Graph:
+    """The graph on the device of the kernels."""
     edge = {name: array.to(KERNEL_DEVICE) for name, array in graph.edge.items()}
     return Graph(graph.indptr.to(KERNEL_DEVICE), graph.indices.to(KERNEL_DEVICE), edge)
 
@@ -219,27 +234,30 @@ def test_blocks_from_the_gpu_are_those_of_the_cpu(
 
     expected = batches(NeighborSampler(graph, fanouts, replace=replace))
     request.getfixturevalue("kernels_of_the_gpu")
-    for found, theirs in zip(batches(NeighborSampler(moved(graph), fanouts, replace=replace)), expected, strict=True):
-        blocks = tuple(block.to(torch.device("cpu")) for block in found.blocks)
-        assert_same_batches(Batch(found.seeds, blocks, None, None, key=found.key), theirs)
+    for ours, theirs in zip(
+        batches(NeighborSampler(move_graph(graph), fanouts, replace=replace)), expected, strict=True
+    ):
+        blocks = tuple(block.to(torch.device("cpu")) for block in ours.blocks)
+        assert_same_batches(Batch(ours.seeds, blocks, None, None, key=ours.key), theirs)
 
 
 @pytest.mark.usefixtures("kernels_of_the_gpu")
 def test_a_sampler_on_the_gpu_refuses_what_one_on_the_cpu_refuses() -> None:
-    sampler = NeighborSampler(moved(random_graph()), (2,))
+    sampler = NeighborSampler(move_graph(random_graph()), (2,))
     for bad, message in (([3, 50], "from 0 to 49"), ([3, -1], "from 0 to 49"), ([3, 4, 3], "distinct")):
         with pytest.raises(ValueError, match=message):
             sampler.sample(torch.tensor(bad, device=KERNEL_DEVICE), 1)
     assert sampler.sample(torch.tensor([4, 3], device=KERNEL_DEVICE), 1)[0].dst_ids.tolist() == [4, 3]
-    broken = moved(Graph(torch.tensor([0, 2, 2]), torch.tensor([1, 9])))
+    broken = move_graph(Graph(torch.tensor([0, 2, 2]), torch.tensor([1, 9])))
     with pytest.raises(ValueError, match="out of range"):
         NeighborSampler(broken, (-1, -1)).sample(torch.tensor([0], device=KERNEL_DEVICE), 1)
 
 
 @pytest.mark.usefixtures("kernels_of_the_gpu")
-def test_the_neighbourhood_on_the_gpu() -> None:
-    graph, nodes = random_graph(), torch.tensor([0, 3, 3])
-    assert torch.equal(in_neighborhood(moved(graph), nodes.to(KERNEL_DEVICE)).cpu(), in_neighborhood(graph, nodes))
+def test_in_neighborhood_on_the_gpu_is_that_of_the_cpu() -> None:
+    graph = random_graph()
+    nodes = torch.tensor([0, 3, 3])
+    assert torch.equal(in_neighborhood(move_graph(graph), nodes.to(KERNEL_DEVICE)).cpu(), in_neighborhood(graph, nodes))
 
 
 @pytest.mark.gpu
@@ -249,7 +267,8 @@ def test_a_graph_in_pinned_memory_is_sampled_from_the_gpu() -> None:
     pinned = Graph(graph.indptr.pin_memory(), graph.indices.pin_memory(), graph.edge)
     seeds = torch.tensor([0, 49, 11])
     expected = NeighborSampler(graph, (4, -1)).sample(seeds, 3)
-    found = NeighborSampler(pinned, (4, -1)).sample(seeds.cuda(), 3)
-    assert all(block.src_ids.is_cuda for block in found)
-    on_cpu = tuple(block.to(torch.device("cpu")) for block in found)
+    ours = NeighborSampler(pinned, (4, -1)).sample(seeds.cuda(), 3)
+    assert all(block.src_ids.is_cuda for block in ours)
+
+    on_cpu = tuple(block.to(torch.device("cpu")) for block in ours)
     assert_same_batches(Batch(seeds, on_cpu, None, None, key=3), Batch(seeds, expected, None, None, key=3))

@@ -17,15 +17,19 @@ NUM_ROWS = 60
 
 
 def in_memory(rows: Tensor, folder: Path) -> Table:
+    """A table in host memory."""
     return TensorTable(rows.clone())
 
 
 def mapped(rows: Tensor, folder: Path) -> Table:
+    """A table in a memory-mapped file."""
     np.save(folder / "rows.npy", rows.numpy())
     return TensorTable(torch.from_numpy(np.load(folder / "rows.npy", mmap_mode="r+")))
 
 
 def cached(below: Callable[[Tensor, Path], Table], num_hot: int) -> Callable[[Tensor, Path], Table]:
+    """A function that makes a table with a cache of `num_hot` rows over another one."""
+
     def make(rows: Tensor, folder: Path) -> Table:
         return CachedTable(below(rows, folder), randint(0, NUM_ROWS, num_hot, seed=num_hot).unique())
 
@@ -33,6 +37,8 @@ def cached(below: Callable[[Tensor, Path], Table], num_hot: int) -> Callable[[Te
 
 
 def tiered(below: Callable[[Tensor, Path], Table], num_hot: int | None) -> Callable[[Tensor, Path], Table]:
+    """A function that makes a tiered table with `num_hot` hot rows; None: all rows."""
+
     def make(rows: Tensor, folder: Path) -> Table:
         hot = None if num_hot is None else randint(0, NUM_ROWS, num_hot, seed=num_hot).unique()
         return TieredTable(below(rows, folder), hot, "cpu")
@@ -41,6 +47,7 @@ def tiered(below: Callable[[Tensor, Path], Table], num_hot: int | None) -> Calla
 
 
 def sparse(rows: Tensor, folder: Path) -> Table:
+    """A table that stores no zeros; it is read-only."""
     return SparseTable.from_dense(rows)
 
 
@@ -69,7 +76,7 @@ STACKS = {
 
 @pytest.mark.parametrize("name", STACKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
-def test_reads(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_stack_of_tables_reads_the_rows_of_the_tensor(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     rows = randn(NUM_ROWS, 5, dtype=dtype)
     rows[rows.abs() < 0.5] = 0
     table = STACKS[name](rows, tmp_path)
@@ -83,7 +90,7 @@ def test_reads(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", WRITABLE)
-def test_reads_after_writes(name: str, tmp_path: Path) -> None:
+def test_every_tier_reads_the_rows_that_were_written(name: str, tmp_path: Path) -> None:
     rows = randn(NUM_ROWS, 5, dtype=torch.float32)
     table = WRITABLE[name](rows, tmp_path)
     for seed in range(6):

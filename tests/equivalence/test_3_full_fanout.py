@@ -29,20 +29,21 @@ DTYPES = [torch.int32, torch.int64]
 
 
 def assert_equal_to_full_batch(name: str, graph: Graph, x: torch.Tensor, seeds: torch.Tensor) -> None:
+    """A GNN on full neighbourhoods equals plain PyG on the whole graph: outputs at the seeds, and all gradients."""
     model = GNN(stack_of(name, x.size(1), 6, 6, 3))
-    other = twin(model)
-    assert isinstance(other, GNN)
-    found = model(batch_of(graph, x, (-1, -1, -1), seeds, handle=True))
-    expected = stock_layers(list(other.convs), x, graph)[seeds]
-    assert_close(found, expected)
-    backward(found)
+    plain = twin(model)
+    assert isinstance(plain, GNN)
+    ours = model(batch_of(graph, x, (-1, -1, -1), seeds, handle=True))
+    expected = stock_layers(list(plain.convs), x, graph)[seeds]
+    assert_close(ours, expected)
+    backward(ours)
     backward(expected)
-    assert_same_gradients(model, other)
+    assert_same_gradients(model, plain)
 
 
 # A block numbers its sources anew, so no conv sees the dtype of the graph's ids: each is tried with one of the two.
 @pytest.mark.parametrize(("name", "dtype"), [*zip(CONVS, itertools.cycle(DTYPES), strict=False)], ids=str)
-def test_on_a_random_graph(name: str, dtype: torch.dtype) -> None:
+def test_full_fan_out_equals_plain_pyg_on_a_random_graph(name: str, dtype: torch.dtype) -> None:
     graph = random_graph(dtype=dtype, weight=True, attr=2, loops=True)
     for seeds in (torch.arange(50), torch.tensor([48, 7, 0, 49])):
         assert_equal_to_full_batch(name, graph, randn(50, 5), seeds)
@@ -50,7 +51,8 @@ def test_on_a_random_graph(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("fanout", [100, 5000])
 def test_a_fanout_above_every_degree_is_full_too(fanout: int) -> None:
-    graph, x = random_graph(weight=True, loops=True), randn(50, 5)
+    graph = random_graph(weight=True, loops=True)
+    x = randn(50, 5)
     for name in ("sage-mean", "gcn", "gat"):
         model = GNN(stack_of(name, 5, 6, 3)).eval()
         sampled, full = (model(batch_of(graph, x, (k, k), torch.arange(0, 50, 7))) for k in (fanout, -1))
@@ -58,7 +60,7 @@ def test_a_fanout_above_every_degree_is_full_too(fanout: int) -> None:
 
 
 @pytest.mark.parametrize("name", CONVS)
-def test_on_cora(name: str, real_data: Path) -> None:
+def test_full_fan_out_equals_plain_pyg_on_cora(name: str, real_data: Path) -> None:
     data = from_npz(real_data / "cora.npz")
     graph = data.graph
     if name.endswith("-edges"):

@@ -38,12 +38,12 @@ def test_batches(workers: int, look_ahead: int) -> None:
     serial = METHOD.loader(DATA, seed=2)
     pipelined = replace(METHOD, workers=workers, look_ahead=look_ahead).loader(DATA, seed=2)
     for _ in range(2):
-        for found, expected in zip(pipelined, serial, strict=True):
-            assert_same_batches(found, expected)
+        for ours, expected in zip(pipelined, serial, strict=True):
+            assert_same_batches(ours, expected)
 
 
-def trained(name: str, workers: int, threads: int = 1) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights after two epochs."""
+def train(name: str, workers: int, threads: int = 1) -> tuple[list[float], dict[str, Tensor]]:
+    """(losses of all steps, weights) after two epochs. threads: of torch."""
     model = GNN(stack_of(name, 12, 16, 3), dropout=0.5, norm="batch").float()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     loader = replace(METHOD, workers=workers).loader(DATA, seed=2, model=model)
@@ -61,20 +61,20 @@ def trained(name: str, workers: int, threads: int = 1) -> tuple[list[float], dic
 
 
 @pytest.mark.parametrize("name", ["sage-mean", "gcn", "gat-edges"])
-def test_training(name: str) -> None:
-    losses, weights = trained(name, workers=0)
-    assert len(losses) == 26
-    assert len(set(losses)) > 20
+def test_pipelined_training_is_the_serial_one(name: str) -> None:
+    expected_losses, expected_weights = train(name, workers=0)
+    assert len(expected_losses) == 26
+    assert len(set(expected_losses)) > 20
     for workers in (1, 3):
-        same_losses, same_weights = trained(name, workers)
-        assert same_losses == losses
-        assert all(torch.equal(same_weights[k], v) for k, v in weights.items())
+        our_losses, our_weights = train(name, workers)
+        assert our_losses == expected_losses
+        assert all(torch.equal(our_weights[k], v) for k, v in expected_weights.items())
 
 
-def test_training_with_more_kernel_threads() -> None:
-    losses, _ = trained("sage-max", workers=0)
-    more, _ = trained("sage-max", workers=2, threads=2)
-    assert more == pytest.approx(losses, rel=1e-4)
+def test_more_kernel_threads_change_losses_by_rounding_alone() -> None:
+    expected, _ = train("sage-max", workers=0)
+    ours, _ = train("sage-max", workers=2, threads=2)
+    assert ours == pytest.approx(expected, rel=1e-4)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -96,13 +96,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", ["sage-mean", "sage-max", "gcn", "gin", "gat-edges", "pna", "transformer", "graph"])
 @pytest.mark.parametrize("replacement", [False, True], ids=["distinct", "replace"])
-def test_micro_batches(options: str, name: str, replacement: bool) -> None:
+def test_gradients_of_the_micro_batches_add_up_to_those_of_the_batch(
+    options: str, name: str, replacement: bool
+) -> None:
     """Seeds split under one key, losses weighted by their seeds: the gradients of the whole batch."""
     chosen = OPTIONS[options]
     widths = (8, 8, 8) if "encoder" in chosen else (12, 8, 8)
     head = nn.Linear(16 if "jk" in chosen else 8, 3)
     model = twin(GNN(stack_of(name, *widths), head=head, **chosen).double())
-    other = twin(model)
+    split_model = twin(model)
     labels = randint(0, 3, 400)
     seeds = randint(0, 400, 60, seed=6).unique()
     whole = batch_of(GRAPH, X.double(), (3, 2), seeds, key=-8, replacement=replacement)
@@ -112,19 +114,20 @@ def test_micro_batches(options: str, name: str, replacement: bool) -> None:
     shuffled = seeds[torch.randperm(seeds.numel(), generator=generator(0))]
     for part in shuffled.split([20, 1, seeds.numel() - 21]):
         batch = batch_of(GRAPH, X.double(), (3, 2), part, key=-8, replacement=replacement)
-        share = nn.functional.cross_entropy(other(batch), labels[part]) * (part.numel() / seeds.numel())
+        share = nn.functional.cross_entropy(split_model(batch), labels[part]) * (part.numel() / seeds.numel())
         share.backward()
         total += share.detach()
+
     assert_close(total, loss.detach(), 1e-12)
-    assert_same_gradients(other, model, 1e-11)
+    assert_same_gradients(split_model, model, 1e-11)
 
 
 @pytest.mark.parametrize("name", ["sage-mean", "gcn"])
-def test_micro_batches_in_single_precision(name: str) -> None:
+def test_gradients_of_the_micro_batches_add_up_in_single_precision(name: str) -> None:
     model = GNN(stack_of(name, 12, 8, 3), dropout=0.5).float()
-    other = twin(model)
+    split_model = twin(model)
     seeds = torch.arange(100, 164)
     model(batch_of(GRAPH, X, (3, 2), seeds, key=4)).square().sum().backward()
     for part in seeds.split(9):
-        other(batch_of(GRAPH, X, (3, 2), part, key=4)).square().sum().backward()
-    assert_same_gradients(other, model, 2e-5)
+        split_model(batch_of(GRAPH, X, (3, 2), part, key=4)).square().sum().backward()
+    assert_same_gradients(split_model, model, 2e-5)

@@ -1,4 +1,4 @@
-"""4. Several ranks = one process with the union of their batches, at finite fan-outs and with dropout."""
+"""Identity 4, over ranks: several ranks equal one process with the union of their batches, with dropout."""
 
 from __future__ import annotations
 
@@ -21,23 +21,27 @@ KINDS = ["sage", "gcn", "gat"]
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
+    """The runs of one process with the batches of all ranks."""
     return train_each(World.alone(), KINDS, None, {})
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any], size: int) -> None:
+def assert_same(ours: dict[str, Any], expected: dict[str, Any], size: int) -> None:
+    """Losses, metrics and weights of every kind of run are equal to rounding."""
     for kind in KINDS:
-        ours, theirs = found["kinds"][kind], expected["kinds"][kind]
-        assert ours["size"] == size
-        assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-9)
-        assert ours["metrics"] == theirs["metrics"]
-        for name, numbers in theirs["weights"].items():
-            assert ours["weights"][name] == pytest.approx(numbers, abs=1e-6), (kind, name)
+        our_run = ours["kinds"][kind]
+        expected_run = expected["kinds"][kind]
+        assert our_run["size"] == size
+        assert our_run["losses"] == pytest.approx(expected_run["losses"], abs=1e-9)
+        assert our_run["metrics"] == expected_run["metrics"]
+        for name, numbers in expected_run["weights"].items():
+            assert our_run["weights"][name] == pytest.approx(numbers, abs=1e-6), (kind, name)
     # Fewer seeds in the last step than ranks: some have none, and nobody waits for them.
     for number, losses in expected["awkward"].items():
-        assert found["awkward"][number] == pytest.approx(losses, abs=1e-9), number
+        assert ours["awkward"][number] == pytest.approx(losses, abs=1e-9), number
 
 
 def under_torchrun(size: int, tmp_path: Path, out: str, changes: dict[str, Any], *options: str) -> Ended:
+    """Run `tests.ranks` under torchrun; results go to found.json."""
     command = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", *options]
     command += ["--nproc-per-node", str(size), "-m", "tests.ranks"]
     arguments = [str(tmp_path / "found.json"), out, json.dumps(KINDS if not out else ["sage"]), json.dumps(changes)]
@@ -57,23 +61,23 @@ def test_under_torchrun(size: int, alone: dict[str, Any], tmp_path: Path) -> Non
     assert_same(json.loads((tmp_path / "found.json").read_text()), alone, size)
 
 
-def test_a_rank_that_dies_is_named_and_the_run_goes_on_exactly(tmp_path: Path) -> None:
+def test_a_rank_that_dies_is_named_and_the_run_resumes_exactly(tmp_path: Path) -> None:
     settings = LaunchSettings(devices=2, timeout_s=10)
     whole = run(train_each, settings, ["sage"], str(tmp_path / "whole"), {})["kinds"]["sage"]
     with pytest.raises(RankError, match="rank 1"):
         run(train_each, settings, ["sage"], str(tmp_path / "cut"), {"kill": [1, 5]})
-    found = run(train_each, settings, ["sage"], str(tmp_path / "cut"), {})["kinds"]["sage"]
-    assert found == whole  # bit for bit
+    resumed = run(train_each, settings, ["sage"], str(tmp_path / "cut"), {})["kinds"]["sage"]
+    assert resumed == whole  # bit for bit
     # With another number of ranks every seed is still trained once, so the numbers agree to rounding.
     expected = train(World.alone(), "sage")
-    assert found["losses"] == pytest.approx(expected["losses"], abs=1e-9)
+    assert resumed["losses"] == pytest.approx(expected["losses"], abs=1e-9)
 
 
 @pytest.mark.extended
-def test_torchrun_starts_a_run_again_and_it_goes_on(tmp_path: Path) -> None:
+def test_torchrun_restarts_a_run_and_it_resumes(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"kill": [1, 5]}
     done = under_torchrun(2, tmp_path, str(tmp_path / "run"), changes, "--max-restarts", "1")
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads((tmp_path / "found.json").read_text())["kinds"]["sage"]
-    assert found["losses"] == pytest.approx(train(World.alone(), "sage")["losses"], abs=1e-9)
+    ours = json.loads((tmp_path / "found.json").read_text())["kinds"]["sage"]
+    assert ours["losses"] == pytest.approx(train(World.alone(), "sage")["losses"], abs=1e-9)
     assert "resuming from" in (tmp_path / "run" / "run.log").read_text()

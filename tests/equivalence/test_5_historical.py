@@ -1,5 +1,8 @@
-"""Identity 5: with exact tables a historical batch is a part of the full batch, and with tables of gradients its
-gradient too; a sweep over all parts gives these tables."""
+"""Identity 5: with exact tables, historical batches equal the full batch.
+
+Outputs of a batch are those of the full batch at its nodes. With tables of gradients too (`compensate`), gradients
+of all batches add up to that of the full batch. A sweep over all parts computes both kinds of tables exactly.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,13 @@ X = randn(60, 6)
 DATA = dataset_of(GRAPH, X)
 
 
-def summed(model: nn.Module, batch: Batch) -> Tensor:
+def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean cross-entropy of the seeds."""
     return nn.functional.cross_entropy(model(batch), batch.labels)
 
 
 def gcn2(i: int, o: int) -> GNN:
+    """Four GCNII layers between an encoder and a head."""
     convs = [pyg.GCN2Conv(8, 0.1, theta=0.5, layer=l + 1) for l in range(4)]
     return GNN(convs, jk="last", encoder=nn.Linear(i, 8), head=nn.Linear(8, o))
 
@@ -59,19 +64,20 @@ MODELS = {
 
 
 def work_of(model: GNN, **settings: Any) -> HistoricalWork:
+    """Historical training on five random parts, two in a batch. settings: of `Historical`."""
     method = Historical(**({"num_parts": 5, "parts_per_batch": 2, "partition": "random"} | settings))
     ids = DATA.splits["train"]
-    return method.bind(Job(data=DATA, model=model, module=model, train_ids=ids, train_step=summed))
+    return method.bind(Job(data=DATA, model=model, module=model, train_ids=ids, train_step=mean_loss))
 
 
 def batches_of(work: HistoricalWork) -> list[HistoricalBatch]:
-    """Every node once; nothing is drawn."""
+    """Batches that hold every node once. Without a key, nothing is drawn at random."""
     hist_batch = [work.batch(group, None) for group in work.parts.sweep]
-    return [one for one in hist_batch if one is not None]
+    return [batch for batch in hist_batch if batch is not None]
 
 
-def full(model: GNN) -> Batch:
-    """All nodes and all edges as one batch; the loss is at the training nodes."""
+def full_batch(model: GNN) -> Batch:
+    """The oracle: all nodes and all edges as one batch; the loss is at the training nodes."""
     block = full_block(NeighborSampler(GRAPH, (-1,)), torch.arange(60))
     ids = DATA.splits["train"]
     assert DATA.y is not None
@@ -85,11 +91,11 @@ def test_with_exact_tables_outputs_are_those_of_the_full_batch(name: str):
     work = work_of(model)
     work.refresh()
     with torch.no_grad():
-        whole = replace(full(model), output_idx=None)
+        whole = replace(full_batch(model), output_idx=None)
         expected = model(whole)
         for hist_batch in batches_of(work):
-            found = model(replace(hist_batch.batch, output_idx=None))
-            torch.testing.assert_close(found, expected[hist_batch.nodes], rtol=1e-9, atol=1e-11)
+            ours = model(replace(hist_batch.batch, output_idx=None))
+            torch.testing.assert_close(ours, expected[hist_batch.nodes], rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("groups", ["fixed", "redrawn"])
@@ -97,27 +103,29 @@ def test_with_exact_tables_outputs_are_those_of_the_full_batch(name: str):
 def test_with_exact_tables_of_gradients_the_summed_gradient_is_that_of_the_full_batch(name: str, groups: Any):
     torch.manual_seed(0)
     model = MODELS[name](6, 3).double()
-    copy: Any = twin(model)
-    batch = full(copy)
-    (summed(copy, batch) * batch.num_seeds).backward()
+    plain: Any = twin(model)
+    batch = full_batch(plain)
+    (mean_loss(plain, batch) * batch.num_seeds).backward()
     work = work_of(model, compensate=True, groups=groups)
     work.refresh()
     for group in work.parts.groups_of(3):
         HistoricalUnit(work, work.batch(group, None)).forward_backward(1)
-    assert_same_gradients(model, copy, 1e-8)
+
+    assert_same_gradients(model, plain, 1e-8)
 
 
-def test_without_compensation_it_is_not():
+def test_without_compensation_the_summed_gradient_is_another():
     torch.manual_seed(0)
     model = MODELS["gcn"](6, 3).double()
-    copy: Any = twin(model)
-    batch = full(copy)
-    (summed(copy, batch) * batch.num_seeds).backward()
+    plain: Any = twin(model)
+    batch = full_batch(plain)
+    (mean_loss(plain, batch) * batch.num_seeds).backward()
     work = work_of(model)
     work.refresh()
     for hist_batch in batches_of(work):
         HistoricalUnit(work, hist_batch).forward_backward(1)
-    ours, theirs = (torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (model, copy))
+    ours, theirs = (torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (model, plain))
+
     assert 0.02 < float((ours - theirs).norm() / theirs.norm()) < 1
 
 
@@ -141,10 +149,11 @@ def test_every_edge_is_in_one_batch_of_an_epoch():
 def test_a_sweep_over_all_parts_gives_the_gradient_of_the_full_batch(name: str):
     torch.manual_seed(0)
     model = MODELS[name](6, 3).double()
-    copy: Any = twin(model)
-    batch = full(copy)
-    (summed(copy, batch) * batch.num_seeds).backward()
+    plain: Any = twin(model)
+    batch = full_batch(plain)
+    (mean_loss(plain, batch) * batch.num_seeds).backward()
     work = work_of(model)
     work.refresh()
     backward_sweep(work)
-    assert_same_gradients(model, copy, 1e-9)
+
+    assert_same_gradients(model, plain, 1e-9)

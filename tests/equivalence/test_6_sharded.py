@@ -1,4 +1,4 @@
-"""Identity 6: a graph in shards is the graph in one piece: loss and gradients, however many there are."""
+"""Identity 6: full-batch training over any number of shards has the loss and gradients of plain PyG."""
 
 from __future__ import annotations
 
@@ -13,22 +13,26 @@ from tests.equivalence.test_5_historical import DATA, GRAPH, MODELS, X
 from tests.helpers import plain_gnn
 
 
-def gradients(model: hl.nn.GNN, loss: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-    """The loss, and behind it the gradients that it leaves."""
+def loss_and_gradients(model: hl.nn.GNN, loss: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    """[loss, gradient of each parameter] after a call that runs backward."""
     model.zero_grad()
-    found = loss()
-    return [found.detach(), *(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters())]
+    loss_value = loss()
+    return [
+        loss_value.detach(),
+        *(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()),
+    ]
 
 
-def in_one_piece(model: hl.nn.GNN) -> torch.Tensor:
-    """Plain PyG over the whole graph."""
+def loss_by_plain_pyg(model: hl.nn.GNN) -> torch.Tensor:
+    """The oracle: loss and backward of plain PyG over the whole graph."""
     ids = DATA.splits["train"]
     loss = torch.nn.functional.cross_entropy(plain_gnn(model, X, GRAPH)[ids], DATA.labels[ids])
     loss.backward()
     return loss
 
 
-def in_shards(model: hl.nn.GNN, method: hl.FullBatch) -> torch.Tensor:
+def loss_over_shards(model: hl.nn.GNN, method: hl.FullBatch) -> torch.Tensor:
+    """Loss and backward of one full-batch step over shards."""
     work = hl.Trainer(model, DATA, method, epochs=1, show=False).work
     model.train()
     (unit,) = work.units(1)
@@ -47,12 +51,14 @@ WAYS: list[tuple[int, Literal["sweep", "sequential"]]] = [
 
 
 @pytest.mark.parametrize("name", ["gcn", "gat", "sage"])
-def test_any_number_of_shards_is_the_whole_graph(name: str) -> None:
+def test_loss_and_gradients_over_shards_equal_those_of_the_whole_graph(name: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name](6, 3).double()
-    expected = gradients(model, lambda: in_one_piece(model))
+    expected = loss_and_gradients(model, lambda: loss_by_plain_pyg(model))
     for num_shards, aggregation in WAYS:
         method = hl.FullBatch(num_shards=num_shards, partition="random", aggregation=aggregation, trim=num_shards == 3)
-        found = gradients(model, lambda method=method: in_shards(model, method))
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12, msg=f"{num_shards} {aggregation}")
+        ours = loss_and_gradients(model, lambda method=method: loss_over_shards(model, method))
+        for our_tensor, expected_tensor in zip(ours, expected, strict=True):
+            torch.testing.assert_close(
+                our_tensor, expected_tensor, rtol=1e-10, atol=1e-12, msg=f"{num_shards} {aggregation}"
+            )

@@ -26,7 +26,7 @@ from tests.helpers import (
     random_graph,
     stack_of,
     stock_layers,
-    warmed,
+    with_running_means,
 )
 
 GRAPH = random_graph(weight=True, attr=2, loops=True, dtype=torch.int32)
@@ -36,7 +36,7 @@ IDS = torch.tensor([17, 3, 49, 17, 0, 48])
 
 
 @pytest.mark.parametrize("name", CONVS)
-def test_every_conv(name: str) -> None:
+def test_layerwise_inference_of_every_conv_equals_plain_pyg(name: str) -> None:
     data = dataset_of(GRAPH, X)
     model = GNN(stack_of(name, 6, 5, 3)).train()
     expected = stock_layers(list(model.convs), X, GRAPH).detach()
@@ -45,12 +45,13 @@ def test_every_conv(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GNN_OPTIONS)
-def test_every_option(name: str) -> None:
-    model = warmed(gnn_of(name))
+def test_layerwise_inference_of_every_gnn_option_equals_plain_pyg(name: str) -> None:
+    model = with_running_means(gnn_of(name))
     data = dataset_of(BARE, X)
     expected = plain_gnn(model, X, BARE).detach()
     forward = model(batch_of(BARE, X, (-1,) * model.num_layers)).detach()
     assert_close(forward, expected)
+
     model.train()
     for chunk_edges in (1, 40, 1 << 20) if name == "everything" else (40,):
         assert_close(infer.exact(model, data, chunk_edges=chunk_edges), expected)
@@ -61,15 +62,17 @@ def test_every_option(name: str) -> None:
 @pytest.mark.parametrize(
     "ids", [[49], [0], list(range(50)), [5, 5, 5], list(range(49, -1, -1))], ids=lambda i: str(i)[:12]
 )
-def test_any_nodes_in_any_order(ids: list[int]) -> None:
-    data, model = dataset_of(BARE, X), warmed(gnn_of("everything"))
-    wanted = torch.tensor(ids)
-    assert_close(infer.exact(model, data, wanted), infer.exact(model, data)[wanted])
+def test_any_nodes_in_any_order_have_their_rows_of_the_whole_graph(ids: list[int]) -> None:
+    data = dataset_of(BARE, X)
+    model = with_running_means(gnn_of("everything"))
+    node_ids = torch.tensor(ids)
+    assert_close(infer.exact(model, data, node_ids), infer.exact(model, data)[node_ids])
 
 
 @pytest.mark.parametrize("chunk_edges", [1, 2, 3, 17, 100, 10**6])
 def test_chunks_of_any_size_give_the_same_bits(chunk_edges: int) -> None:
-    data, model = dataset_of(BARE, X), gnn_of("plain")
+    data = dataset_of(BARE, X)
+    model = gnn_of("plain")
     assert_close(infer.exact(model, data, chunk_edges=chunk_edges), infer.exact(model, data), 1e-14)
 
 
@@ -82,17 +85,19 @@ def test_a_chunk_has_no_more_edges_than_it_may_unless_it_is_one_node(chunk_edges
             calls.append((len(x[1]), edge_index.size(1)))
             return super().forward(x, edge_index)
 
-    model, data = GNN([Counted(6, 3)]).double(), dataset_of(BARE, X)
+    model = GNN([Counted(6, 3)]).double()
+    data = dataset_of(BARE, X)
     infer.exact(model, data)  # probes the conv
     calls.clear()
     infer.exact(model, data, chunk_edges=chunk_edges)
+
     assert sum(rows for rows, _ in calls) == 50
     assert sum(edges for _, edges in calls) == BARE.num_edges
     assert all(rows == 1 or edges <= chunk_edges for rows, edges in calls)
     assert len(calls) <= 2 * (BARE.num_edges + 50) // chunk_edges + 1
 
 
-def test_only_what_the_nodes_need_is_computed() -> None:
+def test_only_rows_that_the_requested_nodes_need_are_computed() -> None:
     rows = []
 
     class Counted(pyg.SAGEConv):
@@ -106,6 +111,7 @@ def test_only_what_the_nodes_need_is_computed() -> None:
     rows.clear()
     infer.exact(model, data, torch.tensor([3]))
     first_hop = {3, *BARE.indices[int(BARE.indptr[3]) : int(BARE.indptr[4])].tolist()}
+
     assert rows == [len(first_hop), 1]
 
 
@@ -120,38 +126,41 @@ def test_only_what_the_nodes_need_is_computed() -> None:
     ids=["memory", "cached", "sparse", "float32"],
 )
 @pytest.mark.parametrize("name", ["plain", "encoder", "gcn"])
-def test_any_table(table: TensorTable, name: str) -> None:
+def test_the_kind_of_table_does_not_change_outputs(table: TensorTable, name: str) -> None:
     model = GNN(stack_of("gcn", 6, 4, 3)) if name == "gcn" else gnn_of(name)
     data = dataset_of(BARE, X)
     tolerance = 1e-6 if table.dtype == torch.float32 else 1e-10
-    found = infer.exact(model, replace(data, tables={"x": table}))
-    assert_close(found, infer.exact(model, data), tolerance)
+    ours = infer.exact(model, replace(data, tables={"x": table}))
+    assert_close(ours, infer.exact(model, data), tolerance)
 
 
 @pytest.mark.parametrize("name", ["plain", "jk-cat", "everything", "gcn2", "batch-norm"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_sampled_inference_over_all_edges_is_exact(name: str, workers: int) -> None:
-    model, data = warmed(gnn_of(name)), dataset_of(BARE, X)
+    model = with_running_means(gnn_of(name))
+    data = dataset_of(BARE, X)
     method = Sampled(fanouts=(-1,) * model.num_layers, batch_size=4, shuffle=False, workers=workers)
     ids = torch.tensor([17, 3, 49, 20, 0, 48])
-    found = infer.sampled(model, method.loader(data, ids, model=model))
-    assert_close(found, infer.exact(model, data, ids))
+    ours = infer.sampled(model, method.loader(data, ids, model=model))
+    assert_close(ours, infer.exact(model, data, ids))
 
 
 def test_sampled_inference_at_finite_fanouts_is_forward_on_those_batches() -> None:
-    model, data = gnn_of("plain").train(), dataset_of(BARE, X)
+    model = gnn_of("plain").train()
+    data = dataset_of(BARE, X)
     method = Sampled(fanouts=(2, 2, 2), batch_size=4, shuffle=False, workers=0)
-    found = infer.sampled(model, method.loader(data, IDS.unique()).epoch(1))
+    ours = infer.sampled(model, method.loader(data, IDS.unique()).epoch(1))
     assert model.training
+
     model.eval()
     with torch.no_grad():
         expected = torch.cat([model(b) for b in method.loader(data, IDS.unique()).epoch(1)])
-    assert torch.equal(found, expected)
+    assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", ["pyg", "whole", "gnn"])
-def test_every_module_gets_its_mode_back(training: bool, kind: str) -> None:
+def test_the_training_mode_of_every_module_is_restored(training: bool, kind: str) -> None:
     model = {
         "pyg": pyg.models.GraphSAGE(6, 8, 2, 3, norm="batch_norm").double(),
         "whole": conv_of("sage-mean", 6, 3),
@@ -164,8 +173,9 @@ def test_every_module_gets_its_mode_back(training: bool, kind: str) -> None:
     assert [m.training for m in model.modules()] == before
 
 
-def test_gradients_are_not_kept_and_mode_survives_an_error() -> None:
-    model, data = gnn_of("plain").train(), dataset_of(BARE, X)
+def test_outputs_have_no_gradient_and_the_mode_is_restored_after_an_error() -> None:
+    model = gnn_of("plain").train()
+    data = dataset_of(BARE, X)
     assert not infer.exact(model, data).requires_grad
     with pytest.raises(ValueError, match="from 0 to 49"):
         infer.exact(model, data, torch.tensor([50]))
@@ -173,18 +183,19 @@ def test_gradients_are_not_kept_and_mode_survives_an_error() -> None:
     assert torch.is_grad_enabled()
 
 
-def test_a_pyg_model_and_any_other_module() -> None:
+def test_pyg_models_and_modules_without_layers_equal_plain_pyg() -> None:
     data = dataset_of(GRAPH, X)
     basic = pyg.models.GCN(6, 8, 2, 3, jk="cat", norm="batch_norm").double().eval()
     expected = basic(X, GRAPH.edge_index(), edge_weight=GRAPH.edge["weight"]).detach()
     assert_close(infer.exact(basic, data, IDS, chunk_edges=9), expected[IDS])
+
     conv = pyg.TAGConv(6, 3).double()
     expected = conv(X, GRAPH.edge_index(), GRAPH.edge["weight"]).detach()
     assert_close(infer.exact(conv, data, IDS), expected[IDS])
     assert_close(infer.exact(conv, data), expected)
 
 
-def test_what_cannot_be_inferred_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_inferred_is_refused_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     data = dataset_of(BARE, X)
     with pytest.raises(ValueError, match="no nodes"):
         infer.exact(gnn_of("plain"), data, torch.empty(0, dtype=torch.int64))
@@ -200,8 +211,8 @@ def test_what_cannot_be_inferred_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         infer.exact(pyg.TAGConv(6, 3), data)
 
 
-def test_a_graph_without_edges() -> None:
-    nothing = torch.zeros(6, dtype=torch.int64)
-    graph = type(BARE)(nothing, torch.empty(0, dtype=torch.int64))
+def test_inference_on_a_graph_without_edges_equals_plain_pyg() -> None:
+    indptr = torch.zeros(6, dtype=torch.int64)
+    graph = type(BARE)(indptr, torch.empty(0, dtype=torch.int64))
     model = GNN(stack_of("sage-mean", 6, 4, 3), head=nn.Linear(3, 2)).double()
     assert_close(infer.exact(model, dataset_of(graph, X[:5])), plain_gnn(model, X[:5], graph).detach())

@@ -1,4 +1,4 @@
-"""8. Killed and resumed = never interrupted: losses, metrics and weights, bit for bit."""
+"""Identity 8: a run killed and resumed equals one never interrupted: losses, metrics and weights, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Measured peak <= promised peak: a plan holds, or is refused before anything runs, and is not refused for nothing."""
+"""Identity 9: measured peak <= predicted peak. A plan holds, or is refused before anything runs.
+
+Random graphs, batches and budgets (`Triple`). Every plan that is made is run and measured. A plan is not refused for
+nothing: of the budgets in which single seeds fit, only some are refused.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,8 @@ from hopline.units.batch_unit import BatchUnit, own_threads, supervised_loss
 from tests.helpers import dataset_of, randn, random_graph, stack_of
 
 CONVS = ("sage-mean", "gcn", "gat", "gin")
-FEW, MANY = 25, 1000
+FEW = 25
+MANY = 1000
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Triple:
     fanouts: tuple[int, ...]
     batch_size: int
     share: float
-    """The budget, between half of the least that is known to do and all that is ever needed."""
+    """The budget: 0 is half of what a step of one seed needs, and 1 is 1.2 times what a whole step needs."""
 
 
 TRIPLES = st.builds(
@@ -56,6 +61,7 @@ TRIPLES = st.builds(
 
 
 def outline_of(triple: Triple) -> RunOutline:
+    """The outline of a run of a triple."""
     graph = random_graph(triple.num_nodes, triple.mean_degree * triple.num_nodes, seed=triple.seed)
     data = dataset_of(graph, randn(triple.num_nodes, 7, dtype=torch.float32))
     torch.manual_seed(triple.seed)
@@ -67,60 +73,65 @@ def outline_of(triple: Triple) -> RunOutline:
 
 
 def one_seed_bytes(outline: RunOutline, method: Sampled) -> int:
-    """What the dearest step of a single seed takes, found by trying the largest of all."""
-    job, most = outline.job, 0
+    """The measured peak of the largest step of a single seed, among the three largest samples."""
+    job = outline.job
+    peak_bytes = 0
     batches = sorted(draw_batches(method, outline, 1), key=lambda batch: float(Sizes.of(batch).array.sum()))
     with own_threads(job):
         for batch in batches[-3:]:
             with meter_of("cpu") as meter:
                 BatchUnit(job, batch).forward_backward(1)
             job.module.zero_grad(set_to_none=True)
-            most = max(most, meter.peak_bytes)
-    return most
+            peak_bytes = max(peak_bytes, meter.peak_bytes)
+    return peak_bytes
 
 
 def holds(plan: Plan, budget: Budget, outline: RunOutline) -> bool:
-    """Whether an epoch keeps to the plan."""
+    """Whether an epoch keeps to the plan: resident bytes and steps within the budget, batches within their share."""
     job = outline.job
     guard = guard_of(plan, budget, job, outline)
     assert guard is not None
     guard.measure_every = 1
     work = plan.method.bind(job).guarded(guard, plan)
-    most, taken = 0, 0
+    peak_bytes = 0
+    largest_batch_bytes = 0
     with own_threads(job), closing(work.units(1)) as units:  # type: ignore[type-var]
         for unit in units:
-            taken = max(taken, unit.batch.num_bytes)
+            largest_batch_bytes = max(largest_batch_bytes, unit.batch.num_bytes)
             unit.forward_backward(unit.total_size)
             job.module.zero_grad(set_to_none=True)
     record = guard.take_record()
-    most = plan.resident_bytes("host") + max(record["after"], default=0)
+    peak_bytes = plan.resident_bytes("host") + max(record["after"], default=0)
     prepared = next(item for item in plan.items if "prepared" in item.name).num_bytes
     limit = plan.limits["host"]
     assert limit is not None
-    return most <= limit and taken <= prepared and record["over"] == 0
+    return peak_bytes <= limit and largest_batch_bytes <= prepared and record["over"] == 0
 
 
 def check(triple: Triple) -> tuple[bool, bool]:
-    """(whether the finest cut keeps to the budget, whether it was refused); a plan that is made must hold."""
+    """(whether single seeds fit the budget, whether the plan was refused). A plan that is made must hold."""
     outline = outline_of(triple)
     method = Sampled(fanouts=triple.fanouts, batch_size=triple.batch_size, workers=0)
-    free = plan_of(method, outline_of(triple), Budget())
-    least = free.resident_bytes("host") + one_seed_bytes(outline, method)
-    total = int(least / 2 + triple.share * (1.2 * (free.resident_bytes("host") + free.step_bytes) - least / 2))
-    budget = Budget(host=str(max(1, total)))
-    possible = total >= least
+    unlimited = plan_of(method, outline_of(triple), Budget())
+    needed_bytes = unlimited.resident_bytes("host") + one_seed_bytes(outline, method)
+    budget_bytes = int(
+        needed_bytes / 2
+        + triple.share * (1.2 * (unlimited.resident_bytes("host") + unlimited.step_bytes) - needed_bytes / 2)
+    )
+    budget = Budget(host=str(max(1, budget_bytes)))
+    is_possible = budget_bytes >= needed_bytes
     plan = plan_of(method, outline, budget)
-    if plan.smallest_bytes("host") > total:
+    if plan.smallest_bytes("host") > budget_bytes:
         with pytest.raises(DoesNotFit):
             plan.check()
-        return possible, True
+        return is_possible, True
     assert holds(plan, budget, outline), triple
-    return possible, False
+    return is_possible, False
 
 
-def not_refused(number: int) -> float:
-    """The share of satisfiable triples that are not refused; every plan that is made is tried."""
-    found: list[tuple[bool, bool]] = []
+def share_not_refused(number: int) -> float:
+    """The share of possible budgets that are not refused; every plan that is made is run."""
+    checked: list[tuple[bool, bool]] = []
 
     @settings(
         max_examples=number,
@@ -131,19 +142,19 @@ def not_refused(number: int) -> float:
     )
     @given(TRIPLES)
     def run(triple: Triple) -> None:
-        found.append(check(triple))
+        checked.append(check(triple))
 
     run()
-    possible = [refused for could, refused in found if could]
-    assert len(possible) > number / 10
-    print(f"{number} plans, {len(possible)} of them possible, {sum(possible)} of these refused")
-    return 1 - sum(possible) / max(1, len(possible))
+    refusals = [is_refused for is_possible, is_refused in checked if is_possible]
+    assert len(refusals) > number / 10
+    print(f"{number} plans, {len(refusals)} of them possible, {sum(refusals)} of these refused")
+    return 1 - sum(refusals) / max(1, len(refusals))
 
 
 def test_a_plan_holds_or_is_refused():
-    assert not_refused(FEW) >= 0.65  # so few show no more
+    assert share_not_refused(FEW) >= 0.65  # 25 triples do not tell more; a thousand reach 0.8
 
 
 @pytest.mark.extended
 def test_a_thousand_plans_hold_or_are_refused():
-    assert not_refused(MANY) >= 0.8
+    assert share_not_refused(MANY) >= 0.8

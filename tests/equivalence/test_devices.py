@@ -1,4 +1,4 @@
-"""The same run on a GPU: plain torch operations in place of the CPU's kernels, equal losses and outputs."""
+"""The same run on a GPU and on the CPU has equal losses and outputs; so have two ranks that share a GPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ METHODS = [
 @pytest.mark.parametrize("name", MODELS)
 def test_training_on_a_gpu_equals_training_on_the_cpu(name: str):
     data = planted_partition(num_nodes=3000, num_edges=30_000, num_classes=5, num_features=12, seed=1)
-    runs, outputs = {}, {}
+    runs = {}
+    outputs = {}
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
         model = MODELS[name](data.num_features, data.num_classes).double()
@@ -69,6 +70,7 @@ def test_features_stored_sparse_train_on_a_gpu_too(method: hl.extend.Method, pla
         place = hl.Placement(features=placement)  # type: ignore[arg-type]
         done = hl.Trainer(model, data, method, epochs=2, device=device, placement=place, show=False).fit()
         losses[device] = [epoch.loss for epoch in done.history]
+
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-9)
 
 
@@ -82,11 +84,11 @@ def test_two_ranks_that_share_a_gpu_are_one_process_on_the_cpu(monkeypatch: pyte
         {"kind": "gin", "settings": {"aggregation": "one_shot"}, "norm": "batch"},
         {"kind": "gat", "settings": {"trim": True}, "dropout": 0.4},
     ]
-    for case, found in zip(cases, run(full_batch_ranks.train_all, settings, cases, device="cuda"), strict=True):
+    for case, ours in zip(cases, run(full_batch_ranks.train_all, settings, cases, device="cuda"), strict=True):
         alone: dict[str, Any] = case | {"settings": {"aggregation": "sequential"}}
         expected = full_batch_ranks.train(World.alone(), **alone)
-        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-9)
-        assert found["weights"] == pytest.approx(expected["weights"], rel=1e-6, abs=1e-9)
+        assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+        assert ours["weights"] == pytest.approx(expected["weights"], rel=1e-6, abs=1e-9)
     case = {"settings": {"compensate": True}, "dropout": 0.3}
-    (found,) = run(historical_ranks.train_all, settings, [case], False, device="cuda")
-    assert found["losses"] == pytest.approx(historical_ranks.alone(case)["losses"], rel=1e-9)
+    (ours,) = run(historical_ranks.train_all, settings, [case], False, device="cuda")
+    assert ours["losses"] == pytest.approx(historical_ranks.alone(case)["losses"], rel=1e-9)

@@ -1,4 +1,4 @@
-"""Fused convs on a GPU, by every way to train and to infer: plain PyG's outputs and gradients on an ugly graph."""
+"""Fused convs on a GPU equal plain PyG on an irregular graph: outputs and gradients, by every method and layout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ from tests.helpers import (
 
 pytestmark = list(GPU_ONLY)
 
-NUM_NODES, NUM_FEATURES, WIDTH, NUM_CLASSES = 26, 6, 8, 3
+NUM_NODES = 26
+NUM_FEATURES = 6
+WIDTH = 8
+NUM_CLASSES = 3
 TOLERANCE = 1e-9
 
 
@@ -45,11 +48,13 @@ def ugly_graph(weighted: bool) -> Graph:
 
     Weights are also zero, at a loop and at all in-edges of node 5 too, and at the hub negative.
     """
-    src, dst = randint(0, NUM_NODES - 1, 40, seed=1), randint(0, NUM_NODES - 4, 40, seed=2)
+    src = randint(0, NUM_NODES - 1, 40, seed=1)
+    dst = randint(0, NUM_NODES - 4, 40, seed=2)
     hub = torch.arange(3, 12)
-    double, own = torch.tensor([7, 7, 8]), torch.tensor([0, 1, 2, 2, 2, 13])
-    src = torch.cat([src, hub, double, own])
-    dst = torch.cat([dst, torch.zeros_like(hub), torch.tensor([4, 4, 5]), own])
+    double = torch.tensor([7, 7, 8])
+    loop_nodes = torch.tensor([0, 1, 2, 2, 2, 13])
+    src = torch.cat([src, hub, double, loop_nodes])
+    dst = torch.cat([dst, torch.zeros_like(hub), torch.tensor([4, 4, 5]), loop_nodes])
     if not weighted:
         return graph_of(src, dst, NUM_NODES)
     weight = 0.2 + torch.rand(src.numel(), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -60,12 +65,14 @@ def ugly_graph(weighted: bool) -> Graph:
 
 
 def stack(conv: Callable[[int, int], nn.Module]) -> GNN:
+    """Two layers of a conv."""
     return GNN([conv(NUM_FEATURES, WIDTH), conv(WIDTH, NUM_CLASSES)])
 
 
-def between(conv: Callable[[int], nn.Module]) -> GNN:
-    """Convs that keep the width of their rows."""
-    encoder, head = nn.Linear(NUM_FEATURES, WIDTH), nn.Linear(WIDTH, NUM_CLASSES)
+def stack_of_one_width(conv: Callable[[int], nn.Module]) -> GNN:
+    """Two convs that keep the width of their rows, between an encoder and a head."""
+    encoder = nn.Linear(NUM_FEATURES, WIDTH)
+    head = nn.Linear(WIDTH, NUM_CLASSES)
     return GNN([conv(1), conv(2)], jk="last", encoder=encoder, head=head)
 
 
@@ -82,8 +89,8 @@ MODELS: dict[str, Callable[[], GNN]] = {
     "gcn improved": lambda: stack(lambda a, b: pyg.GCNConv(a, b, improved=True)),
     "gcn without loops": lambda: stack(lambda a, b: pyg.GCNConv(a, b, add_self_loops=False)),
     "gcn without norm": lambda: stack(lambda a, b: pyg.GCNConv(a, b, normalize=False)),
-    "gcn2": lambda: between(lambda l: pyg.GCN2Conv(WIDTH, 0.1, 0.5, l)),
-    "appnp": lambda: between(lambda _: pyg.APPNP(K=1, alpha=0.1)),
+    "gcn2": lambda: stack_of_one_width(lambda l: pyg.GCN2Conv(WIDTH, 0.1, 0.5, l)),
+    "appnp": lambda: stack_of_one_width(lambda _: pyg.APPNP(K=1, alpha=0.1)),
     "gat": lambda: GNN([pyg.GATConv(NUM_FEATURES, 4, heads=2), pyg.GATConv(8, NUM_CLASSES, heads=2, concat=False)]),
     "gat without loops": lambda: stack(lambda a, b: pyg.GATConv(a, b, add_self_loops=False)),
     "gatv2": lambda: stack(lambda a, b: pyg.GATv2Conv(a, b, heads=2, concat=False)),
@@ -108,6 +115,7 @@ METHODS: dict[str, Callable[[int], hl.extend.Method]] = {
 
 
 def model_and_data(name: str, weighted: bool) -> tuple[GNN, hl.Dataset]:
+    """A model of fused convs alone, and the graph with training nodes of every kind."""
     torch.manual_seed(0)
     model = MODELS[name]().double()
     assert all(is_fused(conv) or is_fused_attention(conv) for conv in model.convs)
@@ -118,9 +126,11 @@ def model_and_data(name: str, weighted: bool) -> tuple[GNN, hl.Dataset]:
 
 def plain(model: GNN, data: hl.Dataset) -> Tensor:
     """The model as PyG has it: all nodes, all edges."""
-    graph, x = data.graph, data.x.read(torch.arange(NUM_NODES))
+    graph = data.graph
+    x = data.x.read(torch.arange(NUM_NODES))
     x = x if model.encoder is None else model.encoder(x).relu()
-    x0, last = x, len(model.convs) - 1
+    x0 = x
+    last = len(model.convs) - 1
     for l, conv in enumerate(model.convs):
         first = (x0,) if takes_x0(conv) else ()
         x = conv(x, *first, graph.edge_index(), **edge_arguments(conv, graph.edge, x.dtype))
@@ -131,7 +141,8 @@ def plain(model: GNN, data: hl.Dataset) -> Tensor:
 def gradient_by(method: hl.extend.Method, model: GNN, data: hl.Dataset) -> None:
     """The gradient of the mean loss of the training nodes, over all steps of an epoch with the same weights."""
     trainer = hl.Trainer(model, data, method, device=KERNEL_DEVICE, show=False)
-    num_seeds, work = data.train_ids.numel(), trainer.work
+    num_seeds = data.train_ids.numel()
+    work = trainer.work
     trainer.model.train()
     if isinstance(method, hl.Historical):
         work.refresh()  # type: ignore[attr-defined]
@@ -146,31 +157,35 @@ def gradient_by(method: hl.extend.Method, model: GNN, data: hl.Dataset) -> None:
 
 @pytest.mark.parametrize("how", METHODS)
 @pytest.mark.parametrize(("name", "weighted"), CASES)
-def test_gradients_are_plain_pygs(name: str, weighted: bool, how: str):
+def test_gradients_equal_those_of_plain_pyg(name: str, weighted: bool, how: str):
     model, data = model_and_data(name, weighted)
-    other = twin(model)
-    assert isinstance(other, GNN)
-    ids, y = data.train_ids, data.y
+    plain_model = twin(model)
+    assert isinstance(plain_model, GNN)
+    ids = data.train_ids
+    y = data.y
     assert y is not None
-    nn.functional.cross_entropy(plain(other, data)[ids], y[ids]).backward()
+    nn.functional.cross_entropy(plain(plain_model, data)[ids], y[ids]).backward()
     gradient_by(METHODS[how](int(data.graph.in_degrees().max())), model, data)
-    assert_same_gradients(model.cpu(), other, TOLERANCE)
+
+    assert_same_gradients(model.cpu(), plain_model, TOLERANCE)
 
 
 @pytest.mark.parametrize(("name", "weighted"), CASES)
-def test_outputs_are_plain_pygs(name: str, weighted: bool):
+def test_outputs_equal_those_of_plain_pyg(name: str, weighted: bool):
     model, data = model_and_data(name, weighted)
     model.eval()
     with torch.no_grad():
         expected = plain(model, data)
-    model, most, some = model.to(KERNEL_DEVICE), int(data.graph.in_degrees().max()), torch.tensor([25, 2, 0, 24, 5])
-    there = place(data, device=KERNEL_DEVICE)
-    for where in (data, there):
+    model = model.to(KERNEL_DEVICE)
+    max_degree = int(data.graph.in_degrees().max())
+    some_ids = torch.tensor([25, 2, 0, 24, 5])
+    on_device = place(data, device=KERNEL_DEVICE)
+    for placed_data in (data, on_device):
         for chunk_edges in (None, 9):
-            found = hl.infer.exact(model, where, device=KERNEL_DEVICE, chunk_edges=chunk_edges)
-            assert_close(found, expected, TOLERANCE)
-        assert_close(hl.infer.exact(model, where, some, device=KERNEL_DEVICE), expected[some], TOLERANCE)
+            ours = hl.infer.exact(model, placed_data, device=KERNEL_DEVICE, chunk_edges=chunk_edges)
+            assert_close(ours, expected, TOLERANCE)
+        assert_close(hl.infer.exact(model, placed_data, some_ids, device=KERNEL_DEVICE), expected[some_ids], TOLERANCE)
     for how in ("block", "tree"):
-        method: Any = dataclasses.replace(METHODS[how](most), shuffle=False)  # type: ignore[type-var]
-        batches = method.loader(there, some, model=model, device=KERNEL_DEVICE)
-        assert_close(hl.infer.sampled(model, batches), expected[some], TOLERANCE)
+        method: Any = dataclasses.replace(METHODS[how](max_degree), shuffle=False)  # type: ignore[type-var]
+        batches = method.loader(on_device, some_ids, model=model, device=KERNEL_DEVICE)
+        assert_close(hl.infer.sampled(model, batches), expected[some_ids], TOLERANCE)

@@ -15,7 +15,7 @@ from hopline.core.seed_order import share_of
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from tests.equivalence.training_cases import DATA, SCENARIOS, WAYS, dataset_of, make, plain_twin, reference_of
-from tests.equivalence.training_ranks import EPOCHS, both
+from tests.equivalence.training_ranks import EPOCHS, count_seeds_and_train
 
 CASES: dict[int, list[tuple[str, str]]] = {
     1: [],
@@ -42,14 +42,14 @@ FULL_BATCH = ("sequential", "stored", "one-shot")
 
 
 @functools.cache
-def found_by(num_ranks: int) -> Any:
-    """(how often each node was a seed, results of the cases): the ranks are started once for all tests."""
-    return run(both, LaunchSettings(devices=num_ranks, timeout_s=60), CASES[num_ranks])
+def train_ranks(num_ranks: int) -> Any:
+    """(how often each node was a seed, results of the cases). Ranks are started once for all tests."""
+    return run(count_seeds_and_train, LaunchSettings(devices=num_ranks, timeout_s=60), CASES[num_ranks])
 
 
 @pytest.mark.parametrize("num_ranks", CASES)
 def test_every_seed_comes_once_an_epoch(num_ranks: int) -> None:
-    counts, _ = found_by(num_ranks)
+    counts, _ = train_ranks(num_ranks)
     assert len(counts) == 15
     for name, epochs in counts.items():
         # A training step of the full batch is given the training nodes of all ranks, on every rank.
@@ -59,7 +59,8 @@ def test_every_seed_comes_once_an_epoch(num_ranks: int) -> None:
 
 def batches_of(name: str, way: str, num_ranks: int) -> tuple[list[list[Tensor]], int]:
     """The batches of each epoch as the reference loop takes them, and how many of them make a step."""
-    method, scenario = WAYS[way].method(2), SCENARIOS[name]
+    method = WAYS[way].method(2)
+    scenario = SCENARIOS[name]
     if not isinstance(method, hl.Sampled):
         return [[torch.arange(DATA.x.size(0))]] * WAYS[way].epochs, 1
     method = replace(method, batch_size=(scenario.batch_size or method.batch_size) * num_ranks)
@@ -72,13 +73,15 @@ def batches_of(name: str, way: str, num_ranks: int) -> tuple[list[list[Tensor]],
 @pytest.mark.parametrize(("num_ranks", "name", "way"), [(n, *case) for n, cases in CASES.items() for case in cases])
 def test_ranks_train_as_one_process(num_ranks: int, name: str, way: str) -> None:
     """Of `Sampled`, each rank's loss is over its own share of a batch, as with DistributedDataParallel."""
-    _, results = found_by(num_ranks)
-    found, scenario = results[CASES[num_ranks].index((name, way))], SCENARIOS[name]
+    _, results = train_ranks(num_ranks)
+    ours = results[CASES[num_ranks].index((name, way))]
+    scenario = SCENARIOS[name]
     model = plain_twin(make(scenario.model))
     if scenario.prepare is not None:
         scenario.prepare(model)
     epochs, accumulate = batches_of(name, way, num_ranks)
     expected = reference_of(scenario, WAYS[way], model, epochs, accumulate=accumulate)
-    assert found["losses"] == pytest.approx(expected.losses, abs=1e-9)
+    assert ours["losses"] == pytest.approx(expected.losses, abs=1e-9)
+
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    assert found["weights"] == pytest.approx(weights.tolist(), abs=1e-9)
+    assert ours["weights"] == pytest.approx(weights.tolist(), abs=1e-9)

@@ -1,4 +1,4 @@
-"""What hopline's methods are compared with the reference loops in: a graph, methods, and scenarios of training."""
+"""Cases for the comparison with `reference_loops.py`: a graph, methods, models, and scenarios of training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ import hopline as hl
 from tests.equivalence import reference_loops as plain
 from tests.helpers import randint, randn, random_graph
 
-NUM_NODES, NUM_FEATURES, NUM_CLASSES = 40, 6, 3
+NUM_NODES = 40
+NUM_FEATURES = 6
+NUM_CLASSES = 3
 FULL = 40
 """A fan-out above every in-degree: trees have no "all"."""
 
@@ -68,18 +70,21 @@ class CallingConvention:
 
 
 def _full_batch(aggregation: Any) -> CallingConvention:
+    """Full-batch training over three shards, one step an epoch."""
     return CallingConvention(
         lambda layers: hl.FullBatch(num_shards=3, partition="random", aggregation=aggregation), epochs=10
     )
 
 
 def _sampled(layout: Any, fanout: int) -> CallingConvention:
+    """Sampled training with all edges; batch_size 7."""
     return CallingConvention(
         lambda layers: hl.Sampled(fanouts=(fanout,) * layers, batch_size=7, layout=layout, workers=1), epochs=3
     )
 
 
 def _historical(num_parts: int, parts_per_batch: int, **settings: Any) -> hl.Historical:
+    """Historical training on random parts."""
     return hl.Historical(num_parts=num_parts, parts_per_batch=parts_per_batch, partition="random", **settings)
 
 
@@ -103,10 +108,12 @@ WAYS: dict[str, CallingConvention] = {
 
 
 def sage_gcn(num_outputs: int = NUM_CLASSES) -> nn.Module:
+    """A SAGE and a GCN layer."""
     return hl.nn.GNN([pyg.SAGEConv(NUM_FEATURES, 8), pyg.GCNConv(8, num_outputs)])
 
 
 def two_sage() -> nn.Module:
+    """Two SAGE layers, the second with a maximum."""
     return hl.nn.GNN([pyg.SAGEConv(NUM_FEATURES, 8), pyg.SAGEConv(8, NUM_CLASSES, aggr="max")])
 
 
@@ -128,7 +135,8 @@ def tied_layers() -> nn.Module:
 
 def tied_weights() -> nn.Module:
     """One parameter in two convs."""
-    first, second = pyg.SAGEConv(NUM_FEATURES, NUM_FEATURES), pyg.SAGEConv(NUM_FEATURES, NUM_FEATURES)
+    first = pyg.SAGEConv(NUM_FEATURES, NUM_FEATURES)
+    second = pyg.SAGEConv(NUM_FEATURES, NUM_FEATURES)
     assert isinstance(first.lin_l, nn.Module)
     assert isinstance(second.lin_r, nn.Module)
     second.lin_r.weight = first.lin_l.weight
@@ -140,7 +148,8 @@ class OwnModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = pyg.SAGEConv(NUM_FEATURES, 8), pyg.GCNConv(8, 8)
+        self.first = pyg.SAGEConv(NUM_FEATURES, 8)
+        self.second = pyg.GCNConv(8, 8)
         self.head = nn.Linear(16, NUM_CLASSES)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
@@ -156,6 +165,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def make(model: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """A model in float64 with first weights of a seed."""
     torch.manual_seed(seed)
     return model().double()
 
@@ -195,6 +205,7 @@ class Scenario:
 
 
 def freeze_first(model: Any) -> None:
+    """Freeze the first conv."""
     model.convs[0].requires_grad_(False)
 
 
@@ -207,6 +218,7 @@ def unfreeze(step: int, model: Any, optimizer: Optimizer) -> None:
 
 
 def change_rate(step: int, model: nn.Module, optimizer: Optimizer) -> None:
+    """Change the learning rate after every step."""
     for group in optimizer.param_groups:
         group["lr"] *= 0.5 if step % 2 else 1.5
 
@@ -220,23 +232,26 @@ def change_weights(step: int, model: nn.Module, optimizer: Optimizer) -> None:
         next(iter(model.parameters())).zero_()
 
 
-def halved(module: nn.Module, given: Any, out: Tensor) -> Tensor:
+def halve_output(module: nn.Module, inputs: Any, out: Tensor) -> Tensor:
+    """A forward hook."""
     return out / 2
 
 
-def shifted(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (given[0] + 0.5, *given[1:])
+def shift_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A forward pre-hook."""
+    return (inputs[0] + 0.5, *inputs[1:])
 
 
 def hook_convs(model: Any) -> None:
-    model.convs[0].register_forward_hook(halved)
-    model.convs[1].register_forward_hook(halved)
+    """Forward hooks on convs."""
+    model.convs[0].register_forward_hook(halve_output)
+    model.convs[1].register_forward_hook(halve_output)
 
 
 def hook_inside(model: Any) -> None:
-    """On what a fused conv would not call."""
-    model.convs[0].lin_l.register_forward_hook(halved)
-    model.convs[1].lin.register_forward_pre_hook(shifted)
+    """Forward hooks on modules inside convs, which a fused conv would not call."""
+    model.convs[0].lin_l.register_forward_hook(halve_output)
+    model.convs[1].lin.register_forward_pre_hook(shift_input)
 
 
 def hook_gradients(model: Any) -> None:
@@ -281,7 +296,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 class Steps(hl.Callback):
-    """Losses by step and rates by epoch; after a step, what the reference does then too."""
+    """Records losses by step and rates by epoch; calls the after_step of the reference after each step."""
 
     def __init__(self, after_step: plain.AfterStep | None = None) -> None:
         self.after_step = after_step
@@ -302,6 +317,8 @@ class Steps(hl.Callback):
 
 
 def train_step_of(loss: plain.Loss) -> Callable[[nn.Module, hl.Batch], Tensor]:
+    """A loss of the reference loops as the `train_step` of a Trainer."""
+
     def train_step(model: nn.Module, batch: hl.Batch) -> Tensor:
         return loss(model, model(batch), batch.labels)
 
@@ -315,10 +332,11 @@ def dataset_of(scenario: Scenario, *, evaluated: bool = False) -> hl.Dataset:
 
 
 def trainer_of(scenario: Scenario, way: CallingConvention, model: nn.Module, **options: Any) -> hl.Trainer:
+    """The Trainer of a scenario by a method. options: further settings, and data=."""
     method = way.method(len(getattr(model, "convs", (None, None))))
     if isinstance(method, hl.Sampled) and scenario.batch_size is not None:
         method = replace(method, batch_size=scenario.batch_size)
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "epochs": way.epochs,
         "optimizer": scenario.optimizer,
         "lr": scenario.lr,
@@ -326,9 +344,9 @@ def trainer_of(scenario: Scenario, way: CallingConvention, model: nn.Module, **o
         "train_step": train_step_of(scenario.loss) if scenario.own_loss else None,
         "show": False,
     }
-    given |= {**way.settings, **scenario.settings, **options}
-    data = given.pop("data", None) or dataset_of(scenario)
-    return hl.Trainer(model, data, method, **given)
+    settings |= {**way.settings, **scenario.settings, **options}
+    data = settings.pop("data", None) or dataset_of(scenario)
+    return hl.Trainer(model, data, method, **settings)
 
 
 def epochs_of(trainer: hl.Trainer, way: CallingConvention, num_epochs: int) -> list[list[Tensor]]:
@@ -343,6 +361,7 @@ def epochs_of(trainer: hl.Trainer, way: CallingConvention, num_epochs: int) -> l
 
 
 def optimizer_of(scenario: Scenario, model: nn.Module) -> Optimizer:
+    """The optimizer of a scenario in plain torch."""
     kind: Any = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[scenario.optimizer]
     return kind(model.parameters(), lr=scenario.lr, weight_decay=scenario.weight_decay)
 
@@ -351,26 +370,31 @@ def reference_of(
     scenario: Scenario, way: CallingConvention, model: nn.Module, epochs: list[list[Tensor]], **options: Any
 ) -> plain.Trained:
     """Train a plain model by the reference loop."""
-    given: dict[str, Any] = {"optimizer": optimizer_of(scenario, model), "after_step": scenario.after_step}
-    given |= {**scenario.settings, "loss": scenario.loss}
+    arguments: dict[str, Any] = {"optimizer": optimizer_of(scenario, model), "after_step": scenario.after_step}
+    arguments |= {**scenario.settings, "loss": scenario.loss}
     if way.has_history:
         history = plain.History(model, scenario.data)
-        given |= {"outputs": history.outputs, "commit": history.commit}
-    return plain.train(model, scenario.data, epochs, **(given | options))
+        arguments |= {"outputs": history.outputs, "commit": history.commit}
+    return plain.train(model, scenario.data, epochs, **(arguments | options))
 
 
-def assert_same(found: plain.Trained, expected: plain.Trained, tolerance: float = 1e-9) -> None:
-    assert len(found.losses) == len(expected.losses)
-    losses, theirs = (torch.tensor(t.losses, dtype=torch.float64) for t in (found, expected))
-    torch.testing.assert_close(losses, theirs, rtol=tolerance, atol=tolerance, msg=lambda m: f"losses: {m}")
-    rates, theirs = (torch.tensor(t.rates, dtype=torch.float64) for t in (found, expected))
-    torch.testing.assert_close(rates, theirs, rtol=tolerance, atol=tolerance, msg=lambda m: f"rates: {m}")
-
-
-def assert_same_weights(found: nn.Module, expected: nn.Module, tolerance: float = 1e-9) -> None:
-    ours, theirs = dict(found.named_parameters()), dict(expected.named_parameters())
-    assert list(ours) == list(theirs)
-    for name in ours:
+def assert_same(ours: plain.Trained, expected: plain.Trained, tolerance: float = 1e-9) -> None:
+    """Losses of all steps and rates of all epochs are equal."""
+    assert len(ours.losses) == len(expected.losses)
+    for name in ("losses", "rates"):
+        our_values = torch.tensor(getattr(ours, name), dtype=torch.float64)
+        expected_values = torch.tensor(getattr(expected, name), dtype=torch.float64)
         torch.testing.assert_close(
-            ours[name], theirs[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            our_values, expected_values, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+def assert_same_weights(ours: nn.Module, expected: nn.Module, tolerance: float = 1e-9) -> None:
+    """Parameters have the same names and values."""
+    our_weights = dict(ours.named_parameters())
+    expected_weights = dict(expected.named_parameters())
+    assert list(our_weights) == list(expected_weights)
+    for name in our_weights:
+        torch.testing.assert_close(
+            our_weights[name], expected_weights[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )

@@ -1,4 +1,4 @@
-"""What several ranks do in the comparison with the reference loops."""
+"""The part of several ranks in the comparison with the reference loops: which seeds they have, and what they train."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ EPOCHS = 3
 
 def seed_counts(world: World) -> dict[str, list[list[float]]]:
     """By loader or method and by epoch, how often each node was a seed on any of the ranks."""
-    return {name: [_counts(world, seeds) for seeds in epochs] for name, epochs in _seeds(world)}
+    return {name: [_count_seeds(world, seeds) for seeds in epochs] for name, epochs in _seeds_by_loader(world)}
 
 
-def _counts(world: World, seeds: list[Tensor]) -> list[float]:
+def _count_seeds(world: World, seeds: list[Tensor]) -> list[float]:
+    """How often each node is among the seeds of all ranks."""
     counts = torch.bincount(torch.cat([torch.empty(0, dtype=torch.int64), *seeds]), minlength=NUM_NODES)
     return world.sum(counts.tolist())
 
 
-def _seeds(world: World) -> Iterator[tuple[str, list[list[Tensor]]]]:
+def _seeds_by_loader(world: World) -> Iterator[tuple[str, list[list[Tensor]]]]:
+    """(name, seeds by epoch) of this rank, for every loader and then for Trainers."""
     data = dataset_of(Scenario())
     for workers in range(5):
         for layout, fanouts in (("block", (-1, -1)), ("tree", (3, 2))):
@@ -46,28 +48,28 @@ def _seeds(world: World) -> Iterator[tuple[str, list[list[Tensor]]]]:
             seeds = [[batch.seeds for batch in loader.epoch(epoch)] for epoch in range(1, EPOCHS + 1)]
             yield f"{layout}, {workers} workers", seeds
     for name in ("sampled-block", "historical", "historical-compensated", "sequential", "one-shot"):
-        yield name, _trained_seeds(world, name)
+        yield name, _seeds_of_trainer(world, name)
 
 
-def _trained_seeds(world: World, way: str) -> list[list[Tensor]]:
+def _seeds_of_trainer(world: World, way: str) -> list[list[Tensor]]:
     """The seeds of each epoch of a Trainer, as its training step is given them."""
-    seen: list[list[Tensor]] = []
+    seeds_by_epoch: list[list[Tensor]] = []
 
     class Epochs(hl.Callback):
         def on_fit_start(self, trainer: hl.Trainer) -> None:
-            seen.append([])
+            seeds_by_epoch.append([])
 
         def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.extend.EpochEnd) -> None:
-            seen.append([])
+            seeds_by_epoch.append([])
 
     def train_step(model: nn.Module, batch: hl.Batch) -> Tensor:
         if torch.is_grad_enabled() and model.training:  # not where tables are filled
-            seen[-1].append(batch.seeds)
+            seeds_by_epoch[-1].append(batch.seeds)
         return plain.cross_entropy(model, model(batch), batch.labels)
 
     options: dict[str, Any] = {"world": world, "epochs": EPOCHS, "train_step": train_step, "callbacks": [Epochs()]}
     trainer_of(Scenario(), WAYS[way], make(sage_gcn), **options).fit()
-    return seen[:EPOCHS]
+    return seeds_by_epoch[:EPOCHS]
 
 
 def train_all(world: World, cases: list[tuple[str, str]]) -> list[dict[str, Any]]:
@@ -76,19 +78,22 @@ def train_all(world: World, cases: list[tuple[str, str]]) -> list[dict[str, Any]
 
 
 def _train(world: World, scenario: Scenario, way: str) -> dict[str, Any]:
-    model, steps = make(scenario.model), Steps(scenario.after_step)
+    """Losses of all steps and final weights of one case."""
+    model = make(scenario.model)
+    steps = Steps(scenario.after_step)
     if scenario.prepare is not None:
         scenario.prepare(model)
-    used = WAYS[way]
+    convention = WAYS[way]
     if way == "historical-compensated":  # the batches of all ranks are one step
         parts: dict[str, Any] = {"num_parts": 2 * world.size, "parts_per_batch": 2}
-        method = used.method
-        used = replace(used, method=lambda layers: replace(method(layers), **parts), settings={})  # type: ignore[type-var]
-    trainer_of(scenario, used, model, world=world, callbacks=[steps]).fit()
+        method = convention.method
+        convention = replace(convention, method=lambda layers: replace(method(layers), **parts), settings={})  # type: ignore[type-var]
+    trainer_of(scenario, convention, model, world=world, callbacks=[steps]).fit()
     losses = world.sum(steps.trained.losses)  # each rank has the share of its own seeds
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     return {"losses": losses, "weights": weights.tolist()}
 
 
-def both(world: World, cases: list[tuple[str, str]]) -> list[Any]:
+def count_seeds_and_train(world: World, cases: list[tuple[str, str]]) -> list[Any]:
+    """[seed counts, results of the cases]."""
     return [seed_counts(world), train_all(world, cases)]

@@ -1,4 +1,10 @@
-"""What inference keeps for the next time changes no bit, and is used only where nothing but the weights has changed."""
+"""Exact inference with its cache equals inference without one to the bit, and stale entries are never read.
+
+The first inference at some nodes stores their list. The second stores blocks, and sums of features that
+need no weight. Later ones read both. A change of edges, features or nodes must lead to new blocks and sums; a
+change of weights must not. The oracle is `infer_without_cache`: the same arrays in a new `Graph` object,
+which has no cache yet.
+"""
 
 from __future__ import annotations
 
@@ -31,188 +37,223 @@ CONVS = {
     "gcn, narrower": lambda: [GCNConv(8, 1), GCNConv(1, 4)],
     "gat": lambda: [GATConv(8, 8), GATConv(8, 4)],
 }
-REDUCED = {"mean", "max", "no root", "gin", "graph", "gcn, wider", "gcn, improved"}
+HAVE_CACHED_SUMS = {"mean", "max", "no root", "gin", "graph", "gcn, wider", "gcn, improved"}
+"""Models whose first conv aggregates the features before it applies weights, so that the sums can be cached."""
 
 
-def made_anew(model: hl.nn.GNN, data: hl.Dataset, ids: Tensor, **options: Any) -> Tensor:
-    """On a graph that nobody has asked before."""
-    return infer.exact(model, afresh(data), ids.clone(), **options)
+def infer_without_cache(model: hl.nn.GNN, data: hl.Dataset, ids: Tensor, **options: Any) -> Tensor:
+    """The oracle: exact inference on a new graph object, whose cache is empty."""
+    return infer.exact(model, with_new_graph(data), ids.clone(), **options)
 
 
-def afresh(data: hl.Dataset) -> hl.Dataset:
-    """The same arrays, in a graph with which nothing is kept."""
+def with_new_graph(data: hl.Dataset) -> hl.Dataset:
+    """The dataset with the same arrays in a new `Graph` object, which has no cache."""
     return replace(data, graph=replace(data.graph))
 
 
-def kept_with(data: hl.Dataset) -> cache.InferenceCache:
-    kept = cache.LastInference.on(data.graph).cache
-    assert kept is not None
-    return kept
+def cache_of(data: hl.Dataset) -> cache.InferenceCache:
+    """The cache of the last inference on the graph of a dataset."""
+    inference_cache = cache.LastInference.on(data.graph).cache
+    assert inference_cache is not None
+    return inference_cache
 
 
 @pytest.mark.parametrize("chunk_edges", [None, 500])
 @pytest.mark.parametrize("name", [*CONVS])
-def test_no_bit_depends_on_what_was_kept(name: str, chunk_edges: int | None):
-    data, ids = small(), torch.tensor([3, 5, 90])
+def test_outputs_are_equal_to_the_bit_with_and_without_the_cache(name: str, chunk_edges: int | None):
+    data = small()
+    ids = torch.tensor([3, 5, 90])
     models = [hl.nn.GNN(CONVS[name]()) for _ in range(4)]
-    expected = [made_anew(model, data, ids, chunk_edges=chunk_edges) for model in models]
+    expected = [infer_without_cache(model, data, ids, chunk_edges=chunk_edges) for model in models]
     for model, rows in zip(models, expected, strict=True):
         assert torch.equal(infer.exact(model, data, ids, chunk_edges=chunk_edges), rows)
-    known = kept_with(data)
-    assert known.num_uses == 4
-    assert bool(known.sums) == (name in REDUCED)
-    assert known.blocks
+
+    inference_cache = cache_of(data)
+    assert inference_cache.num_uses == 4
+    assert bool(inference_cache.sums) == (name in HAVE_CACHED_SUMS)
+    assert inference_cache.blocks
 
 
 @pytest.mark.parametrize("name", [*GNN_OPTIONS])
-def test_every_kind_of_model(name: str):
-    model, data, ids = gnn_of(name).float(), small(num_features=6), torch.tensor([3, 5, 90])
-    expected = made_anew(model, data, ids)
+def test_outputs_of_every_gnn_option_are_equal_to_the_bit_with_the_cache(name: str):
+    model = gnn_of(name).float()
+    data = small(num_features=6)
+    ids = torch.tensor([3, 5, 90])
+    expected = infer_without_cache(model, data, ids)
     for _ in range(3):
         assert torch.equal(infer.exact(model, data, ids), expected)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_models_that_sum_in_another_way_share_nothing(weighted: bool):
-    data, ids = small(), torch.tensor([3, 5, 90])
+def test_models_that_aggregate_differently_share_no_cached_sums(weighted: bool):
+    data = small()
+    ids = torch.tensor([3, 5, 90])
     if weighted:
         weight = torch.rand(data.num_edges)
         data = replace(data, graph=hl.Graph(data.graph.indptr, data.graph.indices, {"weight": weight}))
     convs = [*CONVS.values(), lambda: [SAGEConv(8, 8, aggr="sum"), SAGEConv(8, 4)], CONVS["graph"]]
     models = [hl.nn.GNN(make()) for make in convs]
-    expected = [made_anew(model, data, ids) for model in models]
+    expected = [infer_without_cache(model, data, ids) for model in models]
     for model, rows in zip(models, expected, strict=True):
         for _ in range(3):
             assert torch.equal(infer.exact(model, data, ids), rows)
 
 
 @pytest.mark.parametrize("chunk_edges", [None, 150])
-def test_blocks_and_sums_are_made_twice_and_never_again(chunk_edges: int | None, monkeypatch: pytest.MonkeyPatch):
-    data, made, plain = small(), [], layerwise_chunks.full_block
+def test_blocks_are_built_in_the_first_two_inferences_and_never_again(
+    chunk_edges: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    data = small()
+    block_sizes = []
+    full_block = layerwise_chunks.full_block
 
     def block(sampler: Any, nodes: Tensor) -> hl.extend.Block:
-        made.append(nodes.numel())
-        return plain(sampler, nodes)
+        block_sizes.append(nodes.numel())
+        return full_block(sampler, nodes)
 
     monkeypatch.setattr(layerwise_chunks, "full_block", block)
-    ids, counts = torch.tensor([3, 5]), []
-    for _ in range(4):  # what is asked for once leaves nothing
+    ids = torch.tensor([3, 5])
+    counts = []
+    for _ in range(4):  # blocks are stored from the second inference on
         infer.exact(hl.nn.GNN(CONVS["mean"]()), data, ids, chunk_edges=chunk_edges)
-        counts.append(len(made))
+        counts.append(len(block_sizes))
     assert counts[0] > 0
     assert counts[1:] == [2 * counts[0]] * 3
+
     deeper = hl.nn.GNN([SAGEConv(8, 8), SAGEConv(8, 8), SAGEConv(8, 4)])
-    for model, other in ((deeper, ids), (deeper, ids.add_(1)), (deeper, torch.tensor([7]))):
-        made.clear()
-        expected = made_anew(model, data, other, chunk_edges=chunk_edges)
-        assert torch.equal(infer.exact(model, data, other, chunk_edges=chunk_edges), expected)
-        assert made
+    for model, other_ids in ((deeper, ids), (deeper, ids.add_(1)), (deeper, torch.tensor([7]))):
+        block_sizes.clear()
+        expected = infer_without_cache(model, data, other_ids, chunk_edges=chunk_edges)
+        assert torch.equal(infer.exact(model, data, other_ids, chunk_edges=chunk_edges), expected)
+        assert block_sizes
 
 
 @pytest.mark.parametrize("chunk_edges", [None, 150])
-def test_features_that_changed_are_read_again(chunk_edges: int | None):
-    data, ids, model = small(), torch.tensor([3, 5, 90]), hl.nn.GNN(CONVS["mean"]())
+def test_changed_features_are_read_again(chunk_edges: int | None):
+    data = small()
+    ids = torch.tensor([3, 5, 90])
+    model = hl.nn.GNN(CONVS["mean"]())
     rows = data.x.read(torch.arange(400)).clone()
     table = data.tables["x"] = hl.extend.TensorTable(rows)
 
-    def agrees() -> bool:
-        found = [infer.exact(model, data, ids, chunk_edges=chunk_edges) for _ in range(3)]
-        expected = made_anew(model, data, ids, chunk_edges=chunk_edges)
-        return all(torch.equal(one, expected) for one in found)
+    def agrees_with_no_cache() -> bool:
+        """Whether three inferences, of which the later ones read the cache, equal the oracle."""
+        outputs = [infer.exact(model, data, ids, chunk_edges=chunk_edges) for _ in range(3)]
+        expected = infer_without_cache(model, data, ids, chunk_edges=chunk_edges)
+        return all(torch.equal(output, expected) for output in outputs)
 
     before = infer.exact(model, data, ids)
-    assert agrees()
+    assert agrees_with_no_cache()
+
     for change in (
         lambda: rows.mul_(2),
         lambda: table.write(torch.arange(400), torch.randn(400, 8)),
         lambda: data.tables.update(x=hl.extend.TensorTable(torch.randn(400, 8))),
         lambda: data.tables.update(x=hl.extend.SparseTable.from_dense(torch.randn(400, 8).relu())),
     ):
-        for _ in range(2):  # what is asked for once leaves nothing that could be stale
+        for _ in range(2):  # the second inference stores what could be stale
             infer.exact(model, data, ids, chunk_edges=chunk_edges)
         change()
         now = infer.exact(model, data, ids, chunk_edges=chunk_edges)
         assert not torch.equal(now, before)
-        assert agrees()
+        assert agrees_with_no_cache()
         before = now
 
 
-class Drawn(hl.tables.Table):
-    """Rows that somebody makes up, other ones every time."""
+class RandomTable(hl.tables.Table):
+    """A table whose rows are drawn anew at every read. It has no version that would tell of a change."""
 
-    shape, dtype = (400, 8), torch.float32
+    shape = (400, 8)
+    dtype = torch.float32
 
     def read(self, ids: Tensor) -> Tensor:
         return torch.randn(ids.numel(), 8)
 
 
-def test_of_a_table_that_tells_of_no_change_only_blocks_are_kept():
-    data, ids, model = small(), torch.tensor([3, 5, 90]), hl.nn.GNN(CONVS["mean"]())
-    data.tables["x"] = Drawn()
-    found = [infer.exact(model, data, ids) for _ in range(3)]
-    assert not torch.equal(found[1], found[2])
-    assert kept_with(data).blocks
-    assert not kept_with(data).sums
+def test_sums_over_a_table_without_a_version_are_not_cached_but_blocks_are():
+    data = small()
+    ids = torch.tensor([3, 5, 90])
+    model = hl.nn.GNN(CONVS["mean"]())
+    data.tables["x"] = RandomTable()
+    outputs = [infer.exact(model, data, ids) for _ in range(3)]
+
+    assert not torch.equal(outputs[1], outputs[2])
+    assert cache_of(data).blocks
+    assert not cache_of(data).sums
 
 
-def test_what_has_no_room_is_made_again(monkeypatch: pytest.MonkeyPatch):
-    data, ids, model = small(), torch.tensor([3, 5, 90]), hl.nn.GNN(CONVS["mean"]())
-    expected = made_anew(model, data, ids, chunk_edges=150)
-    full = cache.max_cache_bytes(torch.device("cpu"))
-    assert full > 1 << 20
-    taken = []
-    for room in (0, 5_000, 8_000, full):
-        monkeypatch.setattr(cache, "max_cache_bytes", lambda device, room=room: room)
-        data = afresh(data)
+def test_blocks_and_sums_beyond_the_limit_of_the_cache_are_computed_again(monkeypatch: pytest.MonkeyPatch):
+    data = small()
+    ids = torch.tensor([3, 5, 90])
+    model = hl.nn.GNN(CONVS["mean"]())
+    expected = infer_without_cache(model, data, ids, chunk_edges=150)
+    default_limit_bytes = cache.max_cache_bytes(torch.device("cpu"))
+    assert default_limit_bytes > 1 << 20
+
+    cached_bytes = []
+    for limit_bytes in (0, 5_000, 8_000, default_limit_bytes):
+        monkeypatch.setattr(cache, "max_cache_bytes", lambda device, limit_bytes=limit_bytes: limit_bytes)
+        data = with_new_graph(data)
         for _ in range(3):
             assert torch.equal(infer.exact(model, data, ids, chunk_edges=150), expected)
-        known = kept_with(data)
-        assert 0 <= known.free_bytes <= room
-        taken.append(room - known.free_bytes)
-    assert taken[0] == 0 < taken[1] < taken[2] < taken[3]
+        inference_cache = cache_of(data)
+        assert 0 <= inference_cache.free_bytes <= limit_bytes
+        cached_bytes.append(limit_bytes - inference_cache.free_bytes)
+    assert cached_bytes[0] == 0 < cached_bytes[1] < cached_bytes[2] < cached_bytes[3]
 
 
-def test_what_was_kept_goes_with_the_graph():
-    data, model = small(), hl.nn.GNN(CONVS["mean"]())
+def test_the_cache_is_freed_with_its_graph():
+    data = small()
+    model = hl.nn.GNN(CONVS["mean"]())
     for _ in range(2):
         infer.exact(model, data, data.splits["valid"])
-    known = weakref.ref(kept_with(data))
+    inference_cache = weakref.ref(cache_of(data))
     del data
     gc.collect()
-    assert known() is None
+    assert inference_cache() is None
 
 
 @pytest.mark.parametrize("chunk_edges", [None, 150])
-def test_a_graph_whose_edges_change_keeps_nothing_and_another_one_has_its_own(chunk_edges: int | None):
-    data, ids, model = small(), torch.tensor([3, 5, 90]), hl.nn.GNN(CONVS["mean"]())
-    other = afresh(data)
+def test_changed_edges_drop_the_cache_and_each_graph_has_its_own(chunk_edges: int | None):
+    data = small()
+    ids = torch.tensor([3, 5, 90])
+    model = hl.nn.GNN(CONVS["mean"]())
+    other = with_new_graph(data)
     for _ in range(3):
         infer.exact(model, data, ids, chunk_edges=chunk_edges)
         infer.exact(model, other, ids, chunk_edges=chunk_edges)
-    assert kept_with(data).num_uses == kept_with(other).num_uses == 3
-    known = kept_with(data)
+    assert cache_of(data).num_uses == cache_of(other).num_uses == 3
+
+    cache_before = cache_of(data)
     data.graph.indices.copy_((data.graph.indices + 1) % 400)
-    expected = made_anew(model, data, ids, chunk_edges=chunk_edges)
+    expected = infer_without_cache(model, data, ids, chunk_edges=chunk_edges)
+
     assert torch.equal(infer.exact(model, data, ids, chunk_edges=chunk_edges), expected)
-    assert kept_with(data) is not known
+    assert cache_of(data) is not cache_before
 
 
-def test_threads_that_infer_at_once_change_no_bit():
-    data, ids = small(), torch.tensor([3, 5, 90, 17])
+def test_concurrent_inferences_are_equal_to_the_bit():
+    data = small()
+    ids = torch.tensor([3, 5, 90, 17])
     models = [hl.nn.GNN(CONVS["mean"]()) for _ in range(24)]
-    expected = [made_anew(model, data, ids, chunk_edges=100) for model in models]
+    expected = [infer_without_cache(model, data, ids, chunk_edges=100) for model in models]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda model: infer.exact(model, data, ids, chunk_edges=100), models))
-    assert all(torch.equal(one, rows) for one, rows in zip(found, expected, strict=True))
+        outputs = list(pool.map(lambda model: infer.exact(model, data, ids, chunk_edges=100), models))
+    assert all(torch.equal(ours, rows) for ours, rows in zip(outputs, expected, strict=True))
 
 
 def test_bytes_of_a_chunk_that_two_threads_store_are_counted_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cache, "max_cache_bytes", lambda device: 1 << 30)
-    data, ids, model = small(), torch.tensor([3, 5, 90, 17]), hl.nn.GNN(CONVS["mean"]())
+    data = small()
+    ids = torch.tensor([3, 5, 90, 17])
+    model = hl.nn.GNN(CONVS["mean"]())
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: infer.exact(model, data, ids, chunk_edges=100), range(24)))
-    known = kept_with(data)
-    stored = [tensor for block in known.blocks.values() for tensor in block.tensors() if tensor is not None]
-    stored += [rows for rows, _ in known.sums.values()]
-    assert stored
-    assert known.free_bytes == (1 << 30) - sum(tensor.nbytes for tensor in stored)
+    inference_cache = cache_of(data)
+    cached_tensors = [
+        tensor for block in inference_cache.blocks.values() for tensor in block.tensors() if tensor is not None
+    ]
+    cached_tensors += [rows for rows, _ in inference_cache.sums.values()]
+
+    assert cached_tensors
+    assert inference_cache.free_bytes == (1 << 30) - sum(tensor.nbytes for tensor in cached_tensors)

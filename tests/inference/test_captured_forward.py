@@ -1,4 +1,9 @@
-"""Evaluation as a CUDA graph: it computes what it would without, and notices what has changed beside the weights."""
+"""Captured inference: a replay equals inference without capture, and inputs that moved are noticed.
+
+The first call of a `CapturedInference` runs as usual, the second is captured as a CUDA graph, and later ones
+replay it. A replay reads fixed addresses: it sees new weights, but not a weight tensor that was replaced. Tests
+without a GPU use `FakeCuda`, which logs captures and replays; tests with the marker `gpu` compare numbers.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +32,21 @@ from hopline.units.batch_unit import supervised_loss
 from tests.fake_cuda import FakeCuda, Stream
 from tests.runs import sage, small
 
-on_gpu = [
+GPU_MARKS = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
 
 def mark_gpu(test: Any) -> Any:
-    for mark in on_gpu:
+    """Mark a test that needs a GPU."""
+    for mark in GPU_MARKS:
         test = mark(test)
     return test
 
 
-class Counting(nn.Module):
-    """A module whose output is another every time."""
+class CountsCalls(nn.Module):
+    """A module whose output depends on the number of its calls, so that a replay would be wrong."""
 
     count = 0
 
@@ -49,15 +55,17 @@ class Counting(nn.Module):
         return x * self.count
 
 
-class Ours(GNN):
+class SubclassOfGNN(GNN):
+    # Its layers might do anything, so it is not captured.
     pass
 
 
 def squared(x: Tensor) -> Tensor:
+    """An activation from outside torch, PyG and hopline."""
     return x * x
 
 
-def test_only_models_that_do_the_same_every_time_are_recorded():
+def test_only_models_whose_kernels_repeat_are_captured():
     convs = [SAGEConv(8, 8), SAGEConv(8, 4)]
     assert repeats(GNN(convs))
     assert repeats(GNN(convs, act="elu", norm="batch", head=nn.Linear(4, 4)))
@@ -65,20 +73,22 @@ def test_only_models_that_do_the_same_every_time_are_recorded():
     assert repeats(GNN(convs, act=nn.PReLU()))
     assert repeats(GNN([GATConv(8, 8), GCNConv(8, 4)], act=None))
     assert not repeats(GNN(convs, act=squared))
-    assert not repeats(GNN(convs, head=Counting()))
-    assert not repeats(Ours(convs))
+    assert not repeats(GNN(convs, head=CountsCalls()))
+    assert not repeats(SubclassOfGNN(convs))
     assert not repeats(nn.Linear(8, 4))
-    heard = GNN(copy.deepcopy(convs), head=nn.Linear(4, 4))
-    heard.lin.register_forward_hook(lambda *_: None)
-    assert not repeats(heard)
+
+    hooked = GNN(copy.deepcopy(convs), head=nn.Linear(4, 4))
+    hooked.lin.register_forward_hook(lambda *_: None)
+    assert not repeats(hooked)
 
 
-def test_there_is_none_on_a_cpu_and_none_under_a_budget():
+def test_inference_is_not_captured_on_a_cpu_nor_under_a_budget():
     data = small()
     trainer = hl.Trainer(sage(data), data, hl.Sampled(fanouts=(3, 3)), show=False)
     captured = CapturedInferences()
     assert captured.of(trainer.job, data.splits["valid"]) is None
     assert Measure(trainer.method).captured_inference(trainer.job) is None
+
     gpu = Job(
         data=data,
         model=GNN([SAGEConv(8, 4)]),
@@ -87,18 +97,20 @@ def test_there_is_none_on_a_cpu_and_none_under_a_budget():
         train_step=supervised_loss("multiclass", 4),
         device=torch.device("cuda"),
     )
-    found = Measure(trainer.method, captured=captured).captured_inference(gpu)
-    assert found is not None
-    assert Measure(trainer.method, captured=captured).captured_inference(gpu) is found
-    assert Measure(trainer.method, split="test", captured=captured).captured_inference(gpu) is not found
-    assert captured.of(replace(gpu), data.splits["valid"]) is not found
-    assert Measure(trainer.method).captured_inference(gpu) is not found, "it is of another owner"
-    for bound in ({"chunk_bytes": 1000}, {"rows_on_disk": True}, {"exact": False}, {"test_step": lambda *_: {}}):
-        assert Measure(trainer.method, **bound).captured_inference(gpu) is None  # type: ignore[arg-type]
-    known = weakref.ref(found)
-    del gpu, found
+    inference = Measure(trainer.method, captured=captured).captured_inference(gpu)
+    assert inference is not None
+    assert Measure(trainer.method, captured=captured).captured_inference(gpu) is inference
+    assert Measure(trainer.method, split="test", captured=captured).captured_inference(gpu) is not inference
+    assert captured.of(replace(gpu), data.splits["valid"]) is not inference
+    assert Measure(trainer.method).captured_inference(gpu) is not inference, "it is of another owner"
+    for limit in ({"chunk_bytes": 1000}, {"rows_on_disk": True}, {"exact": False}, {"test_step": lambda *_: {}}):
+        assert Measure(trainer.method, **limit).captured_inference(gpu) is None  # type: ignore[arg-type]
+
+    freed = weakref.ref(inference)
+    del gpu, inference
     gc.collect()
-    assert known() is None, "what was captured goes with its job"
+
+    assert freed() is None, "what was captured goes with its job"
 
 
 def test_a_trainer_owns_what_its_evaluations_capture(monkeypatch: pytest.MonkeyPatch):
@@ -114,6 +126,7 @@ def test_a_trainer_owns_what_its_evaluations_capture(monkeypatch: pytest.MonkeyP
 
 
 def job_with(model: GNN, data: hl.Dataset, say: Any = print) -> Job:
+    """A job on the CPU; `say` gets the messages of the capture."""
     return Job(
         data=data,
         model=model,
@@ -124,22 +137,26 @@ def job_with(model: GNN, data: hl.Dataset, say: Any = print) -> Job:
     )
 
 
-def did(found: CapturedInference, fake_cuda: FakeCuda) -> str:
-    """Whether the next time is run as it is, captured or only replayed."""
+def next_call_of(inference: CapturedInference, fake_cuda: FakeCuda) -> str:
+    """What the next call does: "run" (no CUDA graph), "captured" (and replayed) or "replayed"."""
     fake_cuda.log.clear()
-    found()
+    inference()
     words = [line.split()[0] for line in fake_cuda.log if "waits" not in line]
     return {"": "run", "capture end replay": "captured", "replay": "replayed"}[" ".join(words)]
 
 
-def test_it_is_captured_the_second_time_and_again_when_what_it_reads_has_changed(fake_cuda: FakeCuda):
-    data, lines = small(), []
+def test_the_second_call_is_captured_and_another_one_after_its_inputs_moved(fake_cuda: FakeCuda):
+    data = small()
+    lines = []
     model = GNN([SAGEConv(8, 8), SAGEConv(8, 4)])
-    job, ids = job_with(model, data, lines.append), torch.tensor([3, 5, 90])
-    weight, rows = next(model.parameters()), data.x.read(torch.arange(400)).clone()
+    job = job_with(model, data, lines.append)
+    ids = torch.tensor([3, 5, 90])
+    weight = next(model.parameters())
+    rows = data.x.read(torch.arange(400)).clone()
     graph = data.graph
 
     def move() -> None:
+        """Replace the storage of a weight: a graph would read the old address."""
         weight.data = weight.data.clone()
 
     changes = [
@@ -150,51 +167,58 @@ def test_it_is_captured_the_second_time_and_again_when_what_it_reads_has_changed
         lambda: graph.indices.copy_(graph.indices.flip(0)),
     ]
     for first, second in itertools.pairwise(changes):
-        found = CapturedInference(job, ids)
-        assert [did(found, fake_cuda) for _ in range(3)] == ["run", "captured", "replayed"]
-        for change in (first, second):
+        inference = CapturedInference(job, ids)
+        assert [next_call_of(inference, fake_cuda) for _ in range(3)] == ["run", "captured", "replayed"]
+        for perturb_weights in (first, second):
             with torch.no_grad():
-                weight.add_(1)  # which a graph reads when it is replayed
-            assert did(found, fake_cuda) == "replayed"
-            change()
-            assert [did(found, fake_cuda) for _ in range(3)] == ["run", "captured", "replayed"]
+                weight.add_(1)  # in place: a replay reads the new values
+            assert next_call_of(inference, fake_cuda) == "replayed"
+            perturb_weights()
+            assert [next_call_of(inference, fake_cuda) for _ in range(3)] == ["run", "captured", "replayed"]
         move()
-        assert [did(found, fake_cuda) for _ in range(3)] == ["run"] * 3, "what keeps moving is not worth another graph"
-        assert found.is_settled
+        assert [next_call_of(inference, fake_cuda) for _ in range(3)] == ["run"] * 3, (
+            "what keeps moving is not worth another graph"
+        )
+        assert inference.is_settled
+
     assert not lines
 
 
-def test_a_capture_is_left_to_others_where_these_draw_meanwhile(fake_cuda: FakeCuda):
+def test_with_left_to_others_a_call_is_not_captured_until_capture_is_called(fake_cuda: FakeCuda):
     data = small()
-    found = CapturedInference(job_with(GNN([SAGEConv(8, 8), SAGEConv(8, 4)]), data), torch.tensor([3, 5, 90]))
-    found.left_to_others = True
-    assert [did(found, fake_cuda) for _ in range(3)] == ["run"] * 3
-    assert found.is_due
-    found.capture(Stream(fake_cuda.log, "evaluate"))  # type: ignore[arg-type]
+    inference = CapturedInference(job_with(GNN([SAGEConv(8, 8), SAGEConv(8, 4)]), data), torch.tensor([3, 5, 90]))
+    inference.left_to_others = True
+    assert [next_call_of(inference, fake_cuda) for _ in range(3)] == ["run"] * 3
+    assert inference.is_due
+
+    inference.capture(Stream(fake_cuda.log, "evaluate"))  # type: ignore[arg-type]
     assert "capture 0 on evaluate in pool of 0" in fake_cuda.log
-    assert did(found, fake_cuda) == "replayed"
+    assert next_call_of(inference, fake_cuda) == "replayed"
 
 
-def test_a_graph_of_too_many_bytes_is_dropped_and_nothing_is_said(fake_cuda: FakeCuda):
-    data, lines = small(), []
-    found = CapturedInference(
+def test_a_cuda_graph_of_too_many_bytes_is_dropped_without_a_message(fake_cuda: FakeCuda):
+    data = small()
+    lines = []
+    inference = CapturedInference(
         job_with(GNN([SAGEConv(8, 8), SAGEConv(8, 4)]), data, lines.append), torch.tensor([3, 5, 90])
     )
     fake_cuda.bytes_per_graph = (1 << 30) // replayed.SHARE + 1
-    found()
-    found()
-    assert not found.is_captured
-    assert found.is_settled
-    assert did(found, fake_cuda) == "run"
+    inference()
+    inference()
+
+    assert not inference.is_captured
+    assert inference.is_settled
+    assert next_call_of(inference, fake_cuda) == "run"
     assert not lines
 
 
-def test_features_that_a_gpu_cannot_read_again_are_not_captured_and_modes_come_back(fake_cuda: FakeCuda):
-    data, lines = small(), []
+def test_features_outside_the_gpu_are_not_captured_and_training_modes_are_restored(fake_cuda: FakeCuda):
+    data = small()
+    lines = []
     model = GNN([GATConv(8, 8), SAGEConv(8, 4)], norm="batch").train()
-    found = CapturedInference(job_with(model, data, lines.append), torch.tensor([3, 5, 90]))
-    assert [did(found, fake_cuda) for _ in range(3)] == ["run"] * 3
-    assert found.is_settled
+    inference = CapturedInference(job_with(model, data, lines.append), torch.tensor([3, 5, 90]))
+    assert [next_call_of(inference, fake_cuda) for _ in range(3)] == ["run"] * 3
+    assert inference.is_settled
     assert all(module.training for module in model.modules())
     assert not lines
 
@@ -215,16 +239,17 @@ MODELS = {
 }
 
 
-def job_on_gpu(model: GNN, data: hl.Dataset, lines: list[str] | None = None, **where: Any) -> Job:
+def job_on_gpu(model: GNN, data: hl.Dataset, lines: list[str] | None = None, **placement: Any) -> Job:
+    """A job whose data are on a GPU as a Trainer places them. lines: gets the messages of the capture."""
     trainer = hl.Trainer(
         model,
         data,
         hl.Sampled(fanouts=(3,) * model.num_layers),
         device="cuda",
         show=False,
-        placement=hl.Placement(**where),
+        placement=hl.Placement(**placement),
     )
-    said = [] if lines is None else lines
+    messages = [] if lines is None else lines
     job = trainer.job
     return Job(
         data=job.data,
@@ -233,123 +258,142 @@ def job_on_gpu(model: GNN, data: hl.Dataset, lines: list[str] | None = None, **w
         train_ids=job.train_ids,
         train_step=job.train_step,
         device=job.device,
-        say=said.append,
+        say=messages.append,
     )
 
 
-def change(model: nn.Module) -> None:
+def perturb_weights(model: nn.Module) -> None:
+    """Change all weights and running statistics in place, as an epoch of training does."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_floating_point():
                 tensor.add_(0.1 * torch.rand_like(tensor))
 
 
-def eager(job: Job, ids: Tensor) -> Tensor:
+def infer_without_capture(job: Job, ids: Tensor) -> Tensor:
+    """The oracle: exact inference kernel by kernel, without a cache."""
     LastInference.on(job.data.graph).cache = None
     return infer.exact(job.model, job.data, ids.clone(), device=job.device)
 
 
 def dataset() -> hl.Dataset:
+    """A planted graph of 5000 nodes."""
     return planted_partition(num_nodes=5000, num_edges=60_000, num_classes=4, num_features=16, num_train=1000)
 
 
 @mark_gpu
-@pytest.mark.parametrize("where", [{}, {"graph": "host"}, {"features": "pinned", "cache": "100kB"}], ids=str)
+@pytest.mark.parametrize("placement", [{}, {"graph": "host"}, {"features": "pinned", "cache": "100kB"}], ids=str)
 @pytest.mark.parametrize("name", [*MODELS])
-def test_replayed_is_what_runs_kernel_by_kernel(name: str, where: dict[str, Any]):
+def test_a_replay_equals_inference_without_capture_to_the_bit(name: str, placement: dict[str, Any]):
     torch.manual_seed(0)
-    data, lines = dataset(), []
-    job = job_on_gpu(MODELS[name](), data, lines, **where)
+    data = dataset()
+    lines = []
+    job = job_on_gpu(MODELS[name](), data, lines, **placement)
     ids = data.splits["valid"]
-    found = CapturedInferences().of(job, ids)
-    assert found is not None
+    inference = CapturedInferences().of(job, ids)
+    assert inference is not None
     for _ in range(5):
-        change(job.model)
-        rows = found()
-        assert torch.equal(rows, eager(job, ids))
+        perturb_weights(job.model)
+        ours = inference()
+        assert torch.equal(ours, infer_without_capture(job, ids))
     assert not lines
+
     reads_features = name in ("narrow gcn", "gat", "gatv2", "encoder")
-    near = where.get("features") != "pinned" and (name != "encoder" or "graph" not in where)
-    assert found.is_captured == (near or not reads_features)
+    are_features_on_gpu = placement.get("features") != "pinned" and (name != "encoder" or "graph" not in placement)
+    assert inference.is_captured == (are_features_on_gpu or not reads_features)
 
 
 @mark_gpu
-def test_what_has_changed_beside_the_weights_is_noticed():
+def test_changed_features_ids_and_weight_tensors_are_noticed():
     torch.manual_seed(0)
     data = dataset()
     job = job_on_gpu(MODELS["gat"](), data)
     ids = data.splits["valid"]
-    found = CapturedInference(job, ids)
+    inference = CapturedInference(job, ids)
     for _ in range(3):
-        found()
-    assert found.is_captured
+        inference()
+    assert inference.is_captured
+
     stored = job.data.x.storage()
     assert stored is not None
     stored.mul_(1.5)
-    assert torch.equal(found(), eager(job, ids))
-    found()
-    assert found.is_captured
+    assert torch.equal(inference(), infer_without_capture(job, ids))
+
+    inference()
+    assert inference.is_captured
+
     weight = next(job.model.parameters())
 
     def move() -> None:
         weight.data = weight.data * 2
 
-    for happens, again in ((move, True), (lambda: ids.copy_(ids.flip(0)), True), (move, False)):  # then it is enough
-        happens()
+    for change, is_captured_again in (
+        (move, True),
+        (lambda: ids.copy_(ids.flip(0)), True),
+        (move, False),
+    ):  # MAX_CAPTURES is reached
+        change()
         for _ in range(3):
-            assert torch.equal(found(), eager(job, ids))
-        assert found.is_captured == again
+            assert torch.equal(inference(), infer_without_capture(job, ids))
+        assert inference.is_captured == is_captured_again
 
 
 @mark_gpu
-def test_a_graph_that_takes_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch):
-    data, lines = dataset(), []
+def test_a_cuda_graph_above_the_share_of_memory_is_dropped(monkeypatch: pytest.MonkeyPatch):
+    data = dataset()
+    lines = []
     job = job_on_gpu(MODELS["sage"](), data, lines)
     monkeypatch.setattr(replayed, "SHARE", 1 << 20)
-    found = CapturedInference(job, data.splits["valid"])
+    inference = CapturedInference(job, data.splits["valid"])
     for _ in range(4):
-        change(job.model)
-        assert torch.equal(found(), eager(job, data.splits["valid"]))
-    assert not found.is_captured
-    assert found.is_settled
+        perturb_weights(job.model)
+        assert torch.equal(inference(), infer_without_capture(job, data.splits["valid"]))
+
+    assert not inference.is_captured
+    assert inference.is_settled
     assert not lines
 
 
 @mark_gpu
 @pytest.mark.parametrize("layout", ["tree", "block"])
-def test_what_training_draws_is_not_touched_by_an_evaluation_that_is_replayed(layout: str):
+def test_training_draws_the_same_numbers_next_to_a_replayed_evaluation(layout: str):
     """Attention drops out edges by torch's own generator, which every CUDA graph has a part in."""
-    data, found = planted_partition(num_nodes=20_000, num_edges=200_000, num_features=16, num_train=4096), {}
-    for how in ("blocking", "async"):
+    data = planted_partition(num_nodes=20_000, num_edges=200_000, num_features=16, num_train=4096)
+    results = {}
+    for evaluate in ("blocking", "async"):
         torch.manual_seed(0)
         model = GNN([GATConv(16, 8, heads=2, dropout=0.3), GATConv(16, data.num_classes, dropout=0.3)], dropout=0.2)
         method = hl.Sampled(fanouts=(5, 5), batch_size=256, layout=layout)  # type: ignore[arg-type]
-        run = hl.Trainer(model, data, method, epochs=12, evaluate=how, device="cuda", show=False, lr=0.01).fit()
-        found[how] = [e.loss for e in run.history], [e.metrics for e in run.evaluations]
-    assert found["blocking"] == found["async"]
+        run = hl.Trainer(model, data, method, epochs=12, evaluate=evaluate, device="cuda", show=False, lr=0.01).fit()
+        results[evaluate] = [e.loss for e in run.history], [e.metrics for e in run.evaluations]
+    assert results["blocking"] == results["async"]
 
 
 @mark_gpu
-def test_two_may_be_under_way_with_weights_of_their_own():
+def test_two_launches_with_different_weights_may_be_under_way():
     torch.manual_seed(0)
     data = dataset()
     job = job_on_gpu(MODELS["residual"](), data)
-    ids, stream = data.splits["valid"], torch.cuda.Stream()
-    found = CapturedInference(job, ids)
-    assert found.launch({}, torch.cuda.Event(), stream) is None
-    found.left_to_others = True
-    found()
-    assert found.is_due
-    found.capture(stream)
+    ids = data.splits["valid"]
+    stream = torch.cuda.Stream()
+    inference = CapturedInference(job, ids)
+    assert inference.launch({}, torch.cuda.Event(), stream) is None
+
+    inference.left_to_others = True
+    inference()
+    assert inference.is_due
+
+    inference.capture(stream)
     for _ in range(3):
-        weights, expected = [], []
+        weights = []
+        expected = []
         for _ in range(2):
-            change(job.model)
+            perturb_weights(job.model)
             weights.append({name: t.clone() for name, t in job.module.state_dict().items()})
-            expected.append(eager(job, ids))
-        launched = [found.launch(one, torch.cuda.current_stream().record_event(), stream) for one in weights]
-        for one, rows in zip(launched, expected, strict=True):
-            assert one is not None
-            scores, seconds = one.wait()
-            assert torch.equal(scores, rows)
+            expected.append(infer_without_capture(job, ids))
+        launched = [inference.launch(launch, torch.cuda.current_stream().record_event(), stream) for launch in weights]
+        for launch, expected_scores in zip(launched, expected, strict=True):
+            assert launch is not None
+            scores, seconds = launch.wait()
+            assert torch.equal(scores, expected_scores)
             assert seconds > 0

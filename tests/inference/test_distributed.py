@@ -1,4 +1,4 @@
-"""One rank; with several, see `shards/ranks.py`."""
+"""Inference over the shards of one rank equals inference over the whole graph. `shards/ranks.py` has several ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers import randn
 from tests.shards.test_write import rich
 
 
-def test_two_tables_are_read_as_one() -> None:
+def test_a_joined_table_reads_the_rows_of_both_tables() -> None:
     rows = torch.where(randn(9, 3) > 0, randn(9, 3), 0)
     table = JoinedTable(SparseTable.from_dense(rows[:4]), TensorTable(rows[[4, 8]]), torch.tensor([0, 4]), 5)
     ids = torch.tensor([8, 0, 4, 3, 3])
@@ -27,22 +27,24 @@ def test_two_tables_are_read_as_one() -> None:
     assert torch.equal(table.read(ids), rows[ids])
 
 
-def test_one_shard_is_the_whole_graph(tmp_path: Path) -> None:
+def test_inference_over_one_shard_equals_that_over_the_whole_graph(tmp_path: Path) -> None:
     data = rich()
     cut(data, make_partition(data.graph, 1, "range"), tmp_path / "shards")
     sharded = hl.shards.open(tmp_path / "shards")
     model = hl.nn.GNN([GCNConv(4, 6), SAGEConv(6, 5)]).double()
     expected = hl.infer.exact(model, data)
     torch.testing.assert_close(exact(model, sharded.shard, chunk_edges=30), expected)
-    right = (expected.argmax(1) == data.labels)[data.splits["test"]].double().mean()
-    assert evaluate(model, sharded, "test", None) == {"accuracy": pytest.approx(float(right))}
+
+    expected_accuracy = (expected.argmax(1) == data.labels)[data.splits["test"]].double().mean()
+    assert evaluate(model, sharded, "test", None) == {"accuracy": pytest.approx(float(expected_accuracy))}
+
     batches = hl.Sampled(fanouts=(-1, -1), batch_size=7, shuffle=False).loader(sharded.shard, "test")
-    assert evaluate(model, sharded, "test", batches) == {"accuracy": pytest.approx(float(right))}
+    assert evaluate(model, sharded, "test", batches) == {"accuracy": pytest.approx(float(expected_accuracy))}
     with pytest.raises(ValueError, match=r"has no layers.*hl.nn.GNN"):
-        exact(Alone(), sharded.shard)
+        exact(ModelWithoutLayers(), sharded.shard)
 
 
-class Alone(nn.Module):
+class ModelWithoutLayers(nn.Module):
     """A model that is not made of layers."""
 
     def __init__(self) -> None:

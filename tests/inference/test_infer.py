@@ -1,4 +1,7 @@
-"""Inference: modes, models without layers, samples. That it equals `forward` is an identity of its own."""
+"""`hl.infer`: evaluation mode, modules without layers, the order of rows, samples, and `keep=`.
+
+That layer-wise inference equals plain PyG is `equivalence/test_7_layerwise.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,20 @@ from tests.runs import method, sage, small
 
 
 class Plain(nn.Module):
+    """One conv with dropout, whose layers hopline cannot see."""
+
     def __init__(self, data: hl.Dataset) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.conv, self.drop = SAGEConv(data.num_features, data.num_classes), nn.Dropout(0.5)
+        self.conv = SAGEConv(data.num_features, data.num_classes)
+        self.drop = nn.Dropout(0.5)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return self.drop(self.conv(x, edge_index))
 
 
 @pytest.mark.parametrize("kind", ["gnn", "pyg", "plain"])
-def test_runs_in_evaluation_mode_and_brings_each_mode_back(kind: str):
+def test_inference_runs_in_evaluation_mode_and_restores_the_mode_of_each_module(kind: str):
     data = small()
     models: dict[str, nn.Module] = {
         "gnn": sage(data, dropout=0.5, norm="batch"),
@@ -36,7 +42,9 @@ def test_runs_in_evaluation_mode_and_brings_each_mode_back(kind: str):
     frozen = next(m for m in model.modules() if isinstance(m, SAGEConv))
     frozen.eval()
     buffers = {name: value.clone() for name, value in model.named_buffers()}
-    first, second = infer.exact(model, data), infer.exact(model, data)
+    first = infer.exact(model, data)
+    second = infer.exact(model, data)
+
     assert torch.equal(first, second)
     assert not first.requires_grad
     assert model.training
@@ -44,7 +52,7 @@ def test_runs_in_evaluation_mode_and_brings_each_mode_back(kind: str):
     assert all(torch.equal(value, buffers[name]) for name, value in model.named_buffers())
 
 
-def test_modes_come_back_after_an_error():
+def test_training_modes_are_restored_after_an_error():
     data = small()
     model = sage(data, dropout=0.5)
     del data.tables["x"]
@@ -55,7 +63,8 @@ def test_modes_come_back_after_an_error():
 
 def test_a_module_without_layers_runs_on_the_whole_graph():
     data = small()
-    model, pyg = Plain(data).eval(), data.to_pyg()
+    model = Plain(data).eval()
+    pyg = data.to_pyg()
     ids = torch.tensor([5, 3, 3, 399])
     with torch.no_grad():
         expected = model(pyg.x, pyg.edge_index)
@@ -63,25 +72,26 @@ def test_a_module_without_layers_runs_on_the_whole_graph():
     torch.testing.assert_close(infer.exact(model, data, ids), expected[ids])
 
 
-def test_a_module_without_layers_on_too_large_a_graph_says_what_to_write(monkeypatch: pytest.MonkeyPatch):
+def test_a_module_without_layers_on_too_large_a_graph_is_refused_with_what_to_write(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(infer, "WHOLE_BYTES", 1000)
     with pytest.raises(ValueError, match=r"Plain has no layers .* give hops=1, build it as hl.nn.GNN\(.*\), or set"):
         infer.exact(Plain(small()), small())
 
 
-def test_a_module_without_layers_has_nothing_to_go_on_from(tmp_path: Path):
+def test_a_module_without_layers_cannot_resume_from_a_folder(tmp_path: Path):
     with pytest.raises(ValueError, match="Plain has no layers to resume from: leave out folder="):
         infer.exact(Plain(small()), small(), folder=tmp_path)
 
 
-def test_rows_come_in_the_order_of_the_ids_also_twice():
+def test_rows_come_in_the_order_of_the_ids_and_repeat_with_them():
     data = small()
-    model, ids = sage(data), torch.tensor([7, 2, 7, 300])
+    model = sage(data)
+    ids = torch.tensor([7, 2, 7, 300])
     torch.testing.assert_close(infer.exact(model, data, ids), infer.exact(model, data)[ids])
 
 
 @pytest.mark.parametrize("chunk_edges", [1, 37, 10**9])
-def test_the_size_of_the_chunks_changes_nothing(chunk_edges: int):
+def test_outputs_do_not_depend_on_chunk_edges(chunk_edges: int):
     data = small()
     model = sage(data, residual=True, norm="layer")
     torch.testing.assert_close(infer.exact(model, data, chunk_edges=chunk_edges), infer.exact(model, data))
@@ -92,7 +102,7 @@ def test_no_ids_are_refused():
         infer.exact(sage(small()), small(), torch.empty(0, dtype=torch.int64))
 
 
-def test_samples_of_all_neighbours_are_exact():
+def test_sampling_all_neighbours_is_exact():
     data = small()
     model = sage(data, dropout=0.5)
     ids = torch.tensor([9, 1, 350, 20])
@@ -101,29 +111,34 @@ def test_samples_of_all_neighbours_are_exact():
     assert model.training
 
 
-def test_samples_of_few_neighbours_estimate_what_is_exact():
+def test_the_mean_of_sampled_outputs_approaches_the_exact_output():
     data = small()
-    model, ids = sage(data), data.splits["test"]
+    model = sage(data)
+    ids = data.splits["test"]
     exact = infer.exact(model, data, ids)
     loader = method(fanouts=(2, 2), shuffle=False).loader(data, ids, model=model)
-    one = infer.sampled(model, loader)
-    many = torch.stack([infer.sampled(model, loader) for _ in range(20)]).mean(dim=0)
-    assert not torch.equal(one, exact)
-    assert (many - exact).norm() < (one - exact).norm() / 2
+    one_sample = infer.sampled(model, loader)
+    mean_of_samples = torch.stack([infer.sampled(model, loader) for _ in range(20)]).mean(dim=0)
+
+    assert not torch.equal(one_sample, exact)
+    # The error of a mean of 20 samples is about sqrt(20) = 4.5 times smaller, but for the bias of the ReLU.
+    assert (mean_of_samples - exact).norm() < (one_sample - exact).norm() / 2
 
 
-def test_hidden_rows_are_given_away_at_all_nodes():
-    data, rows = small(), {}
+def test_keep_is_called_with_the_hidden_rows_of_all_nodes():
+    data = small()
+    rows_by_layer = {}
     model = sage(data, dropout=0.5)
     ids = torch.tensor([7, 3])
 
     def keep(l: int, nodes: Tensor, h: Tensor) -> None:
-        rows.setdefault(l, torch.full((data.num_nodes, h.size(1)), float("nan")))[nodes] = h
+        rows_by_layer.setdefault(l, torch.full((data.num_nodes, h.size(1)), float("nan")))[nodes] = h
 
     scores = infer.exact(model, data, ids, chunk_edges=50, keep=keep)
     assert torch.equal(scores, infer.exact(model, data, ids))
-    assert sorted(rows) == list(range(model.num_layers - 1))
+    assert sorted(rows_by_layer) == list(range(model.num_layers - 1))
+
     src, dst = data.graph.edge_index()
     with infer.evaluating(model):
-        hidden = torch.relu(model.convs[0](data.x[torch.arange(data.num_nodes)], torch.stack([src, dst])))
-    torch.testing.assert_close(rows[0], hidden, rtol=1e-4, atol=1e-5)
+        expected = torch.relu(model.convs[0](data.x[torch.arange(data.num_nodes)], torch.stack([src, dst])))
+    torch.testing.assert_close(rows_by_layer[0], expected, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Layer-wise inference: what is made ahead and written behind changes no bit; chunks keep to their bytes."""
+"""Layer-wise inference in chunks: threads change no bit, prefetching has a limit, and chunks keep to their bytes."""
 
 from __future__ import annotations
 
@@ -28,101 +28,110 @@ from tests.helpers import GNN_OPTIONS, assert_close, gnn_of, randn, random_graph
 from tests.runs import sage, small
 
 
-def serial(stages: Any, **_: Any) -> Pipeline:
+def make_serial_pipeline(stages: Any, **_: Any) -> Pipeline:
+    """A pipeline without threads, in place of the one of the engine."""
     return Pipeline(stages, workers=0)
 
 
 @pytest.mark.parametrize(
     "name", ["plain", "batch-norm", "residual", "encoder", "jk-cat", "jk-lstm", "appnp", "gcn2", "everything"]
 )
-def test_threads_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch):
-    model, data = gnn_of(name).float(), small(num_features=6)
+def test_threaded_and_serial_pipelines_are_equal_to_the_bit(name: str, monkeypatch: pytest.MonkeyPatch):
+    model = gnn_of(name).float()
+    data = small(num_features=6)
     threaded = infer.exact(model, data, chunk_edges=300)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "Pipeline", serial)
+        patch.setattr(engine, "Pipeline", make_serial_pipeline)
         assert torch.equal(infer.exact(model, data, chunk_edges=300), threaded)
 
 
-def test_chunks_are_made_ahead_but_not_too_many(monkeypatch: pytest.MonkeyPatch):
-    data, made, threads = small(), [], set()
-    plain, ahead = layerwise_chunks.full_block, []
+def test_chunks_are_prefetched_up_to_a_limit(monkeypatch: pytest.MonkeyPatch):
+    data = small()
+    built = []
+    threads = set()
+    full_block = layerwise_chunks.full_block
+    num_prefetched = []
 
     def block(*args: Any) -> hl.extend.Block:
-        made.append(0)
+        built.append(0)
         threads.add(threading.current_thread().name)
-        return plain(*args)
+        return full_block(*args)
 
     class Slow(hl.nn.GNN):
         def layer(self, *args: Any) -> Any:
             time.sleep(0.01)
-            ahead.append(len(made) - len(ahead))
+            num_prefetched.append(len(built) - len(num_prefetched))
             return super().layer(*args)
 
     monkeypatch.setattr(layerwise_chunks, "full_block", block)
     model = Slow([SAGEConv(8, 8), SAGEConv(8, 4)])
     infer.exact(model, data, chunk_edges=300)
-    assert len(ahead) == len(made) > 20
-    assert 2 <= max(ahead) <= PREFETCH_CHUNKS + 1
+    assert len(num_prefetched) == len(built) > 20
+    assert 2 <= max(num_prefetched) <= PREFETCH_CHUNKS + 1
     assert threading.main_thread().name not in threads
+
     threads.clear()
-    infer.exact(model, data, torch.arange(3))  # of a single chunk there is nothing to make ahead
+    infer.exact(model, data, torch.arange(3))  # one chunk: there is no next one to prefetch
     assert threads == {threading.main_thread().name}
 
 
 @pytest.mark.parametrize("name", [*GNN_OPTIONS])
-def test_all_nodes_at_once_need_no_block(name: str, monkeypatch: pytest.MonkeyPatch):
-    model, data = gnn_of(name), small(num_features=6)
+def test_a_single_chunk_of_all_nodes_builds_no_block(name: str, monkeypatch: pytest.MonkeyPatch):
+    model = gnn_of(name)
+    data = small(num_features=6)
     expected = infer.exact(model, data, chunk_edges=1000)
     monkeypatch.delattr(layerwise_chunks, "full_block")
     torch.testing.assert_close(infer.exact(model, data), expected)
 
 
-def test_all_nodes_at_once_with_an_edge_to_nowhere_are_refused():
+def test_a_single_chunk_of_all_nodes_refuses_an_edge_index_out_of_range():
     graph = hl.Graph(torch.tensor([0, 1, 2]), torch.tensor([1, 2]))
     data = hl.Dataset(name="wrong", graph=graph, tables={"x": hl.extend.TensorTable(torch.randn(2, 8))})
     with pytest.raises(ValueError, match="an edge index is out of range: check the dataset by `hopline verify FOLDER`"):
         infer.exact(hl.nn.GNN([SAGEConv(8, 4)]), data)
 
 
-class Faulty(hl.extend.TensorTable):
+class UnreadableTable(hl.extend.TensorTable):
+    """A table whose reads fail."""
+
     def read(self, ids: Tensor) -> Tensor:
         raise OSError("the disk is gone")
 
 
-def test_a_table_that_cannot_be_read_ends_it_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch):
+def test_an_error_of_a_table_or_of_the_prefetch_stage_ends_inference(monkeypatch: pytest.MonkeyPatch):
     data = small()
     model = hl.nn.GNN([GATConv(8, 8), GATConv(8, 4)])
-    data.tables["x"] = Faulty(data.x.read(torch.arange(400)))
+    data.tables["x"] = UnreadableTable(data.x.read(torch.arange(400)))
     with pytest.raises(OSError, match="the disk is gone"):
         infer.exact(model, data, chunk_edges=100)
 
-    def broken(*_: Any) -> hl.extend.Block:
+    def fail_to_build_block(*_: Any) -> hl.extend.Block:
         raise OSError("the disk is gone too")
 
-    monkeypatch.setattr(layerwise_chunks, "full_block", broken)
+    monkeypatch.setattr(layerwise_chunks, "full_block", fail_to_build_block)
     with pytest.raises(StageError, match=r"stage 'infer.prepare' failed: the disk is gone too"):
         infer.exact(sage(small()), small(), chunk_edges=100)
 
 
 @pytest.mark.parametrize("kind", [SAGEConv, GATConv, GATv2Conv, TransformerConv, GENConv])
-def test_chunks_keep_to_their_bytes(kind: Any):
+def test_the_peak_of_a_chunk_keeps_to_chunk_bytes(kind: Any):
     torch.manual_seed(0)
-    indptr = torch.arange(1001) * 20  # no node has so many edges that it cannot keep to the bytes
+    indptr = torch.arange(1001) * 20  # 20 in-edges each: no single node exceeds chunk_bytes
     graph = hl.Graph(indptr, torch.randint(0, 1000, (20_000,)))
     data = hl.Dataset(name="even", graph=graph, tables={"x": hl.extend.TensorTable(torch.randn(1000, 16))})
     model = hl.nn.GNN([kind(16, 32), kind(32, 4)])
     expected = infer.exact(model, data)
-    tables = 1000 * 4 * (32 + 4 + 4)
-    for most in (300_000, 2_000_000):
+    table_bytes = 1000 * 4 * (32 + 4 + 4)
+    for chunk_bytes in (300_000, 2_000_000):
         with TensorMeter() as meter:
-            found = infer.exact(model, data, chunk_bytes=most)
-        torch.testing.assert_close(found, expected)
-        assert meter.peak_bytes <= most + tables
-    if kind is not SAGEConv:  # most of whose chunk is made ahead, which the meter does not see
-        assert meter.peak_bytes - tables > most / 4
+            ours = infer.exact(model, data, chunk_bytes=chunk_bytes)
+        torch.testing.assert_close(ours, expected)
+        assert meter.peak_bytes <= chunk_bytes + table_bytes
+    if kind is not SAGEConv:  # its chunk is mostly prefetched in a thread, which the meter does not see
+        assert meter.peak_bytes - table_bytes > chunk_bytes / 4
 
 
-def test_other_widths_make_other_chunks():
+def test_wider_layers_have_chunks_of_fewer_edges():
     data = small()
     sizes = {}
     for hidden in (4, 256):
@@ -142,7 +151,7 @@ def test_other_widths_make_other_chunks():
     ],
     ids=["none", "no size", "two keepers"],
 )
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str):
+def test_invalid_options_are_refused_with_a_message(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         infer.exact(sage(small()), small(), **options)
 
@@ -150,44 +159,46 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", [*GNN_OPTIONS])
-def test_hidden_rows_that_a_gpu_has_no_room_for(name: str, monkeypatch: pytest.MonkeyPatch):
-    model, data = gnn_of(name).float(), small(num_features=6)
-    wanted = infer.exact(model, data)
+def test_hidden_rows_beyond_the_gpu_memory_are_written_to_the_host(name: str, monkeypatch: pytest.MonkeyPatch):
+    model = gnn_of(name).float()
+    data = small(num_features=6)
+    expected = infer.exact(model, data)
     model.cuda()
     written = set()
-    plain = layerwise_chunks.TensorTable.write
+    write_rows = layerwise_chunks.TensorTable.write
 
     def write(table: Any, ids: Tensor, rows: Tensor) -> None:
         written.add((ids.device.type, table.rows.is_cuda))
-        plain(table, ids, rows)
+        write_rows(table, ids, rows)
 
     monkeypatch.setattr(layerwise_chunks.TensorTable, "write", write)
-    few = torch.tensor([7, 3, 399])
-    close = partial(torch.allclose, rtol=1e-4, atol=1e-5)
-    for most in (40_000, 400_000):  # many chunks, few
-        assert close(infer.exact(model, data, chunk_bytes=most, device="cuda"), wanted)
-        assert close(infer.exact(model, data, few, chunk_bytes=most, device="cuda"), wanted[few])
-    assert written == {("cuda", False)}  # by the GPU, to the host's memory
+    few_ids = torch.tensor([7, 3, 399])
+    is_close = partial(torch.allclose, rtol=1e-4, atol=1e-5)
+    for chunk_bytes in (40_000, 400_000):  # many chunks, few
+        assert is_close(infer.exact(model, data, chunk_bytes=chunk_bytes, device="cuda"), expected)
+        assert is_close(infer.exact(model, data, few_ids, chunk_bytes=chunk_bytes, device="cuda"), expected[few_ids])
+    assert written == {("cuda", False)}  # kernels of the GPU write to host memory
+
     monkeypatch.setattr(allocators.pinned, "register", lambda table: "refused")
-    assert close(infer.exact(model, data, chunk_bytes=40_000, device="cuda"), wanted)
+    assert is_close(infer.exact(model, data, chunk_bytes=40_000, device="cuda"), expected)
     assert ("cpu", False) in written
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("where", ["cpu", "cuda"])
+@pytest.mark.parametrize("features_device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", ["plain", "jk-cat", "encoder", "gcn2"])
-def test_on_a_gpu_a_chunk_may_have_all_nodes_as_sources_but_not_in_their_order(name: str, where: str):
+def test_on_a_gpu_a_chunk_whose_sources_are_all_nodes_in_another_order_is_exact(name: str, features_device: str):
     torch.manual_seed(0)
     graph = hl.Graph(torch.arange(101) * 60, torch.stack([torch.randperm(100)[:60] for _ in range(100)]).view(-1))
-    table = hl.extend.TensorTable(torch.randn(100, 6, device=where))
-    here = hl.Dataset(name="dense", graph=graph, tables={"x": hl.extend.TensorTable(table.rows.cpu())})
-    there = hl.Dataset(name="dense", graph=graph, tables={"x": table})
+    table = hl.extend.TensorTable(torch.randn(100, 6, device=features_device))
+    on_host = hl.Dataset(name="dense", graph=graph, tables={"x": hl.extend.TensorTable(table.rows.cpu())})
+    placed = hl.Dataset(name="dense", graph=graph, tables={"x": table})
     model = gnn_of(name).float()
-    wanted = infer.exact(model, here)
+    expected = infer.exact(model, on_host)
     for options in ({"chunk_edges": 1000}, {"chunk_bytes": 100_000}):
-        found = infer.exact(model.cuda(), there, device="cuda", **options)  # type: ignore[arg-type]
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        ours = infer.exact(model.cuda(), placed, device="cuda", **options)  # type: ignore[arg-type]
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +212,8 @@ def test_on_a_gpu_a_chunk_may_have_all_nodes_as_sources_but_not_in_their_order(n
 )
 def test_a_conv_that_sees_more_than_a_nodes_edges_is_run_on_the_whole_graph(make: Any) -> None:
     torch.manual_seed(0)
-    graph, x = random_graph(loops=True), randn(50, 4)
+    graph = random_graph(loops=True)
+    x = randn(50, 4)
     data = Dataset(name="ugly", graph=graph, tables={"x": TensorTable(x)})
     model = GNN([make(4, 6), pyg.SAGEConv(6, 5), make(5, 3)]).double().eval()
     hidden = model.convs[0](x, graph.edge_index()).relu()
@@ -209,5 +221,6 @@ def test_a_conv_that_sees_more_than_a_nodes_edges_is_run_on_the_whole_graph(make
         vars(conv).update({name: None for name in vars(conv) if name.startswith("_cached")})
     hidden = model.convs[1](hidden, graph.edge_index()).relu()
     expected = model.convs[2](hidden, graph.edge_index())
+
     assert_close(infer.exact(model, data, chunk_edges=20), expected)
     assert_close(infer.exact(model, data, torch.tensor([7, 0, 49])), expected[[7, 0, 49]])

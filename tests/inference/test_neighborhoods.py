@@ -1,4 +1,8 @@
-"""Exact inference of modules that are not made of layers, on the hops around some nodes."""
+"""Exact inference of modules without layers: the hops around some nodes give the outputs of the whole graph.
+
+The oracle is plain PyG on the whole graph (`run_plain_pyg`). `LOCAL` are modules that read no more than `hops=`
+says, and `NOT_LOCAL` modules that read further or in other ways: these must be refused, not computed wrongly.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +31,16 @@ from hopline.run.settings import InferConfig
 from tests.helpers import dataset_of, graph_of, randint, randn
 from tests.runs import method, quick, small
 
-NUM_NODES, NUM_FEATURES = 300, 6
+NUM_NODES = 300
+NUM_FEATURES = 6
 
 
-def ugly(weight: bool = False) -> hl.Dataset:
+def irregular_dataset(weight: bool = False) -> hl.Dataset:
     """A sparse directed graph: loops, double edges, nodes without in-edges, isolated ones, and a hub."""
-    src, dst = randint(0, NUM_NODES - 5, 420, 1), randint(0, NUM_NODES - 9, 420, 2)
-    loops, hub = torch.tensor([3, 3, 40, 150]), torch.full((60,), 7)
+    src = randint(0, NUM_NODES - 5, 420, 1)
+    dst = randint(0, NUM_NODES - 9, 420, 2)
+    loops = torch.tensor([3, 3, 40, 150])
+    hub = torch.full((60,), 7)
     src = torch.cat([src, src[:30], loops, randint(0, NUM_NODES - 5, 60, 3)])
     dst = torch.cat([dst, dst[:30], loops, hub])
     edge = {"weight": randn(src.numel(), seed=4).clamp(min=-1)} if weight else {}
@@ -41,7 +48,7 @@ def ugly(weight: bool = False) -> hl.Dataset:
 
 
 class Net(nn.Module):
-    """Convs with a ReLU between them, and something at the end."""
+    """Convs with a ReLU after each, and a module at the end."""
 
     def __init__(self, make: Callable[[int, int], nn.Module], depth: int = 2, end: nn.Module | None = None) -> None:
         super().__init__()
@@ -57,6 +64,8 @@ class Net(nn.Module):
 
 
 class Weighted(Net):
+    """A `Net` whose convs take edge weights."""
+
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:  # type: ignore[override]
         for conv in self.convs:
             x = conv(x, edge_index, edge_weight).tanh()
@@ -64,6 +73,8 @@ class Weighted(Net):
 
 
 class Centred(nn.Module):
+    """Subtracts the mean over all nodes: an output that depends on the whole graph."""
+
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(0)
 
@@ -93,7 +104,7 @@ LOCAL: dict[str, Callable[[], nn.Module]] = {
     "weights": lambda: Weighted(pyg.GraphConv),
     "nothing but its own row": lambda: Net(pyg.SAGEConv, 0, nn.Linear(NUM_FEATURES, 3)),
 }
-OTHER: dict[str, Callable[[], nn.Module]] = {
+NOT_LOCAL: dict[str, Callable[[], nn.Module]] = {
     "pooling": lambda: Net(pyg.SAGEConv, 2, Centred()),
     "a norm over nodes": lambda: Net(pyg.SAGEConv, 2, pyg.PairNorm()),
     "more hops": lambda: Net(pyg.GCNConv, 4),
@@ -103,53 +114,56 @@ OTHER: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def expected(model: nn.Module, data: hl.Dataset) -> Tensor:
-    """Plain PyG on the whole graph."""
-    given = data.to_pyg()
-    arguments = {"edge_weight": given.edge_weight} if "weight" in data.graph.edge else {}
+def run_plain_pyg(model: nn.Module, data: hl.Dataset) -> Tensor:
+    """The oracle: the outputs of plain PyG on the whole graph."""
+    pyg_data = data.to_pyg()
+    arguments = {"edge_weight": pyg_data.edge_weight} if "weight" in data.graph.edge else {}
     with torch.no_grad():
-        out = model.eval()(given.x, given.edge_index, **arguments)
-    for part in model.modules():
-        if hasattr(part, "_cached_edge_index"):
-            part._cached_edge_index = None  # type: ignore[assignment]
+        out = model.eval()(pyg_data.x, pyg_data.edge_index, **arguments)
+    for module in model.modules():
+        if hasattr(module, "_cached_edge_index"):
+            module._cached_edge_index = None  # type: ignore[assignment]
     return out
 
 
 @pytest.mark.parametrize("limits", [{}, {"chunk_edges": 60}, {"chunk_edges": 1}, {"chunk_bytes": "60KiB"}])
 @pytest.mark.parametrize("name", LOCAL)
 def test_the_hops_around_a_node_give_the_output_of_the_whole_graph(name: str, limits: dict[str, Any]):
-    data = ugly(weight=name == "weights")
+    data = irregular_dataset(weight=name == "weights")
     model = LOCAL[name]().double()
-    wanted = expected(model, data)
+    expected = run_plain_pyg(model, data)
     hops = 3 if "three" in name else 2
     for ids in (torch.tensor([7, 3, 299, 7, 292, 40]), torch.tensor([299], dtype=torch.int32), None):
-        found = infer.exact(model, data, ids, hops=hops, **limits)
-        torch.testing.assert_close(found, wanted if ids is None else wanted[ids], rtol=1e-10, atol=1e-12)
+        ours = infer.exact(model, data, ids, hops=hops, **limits)
+        torch.testing.assert_close(ours, expected if ids is None else expected[ids], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", OTHER)
-def test_hops_that_are_too_few_or_mean_nothing_are_refused(name: str):
-    model = OTHER[name]().double()
+@pytest.mark.parametrize("name", NOT_LOCAL)
+def test_models_that_read_beyond_hops_are_refused(name: str):
+    model = NOT_LOCAL[name]().double()
     with pytest.raises(ValueError, match=r"Net with hops=2 would not give its outputs on the whole graph: its output"):
-        infer.exact(model, ugly(), torch.tensor([1]), hops=2)
-    torch.testing.assert_close(infer.exact(model, ugly(), torch.tensor([1])), expected(model, ugly())[[1]])
+        infer.exact(model, irregular_dataset(), torch.tensor([1]), hops=2)
+    torch.testing.assert_close(
+        infer.exact(model, irregular_dataset(), torch.tensor([1])), run_plain_pyg(model, irregular_dataset())[[1]]
+    )
 
 
 def test_zero_weights_do_not_hide_how_far_a_module_reads():
     model = Net(pyg.SAGEConv, 4).double()
     nn.init.zeros_(model.end.weight)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Give hops=4, or no hops="):
-        infer.exact(model, ugly(), torch.tensor([1]), hops=1)
+        infer.exact(model, irregular_dataset(), torch.tensor([1]), hops=1)
 
 
-def test_the_trial_leaves_the_module_and_the_random_numbers_alone():
+def test_the_trial_changes_neither_the_module_nor_the_random_state():
     model = Net(pyg.GCNConv, 2, pyg.BatchNorm(8)).train()
-    data = replace(ugly(), tables={"x": hl.table(randn(NUM_NODES, NUM_FEATURES).float())})
+    data = replace(irregular_dataset(), tables={"x": hl.table(randn(NUM_NODES, NUM_FEATURES).float())})
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(5)
     drawn = torch.rand(3)
     torch.manual_seed(5)
     infer.exact(model, data, torch.tensor([1]), hops=2)
+
     assert torch.equal(torch.rand(3), drawn)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.training
@@ -159,24 +173,29 @@ def test_the_trial_leaves_the_module_and_the_random_numbers_alone():
 
 
 def test_only_the_hops_around_the_ids_are_computed():
-    data, ids = ugly(), torch.tensor([5, 11])
-    model, sizes = Net(pyg.SAGEConv).double(), []
+    data = irregular_dataset()
+    ids = torch.tensor([5, 11])
+    model = Net(pyg.SAGEConv).double()
+    sizes = []
     reached = set(ids.tolist())
     for _ in range(2):
         reached |= {s for s, d in data.graph.edge_index().T.tolist() if d in reached}
-    model.convs[0].register_forward_pre_hook(lambda conv, given: sizes.append(given[0].size(0)))
-    infer.exact(model, data, ids, hops=2)  # the trial calls the hooks of copies
+    model.convs[0].register_forward_pre_hook(lambda conv, inputs: sizes.append(inputs[0].size(0)))
+    infer.exact(model, data, ids, hops=2)  # the first call tries the module on copies, which call the hooks too
     sizes.clear()
     infer.exact(model, data, ids, hops=2)
+
     assert sizes == [len(reached)]
     assert len(reached) < NUM_NODES / 2
 
 
-def test_a_chunk_has_no_more_nodes_and_edges_than_asked_for_unless_it_is_one_node():
-    data, model = ugly(), Whole(Net(pyg.GCNConv).double())
+def test_a_chunk_keeps_to_chunk_edges_unless_it_is_one_node():
+    data = irregular_dataset()
+    model = Whole(Net(pyg.GCNConv).double())
     work = local.LocalInference(model, data, 3, torch.device("cpu"), chunk_edges=60)
     chunks = list(work._chunks(torch.arange(NUM_NODES)))
     assert torch.equal(torch.cat([seeds for seeds, _ in chunks]), torch.arange(NUM_NODES))
+
     several = [block for seeds, block in chunks if seeds.numel() > 1]
     assert len(several) > 5
     assert all(block.num_src + block.num_edges <= 60 for block in several)
@@ -184,36 +203,39 @@ def test_a_chunk_has_no_more_nodes_and_edges_than_asked_for_unless_it_is_one_nod
 
 
 def test_all_ids_of_a_small_graph_take_one_forward_pass_over_it():
-    data, sizes = ugly(), []
+    data = irregular_dataset()
+    sizes = []
     model = Net(pyg.SAGEConv).double()
     infer.exact(model, data, hops=2)
-    model.register_forward_pre_hook(lambda net, given: sizes.append(given[0].size(0)))
+    model.register_forward_pre_hook(lambda net, inputs: sizes.append(inputs[0].size(0)))
     infer.exact(model, data, hops=2)
     assert sizes == [NUM_NODES]
 
 
 @pytest.mark.parametrize("make", [pyg.GCNConv, pyg.GATConv])
-def test_chunks_by_bytes_take_no_more_than_that(make: Callable[[int, int], nn.Module]):
+def test_the_peak_of_a_chunk_keeps_to_chunk_bytes(make: Callable[[int, int], nn.Module]):
     data = dataset_of(graph_of(randint(0, 4000, 12000, 1), randint(0, 4000, 12000, 2), 4000), randn(4000, NUM_FEATURES))
-    model, peaks = Net(make, 1).double().eval(), []
+    model = Net(make, 1).double().eval()
+    peaks = []
     work = local.LocalInference(Whole(model), data, 2, torch.device("cpu"), chunk_bytes=300_000)
     compute = work._compute
 
-    def measured(block: Any) -> Tensor:
+    def compute_measured(block: Any) -> Tensor:
         with TensorMeter() as meter:
             out = compute(block)
         peaks.append(meter.peak_bytes)
         return out
 
-    work._compute = measured  # type: ignore[method-assign]
+    work._compute = compute_measured  # type: ignore[method-assign]
     with torch.no_grad():
-        found = work.rows(torch.arange(4000))
-    torch.testing.assert_close(found, expected(model, data), rtol=1e-10, atol=1e-12)
+        ours = work.rows(torch.arange(4000))
+
+    torch.testing.assert_close(ours, run_plain_pyg(model, data), rtol=1e-10, atol=1e-12)
     assert max(peaks) <= 300_000
-    assert max(peaks) > 100_000  # and makes use of what it was given
+    assert max(peaks) > 100_000  # a third at least: the limit is used, not only kept
 
 
-def test_the_whole_graph_takes_no_more_than_is_said():
+def test_whole_bytes_bounds_the_peak_of_a_pass_over_the_whole_graph():
     data = dataset_of(graph_of(randint(0, 4000, 30000, 1), randint(0, 4000, 30000, 2), 4000), randn(4000, NUM_FEATURES))
     for make in (pyg.GCNConv, pyg.GATConv, pyg.SAGEConv):
         walk = Whole(Net(make).double().eval())
@@ -222,8 +244,9 @@ def test_the_whole_graph_takes_no_more_than_is_said():
         assert meter.peak_bytes <= local.whole_bytes(walk, data) <= 20 * meter.peak_bytes
 
 
-def test_a_neighbourhood_is_all_in_edges_of_the_nodes_within_it():
-    data, seeds = ugly(weight=True), torch.tensor([7, 3, 299])
+def test_a_neighbourhood_of_two_hops_has_all_in_edges_of_the_first_hop():
+    data = irregular_dataset(weight=True)
+    seeds = torch.tensor([7, 3, 299])
     graph = data.graph
     edges = [(s, d, w) for (s, d), w in zip(graph.edge_index().T.tolist(), graph.edge["weight"].tolist(), strict=True)]
     inner = set(seeds.tolist())
@@ -232,9 +255,11 @@ def test_a_neighbourhood_is_all_in_edges_of_the_nodes_within_it():
     assert block is not None
     assert torch.equal(block.src_ids[:3], seeds)
     assert set(block.src_ids.tolist()) == inner | {s for s, d, _ in edges if d in inner}
+
     src, dst = block.src_ids[block.edge_index]
-    found = sorted(zip(src.tolist(), dst.tolist(), block.edge["weight"].tolist(), strict=True))
-    assert found == sorted(edge for edge in edges if edge[1] in inner)
+    ours = sorted(zip(src.tolist(), dst.tolist(), block.edge["weight"].tolist(), strict=True))
+    assert ours == sorted(edge for edge in edges if edge[1] in inner)
+
     size = block.num_src + block.num_edges
     assert neighborhood(graph, seeds, 2, size) is not None
     assert neighborhood(graph, seeds, 2, size - 1) is None
@@ -249,31 +274,34 @@ def test_limits_without_hops_are_refused_with_what_to_type(limits: dict[str, Any
     with pytest.raises(
         ValueError, match=rf"{name}= needs the number of hops .* Net reads, .*: add hops=2, or build it"
     ):
-        infer.exact(Net(pyg.GCNConv).double(), ugly(), **limits)
+        infer.exact(Net(pyg.GCNConv).double(), irregular_dataset(), **limits)
     with pytest.raises(
         ValueError, match=rf"{name}= needs the number of hops .*: leave it out, or build it as hl.nn.GNN"
     ):
-        infer.exact(OTHER["pooling"]().double(), ugly(), **limits)
+        infer.exact(NOT_LOCAL["pooling"]().double(), irregular_dataset(), **limits)
 
 
-def test_hops_are_a_number_and_for_modules_without_layers():
+def test_hops_must_be_a_number_and_only_for_modules_without_layers():
     for hops in (-1, 1.5, True):
         with pytest.raises(ValueError, match=f"hops must be a number from 0, not {hops}"):
-            infer.exact(Net(pyg.SAGEConv).double(), ugly(), hops=hops)  # type: ignore[arg-type]
+            infer.exact(Net(pyg.SAGEConv).double(), irregular_dataset(), hops=hops)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"hops= is for a module that is not made of layers, and GNN is: leave it out"):
-        infer.exact(hl.nn.GNN([pyg.SAGEConv(NUM_FEATURES, 3)]).double(), ugly(), hops=1)
+        infer.exact(hl.nn.GNN([pyg.SAGEConv(NUM_FEATURES, 3)]).double(), irregular_dataset(), hops=1)
     with pytest.raises(ValueError, match="Net has no layers whose rows keep= could be given"):
-        infer.exact(Net(pyg.SAGEConv).double(), ugly(), keep=lambda l, nodes, rows: None)
+        infer.exact(Net(pyg.SAGEConv).double(), irregular_dataset(), keep=lambda l, nodes, rows: None)
 
 
 # ---- in a run
 
 
 class Plain(nn.Module):
+    """Two convs, whose layers hopline cannot see."""
+
     def __init__(self, data: hl.Dataset, make: Callable[[int, int], nn.Module]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = make(data.num_features, 8), make(8, data.num_classes)
+        self.first = make(data.num_features, 8)
+        self.second = make(8, data.num_classes)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return self.second(self.first(x, edge_index).relu(), edge_index)
@@ -281,7 +309,7 @@ class Plain(nn.Module):
 
 @pytest.mark.parametrize("evaluate", ["blocking", "async"])
 @pytest.mark.parametrize("limits", [{}, {"budget": "2MiB"}])
-def test_a_run_is_evaluated_as_by_the_whole_graph(evaluate: str, limits: dict[str, Any], caplog: Any):
+def test_a_run_is_evaluated_as_over_the_whole_graph(evaluate: str, limits: dict[str, Any], caplog: Any):
     data = small()
     model = Plain(data, pyg.GCNConv)
     run = hl.Trainer(
@@ -301,12 +329,14 @@ def test_a_run_is_evaluated_as_by_the_whole_graph(evaluate: str, limits: dict[st
         assert getattr(run, split) == pytest.approx(hl.metrics.accuracy(scores[ids], data.labels[ids]))
 
 
-def test_a_run_takes_the_whole_graph_where_the_fan_outs_are_too_few():
-    data, sizes = small(), []
+def test_a_run_evaluates_over_the_whole_graph_where_the_model_reads_beyond_its_fan_outs():
+    data = small()
+    sizes = []
     model = Plain(data, lambda i, o: pyg.TAGConv(i, o, K=3))
     trainer = hl.Trainer(model, data, method(workers=0), epochs=1, lr=0.01, show=False)
     assert trainer.part_hops is None
-    model.register_forward_pre_hook(lambda net, given: sizes.append(given[0].size(0)))
+
+    model.register_forward_pre_hook(lambda net, inputs: sizes.append(inputs[0].size(0)))
     trainer.evaluate("valid")
     assert sizes == [data.num_nodes]
     assert hl.Trainer(Plain(data, pyg.GCNConv), data, method(), show=False).part_hops == 3
@@ -326,10 +356,11 @@ def test_a_run_whose_evaluation_would_not_fit_is_refused_before_it_begins(monkey
 
 
 def make_plain(spec: ModelSpec, data: hl.Dataset) -> nn.Module:
+    """The model that the command line finds by its import path."""
     return Plain(data, pyg.GCNConv)
 
 
-def test_the_command_infers_by_the_hops_of_the_fan_outs_or_those_given(tmp_path: Path):
+def test_the_infer_command_takes_hops_from_the_fan_outs_or_from_its_setting(tmp_path: Path):
     config = quick(tmp_path, model=ModelSpec(name="tests.inference.test_neighborhoods:make_plain"))
     folder = run.train(config).folder
     assert folder is not None
@@ -337,9 +368,10 @@ def test_the_command_infers_by_the_hops_of_the_fan_outs_or_those_given(tmp_path:
     def scores(**settings: Any) -> np.ndarray:
         return np.load(predict(folder, InferConfig(write="scores", trust=True, **settings)) or "", allow_pickle=False)
 
-    wanted = scores()
+    expected = scores()
+
     for settings in ({"hops": 2}, {"hops": 3}, {"chunk_bytes": "100KiB"}, {"hops": 2, "chunk_bytes": "50KiB"}):
-        np.testing.assert_allclose(scores(**settings), wanted, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(scores(**settings), expected, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="Plain with hops=1 would not give its outputs on the whole graph"):
         scores(hops=1)
     with pytest.raises(ValueError, match="hops= is for exact inference"):

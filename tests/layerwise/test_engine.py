@@ -1,4 +1,7 @@
-"""The layer-wise engine over any pieces equals plain autograd over the whole graph."""
+"""The layer-wise engine over any pieces of nodes equals plain autograd over the whole graph.
+
+Pieces are random sets of 1, 20, 7 and 32 nodes: neither their order nor their size may matter.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,20 @@ from tests.helpers import GNN_OPTIONS, batch_of, gnn_of, randint, randn, random_
 
 NUM_NODES = 60
 GRAPH = random_graph(num_nodes=NUM_NODES, num_edges=500)
-X, Y = randn(NUM_NODES, 6), randint(0, 3, NUM_NODES)
+X = randn(NUM_NODES, 6)
+Y = randint(0, 3, NUM_NODES)
 SEEDS = torch.arange(0, NUM_NODES, 3)
 CPU = torch.device("cpu")
 
 
-class Cut(LayerPlan[Tensor]):
-    """Any nodes in each piece; threads may prepare and write them."""
+class PiecesOfNodes(LayerPlan[Tensor]):
+    """A plan with the same sets of nodes as pieces in every layer. threads: that prepare and write them."""
 
     def __init__(self, chunks: Sequence[Tensor], key: int | None, threads: int = 0) -> None:
-        self.chunks, self.key, self.ahead, self.behind = chunks, key, threads, threads
+        self.chunks = chunks
+        self.key = key
+        self.ahead = threads
+        self.behind = threads
         self.calls: list[str] = []
 
     def chunks_of(self, l: int) -> Sequence[Tensor]:
@@ -56,7 +63,7 @@ class Cut(LayerPlan[Tensor]):
 
 
 class CrossEntropy:
-    """The sum over all seeds."""
+    """The summed cross-entropy over all seeds, as the objective of backward."""
 
     summed = 0.0
 
@@ -70,48 +77,54 @@ class CrossEntropy:
 
 
 def random_chunks() -> list[Tensor]:
+    """All nodes in random order, in four pieces of very different size."""
     order = torch.randperm(NUM_NODES, generator=torch.Generator().manual_seed(1))
     return list(order.split([1, 20, 7, 32]))
 
 
 @pytest.mark.parametrize("threads", [0, 2])
 @pytest.mark.parametrize("name", [name for name, (_, options) in GNN_OPTIONS.items() if options.get("norm") != "batch"])
-def test_rows_loss_and_gradients_are_those_of_the_whole_graph(name: str, threads: int):
+def test_loss_and_gradients_over_pieces_equal_those_of_the_whole_graph(name: str, threads: int):
     model = gnn_of(name).double()
     key = 7
     whole = batch_of(GRAPH, X, (-1,) * model.num_layers, key=key)
     outputs = model(whole)
-    expected = nn.functional.cross_entropy(outputs[SEEDS], Y[SEEDS], reduction="sum")
-    expected.backward()
-    gradients = [p.grad for p in model.parameters()]
+    expected_loss = nn.functional.cross_entropy(outputs[SEEDS], Y[SEEDS], reduction="sum")
+    expected_loss.backward()
+    expected_gradients = [p.grad for p in model.parameters()]
     model.zero_grad()
-    plan = Cut(random_chunks(), key, threads)
+    plan = PiecesOfNodes(random_chunks(), key, threads)
     tables = LayerTables(NUM_NODES)
     layers = Layers(model, plan, Boundaries(tables, device=CPU, dtype=torch.float64), key=key)
     with torch.no_grad():
         layers.forward(range(model.num_layers - 1))
     objective = CrossEntropy()
     layers.backward(objective)
-    assert objective.summed == pytest.approx(float(expected.detach()), rel=1e-12)
-    for found, right in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(found.grad, right, rtol=1e-10, atol=1e-12)
+    assert objective.summed == pytest.approx(float(expected_loss.detach()), rel=1e-12)
+    for parameter, expected_gradient in zip(model.parameters(), expected_gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, expected_gradient, rtol=1e-10, atol=1e-12)
+
     hidden = model.num_layers - 1
-    assert plan.calls.count("written") == 4 * hidden
+    assert plan.calls.count("written") == 4 * hidden  # four pieces in every hidden layer
     assert plan.calls.count("completed") == hidden
 
 
-def test_the_last_layer_can_be_computed_forward_too():
+def test_forward_over_all_layers_equals_the_model_on_the_whole_graph():
     model = gnn_of("plain").double().eval()
-    plan, tables = Cut(random_chunks(), None), LayerTables(NUM_NODES)
-    kept: dict[int, Tensor] = {}
+    plan = PiecesOfNodes(random_chunks(), None)
+    tables = LayerTables(NUM_NODES)
+    rows_by_layer: dict[int, Tensor] = {}
     rows = Boundaries(tables, device=CPU, dtype=torch.float64)
 
-    def keep(l: int, piece: Piece, found: Tensor) -> None:
-        kept.setdefault(l, torch.zeros(NUM_NODES, found.size(1), dtype=torch.float64))[piece.dst] = found
+    def keep(l: int, piece: Piece, hidden_rows: Tensor) -> None:
+        rows_by_layer.setdefault(l, torch.zeros(NUM_NODES, hidden_rows.size(1), dtype=torch.float64))[piece.dst] = (
+            hidden_rows
+        )
 
     with torch.no_grad():
         Layers(model, plan, rows, keep=keep).forward(range(model.num_layers))
         expected = model(batch_of(GRAPH, X, (-1,) * model.num_layers))
+
     torch.testing.assert_close(tables.tables[model.num_layers - 1], expected, rtol=1e-12, atol=1e-12)
-    assert kept.keys() == set(range(model.num_layers - 1))
-    assert all(torch.equal(kept[l], tables.tables[l]) for l in kept)
+    assert rows_by_layer.keys() == set(range(model.num_layers - 1))
+    assert all(torch.equal(rows_by_layer[l], tables.tables[l]) for l in rows_by_layer)

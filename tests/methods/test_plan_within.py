@@ -1,3 +1,9 @@
+"""Plans within a budget, for every method: measured where the bound is too loose, refused with what would fit.
+
+Claims: `learn` changes nothing that training sees; the budget that a refusal names suffices; a tighter budget first
+prefetches less, then splits; rows and tables count in the place where they are.
+"""
+
 from __future__ import annotations
 
 import copy
@@ -30,6 +36,7 @@ METHODS: list[Method] = [
 
 
 def outline_of(**options: Any) -> RunOutline:
+    """The outline of a run on the CPU: 1000 nodes, two SAGE layers. options: of the model."""
     data = dataset_of(random_graph(1000, 8000), randn(1000, 6))
     model = GNN(stack_of("sage-mean", 6, 32, 3), **options).double()
     step = supervised_loss("single", 3)
@@ -37,76 +44,78 @@ def outline_of(**options: Any) -> RunOutline:
     return RunOutline(job=job)
 
 
-def test_learning_leaves_no_trace():
+def test_learn_changes_neither_model_nor_gradients_nor_random_state():
     outline = outline_of(norm="batch", dropout=0.5)
-    before, drawn_next = copy.deepcopy(outline.job.module.state_dict()), torch.random.get_rng_state()
+    before = copy.deepcopy(outline.job.module.state_dict())
+    random_state = torch.random.get_rng_state()
     predictor = learn(outline, 2)
     assert predictor.is_sure
     assert predictor is outline.predictor(2)
     assert all(torch.equal(t, outline.job.module.state_dict()[name]) for name, t in before.items())
     assert all(p.grad is None for p in outline.job.module.parameters())
-    assert torch.equal(drawn_next, torch.random.get_rng_state())
+    assert torch.equal(random_state, torch.random.get_rng_state())
 
 
-def test_learning_ends_where_memory_does(monkeypatch: pytest.MonkeyPatch):
-    run, most = BatchUnit.forward_backward, 4
+def test_learn_stops_at_the_first_step_that_is_out_of_memory(monkeypatch: pytest.MonkeyPatch):
+    forward_backward = BatchUnit.forward_backward
+    max_seeds = 4
 
-    def small(self: BatchUnit, total: int) -> torch.Tensor:
-        if self.size > most:
+    def fail_above_max_seeds(self: BatchUnit, total: int) -> torch.Tensor:
+        if self.size > max_seeds:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return run(self, total)
+        return forward_backward(self, total)
 
-    monkeypatch.setattr(BatchUnit, "forward_backward", small)
+    monkeypatch.setattr(BatchUnit, "forward_backward", fail_above_max_seeds)
     assert learn(outline_of(), 2).num_seen == 3, "with 1, 2 and 4 seeds"
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
-def test_the_smallest_budget_that_is_named_would_do(method: Method):
+def test_the_smallest_budget_that_a_refusal_names_suffices(method: Method):
     outline = outline_of()
     with pytest.raises(DoesNotFit, match="it needs at least budget=") as refused:
         plan_of(method, outline, Budget(host="1KiB")).check()
     smallest = refused.value.smallest_bytes["host"]
     assert plan_of(method, outline, Budget(host=str(smallest))).check().peak_bytes("host") <= smallest
-    text = str(refused.value).split("budget=")[1].split(" ")[0]
-    assert smallest <= parse_size(text) <= 1.02 * smallest
+    named_budget = str(refused.value).split("budget=")[1].split(" ")[0]
+    assert smallest <= parse_size(named_budget) <= 1.02 * smallest
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
-def test_without_a_limit_the_method_stays_as_it_is(method: Method):
+def test_without_a_limit_the_plan_keeps_the_settings_of_the_method(method: Method):
     plan = plan_of(method, outline_of(), Budget()).check()
     assert plan.num_micro_batches == 1
     assert plan.chunk_bytes is None
-    asked = {"workers": "auto", "look_ahead": "auto"} if isinstance(method, Sampled) else {}
-    assert vars(plan.method) | asked == vars(method)
+    left_to_the_plan = {"workers": "auto", "look_ahead": "auto"} if isinstance(method, Sampled) else {}
+    assert vars(plan.method) | left_to_the_plan == vars(method)
 
 
-def test_a_tighter_budget_prepares_less_ahead_and_then_cuts():
-    outline, method = outline_of(), METHODS[0]
+def test_a_tighter_budget_prefetches_less_and_then_splits_batches():
+    outline = outline_of()
+    method = METHODS[0]
     learn(outline, 2)
-    free = plan_of(method, outline, Budget())
-    room = [free.peak_bytes("host"), free.peak_bytes("host") - 1000, free.resident_bytes("host")]
-    plans = [plan_of(method, outline, Budget(host=str(n))).check() for n in room]
-    ahead = [plan.method.look_ahead for plan in plans]  # type: ignore[attr-defined]
-    assert ahead[0] > ahead[1] >= ahead[2]
-    assert (
-        plans[1].num_micro_batches
-        == 1
-        < plan_of(method, outline, Budget(host=str(plans[1].smallest_bytes("host")))).num_micro_batches
-    )
+    unlimited = plan_of(method, outline, Budget())
+    budgets = [unlimited.peak_bytes("host"), unlimited.peak_bytes("host") - 1000, unlimited.resident_bytes("host")]
+    plans = [plan_of(method, outline, Budget(host=str(n))).check() for n in budgets]
+    look_aheads = [plan.method.look_ahead for plan in plans]  # type: ignore[attr-defined]
+    assert look_aheads[0] > look_aheads[1] >= look_aheads[2]
+
+    smallest = plan_of(method, outline, Budget(host=str(plans[1].smallest_bytes("host"))))
+    assert plans[1].num_micro_batches == 1
+    assert smallest.num_micro_batches > 1
 
 
 def test_full_batch_takes_as_many_shards_as_it_needs():
     outline = outline_of()
-    free = plan_of(METHODS[2], outline, Budget())
+    unlimited = plan_of(METHODS[2], outline, Budget())
     tight = plan_of(
-        METHODS[2], outline, Budget(host=str(free.resident_bytes("host") + int(free.step_bytes / 4)))
+        METHODS[2], outline, Budget(host=str(unlimited.resident_bytes("host") + int(unlimited.step_bytes / 4)))
     ).check()
     assert isinstance(tight.method, FullBatch)
     assert tight.method.num_shards > 2
     assert tight.step_bytes <= tight.limit_bytes
 
 
-def test_tables_in_files_are_on_the_disk():
+def test_tables_in_files_count_on_the_disk():
     method = Historical(num_parts=8, parts_per_batch=2, partition="range", folder=Path("tables"))
     plan = plan_of(method, outline_of(), Budget(disk="1KiB"))
     assert plan.resident_bytes("disk") == 1000 * 32 * 8
@@ -114,7 +123,7 @@ def test_tables_in_files_are_on_the_disk():
         plan.check()
 
 
-def test_a_method_of_ones_own_is_asked_for_a_plan():
+def test_a_custom_method_without_a_plan_is_refused_with_what_to_define():
     class Mine(Method):
         def bind(self, job: Job) -> Any: ...
 
@@ -122,23 +131,24 @@ def test_a_method_of_ones_own_is_asked_for_a_plan():
         plan_of(Mine(), outline_of(), Budget())
 
 
-def test_a_model_without_layers_has_no_parts():
+def test_historical_refuses_a_model_without_layers_and_sampled_plans_it():
     outline = outline_of()
     module = GCNConv(6, 3).double()
-    whole = RunOutline(job=Job(**{**vars(outline.job), "model": as_walkable(module), "module": module}))
+    module_outline = RunOutline(job=Job(**{**vars(outline.job), "model": as_walkable(module), "module": module}))
     with pytest.raises(ValueError, match="made of layers, and GCNConv is not"):
-        plan_of(METHODS[1], whole, Budget())
-    assert plan_of(METHODS[0], whole, Budget()).check().hidden_bytes == 0
+        plan_of(METHODS[1], module_outline, Budget())
+    assert plan_of(METHODS[0], module_outline, Budget()).check().hidden_bytes == 0
 
 
-def test_hidden_rows_go_to_files_where_memory_is_short():
+def test_hidden_rows_go_to_disk_where_the_host_budget_is_tight():
     outline = outline_of()
     learn(outline, 2)
     data = outline.data
-    free = plan_of(METHODS[0], outline, Budget())
-    assert free.hidden_place == "host"
-    assert free.hidden_bytes == 2 * 32 * 8 * data.num_nodes
-    tight = plan_of(METHODS[0], outline, Budget(host=str(free.smallest_bytes("host")), disk="1MiB"))
+    unlimited = plan_of(METHODS[0], outline, Budget())
+    assert unlimited.hidden_place == "host"
+    assert unlimited.hidden_bytes == 2 * 32 * 8 * data.num_nodes
+
+    tight = plan_of(METHODS[0], outline, Budget(host=str(unlimited.smallest_bytes("host")), disk="1MiB"))
     assert tight.hidden_place == "disk"
     assert tight.chunk_bytes == int(tight.limit_bytes)
 
@@ -161,12 +171,15 @@ def test_pinned_buffers_of_tables_that_a_gpu_cannot_read_are_in_the_plan(
     on_device = RunOutline(job=replace(outline.job, device=torch.device(device)))
     items = table_items("history", method.folder, 1000, on_device, method.tables)
     assert {item.name: item.place for item in items} == expected
+    # Pinned buffers: 4 of 32 MiB.
     assert sum(item.num_bytes for item in items) == 1000 + ((128 << 20) if len(items) > 1 else 0)
 
 
 def test_the_smallest_step_is_that_of_the_seeds_alone_whichever_edges_are_cut():
     outline = outline_of()
     ways: tuple[OverBudget, ...] = ("cut", "cut_by_degree", "cut_by_pagerank", "refuse")
-    least = {how: plan_of(METHODS[0], outline, Budget(host="1GiB", over_budget=how)).min_step_bytes for how in ways}
-    assert least["cut"] == least["cut_by_degree"] == least["cut_by_pagerank"]
-    assert least["cut"] < least["refuse"]
+    min_step_bytes = {
+        how: plan_of(METHODS[0], outline, Budget(host="1GiB", over_budget=how)).min_step_bytes for how in ways
+    }
+    assert min_step_bytes["cut"] == min_step_bytes["cut_by_degree"] == min_step_bytes["cut_by_pagerank"]
+    assert min_step_bytes["cut"] < min_step_bytes["refuse"]

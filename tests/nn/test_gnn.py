@@ -27,7 +27,7 @@ from tests.helpers import (
     random_graph,
     stack_of,
     twin,
-    warmed,
+    with_running_means,
 )
 
 GRAPH = random_graph(loops=True)
@@ -42,7 +42,7 @@ def sage(*widths: int) -> list[nn.Module]:
 @pytest.mark.parametrize("name", GNN_OPTIONS)
 @pytest.mark.parametrize("handle", [True, False], ids=["handle", "tensor"])
 def test_every_option_is_its_documented_maths(name: str, handle: bool) -> None:
-    model = warmed(gnn_of(name))
+    model = with_running_means(gnn_of(name))
     other = twin(model)
     batch = batch_of(GRAPH, X, (-1,) * model.num_layers, SEEDS, handle=handle)
     found, expected = model(batch), plain_gnn(other, X, GRAPH)[SEEDS]  # type: ignore[arg-type]

@@ -1,4 +1,7 @@
-"""The threads of a loop of the user's own; training steps are tested where methods use them."""
+"""`own_threads` in a custom loop: torch leaves the cores to hopline's threads, and gradients stay the same.
+
+Training steps themselves are tested with the methods that use them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ import hopline as hl
 from tests.runs import small
 
 
-class OneModule(nn.Module):
+class ModuleWithoutLayers(nn.Module):
+    """A module whose convs hopline cannot see."""
+
     def __init__(self) -> None:
         super().__init__()
         self.conv = SAGEConv(8, 4)
@@ -19,7 +24,7 @@ class OneModule(nn.Module):
         return self.conv(x, edge_index)
 
 
-def test_torch_leaves_the_cores_to_our_threads_where_all_convs_are_fused():
+def test_own_threads_sets_torch_to_one_thread_where_all_convs_are_fused():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -27,22 +32,22 @@ def test_torch_leaves_the_cores_to_our_threads_where_all_convs_are_fused():
             with hl.extend.own_threads(model):
                 assert torch.get_num_threads() == 1
             assert torch.get_num_threads() == 2
-        for model in (hl.nn.GNN([SAGEConv(8, 4), GATConv(4, 4)]), GAT(8, 4, 2), OneModule()):
+        for model in (hl.nn.GNN([SAGEConv(8, 4), GATConv(4, 4)]), GAT(8, 4, 2), ModuleWithoutLayers()):
             with hl.extend.own_threads(model):
                 assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
 
 
-def test_no_gradient_depends_on_it():
+def test_gradients_do_not_depend_on_own_threads():
     data = small()
-    found = []
-    for within in (False, True):
+    gradients = []
+    for has_own_threads in (False, True):
         torch.manual_seed(0)
         model = hl.nn.GNN([SAGEConv(8, 16), SAGEConv(16, 4)], dropout=0.3)
-        with hl.extend.own_threads(model if within else GAT(8, 4, 2)):
+        with hl.extend.own_threads(model if has_own_threads else GAT(8, 4, 2)):
             for batch in hl.Sampled(fanouts=(4, 3), batch_size=50).loader(data, "train", model=model):
                 nn.functional.cross_entropy(model(batch), batch.labels).backward()
-        found.append([p.grad for p in model.parameters()])
-    for ours, theirs in zip(*found, strict=True):
+        gradients.append([p.grad for p in model.parameters()])
+    for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

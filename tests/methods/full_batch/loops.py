@@ -1,4 +1,7 @@
-"""A user's own loop over shards, and the Trainer's gradients at the same steps; alone and over ranks."""
+"""A custom loop over shards, and a Trainer; both return the gradients of every step.
+
+`apart` compares them, and `on_ranks` does so in each of several ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ EPOCHS = 3
 
 
 class OwnLayers(nn.Module):
-    """Its own `for` over the layers, with a batch norm between them."""
+    """A custom module with a loop over its layers, and a batch norm after the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,6 +41,7 @@ class OwnLayers(nn.Module):
 
 
 def model_of(kind: str) -> nn.Module:
+    """A model by kind; "as own" is the `GNN` with the layers of `OwnLayers`."""
     torch.manual_seed(0)
     if kind == "own":
         return OwnLayers().double()
@@ -57,7 +61,7 @@ def method_of(settings: dict[str, Any]) -> hl.FullBatch:
 
 
 def own_loop(world: World, kind: str, folder: str | None = None, **settings: Any) -> list[list[Tensor]]:
-    """The summed gradients of every step. folder: where each rank has a shard."""
+    """The gradients of every step of a custom loop, summed over ranks. folder: shards, one per rank."""
     model = model_of(kind).to(world.device)
     world.broadcast_tensors(model.state_dict().values())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -80,10 +84,10 @@ def own_loop(world: World, kind: str, folder: str | None = None, **settings: Any
 
 
 def trainers(world: World, kind: str, folder: str | None = None, **settings: Any) -> list[list[Tensor]]:
-    """The same by the Trainer."""
+    """The gradients of every step of a Trainer, as its optimizer gets them."""
     steps = list[list[Tensor]]()
 
-    class Watched(hl.Trainer):
+    class RecordingTrainer(hl.Trainer):
         def make_optimizer(self) -> torch.optim.Optimizer:
             optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
             optimizer.register_step_pre_hook(lambda *_: steps.append(gradients_of(self.model)))
@@ -91,16 +95,17 @@ def trainers(world: World, kind: str, folder: str | None = None, **settings: Any
 
     data = DATA if folder is None else hl.shards.open(Path(folder), world)
     model = model_of("as own" if kind == "own" else kind)
-    Watched(model, data, method_of(settings), epochs=EPOCHS, seed=4, show=False, world=world).fit()
+    RecordingTrainer(model, data, method_of(settings), epochs=EPOCHS, seed=4, show=False, world=world).fit()
     return steps
 
 
 def apart(world: World, **case: Any) -> float:
-    """The largest difference between the gradients of both, in any step."""
+    """The largest difference between the gradients of the custom loop and of the Trainer."""
     return difference(own_loop(world, **case), trainers(world, **case))
 
 
 def on_ranks(world: World, cases: list[dict[str, Any]]) -> list[float]:
+    """The difference of every case, computed in each rank."""
     return [apart(world, **case) for case in cases]
 
 
@@ -111,6 +116,6 @@ def predict(world: World, folder: str, weights: dict[str, Any]) -> list[list[flo
     data = hl.shards.open(Path(folder), world)
     (batch,) = hl.FullBatch().loader(data, torch.arange(data.num_nodes), model=model, world=world)
     with torch.no_grad():
-        own = torch.zeros(data.num_nodes, 3, dtype=torch.float64)
-        own[batch.seeds] = hl.nn.as_walkable(model)(batch)
-    return [world.sum(column.tolist()) for column in own.t()]
+        outputs = torch.zeros(data.num_nodes, 3, dtype=torch.float64)
+        outputs[batch.seeds] = hl.nn.as_walkable(model)(batch)
+    return [world.sum(column.tolist()) for column in outputs.t()]

@@ -41,23 +41,24 @@ def model_of(kind: str, **options: Any) -> hl.nn.GNN:
     return hl.nn.GNN(CONVS[kind](), **options).double()
 
 
-def weighted(model: nn.Module, batch: Batch) -> Tensor:
+def weighted_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Class weights, whose mean divides by the weights of all rows, and a penalty on the parameters."""
     weight = torch.tensor([0.1, 1.0, 7.0], dtype=torch.float64)
     penalty = sum(p.square().sum() for p in model.parameters())
     return nn.functional.cross_entropy(model(batch), batch.labels, weight=weight) + 0.01 * penalty
 
 
-def spread(model: nn.Module, batch: Batch) -> Tensor:
+def mean_and_deviation(model: nn.Module, batch: Batch) -> Tensor:
     """No mean over rows."""
     scores = model(batch)
     return scores.mean().square() + scores.std()
 
 
-LOSSES = {"weighted": weighted, "spread": spread}
+LOSSES = {"weighted": weighted_loss, "spread": mean_and_deviation}
 
 
 def result_of(trainer: hl.Trainer) -> dict[str, Any]:
+    """Losses, weights, test score and counters of a run."""
     run = trainer.fit()
     tensors = [*trainer.model.parameters(), *(b for b in trainer.model.buffers() if b.is_floating_point())]
     return {
@@ -69,41 +70,49 @@ def result_of(trainer: hl.Trainer) -> dict[str, Any]:
 
 
 def train(world: World, kind: str, settings: dict[str, Any], folder: str | None = None, **more: Any) -> dict[str, Any]:
+    """Train by full batch in this rank; returns the result of the run.
+
+    folder: the shards, one per rank. more: options of the model and the Trainer, and `again`: fit a second time,
+    and then once more by a new Trainer from the same weights ("fresh").
+    """
     model = {name: more.pop(name) for name in ("dropout", "norm", "residual", "jk") if name in more}
-    if "seed_of_weights" in more:  # other ones on every rank: the first rank's count
+    if "seed_of_weights" in more:  # other weights on every rank: those of the first are used
         torch.manual_seed(more.pop("seed_of_weights") + world.rank)
-        made = hl.nn.GNN(CONVS[kind](), **model).double()
+        gnn = hl.nn.GNN(CONVS[kind](), **model).double()
     else:
-        made = model_of(kind, **model)
+        gnn = model_of(kind, **model)
     data = DATA if folder is None else open_sharded(Path(folder), world)
     method = hl.FullBatch(**({"partition": "random", "num_shards": 4} | settings))
     options = {"epochs": 3, "show": False} | more
     if "loss" in options:
         options["train_step"] = LOSSES[options.pop("loss")]
-    again = options.pop("again", False)
-    trainer = hl.Trainer(made, data, method, world=world, **options)
-    first = result_of(trainer)
-    if not again:
-        return first
-    weights = {name: tensor.clone() for name, tensor in made.state_dict().items()}
+    fits_again = options.pop("again", False)
+    trainer = hl.Trainer(gnn, data, method, world=world, **options)
+    first_result = result_of(trainer)
+    if not fits_again:
+        return first_result
+    weights = {name: tensor.clone() for name, tensor in gnn.state_dict().items()}
     second = result_of(trainer)
-    made.load_state_dict(weights)
-    return second | {"fresh": result_of(hl.Trainer(made, data, method, world=world, **options))["losses"]}
+    gnn.load_state_dict(weights)
+    return second | {"fresh": result_of(hl.Trainer(gnn, data, method, world=world, **options))["losses"]}
 
 
 def differences(world: World, folder: str) -> list[str]:
     """What a rank says whose model, method, data, layers or number of shards is not that of the others."""
-    other = dataset_of(random_graph(num_nodes=80, num_edges=500, seed=world.rank), randn(80, 6))
-    ways: list[dict[str, Any]] = [
+    other_data = dataset_of(random_graph(num_nodes=80, num_edges=500, seed=world.rank), randn(80, 6))
+    changes: list[dict[str, Any]] = [
         {"model": [pyg.SAGEConv(6, 8 + world.rank), pyg.SAGEConv(8 + world.rank, 3)]},
         {"trim": True, "model": [pyg.SAGEConv(6, 6) for _ in range(2 + world.rank)]},
         {"aggregation": "sequential" if world.rank else "one_shot"},
-        {"data": other},
+        {"data": other_data},
     ]
-    return [_said(world, **way) for way in ways] + [_said_of_shards(world, folder)]
+    return [_error_of_training(world, **change) for change in changes] + [_error_of_opening(world, folder)]
 
 
-def _said(world: World, model: list[nn.Module] | None = None, data: hl.Dataset = DATA, **settings: Any) -> str:
+def _error_of_training(
+    world: World, model: list[nn.Module] | None = None, data: hl.Dataset = DATA, **settings: Any
+) -> str:
+    """The error of a rank, or "trained"."""
     gnn = hl.nn.GNN([pyg.SAGEConv(6, 3)] if model is None else model)
     try:
         hl.Trainer(gnn, data, hl.FullBatch(partition="random", **settings), world=world, epochs=1, show=False).fit()
@@ -112,7 +121,8 @@ def _said(world: World, model: list[nn.Module] | None = None, data: hl.Dataset =
     return "trained"
 
 
-def _said_of_shards(world: World, folder: str) -> str:
+def _error_of_opening(world: World, folder: str) -> str:
+    """The error of opening shards, or "opened"."""
     try:
         open_sharded(folder, world)
     except ValueError as error:
@@ -121,15 +131,18 @@ def _said_of_shards(world: World, folder: str) -> str:
 
 
 def train_all(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The result of every case, one after the other."""
     return [train(world, **case) for case in cases]
 
 
 def train_until_death(world: World, case: dict[str, Any], folder: str) -> None:
     """Rank 1 dies between forward and backward of the third step; rank 0 writes down what it learns, and when."""
-    calls, usual, start = [0], supervised_loss(DATA.task, DATA.num_classes), [0.0]
+    calls = [0]
+    supervised = supervised_loss(DATA.task, DATA.num_classes)
+    start = [0.0]
 
     def train_step(model: nn.Module, batch: Batch) -> torch.Tensor:
-        loss = usual(model, batch)
+        loss = supervised(model, batch)
         calls[0] += 1
         if calls[0] == 3:
             start[0] = time.monotonic()
@@ -140,6 +153,6 @@ def train_until_death(world: World, case: dict[str, Any], folder: str) -> None:
     try:
         train(world, **case, train_step=train_step)
     except PeerError as error:
-        found = {"error": str(error), "seconds": time.monotonic() - start[0], "steps": calls[0]}
-        (Path(folder) / "lost").write_text(json.dumps(found))
+        lost = {"error": str(error), "seconds": time.monotonic() - start[0], "steps": calls[0]}
+        (Path(folder) / "lost").write_text(json.dumps(lost))
         raise

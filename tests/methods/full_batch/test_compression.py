@@ -1,4 +1,4 @@
-"""Messages in half precision: exact for kinds that are not named, and rounded for the others."""
+"""Compressed rows of full-batch training: exact for kinds of rows that are not named, and rounded for the others."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from hopline.methods.full_batch.compression import COMPRESSED
 from tests.methods.full_batch.compression_ranks import check
 
 
-def test_gradients_are_rounded_only_where_both_are() -> None:
+def test_gradients_are_compressed_only_by_bf16_both() -> None:
     assert COMPRESSED["none"] == set()
     assert COMPRESSED["bf16"] == {"forward", "refetch"}
     assert COMPRESSED["bf16_both"] == {"forward", "refetch", "gradient"}
 
 
-def test_ranks() -> None:
+def test_half_precision_rounds_only_the_named_kinds_of_rows() -> None:
     assert run(check, LaunchSettings(devices=3, timeout_s=60)) == {"size": 3}

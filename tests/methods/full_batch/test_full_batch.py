@@ -21,13 +21,13 @@ from hopline.util.errors import RankError
 from tests.helpers import GNN_OPTIONS, KERNEL_DEVICE, dataset_of, gnn_of, plain_gnn, randn, random_graph
 from tests.methods.full_batch.ranks import DATA, differences, model_of, train, train_all, train_until_death
 
-WAYS = ("sweep", "sequential", "stored", "one_shot")
+AGGREGATIONS = ("sweep", "sequential", "stored", "one_shot")
 SETTINGS: dict[str, Any] = {"partition": "random", "num_shards": 4}
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def gradients(model: hl.nn.GNN, **settings: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    """(loss, gradients) of one step without dropout."""
+def loss_and_gradients(model: hl.nn.GNN, **settings: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """(loss, gradients by name) of one step of full-batch training."""
     data = DATA
     work = hl.Trainer(model, data, hl.FullBatch(**(SETTINGS | settings)), epochs=1, show=False).work
     model.train()
@@ -42,7 +42,7 @@ NORMED = ("batch-norm", "jk-last", "everything")
 """Models with batch norms, which a sweep refuses."""
 
 
-def oracle(model: hl.nn.GNN) -> float:
+def plain_loss(model: hl.nn.GNN) -> float:
     """The loss of plain PyG over the whole graph; gradients are in the parameters."""
     model.zero_grad()
     assert DATA.y is not None
@@ -54,12 +54,13 @@ def oracle(model: hl.nn.GNN) -> float:
 
 
 @pytest.mark.parametrize("name", [name for name in GNN_OPTIONS if name not in NORMED])
-def test_dropout_is_drawn_by_node_whatever_the_way(name: str):
+def test_dropout_is_the_same_for_every_aggregation(name: str):
     model = gnn_of(name)
-    model.dropout, model.input_dropout = 0.4, 0.2
-    loss, expected = gradients(model, aggregation="sequential")
+    model.dropout = 0.4
+    model.input_dropout = 0.2
+    loss, expected = loss_and_gradients(model, aggregation="sequential")
     for trim in (False, True):
-        again, found = gradients(model, aggregation="sweep", trim=trim)
+        again, found = loss_and_gradients(model, aggregation="sweep", trim=trim)
         assert again == pytest.approx(loss, rel=1e-10)
         for key, grad in expected.items():
             torch.testing.assert_close(found[key], grad, rtol=1e-9, atol=1e-12)
@@ -69,14 +70,14 @@ def assert_that_of_plain_pyg(name: str, **settings: Any) -> None:
     """Loss and gradients of one step."""
     model = gnn_of(name) if name in GNN_OPTIONS else model_of(name)
     model.dropout = model.input_dropout = 0.0
-    loss, found = gradients(model, **settings)
-    assert loss == pytest.approx(oracle(model), rel=1e-10)
+    loss, found = loss_and_gradients(model, **settings)
+    assert loss == pytest.approx(plain_loss(model), rel=1e-10)
     for key, p in model.named_parameters():
         if p.grad is not None:
             torch.testing.assert_close(found[key], p.grad, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("aggregation", WAYS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("name", ["gcn", "sage", "gat", *GNN_OPTIONS])
 def test_the_gradient_is_that_of_plain_pyg(aggregation: str, name: str):
     if name in NORMED and aggregation == "sweep":
@@ -111,20 +112,20 @@ def test_degrees_are_exchanged_in_the_first_epoch_only():
 
 
 @pytest.mark.parametrize("settings", [{"num_shards": 1}, {"num_shards": 7}, {"partition": "range"}], ids=str)
-def test_training_is_the_same_in_every_way(settings: dict[str, Any], tmp_path: Path):
-    ways = [{"aggregation": a} for a in WAYS]
+def test_training_is_the_same_for_every_aggregation(settings: dict[str, Any], tmp_path: Path):
+    ways = [{"aggregation": a} for a in AGGREGATIONS]
     ways += [{"aggregation": "sweep", "folder": tmp_path / "tables"}, {"aggregation": "sweep", "trim": True}]
     runs = [train(World.alone(), "gcn", settings | way, dropout=0.4) for way in ways]
-    for other in runs[1:]:
-        assert other["losses"] == pytest.approx(runs[0]["losses"], rel=1e-10)
-        assert other["weights"] == pytest.approx(runs[0]["weights"], rel=1e-8, abs=1e-10)
+    for other_run in runs[1:]:
+        assert other_run["losses"] == pytest.approx(runs[0]["losses"], rel=1e-10)
+        assert other_run["weights"] == pytest.approx(runs[0]["weights"], rel=1e-8, abs=1e-10)
 
 
-def test_auto_says_what_it_takes(caplog: pytest.LogCaptureFixture):
+def test_aggregation_auto_logs_its_choice(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, logger="hopline")
-    for norm, taken in ((None, "aggregation=sweep"), ("batch", "aggregation=sequential")):
+    for norm, message in ((None, "aggregation=sweep"), ("batch", "aggregation=sequential")):
         hl.Trainer(model_of("gcn", norm=norm), DATA, hl.FullBatch(**SETTINGS), epochs=1)
-        assert taken in caplog.text
+        assert message in caplog.text
         caplog.clear()
 
 
@@ -137,7 +138,7 @@ def test_batch_norms_are_those_of_all_rows():
         train(World.alone(), "gcn", {"trim": True}, norm="batch")
 
 
-def test_ranks_are_one_process(tmp_path: Path):
+def test_ranks_train_as_one_process(tmp_path: Path):
     cut(DATA, make_partition(DATA.graph, 2, "random"), tmp_path / "shards")
     one_shot = {"aggregation": "one_shot"}
     cases: list[dict[str, Any]] = [
@@ -153,8 +154,8 @@ def test_ranks_are_one_process(tmp_path: Path):
         {"kind": "gat", "settings": {"trim": True}, "folder": str(tmp_path / "shards"), "loss": "weighted"},
         {"kind": "gin", "settings": one_shot, "norm": "batch", "loss": "spread", "accumulate": 2},
     ]
-    found = run(train_all, LaunchSettings(devices=2, timeout_s=60), cases)
-    for case, result in zip(cases, found, strict=True):
+    results = run(train_all, LaunchSettings(devices=2, timeout_s=60), cases)
+    for case, result in zip(cases, results, strict=True):
         alone: dict[str, Any] = {name: value for name, value in case.items() if name != "folder"}
         alone["settings"] = {"aggregation": "sequential"}
         expected = train(World.alone(), **alone)
@@ -179,31 +180,34 @@ def test_compressed_rows_train_and_say_how_far_off_they_are():
     assert 0 < rows["counters"]["error.forward"] < 2**-8
     assert "error.gradient" not in rows["counters"]
     assert rows["counters"]["bytes.gradient"] == whole["counters"]["bytes.gradient"]
-    for other in (both, rows, trimmed):
-        assert other["losses"] == pytest.approx(whole["losses"], rel=1e-2)
-        assert other["losses"] != whole["losses"]
+    for compressed in (both, rows, trimmed):
+        assert compressed["losses"] == pytest.approx(whole["losses"], rel=1e-2)
+        assert compressed["losses"] != whole["losses"]
 
 
-def test_what_differs_between_ranks_is_found_before_the_first_step(tmp_path: Path):
+def test_differences_between_ranks_are_refused_before_the_first_step(tmp_path: Path):
     cut(DATA, make_partition(DATA.graph, 3, "random"), tmp_path / "shards")
-    found = run(differences, LaunchSettings(devices=2, timeout_s=60), str(tmp_path / "shards"))
-    assert found[0] == "rank 1 and rank 0 differ in the model: give all ranks the same"
+    messages = run(differences, LaunchSettings(devices=2, timeout_s=60), str(tmp_path / "shards"))
+    assert messages[0] == "rank 1 and rank 0 differ in the model: give all ranks the same"
     text = "rank 1 and rank 0 differ in the method, the seed, the dataset or the layers: give all ranks the same"
-    assert found[1:4] == [text] * 3
-    assert "there are 3 shards and 2 processes" in found[4]
+    assert messages[1:4] == [text] * 3
+    assert "there are 3 shards and 2 processes" in messages[4]
 
 
-def test_a_killed_rank_is_named_and_the_run_goes_on_as_if_it_had_not_been(tmp_path: Path):
+def test_a_killed_rank_is_named_and_the_run_resumes_exactly(tmp_path: Path):
     case: dict[str, Any] = {"kind": "gat", "settings": {"trim": True}, "dropout": 0.4, "epochs": 4}
-    settings, kept = LaunchSettings(devices=2, timeout_s=20), {"out": str(tmp_path / "run"), "checkpoint_s": 0.0}
+    settings = LaunchSettings(devices=2, timeout_s=20)
+    checkpointed = {"out": str(tmp_path / "run"), "checkpoint_s": 0.0}
     with pytest.raises(RankError, match="rank 1"):
-        run(train_until_death, settings, case | kept, str(tmp_path))
+        run(train_until_death, settings, case | checkpointed, str(tmp_path))
+
     lost = json.loads((tmp_path / "lost").read_text())
     assert lost["steps"] == 3
     assert lost["seconds"] < 20
     assert lost["error"].startswith("rank 1 ")
     assert "resume=true" in lost["error"]
-    again, whole = run(train_all, settings, [case | kept | {"resume": True}, case])
+
+    again, whole = run(train_all, settings, [case | checkpointed | {"resume": True}, case])
     assert again["losses"] == whole["losses"]
     assert again["weights"] == whole["weights"]
 
@@ -217,7 +221,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_as_if_it_had_not_been(tmp_pa
         ({"compress": "fp16"}, "compress must be 'none' or 'bf16' or 'bf16_both'"),
     ],
 )
-def test_bad_settings_are_refused(settings: dict[str, Any], message: str):
+def test_invalid_settings_are_refused_with_a_message(settings: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         hl.FullBatch(**settings)
 
@@ -236,20 +240,20 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str):
 def test_removed_settings_are_refused_with_what_to_do_and_read_where_they_had_their_default(
     name: str, value: Any, instead: str
 ):
-    for give in (lambda: hl.FullBatch(**{name: value}), lambda: from_dict(hl.FullBatch, {name: value})):
+    for make_method in (lambda: hl.FullBatch(**{name: value}), lambda: from_dict(hl.FullBatch, {name: value})):
         with pytest.raises((TypeError, ValueError), match=f"{name} was removed: .*{instead}"):
-            give()
+            make_method()
     assert from_dict(hl.FullBatch, {name: hl.FullBatch.REMOVED[name].default}) == hl.FullBatch()
 
 
 @pytest.mark.parametrize("settings", [{"compress": "bf16"}, {"compress": "bf16_both"}], ids=str)
-def test_one_process_has_nothing_to_approximate(settings: dict[str, Any]):
+def test_compress_is_refused_in_one_process(settings: dict[str, Any]):
     with pytest.raises(ValueError, match="is about rows that travel between ranks: set devices=2"):
         hl.Trainer(model_of("gcn"), DATA, hl.FullBatch(**settings), epochs=1, show=False)
 
 
-def test_what_cannot_train_is_refused():
-    class Own(torch.nn.Module):
+def test_a_model_without_layers_is_refused():
+    class ModuleWithoutLayers(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.lin = torch.nn.Linear(6, 3)
@@ -258,10 +262,10 @@ def test_what_cannot_train_is_refused():
             return self.lin(x)
 
     with pytest.raises(ValueError, match="not made of layers"):
-        hl.Trainer(Own(), DATA, hl.FullBatch(), epochs=1, show=False)
+        hl.Trainer(ModuleWithoutLayers(), DATA, hl.FullBatch(), epochs=1, show=False)
 
 
-def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path):
+def test_a_resumed_run_has_the_losses_of_one_never_interrupted(tmp_path: Path):
     whole = train(World.alone(), "gcn", {}, dropout=0.4, out=tmp_path / "whole", epochs=4)
     train(World.alone(), "gcn", {}, dropout=0.4, out=tmp_path / "cut", epochs=2)
     again = train(World.alone(), "gcn", {}, dropout=0.4, out=tmp_path / "cut", epochs=4, resume=True)
@@ -269,13 +273,13 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path):
 
 
 @pytest.mark.parametrize("_", [pytest.param(0, marks=NEEDS_GPU, id="gpu")])
-@pytest.mark.parametrize("aggregation", WAYS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("kind", ["gcn", "sage", "gat"])
 def test_a_gpu_trains_as_the_cpu_does(kind: str, aggregation: str, _: int):
     expected = train(World.alone(), kind, {"aggregation": aggregation}, dropout=0.4)
-    found = train(World.alone(KERNEL_DEVICE), kind, {"aggregation": aggregation}, dropout=0.4, device=KERNEL_DEVICE)
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-8)
-    assert found["weights"] == pytest.approx(expected["weights"], rel=1e-6, abs=1e-8)
+    ours = train(World.alone(KERNEL_DEVICE), kind, {"aggregation": aggregation}, dropout=0.4, device=KERNEL_DEVICE)
+    assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-8)
+    assert ours["weights"] == pytest.approx(expected["weights"], rel=1e-6, abs=1e-8)
 
 
 def test_more_shards_than_nodes_are_refused_by_the_name_of_the_setting():

@@ -1,4 +1,4 @@
-"""Shards in a loop of the user's own: the Trainer's gradients, plain PyG's outputs, and what is refused."""
+"""Shards in a custom loop: the gradients of the Trainer, the outputs of plain PyG, and refused misuse."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_of_every_step_are_the_trainers(case: dict[str, Any]):
+def test_gradients_of_every_step_equal_those_of_the_trainer(case: dict[str, Any]):
     assert apart(World.alone(), **case) < 1e-12
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_on_a_gpu_gradients_are_the_trainers(case: dict[str, Any]):
+def test_on_a_gpu_gradients_equal_those_of_the_trainer(case: dict[str, Any]):
     world = World.alone("cuda")
     assert apart(world, **case) < 1e-9
 
 
-def test_over_ranks_gradients_are_the_trainers_with_the_dataset_and_with_shards(tmp_path: Path):
+def test_over_ranks_gradients_equal_those_of_the_trainer_with_the_dataset_and_with_shards(tmp_path: Path):
     hl.shards.cut(DATA, tmp_path / "shards", 2, how="random", seed=1)
     hl.shards.cut(DATA, tmp_path / "one", 2, labels=(torch.arange(70) == 5).long())  # a shard of one node
     folders = [{**case, "folder": str(tmp_path / "shards")} for case in CASES]
-    one = [{"kind": kind, "folder": str(tmp_path / "one")} for kind in ("own", "norm")]
-    cases = [*CASES, {"kind": "gnn", "compress": "bf16"}, *folders, *one]
-    found = run(on_ranks, LaunchSettings(devices=2, timeout_s=60), cases)
-    assert max(found) < 1e-12
+    one_node_cases = [{"kind": kind, "folder": str(tmp_path / "one")} for kind in ("own", "norm")]
+    cases = [*CASES, {"kind": "gnn", "compress": "bf16"}, *folders, *one_node_cases]
+    differences = run(on_ranks, LaunchSettings(devices=2, timeout_s=60), cases)
+    assert max(differences) < 1e-12
 
 
 def test_auto_is_sequential():
@@ -82,23 +82,25 @@ def test_seeds_labels_and_rows_are_those_of_the_dataset():
     assert batch.total_seeds == 3
     assert torch.equal(batch.labels, DATA.labels[batch.seeds])
     assert torch.equal(batch.input_ids[batch.output_idx], batch.seeds)
+
     assert isinstance(batch.x, hl.extend.Rows)
     assert torch.equal(batch.x.read(), DATA.x[batch.input_ids])
 
 
-class OneModule(nn.Module):
+class ModuleWithoutLayers(nn.Module):
     def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
         return x
 
 
-def test_mistakes_get_a_sentence(tmp_path: Path):
-    method, model = hl.FullBatch(num_shards=3, partition="random"), model_of("gnn")
+def test_misuse_is_refused_with_a_message(tmp_path: Path):
+    method = hl.FullBatch(num_shards=3, partition="random")
+    model = model_of("gnn")
     with pytest.raises(ValueError, match=r"aggregation=sweep computes forward and backward by itself.*sequential"):
         hl.FullBatch(aggregation="sweep").loader(DATA, model=model)
-    for given in ({}, {"model": model, "num_layers": 3}):
+    for depth in ({}, {"model": model, "num_layers": 3}):
         with pytest.raises(ValueError, match=r"give model= that is made of layers .*or num_layers="):
-            method.loader(DATA, **given)
-    for module in (OneModule(), OwnLayers()):
+            method.loader(DATA, **depth)
+    for module in (ModuleWithoutLayers(), OwnLayers()):
         with pytest.raises(ValueError, match=r"is not made of layers.*give num_layers= in place of model="):
             method.loader(DATA, model=module)
     with pytest.raises(ValueError, match="trim=true leaves some out"):
@@ -111,6 +113,7 @@ def test_mistakes_get_a_sentence(tmp_path: Path):
         method.loader(DATA, num_layers=0)
     with pytest.raises(ValueError, match="the batch has 2 blocks"):
         model(next(iter(method.loader(DATA, num_layers=2))))
+
     hl.shards.cut(DATA, tmp_path / "shards", 2, how="range")
     with pytest.raises(ValueError, match=r"there are 2 shards and 1 processes: .*hl.shards.join\(folder\)"):
         method.loader(hl.shards.open_shard(tmp_path / "shards", 0), model=model)

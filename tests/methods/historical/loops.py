@@ -1,4 +1,7 @@
-"""A user's own loop over historical batches, and the Trainer's gradients at the same steps; alone and over ranks."""
+"""A custom loop over historical batches, and a Trainer; both return the gradients of every step.
+
+`difference` compares them. `on_ranks` does so in each of several ranks.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def gradients_of(model: nn.Module) -> list[Tensor]:
 
 
 def own_loop(world: World, kind: str, accumulate: int = 1, **settings: Any) -> list[list[Tensor]]:
-    """The summed gradients of every step."""
+    """The gradients of every step of a custom loop, summed over ranks."""
     model = model_of(kind).to(world.device)
     walk = hl.nn.as_walkable(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -58,30 +61,33 @@ def own_loop(world: World, kind: str, accumulate: int = 1, **settings: Any) -> l
 
 
 def trainers(world: World, kind: str, accumulate: int = 1, **settings: Any) -> list[list[Tensor]]:
-    """The same by the Trainer."""
+    """The gradients of every step of a Trainer, as its optimizer gets them."""
     steps = list[list[Tensor]]()
 
-    class Watched(hl.Trainer):
+    class RecordingTrainer(hl.Trainer):
         def make_optimizer(self) -> torch.optim.Optimizer:
             optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
             optimizer.register_step_pre_hook(lambda *_: steps.append(gradients_of(self.model)))
             return optimizer
 
     options = {"epochs": EPOCHS, "seed": 4, "accumulate": accumulate, "show": False, "world": world}
-    Watched(model_of(kind), DATA, method_of(**settings), **options).fit()
+    RecordingTrainer(model_of(kind), DATA, method_of(**settings), **options).fit()
     return steps
 
 
-def difference(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> float:
-    """The largest between two lists of steps, over all gradients."""
-    assert len(ours) == len(theirs) > 2
-    found = 0.0
-    for one, other in zip(ours, theirs, strict=True):
-        assert len(one) == len(other) > 0
-        found = max(found, *(float((a - b).abs().max()) for a, b in zip(one, other, strict=True)))
-    assert max(float(g.abs().max()) for g in theirs[-1]) > 1e-3
-    return found
+def difference(ours: list[list[Tensor]], expected: list[list[Tensor]]) -> float:
+    """The largest absolute difference between the gradients of two lists of steps."""
+    assert len(ours) == len(expected) > 2
+    largest = 0.0
+    for our_gradients, expected_gradients in zip(ours, expected, strict=True):
+        assert len(our_gradients) == len(expected_gradients) > 0
+        largest = max(
+            largest, *(float((a - b).abs().max()) for a, b in zip(our_gradients, expected_gradients, strict=True))
+        )
+    assert max(float(g.abs().max()) for g in expected[-1]) > 1e-3
+    return largest
 
 
 def on_ranks(world: World, cases: list[dict[str, Any]]) -> list[float]:
+    """The difference of every case, computed in each rank."""
     return [difference(own_loop(world, **case), trainers(world, **case)) for case in cases]

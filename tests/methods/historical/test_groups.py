@@ -1,4 +1,4 @@
-"""Which parts meet in a batch and which rank has them, and the blocks of their edges."""
+"""Groups of parts: which parts form a batch in an epoch, which rank trains it, and the block of its edges."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hopline.tables.history_ranks import PartAssignment
 from tests.methods.historical.test_work import GRAPH, trainer_of
 
 
-def test_fixed_groups_keep_their_blocks_and_redrawn_ones_do_not():
+def test_blocks_of_fixed_groups_are_cached_and_those_of_redrawn_groups_are_not():
     fixed: Any = trainer_of(groups="fixed").work
     redrawn: Any = trainer_of().work
     for work in (fixed, redrawn):
@@ -24,15 +24,12 @@ def test_fixed_groups_keep_their_blocks_and_redrawn_ones_do_not():
             for group in work.parts.groups_of(epoch):
                 work.batch(group, 0)
     assert len(fixed.parts._cached_blocks) == 3
-    assert set(redrawn.parts._cached_blocks) <= {
-        (0, 1),
-        (2, 3),
-        (4, 5),
-    }  # those of a sweep over all parts, if they were drawn
+    # Only the groups of a sweep over all parts may be cached, if they happen to be drawn.
+    assert set(redrawn.parts._cached_blocks) <= {(0, 1), (2, 3), (4, 5)}
     assert {frozenset(g) for g in fixed.parts.groups_of(1)} == {frozenset(g) for g in fixed.parts.groups_of(2)}
 
 
-def test_fewer_batches_an_epoch_leave_the_others_to_later_ones():
+def test_max_batches_leaves_the_other_parts_to_later_epochs():
     work: Any = trainer_of(max_batches=2).work
     groups = [work.parts.groups_of(epoch) for epoch in range(1, 9)]
     assert all(len(of_epoch) == 2 for of_epoch in groups)
@@ -40,31 +37,36 @@ def test_fewer_batches_an_epoch_leave_the_others_to_later_ones():
 
 
 @pytest.mark.parametrize("settings", [{}, {"compensate": True}, {"halo": "drop"}], ids=str)
-def test_edges_are_dropped_in_training_only(settings: dict[str, Any]):
+def test_edge_dropout_needs_a_key_and_depends_on_it(settings: dict[str, Any]):
     work: Any = trainer_of(edge_dropout=0.5, **settings).work
     (group, *_) = work.parts.groups_of(1)
-    every, some = work.batch(group, None), work.batch(group, 7)
-    other = work.batch(group, 8)
-    assert 0.3 < some.block.num_edges / every.block.num_edges < 0.7
-    assert some.block.part.edge_ids.tolist() != other.block.part.edge_ids.tolist()
-    assert torch.equal(some.block.src_ids, every.block.src_ids)
-    if every.out_neighbors is not None:
-        assert some.out_neighbors.block.num_edges < every.out_neighbors.block.num_edges
+    without_dropout = work.batch(group, None)
+    with_dropout = work.batch(group, 7)
+    with_other_key = work.batch(group, 8)
+    assert 0.3 < with_dropout.block.num_edges / without_dropout.block.num_edges < 0.7
+    assert with_dropout.block.part.edge_ids.tolist() != with_other_key.block.part.edge_ids.tolist()
+    assert torch.equal(with_dropout.block.src_ids, without_dropout.block.src_ids)
+
+    if without_dropout.out_neighbors is not None:
+        assert with_dropout.out_neighbors.block.num_edges < without_dropout.out_neighbors.block.num_edges
 
 
-def test_the_halo_can_be_dropped():
+def test_without_halo_only_edges_inside_the_batch_are_left():
     nodes = torch.tensor([4, 9, 2, 30])
-    inner = without_halo(full_block(NeighborSampler(GRAPH, (-1,)), nodes))
-    assert torch.equal(inner.src_ids, nodes)
+    block = without_halo(full_block(NeighborSampler(GRAPH, (-1,)), nodes))
+    assert torch.equal(block.src_ids, nodes)
+
     src, dst = GRAPH.edge_index()
-    among = torch.isin(src, nodes) & torch.isin(dst, nodes)
-    found = sorted(map(tuple, nodes[inner.edge_index].t().tolist()))
-    assert found == sorted(map(tuple, torch.stack([src, dst])[:, among].t().tolist()))
+    is_inside = torch.isin(src, nodes) & torch.isin(dst, nodes)
+    edges = sorted(map(tuple, nodes[block.edge_index].t().tolist()))
+    assert edges == sorted(map(tuple, torch.stack([src, dst])[:, is_inside].t().tolist()))
+
     run = trainer_of(halo="drop").fit()
     assert run.history[-1].loss < run.history[0].loss
 
 
 def parts_of(shares: PartAssignment, **settings: Any) -> Groups:
+    """The groups of six parts, as shared by the ranks of an assignment."""
     work: Any = trainer_of().work
     method = Historical(**({"num_parts": 6, "parts_per_batch": 1, "partition": "random"} | settings))
     return Groups(GRAPH, work.partition, method, shares, seed=0)
@@ -75,17 +77,19 @@ ALONE = PartAssignment(0, (0,), (range(6),))
 
 @pytest.mark.parametrize("groups", ["fixed", "redrawn"])
 def test_ranks_of_a_host_take_the_groups_in_order(groups: Any):
-    one = parts_of(ALONE, groups=groups)
-    two = parts_of(PartAssignment(1, (0, 0), (range(3), range(3, 6))), groups=groups)
-    three = parts_of(PartAssignment(1, (0, 0, 0, 0), (range(1), range(1, 3), range(3, 4), range(4, 6))), groups=groups)
+    one_rank = parts_of(ALONE, groups=groups)
+    two_ranks = parts_of(PartAssignment(1, (0, 0), (range(3), range(3, 6))), groups=groups)
+    four_ranks = parts_of(
+        PartAssignment(1, (0, 0, 0, 0), (range(1), range(1, 3), range(3, 4), range(4, 6))), groups=groups
+    )
     for epoch in (1, 2):
-        every = one.groups_of(epoch)
-        assert two.turns_of(epoch) == [tuple(every[i : i + 2]) for i in (0, 2, 4)]
-        assert three.turns_of(epoch) == [tuple(every[:4]), (*every[4:], (), ())]
-    assert two.sweep == [(3,), (4,), (5,)]
+        groups_of_epoch = one_rank.groups_of(epoch)
+        assert two_ranks.turns_of(epoch) == [tuple(groups_of_epoch[i : i + 2]) for i in (0, 2, 4)]
+        assert four_ranks.turns_of(epoch) == [tuple(groups_of_epoch[:4]), (*groups_of_epoch[4:], (), ())]
+    assert two_ranks.sweep == [(3,), (4,), (5,)]
 
 
-def test_ranks_of_several_hosts_take_what_their_host_keeps():
+def test_ranks_of_several_hosts_take_the_parts_of_their_host():
     parts = parts_of(PartAssignment(0, (0, 1, 0), (range(2), range(4, 6), range(2, 4))))
     for epoch in (1, 2, 3):
         turns = parts.turns_of(epoch)
@@ -97,11 +101,15 @@ def test_ranks_of_several_hosts_take_what_their_host_keeps():
     assert [len([g for g in turn if g]) for turn in few.turns_of(1)] == [2, 1]
 
 
-def test_every_rank_keeps_a_run_of_parts():
+def test_every_rank_owns_a_contiguous_range_of_parts():
     assert PartAssignment.of(World.alone(), 6) == ALONE
     assert not ALONE.several_hosts
-    two = PartAssignment(0, (0, 1, 0), (range(2), range(4, 6), range(2, 4)))
-    assert (two.parts_of_host(0), two.parts_of_host(1), two.several_hosts) == (range(4), range(4, 6), True)
+    two_hosts = PartAssignment(0, (0, 1, 0), (range(2), range(4, 6), range(2, 4)))
+    assert (two_hosts.parts_of_host(0), two_hosts.parts_of_host(1), two_hosts.several_hosts) == (
+        range(4),
+        range(4, 6),
+        True,
+    )
 
 
 def test_fewer_parts_than_ranks_are_refused():

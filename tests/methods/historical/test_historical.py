@@ -32,7 +32,7 @@ from tests.methods.historical.test_work import DATA, model_of, trainer_of
     ],
     ids=str,
 )
-def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], message: str):
+def test_invalid_settings_are_refused_with_a_message(settings: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         Historical(**settings)
 
@@ -52,9 +52,9 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], messag
 def test_removed_settings_are_refused_with_what_to_do_and_read_where_they_had_their_default(
     name: str, value: Any, instead: str
 ):
-    for give in (lambda: Historical(**{name: value}), lambda: from_dict(Historical, {name: value})):
+    for make_method in (lambda: Historical(**{name: value}), lambda: from_dict(Historical, {name: value})):
         with pytest.raises((TypeError, ValueError), match=f"{name} was removed: .*{instead}"):
-            give()
+            make_method()
     assert from_dict(Historical, {name: Historical.REMOVED[name].default}) == Historical()
 
 
@@ -64,7 +64,7 @@ def test_refresh_every_is_read_from_text(text: str, value: Any):
 
 
 def test_a_model_without_layers_is_refused():
-    class Own(nn.Module):
+    class ModuleWithoutLayers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.conv = pyg.GCNConv(6, 3)
@@ -73,10 +73,10 @@ def test_a_model_without_layers_is_refused():
             return self.conv(x, edge_index)
 
     with pytest.raises(ValueError, match="not made of layers"):
-        trainer_of(Own())
+        trainer_of(ModuleWithoutLayers())
 
 
-def test_evaluation_of_one_rank_cannot_refresh_the_tables_of_all():
+def test_refresh_by_evaluation_is_refused_with_several_ranks():
     world = World.alone()
     world.size = 2
     ids = torch.arange(3)

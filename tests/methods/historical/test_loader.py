@@ -1,4 +1,4 @@
-"""Historical batches in a loop of the user's own: the Trainer's gradients, and what is refused."""
+"""Historical batches in a custom loop: the gradients of the Trainer, exact tables, state, and refused misuse."""
 
 from __future__ import annotations
 
@@ -25,29 +25,32 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("case", [*CASES, {"kind": "gnn", "accumulate": 2}], ids=str)
-def test_gradients_of_every_step_are_the_trainers(case: dict[str, Any]):
+def test_gradients_of_every_step_equal_those_of_the_trainer(case: dict[str, Any]):
     assert difference(own_loop(World.alone(), **case), trainers(World.alone(), **case)) < 1e-12
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_on_a_gpu_gradients_are_the_trainers(case: dict[str, Any]):
+def test_on_a_gpu_gradients_equal_those_of_the_trainer(case: dict[str, Any]):
     world = World.alone("cuda")
     assert difference(own_loop(world, **case), trainers(world, **case)) < 1e-9
 
 
-def test_over_ranks_gradients_are_the_trainers():
-    found = run(on_ranks, LaunchSettings(devices=2, timeout_s=30), CASES)
-    assert max(found) < 1e-12
+def test_over_ranks_gradients_equal_those_of_the_trainer():
+    differences = run(on_ranks, LaunchSettings(devices=2, timeout_s=30), CASES)
+    assert max(differences) < 1e-12
 
 
 def loader_of(model: nn.Module, ids: torch.Tensor | str = "train", **settings: Any) -> hl.HistoricalLoader:
+    """A loader on the CPU. settings: of `Historical`."""
     return method_of(**settings).loader(DATA, ids, model=model)
 
 
 def train_epoch(model: nn.Module, loader: hl.HistoricalLoader, *, commits: bool = True) -> list[float]:
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    """The losses of an epoch by SGD. commits: whether each batch pushes its rows."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
     for batch in loader:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(batch), batch.labels)
@@ -63,61 +66,66 @@ def test_each_seed_is_trained_once_an_epoch_and_all_rows_are_pushed():
     model = model_of("gnn")
     loader = loader_of(model, torch.tensor([3, 59, 20]), warm_up=False)
     assert len(loader) in (2, 3)
-    seen = []
+    seeds = []
     for batch in loader:
-        seen += batch.seeds.tolist()
+        seeds += batch.seeds.tolist()
         model(batch).sum().backward()
         batch.commit()
-    assert sorted(seen) == [3, 20, 59]
+    assert sorted(seeds) == [3, 20, 59]
     assert (loader.work.histories.written >= 0).all()  # of parts without seeds too
 
 
-def test_tables_can_be_refreshed_read_and_kept():
+def test_inference_from_refreshed_tables_is_exact():
     model = model_of("gnn").eval()
     loader = loader_of(model)
     loader.refresh()
-    every = torch.arange(DATA.num_nodes)
-    batches = list(loader.reading(every))
+    all_ids = torch.arange(DATA.num_nodes)
+    batches = list(loader.reading(all_ids))
     order = torch.cat([batch.seeds for batch in batches]).argsort()
     labels = torch.cat([batch.labels for batch in batches])[order]
     assert torch.equal(labels, DATA.labels)
-    estimate = hl.infer.sampled(model, loader.reading(every))[order]
+
+    estimate = hl.infer.sampled(model, loader.reading(all_ids))[order]
     assert_close(estimate, hl.infer.exact(model, DATA))  # of exact tables
 
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1.1)
-    other = loader_of(model, refresh_every="evaluation")
+    other_loader = loader_of(model, refresh_every="evaluation")
     assert loader.keep_rows is None
-    exact = hl.infer.exact(model, DATA, keep=other.keep_rows)
-    assert_close(hl.infer.sampled(model, other.reading(every))[order], exact)
+
+    exact = hl.infer.exact(model, DATA, keep=other_loader.keep_rows)
+    assert_close(hl.infer.sampled(model, other_loader.reading(all_ids))[order], exact)
 
 
-def test_it_goes_on_from_its_state():
-    whole = model_of("gnn")
-    loader = loader_of(whole)
-    expected = [train_epoch(whole, loader) for _ in range(3)]
+def test_a_loader_resumes_from_its_state():
+    uninterrupted_model = model_of("gnn")
+    loader = loader_of(uninterrupted_model)
+    expected_losses = [train_epoch(uninterrupted_model, loader) for _ in range(3)]
 
-    first = model_of("gnn")
-    before = loader_of(first)
-    found = [train_epoch(first, before)]
-    again = model_of("gnn")
-    again.load_state_dict(first.state_dict())
-    after = loader_of(again)
-    after.load_state_dict(before.state_dict())
-    found += [train_epoch(again, after) for _ in range(2)]
-    assert found == expected
+    first_model = model_of("gnn")
+    first_loader = loader_of(first_model)
+    losses = [train_epoch(first_model, first_loader)]
+    resumed_model = model_of("gnn")
+    resumed_model.load_state_dict(first_model.state_dict())
+    resumed_loader = loader_of(resumed_model)
+    resumed_loader.load_state_dict(first_loader.state_dict())
+    losses += [train_epoch(resumed_model, resumed_loader) for _ in range(2)]
+
+    assert losses == expected_losses
 
 
-def test_what_would_train_wrongly_is_refused():
+def test_misuse_that_would_train_wrongly_is_refused():
     model = model_of("gnn")
     loader = loader_of(model)
     train_epoch(model, loader, commits=False)
     with pytest.raises(ValueError, match=r"no batch of the epoch before was committed.*call batch.commit\(\)"):
         next(iter(loader))
+
     batch = next(iter(loader_of(model)))
     with pytest.raises(ValueError, match=r"no model was called with this batch: call model\(batch\) before"):
         batch.commit()
+
     model(batch)
     batch.commit()
     with pytest.raises(ValueError, match="was committed already"):

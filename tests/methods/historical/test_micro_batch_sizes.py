@@ -1,4 +1,7 @@
-"""Where a historical batch is cut, and what its pieces are."""
+"""Micro-batches of a historical batch: runs of its nodes that fit, with all its edges, seeds and rows.
+
+A run is a slice of the nodes of a batch. That micro-batches train as the batch does is `test_micro_batches.py`.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,7 @@ DATA = dataset_of(GRAPH, randn(60, 6))
 
 
 def work_of(**settings: Any) -> HistoricalWork:
+    """Historical training of three GCN layers on six parts."""
     model = GNN([pyg.GCNConv(6, 8), pyg.GCNConv(8, 8), pyg.GCNConv(8, 3)]).double()
     method = Historical(**({"num_parts": 6, "parts_per_batch": 3, "partition": "random"} | settings))
     job = Job(
@@ -43,12 +47,13 @@ def work_of(**settings: Any) -> HistoricalWork:
 
 
 def ends_of(runs: list[slice]) -> list[int]:
+    """The ends of runs, after a check that they follow one another from 0."""
     assert all(a.stop == b.start for a, b in pairwise(runs))
     assert runs[0].start == 0
     return [run.stop for run in runs]
 
 
-def test_pieces_end_with_parts_where_these_are_small_enough():
+def test_runs_end_with_parts_where_these_are_small_enough():
     weight = torch.ones(100, dtype=torch.int64)
     assert ends_of(balanced_runs(weight, [24, 51, 74, 100], 4)) == [24, 51, 74, 100]
     assert ends_of(balanced_runs(weight, [24, 51, 74, 100], 2)) == [51, 100]
@@ -58,7 +63,7 @@ def test_pieces_end_with_parts_where_these_are_small_enough():
     assert len(balanced_runs(weight, [24, 51, 74, 100], 100)) == 100
 
 
-def test_within_a_part_pieces_have_equal_weight():
+def test_within_a_part_runs_have_about_equal_weight():
     weight = torch.randint(1, 20, (500,), generator=torch.Generator().manual_seed(0))
     weight[7] = 900
     runs = balanced_runs(weight, [500], 10)
@@ -68,7 +73,7 @@ def test_within_a_part_pieces_have_equal_weight():
     assert all(total <= int(weight.sum()) / 10 + int(weight[run].max()) for total, run in zip(sums, runs, strict=True))
 
 
-def test_runs_fit_and_what_does_not_is_refused():
+def test_runs_fit_the_limit_and_a_node_above_it_is_refused():
     block = work_of().batches.make((0, 1, 2), 1).block  # type: ignore[union-attr]
 
     def edges_of(sizes: Sizes) -> float:
@@ -76,44 +81,50 @@ def test_runs_fit_and_what_does_not_is_refused():
 
     degrees = block.part.indptr.diff()
     limit = int(degrees.max())
-    runs, worst = runs_to_fit(block, [block.num_dst], edges_of, limit)
-    found = [int(degrees[run].sum()) for run in runs]
-    assert worst == max(found) <= limit
-    assert sum(found) == block.num_edges
+    runs, largest = runs_to_fit(block, [block.num_dst], edges_of, limit)
+    edges_of_runs = [int(degrees[run].sum()) for run in runs]
+
+    assert largest == max(edges_of_runs) <= limit
+    assert sum(edges_of_runs) == block.num_edges
     with pytest.raises(ValueError, match=r"one node of a batch takes .* or make parts_per_batch smaller"):
         runs_to_fit(block, [block.num_dst], edges_of, limit - 1)
     with pytest.raises(ValueError, match="the batch's own rows leave 0 B"):
         runs_to_fit(block, [block.num_dst], edges_of, -5)
 
 
-def test_pieces_have_the_batchs_edges_seeds_and_rows():
+def test_micro_batches_have_the_edges_seeds_and_rows_of_the_batch():
     hist_batch = work_of(edge_dropout=0.2).batch((0, 2, 5), 3)
     assert hist_batch is not None
-    whole, seeds, edges = hist_batch.block, [], []
+    whole = hist_batch.block
+    seeds = []
+    edges = []
     for number, run in enumerate([slice(0, 7), slice(7, 8), slice(8, whole.num_dst)]):
-        piece = MicroBatch(hist_batch, number, run)
-        edges_of_piece = piece.edges()
-        block, near, halo = edges_of_piece.block, edges_of_piece.near_idx, edges_of_piece.halo_idx
+        micro_batch = MicroBatch(hist_batch, number, run)
+        micro_edges = micro_batch.edges()
+        block = micro_edges.block
+        near_idx = micro_edges.near_idx
+        halo_idx = micro_edges.halo_idx
         assert block.key == whole.key
         assert block.layer_hooks is None  # what completes the batch's rows knows nothing of a piece
         assert torch.equal(block.dst_ids, whole.src_ids[run])
-        assert torch.equal(block.src_ids, torch.cat([whole.src_ids[near], whole.src_ids[whole.num_dst + halo]]))
+        assert torch.equal(block.src_ids, torch.cat([whole.src_ids[near_idx], whole.src_ids[whole.num_dst + halo_idx]]))
         dst = block.dst_ids[block.edge_index[1]]
         edges.append(torch.stack([block.src_ids[block.edge_index[0]], dst]))
-        batch = piece.batch(edges_of_piece)
+        batch = micro_batch.batch(micro_edges)
         seeds.append(batch.seeds)
         assert batch.output_idx is not None
         assert batch.y is not None
         assert DATA.y is not None
         assert torch.equal(block.dst_ids[batch.output_idx], batch.seeds)
         assert torch.equal(batch.y, DATA.y[batch.seeds])
-        assert piece.has_seeds == bool(batch.num_seeds)
+        assert micro_batch.has_seeds == bool(batch.num_seeds)
         assert torch.equal(batch.input_rows.read(), DATA.x.read(block.src_ids))  # type: ignore[union-attr]
+
     assert torch.equal(torch.cat(seeds), hist_batch.batch.seeds)
     assert torch.equal(torch.cat(edges, dim=1), whole.src_ids[whole.edge_index])
 
 
-def test_runs_of_a_block_have_its_edges():
+def test_runs_of_a_block_have_all_its_edges():
     block = work_of().batch((1, 4), 3).block  # type: ignore[union-attr]
     edges = []
     for run, part, src_idx in Runs(block, [slice(0, 4), slice(4, block.num_dst)]):
@@ -126,37 +137,44 @@ def test_runs_of_a_block_have_its_edges():
 def test_sizes_of_a_batch_and_of_one_layer():
     model = work_of().model
     assert at_layer(model, Sizes((9, 4), (20,)), 1) == Sizes((0, 9, 4, 0), (0, 20, 0))
+
     encoded = GNN([pyg.GCNConv(6, 6), pyg.GCNConv(6, 6)], encoder=nn.Linear(6, 6))
     assert at_layer(encoded, Sizes((9, 4), (20,)), 1) == Sizes((4, 9, 4), (0, 20))
+
     plain, sent = (work_of(**settings).batch((0, 1), 1) for settings in ({}, {"compensate": True}))
     assert plain is not None
     assert sent is not None
-    src, dst, edges = plain.block.num_src, plain.block.num_dst, plain.block.num_edges
+    src = plain.block.num_src
+    dst = plain.block.num_dst
+    edges = plain.block.num_edges
     assert whole_sizes(plain) == Sizes.of(plain.batch) == Sizes((src, src, src, dst), (edges,) * 3)
+
     assert sent.out_neighbors is not None
     out_neighbors = sent.out_neighbors.block
     more = out_neighbors.num_edges
+
     assert whole_sizes(sent) == Sizes(
         (src, src + out_neighbors.num_src, src + out_neighbors.num_src, dst + out_neighbors.num_dst),
         (edges, edges + more, edges + more),
     )
 
 
-def test_models_whose_pieces_are_not_the_batch_are_refused_by_name():
+def test_models_with_batch_norm_or_unkeyed_dropout_are_refused_by_name():
     convs = [pyg.GCNConv(6, 8), pyg.GCNConv(8, 3)]
     with pytest.raises(ValueError, match=r"norms\.0\.module is a BatchNorm1d.*make parts_per_batch smaller"):
         check_micro_batches(GNN(convs, norm="batch"))
     check_micro_batches(GNN(convs, norm="batch").eval())
-    drawn = GNN(convs, encoder=nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 6)))
+    with_unkeyed_dropout = GNN(convs, encoder=nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 6)))
     with pytest.raises(ValueError, match=r"encoder\.0 draws anew.*input_dropout="):
-        check_micro_batches(drawn)
+        check_micro_batches(with_unkeyed_dropout)
     check_micro_batches(GNN(convs, encoder=nn.Linear(6, 6), dropout=0.5, norm="layer"))
 
 
-def test_usual_runs_are_in_the_middle_and_have_a_loss_where_they_must():
+def test_a_typical_run_has_median_edges_or_has_seeds():
     hist_batch = work_of().batch((0, 1, 2), 1)
     assert hist_batch is not None
-    indptr, seeds = hist_batch.block.part.indptr, hist_batch.batch.output_idx
+    indptr = hist_batch.block.part.indptr
+    seeds = hist_batch.batch.output_idx
     assert seeds is not None
     for count in (1, 4, hist_batch.block.num_dst):
         run = typical_run(hist_batch, count, with_seeds=False)
@@ -168,12 +186,14 @@ def test_usual_runs_are_in_the_middle_and_have_a_loss_where_they_must():
         assert bool(((seeds >= run.start) & (seeds < run.stop)).any())
 
 
-def test_layers_are_learnt_apart():
+def test_the_bytes_of_each_layer_are_learnt_separately():
     layers = LayerBytes(work_of().model, DATA.x)
     assert not layers.is_sure
+
     whole = Sizes((40, 40, 40, 30), (90, 90, 90))
     bound = layers.together(whole)
     assert bound == sum(layers.predict_peak(l, Sizes((40, 30), (90,))) for l in range(3))
+
     for l in range(3):
         for num in (10, 12, 15, 20, 30, 40):
             layers.learn(l, Sizes((num, num // 2), (3 * num,)), 1000 * (l + 1) * num)

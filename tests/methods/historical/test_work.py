@@ -1,4 +1,4 @@
-"""Historical training: its batches, what is written when, and going on after an interruption."""
+"""Historical training: lag, refresh by evaluation, resuming, and that it learns."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ DATA = dataset_of(GRAPH, randn(60, 6))
 
 
 def model_of(dropout: float = 0.0, **options: Any) -> GNN:
+    """Three GCN layers in float64, always with the same first weights."""
     torch.manual_seed(0)
     convs = [pyg.GCNConv(6, 8), pyg.GCNConv(8, 8), pyg.GCNConv(8, 3)]
     return GNN(convs, dropout=dropout, **options).double()
@@ -31,27 +32,28 @@ def model_of(dropout: float = 0.0, **options: Any) -> GNN:
 def trainer_of(
     model: nn.Module | None = None, *, epochs: int = 3, out: Path | None = None, **settings: Any
 ) -> hl.Trainer:
+    """A trainer on six random parts, two in a batch. settings: of `Historical`, and resume=."""
     train = {name: settings.pop(name) for name in ("resume",) if name in settings}
     method = Historical(**({"num_parts": 6, "parts_per_batch": 2, "partition": "random"} | settings))
     return hl.Trainer(model or model_of(), DATA, method, epochs=epochs, show=False, out=out, **train)
 
 
-def test_a_commit_is_seen_after_the_stated_lag():
+def test_a_commit_is_written_after_the_lag():
     trainer = trainer_of(warm_up=False, lag=2)
     work: Any = trainer.work
-    seen = []
+    num_written = []
     for unit in work.units(1):
         unit.forward_backward(unit.total_size)
         unit.commit()
-        seen.append(int((work.histories.written >= 0).sum()))
-    assert seen[:2] == [0, 0]
-    assert seen[2] > 0
+        num_written.append(int((work.histories.written >= 0).sum()))
+    assert num_written[:2] == [0, 0]
+    assert num_written[2] > 0
 
 
 @pytest.mark.parametrize(
     "settings", [{}, {"compensate": True}, {"groups": "fixed", "refresh_every": 1}, {"lag": 1}], ids=str
 )
-def test_it_learns(settings: dict[str, Any]):
+def test_historical_training_learns_a_planted_graph(settings: dict[str, Any]):
     data = planted_partition(
         num_nodes=400, num_edges=4000, num_classes=3, num_features=8, homophily=0.8, signal=2.0, seed=2
     )
@@ -59,23 +61,24 @@ def test_it_learns(settings: dict[str, Any]):
     model = GNN([pyg.SAGEConv(8, 16), pyg.SAGEConv(16, 3)])
     method = Historical(num_parts=6, parts_per_batch=2, partition="random", **settings)
     run = hl.Trainer(model, data, method, epochs=10, lr=0.01, show=False).fit()
+
     assert run.history[-1].loss < 0.6 * run.history[0].loss
     assert run.test > 0.8
     assert run.history[-1].counters["history.rows"] > 0
 
 
-REGULAR = {"edge_dropout": 0.3, "lipschitz": 0.1, "max_batches": 2}
+REGULARISED = {"edge_dropout": 0.3, "lipschitz": 0.1, "max_batches": 2}
 
 
-@pytest.mark.parametrize("settings", [{}, {"compensate": True}, {"lag": 1, "storage": "bf16"}, REGULAR], ids=str)
-def test_a_run_goes_on_as_if_it_had_never_stopped(settings: dict[str, Any], tmp_path: Path):
+@pytest.mark.parametrize("settings", [{}, {"compensate": True}, {"lag": 1, "storage": "bf16"}, REGULARISED], ids=str)
+def test_a_resumed_run_has_the_losses_of_one_never_interrupted(settings: dict[str, Any], tmp_path: Path):
     whole = trainer_of(model_of(dropout=0.3), epochs=4, out=tmp_path / "whole", **settings).fit()
     trainer_of(model_of(dropout=0.3), epochs=2, out=tmp_path / "cut", **settings).fit()
     again = trainer_of(model_of(dropout=0.3), epochs=4, out=tmp_path / "cut", resume=True, **settings).fit()
     assert [e.loss for e in again.history] == [e.loss for e in whole.history]
 
 
-def test_work_remembers_what_checkpoints_hold():
+def test_the_state_of_the_work_holds_its_tables():
     work = trainer_of().work
     assert isinstance(work, HistoricalWork)
     work.refresh()
@@ -86,40 +89,42 @@ def test_work_remembers_what_checkpoints_hold():
         assert torch.equal(other.histories.tables[l], table)
 
 
-def test_evaluation_can_leave_the_tables_as_a_refresh_does():
+def test_refresh_by_evaluation_leaves_the_tables_of_a_refresh():
     data = replace(DATA, splits=DATA.splits | {"valid": torch.arange(30, 40)})
 
-    def trained(**settings: Any) -> tuple[hl.Trainer, list[float]]:
+    def train(**settings: Any) -> tuple[hl.Trainer, list[float]]:
         method = Historical(num_parts=6, parts_per_batch=2, partition="random", lag=1, **settings)
         trainer = hl.Trainer(model_of(dropout=0.3), data, method, epochs=3, show=False)
         return trainer, [epoch.loss for epoch in trainer.fit().history]
 
-    trainer, losses = trained(refresh_every="evaluation")
-    assert losses == pytest.approx(trained(refresh_every=1)[1], abs=1e-12)
-    assert losses[-1] != pytest.approx(trained()[1][-1], abs=1e-6)
+    trainer, losses = train(refresh_every="evaluation")
+    assert losses == pytest.approx(train(refresh_every=1)[1], abs=1e-12)
+    assert losses[-1] != pytest.approx(train()[1][-1], abs=1e-6)
+
     work: Any = trainer.work
     with torch.no_grad():
         for p in trainer.model.parameters():
             p.mul_(1.1)
     work.histories.step = 100
     trainer.evaluate("valid")
-    found = {l: table.clone() for l, table in work.histories.tables.items()}
+    tables = {l: table.clone() for l, table in work.histories.tables.items()}
     assert (work.histories.written == 100).all()
     assert not work.waiting
+
     work.refresh()
-    assert len(found) == 2
+    assert len(tables) == 2
     for l, table in work.histories.tables.items():
-        torch.testing.assert_close(table, found[l], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(table, tables[l], rtol=1e-9, atol=1e-12)
 
 
 def test_a_head_that_changes_its_input_in_place_has_the_same_gradients():
-    found = []
+    gradients = []
     for inplace in (False, True):
         torch.manual_seed(0)
         head = nn.Sequential(nn.ReLU(inplace=inplace), nn.Linear(5, 3))
         model = GNN([pyg.SAGEConv(6, 4), pyg.SAGEConv(4, 5)], head=head).double()
         for unit in trainer_of(model, num_parts=4, parts_per_batch=1, compensate=True).work.units(1):
             unit.forward_backward(10)
-        found.append([p.grad for p in model.parameters()])
-    for ours, theirs in zip(*found, strict=True):
+        gradients.append([p.grad for p in model.parameters()])
+    for ours, theirs in zip(*gradients, strict=True):
         assert_close(ours, theirs)

@@ -6,17 +6,17 @@ import torch
 
 from hopline.core.batch import Batch
 from hopline.methods.partitioned.sweep import backward_sweep, forward_sweep
-from tests.equivalence.test_5_historical import MODELS, full, summed, work_of
+from tests.equivalence.test_5_historical import MODELS, full_batch, mean_loss, work_of
 
 
-def test_gradients_at_the_boundaries_are_autograds():
+def test_gradients_at_layer_boundaries_equal_those_of_autograd():
     torch.manual_seed(0)
     model = MODELS["gcn"](6, 3).double()
     work = work_of(model)
     forward_sweep(work)
     backward_sweep(work)
 
-    batch: Batch = full(model)
+    batch: Batch = full_batch(model)
     state = model.encode(batch.input_rows, batch.input_keys, None)
     rows = []
     for l, block in enumerate(batch.blocks):
@@ -25,11 +25,11 @@ def test_gradients_at_the_boundaries_are_autograds():
         state.h.retain_grad()
         rows.append(state.h)
 
-    class Given(torch.nn.Module):
+    class ModelFromState(torch.nn.Module):
         def forward(self, batch: Batch) -> torch.Tensor:
             return model.decode(state)[batch.seeds]
 
-    (summed(Given(), batch) * batch.num_seeds).backward()
+    (mean_loss(ModelFromState(), batch) * batch.num_seeds).backward()
     for l, h in enumerate(rows):
-        found = work.gradients.tables[l][work.partition.position]
-        torch.testing.assert_close(found, h.grad, rtol=1e-9, atol=1e-12)
+        ours = work.gradients.tables[l][work.partition.position]
+        torch.testing.assert_close(ours, h.grad, rtol=1e-9, atol=1e-12)

@@ -1,4 +1,4 @@
-"""What a step's capture leaves behind, on a GPU that is stood in for."""
+"""Warm-up and capture of a step on `FakeCuda`: model, gradients and streams are as before, also after a failure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ class Steps:
     def __init__(self, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, fails_at: int | None = None) -> None:
         data = small()
         torch.manual_seed(0)
-        self.model, self.fake_cuda, self.fails_at = sage(data, norm="batch"), fake_cuda, fails_at
+        self.model = sage(data, norm="batch")
+        self.fake_cuda = fake_cuda
+        self.fails_at = fails_at
         self.modes: list[int | str] = []
         """Whether each step was to wait for nothing."""
         method = hl.Sampled(fanouts=(4, 3), batch_size=60, layout="tree")
@@ -31,7 +33,8 @@ class Steps:
         self.lines: list[str] = []
         self.job = replace(trainer.job, say=self.lines.append)
         loader = trainer.work.loader  # type: ignore[attr-defined]
-        self.work, self.batch = CapturedWork(self.job, loader), next(iter(loader))
+        self.work = CapturedWork(self.job, loader)
+        self.batch = next(iter(loader))
         monkeypatch.setattr(self.work.batches, "next", self.next)
 
     def next(self, num_seeds: int, first: int, total: int) -> hl.Batch:
@@ -55,7 +58,9 @@ class Steps:
         return capture(self.job, self.work.batches, 60, 0, 60)
 
 
-def test_warming_up_and_capturing_change_nothing(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch):
+def test_warm_up_and_capture_leave_model_and_gradients_as_they_were(
+    fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+):
     steps = Steps(fake_cuda, monkeypatch)
     before = steps.state()
     step = steps.capture()
@@ -65,6 +70,7 @@ def test_warming_up_and_capturing_change_nothing(fake_cuda: FakeCuda, monkeypatc
     assert all(p.grad is None for p in steps.model.parameters())
     assert steps.modes == [0, *["error"] * (WARM_UP_STEPS - 1), 0], "the capture itself finds what waits"
     assert all(gradient is not None for gradient in step.gradients)
+
     order = [line for line in fake_cuda.log if line != "synchronize"]
     assert order == [
         "side 1 waits for main",
@@ -76,7 +82,7 @@ def test_warming_up_and_capturing_change_nothing(fake_cuda: FakeCuda, monkeypatc
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, WARM_UP_STEPS + 1])
-def test_a_capture_that_fails_changes_nothing_either_and_says_so(
+def test_a_failed_capture_leaves_model_and_gradients_as_they_were_and_is_logged(
     fails_at: int, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ):
     steps = Steps(fake_cuda, monkeypatch, fails_at)

@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs: equal to steps that run as they are, and nothing asked of the host."""
+"""Captured steps: equal to steps without capture, and an epoch of them does not synchronise with the host."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def data_on_gpu(**changes: Any) -> hl.Dataset:
+    """A planted graph of 4000 nodes."""
     settings: dict[str, Any] = {"num_nodes": 4000, "num_edges": 40_000, "num_classes": 5, "num_features": 16, "seed": 1}
     return planted_partition(**(settings | changes))
 
@@ -48,37 +49,37 @@ MODELS = {
 
 
 SAME_BITS = ("sage", "sage max", "batch norm")
-"""Those whose kernels add up in the same order every time, in a graph or not."""
+"""Models whose kernels sum in a fixed order, so that losses are equal to the bit."""
 
 
-def trained(
-    name: str, *, captured: bool, precision: str = "float32", epochs: int = 3, **options: Any
-) -> tuple[Any, Any]:
+def train(name: str, *, captured: bool, precision: str = "float32", epochs: int = 3, **options: Any) -> tuple[Any, Any]:
+    """(trainer, run) of three layers in the tree layout on a GPU, with steps captured or not."""
     torch.manual_seed(0)
     data = data_on_gpu()
     model = MODELS[name](data.num_features, data.num_classes)
     method = hl.Sampled(fanouts=(5, 4, 3), batch_size=256, layout="tree")
     trainer = hl.Trainer(model, data, method, epochs=epochs, device="cuda", show=False, precision=precision, **options)
     if not captured:
-        not_captured(trainer)
+        run_without_capture(trainer)
     return trainer, trainer.fit()
 
 
-def not_captured(trainer: hl.Trainer) -> None:
-    """Have it run its steps kernel by kernel."""
+def run_without_capture(trainer: hl.Trainer) -> None:
+    """Have a trainer run its steps kernel by kernel: every size counts as one that cannot be captured."""
     trainer.work.steps = dict.fromkeys(range(10_000))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_captured_steps_have_the_losses_of_steps_run_as_they_are(name: str):
-    (one, captured), (_, eager) = (trained(name, captured=c, clip_norm=1.0) for c in (True, False))
+def test_captured_steps_have_the_losses_of_steps_without_capture(name: str):
+    (one, captured), (_, eager) = (train(name, captured=c, clip_norm=1.0) for c in (True, False))
     assert len(one.work.steps) == 2
     assert None not in one.work.steps.values(), "a step was not captured"
+
     losses = [[e.loss for e in run.history] for run in (captured, eager)]
     if name in SAME_BITS:
         assert losses[0] == losses[1]
     assert losses[0][0] == pytest.approx(losses[1][0], rel=2e-4)
-    # Later ones drift where stock convs and torch's own reductions add up in any order.
+    # Later losses drift where convs of PyG and reductions of torch sum in any order.
     assert losses[0] == pytest.approx(losses[1], rel=5e-3)
     assert losses[0][-1] < losses[0][0]
 
@@ -97,10 +98,11 @@ def test_a_tree_on_the_gpu_trains_as_on_the_cpu(name: str):
 
 
 class Freeze(hl.Callback):
-    """Trains the first layer from some step on, and the last one up to another."""
+    """Unfreezes the first layer after a step, and freezes the last one after another."""
 
     def __init__(self, first: int, last: int) -> None:
-        self.first, self.last = first, last
+        self.first = first
+        self.last = last
 
     def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
         assert isinstance(trainer.model, hl.nn.GNN)
@@ -113,7 +115,8 @@ class Freeze(hl.Callback):
 @pytest.mark.parametrize(("first", "last"), [(1, 100), (4, 5), (5, 12), (7, 8)])
 def test_parameters_that_are_frozen_or_unfrozen_train_as_on_the_cpu(first: int, last: int):
     """Between steps of an epoch, and at its end: four steps of 250 nodes and a smaller one make an epoch."""
-    losses, weights = [], []
+    losses = []
+    weights = []
     for device in ("cuda", "cpu"):
         torch.manual_seed(0)
         data = data_on_gpu(num_train=1100)
@@ -133,71 +136,76 @@ def test_parameters_that_are_frozen_or_unfrozen_train_as_on_the_cpu(first: int, 
 
 @pytest.mark.parametrize("num_train", [256, 300, 600])
 def test_an_epoch_may_have_fewer_steps_than_are_run_before_the_capture(num_train: int):
-    data, losses = data_on_gpu(num_train=num_train), {}
+    data = data_on_gpu(num_train=num_train)
+    losses = {}
     for captured in (True, False):
         torch.manual_seed(0)
         method = hl.Sampled(fanouts=(5, 4, 3), batch_size=256, layout="tree")
         trainer = hl.Trainer(MODELS["sage"](16, 5), data, method, epochs=3, device="cuda", show=False)
         if not captured:
-            not_captured(trainer)
+            run_without_capture(trainer)
         losses[captured] = [epoch.loss for epoch in trainer.fit().history]
     assert losses[True] == pytest.approx(losses[False], rel=1e-4)
 
 
 def test_bf16_is_close_to_float32_and_uses_the_fused_layers():
-    runs = [trained("sage", captured=True, precision=p)[1] for p in ("bf16", "float32")]
+    runs = [train("sage", captured=True, precision=p)[1] for p in ("bf16", "float32")]
     assert [e.loss for e in runs[0].history] == pytest.approx([e.loss for e in runs[1].history], rel=2e-2)
     assert runs[0].test == pytest.approx(runs[1].test, abs=0.03)
 
 
-def test_runs_are_the_same_every_time():
-    runs = [trained("sage", captured=True, precision="bf16")[1] for _ in range(2)]
+def test_captured_runs_are_equal_to_the_bit():
+    runs = [train("sage", captured=True, precision="bf16")[1] for _ in range(2)]
     assert [e.loss for e in runs[0].history] == [e.loss for e in runs[1].history]
 
 
 @pytest.mark.parametrize("placement", [None, hl.Placement(features="pinned", cache="64KB")], ids=["near", "staged"])
-def test_an_epoch_waits_for_nothing_but_its_end(placement: hl.Placement | None):
-    trainer, _ = trained("sage", captured=True, epochs=1, placement=placement)
+def test_an_epoch_of_captured_steps_does_not_synchronise(placement: hl.Placement | None):
+    trainer, _ = train("sage", captured=True, epochs=1, placement=placement)
     assert (trainer.work.prefetcher is None) == (placement is None)
+
     trainer.model.train()
     units = list(trainer.work.units(2))
     assert len({unit.size for unit in units}) == 2  # the last is not full
     assert all(isinstance(unit, CapturedUnit) for unit in units)
+
     torch.cuda.synchronize()
     with no_waiting():
         for unit in trainer.work.units(2):
             trainer.step([unit])
 
 
-def test_accumulated_units_add_up():
-    runs = [trained("sage", captured=c, accumulate=3)[1] for c in (True, False)]
+def test_captured_steps_accumulate_gradients():
+    runs = [train("sage", captured=c, accumulate=3)[1] for c in (True, False)]
     assert [e.loss for e in runs[0].history] == pytest.approx([e.loss for e in runs[1].history], rel=2e-4)
 
 
-def test_what_cannot_be_captured_runs_as_it_is_and_says_so(caplog: pytest.LogCaptureFixture):
+def test_a_loss_that_synchronises_runs_without_capture_and_logs_it(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, logger="hopline")
     data = data_on_gpu()
     torch.manual_seed(0)
     model = MODELS["sage"](data.num_features, data.num_classes)
 
-    def waits(model: nn.Module, batch: hl.Batch) -> Tensor:
+    def loss_that_synchronises(model: nn.Module, batch: hl.Batch) -> Tensor:
         loss = nn.functional.cross_entropy(model(batch), batch.labels)
         assert loss.item() > 0  # waits for the device
         return loss
 
     method = hl.Sampled(fanouts=(5, 4, 3), batch_size=256, layout="tree")
-    trainer = hl.Trainer(model, data, method, epochs=1, device="cuda", train_step=waits)
+    trainer = hl.Trainer(model, data, method, epochs=1, device="cuda", train_step=loss_that_synchronises)
     trainer.fit()
+
     assert "steps are not captured in a CUDA graph" in caplog.text
 
 
 @pytest.mark.parametrize("fails_at", [1, 4, 5])  # before the capture, in it, and in a step that is run as it is
 def test_after_a_step_that_failed_the_next_run_with_the_model_is_captured(fails_at: int):
-    data, calls = data_on_gpu(), [0]
+    data = data_on_gpu()
+    calls = [0]
     torch.manual_seed(0)
     model = MODELS["sage"](data.num_features, data.num_classes)
 
-    def fails(model: nn.Module, batch: hl.Batch) -> Tensor:
+    def fail_at(model: nn.Module, batch: hl.Batch) -> Tensor:
         loss = nn.functional.cross_entropy(model(batch), batch.labels)
         calls[0] += 1
         if calls[0] >= fails_at:
@@ -206,7 +214,8 @@ def test_after_a_step_that_failed_the_next_run_with_the_model_is_captured(fails_
 
     method = hl.Sampled(fanouts=(5, 4, 3), batch_size=256, layout="tree")
     with pytest.raises(ZeroDivisionError) as error:
-        hl.Trainer(model, data, method, device="cuda", show=False, train_step=fails).fit()
+        hl.Trainer(model, data, method, device="cuda", show=False, train_step=fail_at).fit()
+
     trainer = hl.Trainer(model, data, method, epochs=2, device="cuda", show=False)
     trainer.fit()
     assert error.traceback, "which holds the loss of the step"
@@ -219,14 +228,14 @@ def test_after_a_step_that_failed_the_next_run_with_the_model_is_captured(fails_
 )
 def test_data_that_is_not_all_on_the_device_trains_the_same(placement: dict[str, Any]):
     losses = []
-    for choice in (None, hl.Placement(**placement)):
+    for chosen_placement in (None, hl.Placement(**placement)):
         torch.manual_seed(0)
         data = data_on_gpu()
         model = MODELS["sage"](data.num_features, data.num_classes)
         method = hl.Sampled(fanouts=(5, 4, 3), batch_size=256, layout="tree", look_ahead=3)
-        run = hl.Trainer(model, data, method, epochs=2, device="cuda", show=False, placement=choice).fit()
+        run = hl.Trainer(model, data, method, epochs=2, device="cuda", show=False, placement=chosen_placement).fit()
         losses.append([e.loss for e in run.history])
-        if choice is not None and "cache" in placement:
+        if chosen_placement is not None and "cache" in placement:
             misses = run.history[-1].counters["rows.cache_miss"]
             assert misses > 0
             # Rows of three steps come together, each of them once.
@@ -280,7 +289,7 @@ def test_two_ranks_on_one_gpu_train_as_one(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("schedule", ["constant", "step"])
-def test_a_run_goes_on_from_its_checkpoint(schedule: str, tmp_path: Path):
+def test_a_resumed_run_has_the_losses_of_one_never_interrupted(schedule: str, tmp_path: Path):
     runs = []
     for parts in ([4], [2, 4]):
         for number, epochs in enumerate(parts):

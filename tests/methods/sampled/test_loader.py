@@ -1,4 +1,7 @@
-"""Which layout a loader takes, and how ranks share its seeds; `test_sampled.py` has its batches."""
+"""The loader of `Sampled`: its layout, number of threads, shares of ranks, and reads after out of memory.
+
+Its batches are tested in `test_sampled.py`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ DATA = dataset_of(random_graph(), randn(50, 6))
 CPU = torch.device("cpu")
 
 
-def test_auto_takes_blocks_on_the_cpu():
+def test_layout_auto_is_block_on_the_cpu():
     model = GNN([SAGEConv(6, 3)])
     assert resolve_layout(hl.Sampled(fanouts=(3,)), DATA, CPU, model) == "block"
     assert resolve_layout(hl.Sampled(fanouts=(3,), layout="tree"), DATA, CPU, model) == "tree"
@@ -32,11 +35,12 @@ def test_auto_takes_blocks_on_the_cpu():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_auto_takes_trees_where_a_gpu_reads_all():
-    model, gpu = GNN([SAGEConv(6, 3)]), torch.device("cuda", 0)
+def test_layout_auto_is_tree_where_a_gpu_reads_graph_and_features():
+    model = GNN([SAGEConv(6, 3)])
+    gpu = torch.device("cuda", 0)
 
-    def layout(fanouts: tuple[int, ...] = (3,), **where: Any) -> str:
-        return resolve_layout(hl.Sampled(fanouts=fanouts), place(DATA, hl.Placement(**where), gpu), gpu, model)
+    def layout(fanouts: tuple[int, ...] = (3,), **placement: Any) -> str:
+        return resolve_layout(hl.Sampled(fanouts=fanouts), place(DATA, hl.Placement(**placement), gpu), gpu, model)
 
     assert {layout(), layout(features="pinned", cache="100"), layout(graph="pinned", features="pinned")} == {"tree"}
     assert layout(features="pinned", cache=0) == "tree"
@@ -45,12 +49,14 @@ def test_auto_takes_trees_where_a_gpu_reads_all():
 
 @pytest.mark.parametrize("layout", ["block", "tree"])
 def test_ranks_share_the_seeds_of_each_step_as_in_a_trainer(layout: Any):
-    model, method = GNN([SAGEConv(6, 3), SAGEConv(3, 3)]), hl.Sampled(fanouts=(3, 2), batch_size=4, layout=layout)
+    model = GNN([SAGEConv(6, 3), SAGEConv(3, 3)])
+    method = hl.Sampled(fanouts=(3, 2), batch_size=4, layout=layout)
     whole = [*replace(method, batch_size=12).loader(DATA, seed=5).epoch(2)]
 
     worlds = [World(RankSpec(rank=rank, size=3)) for rank in range(3)]
     parts = [[*method.loader(DATA, seed=5, world=world).epoch(2)] for world in worlds]
     assert [len(batches) for batches in parts] == [len(whole)] * 3
+
     for step, union in enumerate(whole):
         shares = [batches[step] for batches in parts]
         assert torch.equal(torch.cat([share.seeds for share in shares]), union.seeds)
@@ -61,64 +67,67 @@ def test_ranks_share_the_seeds_of_each_step_as_in_a_trainer(layout: Any):
     for world, batches in zip(worlds, parts, strict=True):
         trainer = hl.Trainer(model, DATA, method, seed=5, world=world, show=False)
         assert isinstance(trainer.work, SampledWork)
-        trained = [*trainer.work.loader.epoch(2)]
-        assert [b.seeds.tolist() for b in trained] == [b.seeds.tolist() for b in batches]
-        assert {b.total_seeds for b in trained} == {b.total_seeds for b in batches}
+        batches_of_trainer = [*trainer.work.loader.epoch(2)]
+        assert [b.seeds.tolist() for b in batches_of_trainer] == [b.seeds.tolist() for b in batches]
+        assert {b.total_seeds for b in batches_of_trainer} == {b.total_seeds for b in batches}
 
 
-def test_without_ranks_a_loader_says_no_total():
+def test_without_a_world_batches_have_no_total_seeds():
     """It may run on each of several ranks, where the seeds of one are not those of all."""
     assert {batch.total_seeds for batch in hl.Sampled(fanouts=(3,), batch_size=16).loader(DATA)} == {None}
 
 
-def test_trees_come_where_they_are_asked_for():
+def test_layout_tree_gives_tree_blocks():
     for batch in hl.Sampled(fanouts=(3, 2), batch_size=16, layout="tree").loader(DATA):
         assert isinstance(batch.x, torch.Tensor)
         assert all(block.present is not None for block in batch.blocks)
         assert batch.x.shape == (batch.blocks[0].num_src, 6)
 
 
-def test_workers_follow_the_cores():
+def test_workers_and_look_ahead_follow_the_number_of_cores():
     assert resolve_workers(hl.Sampled(), 2) == (2, 4)
     assert resolve_workers(hl.Sampled(), 64) == (8, 16)
     assert resolve_workers(hl.Sampled(workers=0), 64) == (0, 2)
 
 
 def test_threads_are_tuned_between_epochs_only_where_the_method_leaves_them_open(monkeypatch: pytest.MonkeyPatch):
-    learnt: list[Load] = []
-    monkeypatch.setattr(Tuning, "learn", lambda tuning, load: (learnt.append(load), setattr(tuning, "workers", 1)))
+    loads: list[Load] = []
+    monkeypatch.setattr(Tuning, "learn", lambda tuning, load: (loads.append(load), setattr(tuning, "workers", 1)))
     monkeypatch.setattr("hopline.distributed.world.num_cores", lambda: 3)
-    open_to_it = hl.Sampled(fanouts=(3,), batch_size=4).loader(DATA)
-    assert open_to_it.threads == (3, 6)
-    first, second = list(open_to_it), list(open_to_it.epoch(1))
-    assert [load.workers for load in learnt] == [3, 1], "the epoch that is over, and the next with what was learnt"
-    assert [load.num_results for load in learnt] == [len(first)] * 2
+    tuned = hl.Sampled(fanouts=(3,), batch_size=4).loader(DATA)
+    assert tuned.threads == (3, 6)
+
+    first = list(tuned)
+    second = list(tuned.epoch(1))
+    assert [load.workers for load in loads] == [3, 1], "the epoch that is over, and the next with what was learnt"
+    assert [load.num_results for load in loads] == [len(first)] * 2
     assert all(map(torch.equal, (b.input_ids for b in first), (b.input_ids for b in second)))
+
     for fixed in ({"workers": 2}, {"look_ahead": 3}, {"workers": 0}):
         loader = hl.Sampled(fanouts=(3,), batch_size=4, **fixed).loader(DATA)  # type: ignore[arg-type]
         before = loader.threads
         assert len(list(loader)) == len(first)
         assert loader.threads == before
-    assert len(learnt) == 2
+    assert len(loads) == 2
 
 
 def test_a_loader_for_a_budget_is_another_loader_of_the_same_batches():
     plain = hl.Sampled(fanouts=(3,), batch_size=4, workers=1).loader(DATA, seed=5)
-    divided: list[int] = []
+    sizes_split: list[int] = []
 
     def split_ahead(batch: hl.Batch) -> hl.Batch:
-        divided.append(batch.num_seeds)
+        sizes_split.append(batch.num_seeds)
         return batch
 
-    other = plain.with_budget(split_ahead, batches_on_host=True)
-    for found, expected in zip(other.epoch(3), plain.epoch(3), strict=True):
-        assert torch.equal(found.input_ids, expected.input_ids)
-        assert torch.equal(found.seeds, expected.seeds)
-    assert sum(divided) == plain.ids.numel(), "by the new loader alone"
+    guarded = plain.with_budget(split_ahead, batches_on_host=True)
+    for ours, expected in zip(guarded.epoch(3), plain.epoch(3), strict=True):
+        assert torch.equal(ours.input_ids, expected.input_ids)
+        assert torch.equal(ours.seeds, expected.seeds)
+    assert sum(sizes_split) == plain.ids.numel(), "by the new loader alone"
     assert (plain.split_ahead, plain.batches_on_host) == (None, False)
 
 
-def test_an_epoch_that_is_left_says_nothing_of_its_load():
+def test_an_epoch_left_early_has_no_load():
     loader = hl.Sampled(fanouts=(3,), batch_size=4, workers=1).loader(DATA)
     list(loader)
     assert loader.load is not None
@@ -128,8 +137,8 @@ def test_an_epoch_that_is_left_says_nothing_of_its_load():
     assert loader.load is None
 
 
-class Full(TensorTable):
-    """Memory runs out at the first read."""
+class OutOfMemoryOnce(TensorTable):
+    """A table whose first read is out of memory."""
 
     reads = 0
 
@@ -140,10 +149,10 @@ class Full(TensorTable):
         return super().read(ids)
 
 
-def test_rows_for_which_there_is_no_room_at_first_come_when_there_is():
+def test_rows_are_read_again_after_out_of_memory():
     x = randn(50, 6)
     data = dataset_of(random_graph(), x)
-    data = replace(data, tables={"x": Full(x)})
+    data = replace(data, tables={"x": OutOfMemoryOnce(x)})
     loader = hl.Sampled(fanouts=(3,), batch_size=16, workers=0).loader(data)
     loader.read_by_gpu = True  # which comes with the ids
     for batch in loader:

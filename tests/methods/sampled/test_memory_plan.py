@@ -1,3 +1,8 @@
+"""The memory plan of `Sampled`: with less and less memory it keeps batches on the host, then splits them.
+
+The outline of a GPU run needs no GPU: what CUDA itself takes is set to zero.
+"""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -24,9 +29,11 @@ METHOD = Sampled(fanouts=(5, 5), batch_size=200, workers=2, look_ahead=4)
 
 
 def outline_of(num_nodes: int = 1000, num_edges: int = 8000, **options: Any) -> RunOutline:
+    """The outline of a run on the CPU."""
     data = dataset_of(random_graph(num_nodes, num_edges), randn(num_nodes, 6))
     model = GNN(stack_of("sage-mean", 6, 32, 3)).double()
-    step, ids = supervised_loss("single", 3), data.splits["train"]
+    step = supervised_loss("single", 3)
+    ids = data.splits["train"]
     job = Job(data=data, model=as_walkable(model), module=model, train_ids=ids, train_step=step)
     return RunOutline(job=job, **options)
 
@@ -41,48 +48,54 @@ def gpu_outline(monkeypatch: pytest.MonkeyPatch) -> RunOutline:
     return replace(outline, job=replace(outline.job, device=torch.device("cuda", 0)))
 
 
-def forms(outline: RunOutline, limits: dict[Place, int | None] | None = None, method: Sampled = METHOD) -> SampledForms:
+def forms_of(
+    outline: RunOutline, limits: dict[Place, int | None] | None = None, method: Sampled = METHOD
+) -> SampledForms:
+    """The forms of a run within limits; a place without one is unlimited."""
     free: dict[Place, int | None] = {"device": None, "host": None, "disk": None}
     return SampledForms(method, outline, free | (limits or {}))
 
 
-def described(plan: Plan) -> tuple[bool, int, bool]:
-    """(whether batches wait on the host, how many are made ahead, whether they go whole)."""
+def describe_plan(plan: Plan) -> tuple[bool, int, bool]:
+    """(whether batches wait on the host, batches that are prefetched, whether a step runs whole)."""
     assert isinstance(plan.method, Sampled)
     return plan.batches_on_host, plan.method.look_ahead * plan.method.workers, plan.step_bytes <= plan.limit_bytes  # type: ignore[operator]
 
 
 def test_batches_are_drawn_on_the_host_for_a_gpu_too(gpu_outline: RunOutline):
-    found, expected = list(draw_batches(METHOD, gpu_outline, 300)), list(draw_batches(METHOD, outline_of(), 300))
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one.input_ids, other.input_ids)
-        assert isinstance(one.x, torch.Tensor), "rows that a GPU is to have count"
-        assert torch.equal(one.x, gpu_outline.data.x.read(one.input_ids))
+    batches = list(draw_batches(METHOD, gpu_outline, 300))
+    expected = list(draw_batches(METHOD, outline_of(), 300))
+    for ours, theirs in zip(batches, expected, strict=True):
+        assert torch.equal(ours.input_ids, theirs.input_ids)
+        assert isinstance(ours.x, torch.Tensor), "rows that a GPU is to have count"
+        assert torch.equal(ours.x, gpu_outline.data.x.read(ours.input_ids))
 
 
-def test_with_less_and_less_of_a_gpu_batches_wait_on_the_host_and_then_go_in_pieces(gpu_outline: RunOutline):
+def test_a_tighter_gpu_budget_keeps_batches_on_the_host_and_then_splits_them(gpu_outline: RunOutline):
     gpu_outline = replace(gpu_outline, placement=Placement(graph="host", features="host"))
-    there, here = (forms(gpu_outline).plan(2, 4, waits) for waits in (False, True))
-    batches = {item.place: item.num_bytes for item in there.items if item.name == "5 prepared batches"}
+    on_device, on_host = (forms_of(gpu_outline).plan(2, 4, batches_on_host) for batches_on_host in (False, True))
+    batches = {item.place: item.num_bytes for item in on_device.items if item.name == "5 prepared batches"}
     assert batches["device"] == 6 / 5 * batches["host"]
-    assert here.resident_bytes("device") == there.resident_bytes("device") - batches["device"]
-    assert here.step_bytes > there.step_bytes, "with a copy of the batch"
-    assert here.resident_bytes("host") == there.resident_bytes("host")
-    ends = [there.peak_bytes("device"), here.peak_bytes("device"), here.smallest_bytes("device")]
-    assert ends == sorted(ends, reverse=True)
-    found = [described(forms(gpu_outline, {"device": end}).best()) for end in ends]
-    assert found == [(False, 8, True), (True, 8, True), (True, 8, False)]
-    assert not forms(gpu_outline, {"device": ends[-1] - 1}).best().fits
+    assert on_host.resident_bytes("device") == on_device.resident_bytes("device") - batches["device"]
+    assert on_host.step_bytes > on_device.step_bytes, "with a copy of the batch"
+    assert on_host.resident_bytes("host") == on_device.resident_bytes("host")
+
+    limits = [on_device.peak_bytes("device"), on_host.peak_bytes("device"), on_host.smallest_bytes("device")]
+    assert limits == sorted(limits, reverse=True)
+
+    described = [describe_plan(forms_of(gpu_outline, {"device": limit}).best()) for limit in limits]
+    assert described == [(False, 8, True), (True, 8, True), (True, 8, False)]
+    assert not forms_of(gpu_outline, {"device": limits[-1] - 1}).best().fits
 
 
-def test_what_waits_on_the_host_keeps_to_the_hosts_limit(gpu_outline: RunOutline):
-    device = forms(gpu_outline).plan(2, 4, True).smallest_bytes("device")
+def test_batches_on_the_host_keep_to_the_budget_of_the_host(gpu_outline: RunOutline):
+    device = forms_of(gpu_outline).plan(2, 4, True).smallest_bytes("device")
     for look_ahead, workers in ((4, 2), (2, 2), (1, 2), (1, 0)):
-        smallest = forms(gpu_outline).plan(workers, look_ahead, True)
+        smallest = forms_of(gpu_outline).plan(workers, look_ahead, True)
         limits: dict[Place, int | None] = {"device": device, "host": smallest.resident_bytes("host")}
-        plan = forms(gpu_outline, limits).best()
+        plan = forms_of(gpu_outline, limits).best()
         assert plan.fits
-        assert described(plan) == (True, look_ahead * workers, False)
+        assert describe_plan(plan) == (True, look_ahead * workers, False)
 
 
 @pytest.mark.parametrize(
@@ -94,31 +107,36 @@ def test_what_waits_on_the_host_keeps_to_the_hosts_limit(gpu_outline: RunOutline
         (Placement(), "tree"),
     ],
 )
-def test_batches_that_a_gpu_makes_do_not_wait(gpu_outline: RunOutline, placement: Placement, layout: Any):
-    made = forms(replace(gpu_outline, placement=placement), method=replace(METHOD, layout=layout))
-    assert not any(plan.batches_on_host for plan in made.plans())
-    assert forms(gpu_outline).best().placement is not None
+def test_batches_made_on_the_gpu_do_not_wait_on_the_host(gpu_outline: RunOutline, placement: Placement, layout: Any):
+    gpu_forms = forms_of(replace(gpu_outline, placement=placement), method=replace(METHOD, layout=layout))
+    assert not any(plan.batches_on_host for plan in gpu_forms.plans())
+    assert forms_of(gpu_outline).best().placement is not None
 
 
-def test_on_a_cpu_batches_are_where_they_are_needed():
-    assert not any(plan.batches_on_host for plan in forms(outline_of()).plans())
+def test_on_a_cpu_no_plan_has_batches_on_host():
+    assert not any(plan.batches_on_host for plan in forms_of(outline_of()).plans())
 
 
-def test_a_loader_leaves_batches_that_wait_on_the_host(gpu_outline: RunOutline):
-    data, job = gpu_outline.data, gpu_outline.job
+def test_with_batches_on_host_a_loader_moves_no_batch(gpu_outline: RunOutline):
+    data = gpu_outline.data
+    job = gpu_outline.job
     loader = Loader(data, job.train_ids, METHOD, 0, job.device, job.model, batches_on_host=True)
     on_cpu = Loader(data, job.train_ids, METHOD, 0, torch.device("cpu"), None)
     for batch, expected in zip(loader.epoch(1), on_cpu.epoch(1), strict=True):
         assert_same(batch, expected)
-    taken = MicroBatchBytes.of(expected, None)
+
+    micro_batch_bytes = MicroBatchBytes.of(expected, None)
     sizes = Sizes.of(expected)
     assert (
-        taken.while_built(sizes) == taken.resident(sizes) < MicroBatchBytes.of(expected, job.device).while_built(sizes)
+        micro_batch_bytes.while_built(sizes)
+        == micro_batch_bytes.resident(sizes)
+        < MicroBatchBytes.of(expected, job.device).while_built(sizes)
     )
-    assert taken.resident(sizes) >= expected.num_bytes
+    assert micro_batch_bytes.resident(sizes) >= expected.num_bytes
 
 
 def assert_same(batch: Batch, expected: Batch) -> None:
+    """Rows, labels and sources of two batches are equal."""
     assert isinstance(batch.x, torch.Tensor)
     assert isinstance(expected.x, torch.Tensor)
     assert torch.equal(batch.x, expected.x)
@@ -130,20 +148,22 @@ def assert_same(batch: Batch, expected: Batch) -> None:
 def test_no_seed_draws_more_than_the_bound(fanouts: tuple[int, ...]):
     outline = outline_of(200, 900)
     bound = largest_seed_sizes(fanouts, outline.data.graph, outline.train_ids).array
-    found = torch.stack(
+    sizes = torch.stack(
         [torch.from_numpy(Sizes.of(b).array) for b in draw_batches(Sampled(fanouts=fanouts), outline, 1)]
     )
-    assert (found.amax(0) <= torch.from_numpy(bound)).all()
+    assert (sizes.amax(0) <= torch.from_numpy(bound)).all()
 
 
 def test_the_bound_is_exact_where_nothing_is_shared(monkeypatch: pytest.MonkeyPatch):
     # A chain of stars: node 0 hears from 1 .. 4, of which each hears from three more.
     src = torch.arange(1, 17)
     dst = torch.cat([torch.zeros(4, dtype=torch.int64), torch.arange(1, 5).repeat_interleave(3)])
-    graph, seeds = graph_of(src, dst, 17), torch.tensor([0, 5])
-    found = largest_seed_sizes((-1, -1), graph, seeds)
-    assert found.nodes == (17, 5, 1)
-    assert found.edges == (16, 4)
+    graph = graph_of(src, dst, 17)
+    seeds = torch.tensor([0, 5])
+    sizes = largest_seed_sizes((-1, -1), graph, seeds)
+    assert sizes.nodes == (17, 5, 1)
+    assert sizes.edges == (16, 4)
+
     monkeypatch.setattr("hopline.methods.sampled.memory_plan.MAX_SEARCHED_NODES", 1)  # the bound by degrees alone
-    coarse = largest_seed_sizes((-1, -1), graph, seeds)
-    assert all(a >= b for a, b in zip(coarse.array, found.array, strict=True))
+    sizes_by_degrees = largest_seed_sizes((-1, -1), graph, seeds)
+    assert all(a >= b for a, b in zip(sizes_by_degrees.array, sizes.array, strict=True))

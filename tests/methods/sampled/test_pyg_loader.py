@@ -1,4 +1,8 @@
-"""`hl.NeighborLoader` beside what PyG's loader promises, with plain PyG on the whole graph as the oracle."""
+"""`hl.NeighborLoader` keeps what PyG's loader promises; plain PyG on the whole graph is the oracle.
+
+`check_batch` states all that must hold of a batch. Further claims: draws are uniform, a seed repeats an epoch for any
+number of threads, and an argument that would change batches is refused.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ NUM_NODES = 50
 WORKERS = [0, 2]
 
 
-def ugly(*, shuffled: bool = True) -> Any:
+def irregular_data(*, shuffled: bool = True) -> Any:
     """Double edges, self-loops, a hub, nodes without in-edges and one without any; edges in any order."""
     edge_index = random_graph(NUM_NODES, 300, loops=True).edge_index()
     if shuffled:
@@ -48,12 +52,14 @@ def ugly(*, shuffled: bool = True) -> Any:
 def batches(
     data: Any, num_neighbors: list[int], input_nodes: Any = None, *, batch_size: int = 7, **arguments: Any
 ) -> list[Any]:
+    """All batches of one epoch of `hl.NeighborLoader`."""
     return list(hl.NeighborLoader(data, num_neighbors, input_nodes, batch_size=batch_size, **arguments))
 
 
-def check(batch: Any, data: Any, num_neighbors: list[int]) -> None:
-    """All that must hold of any batch."""
-    n_id, e_id = batch.n_id, batch.e_id
+def check_batch(batch: Any, data: Any, num_neighbors: list[int]) -> None:
+    """All that must hold of a batch: ids, edges, rows, and as many draws per hop as the fan-out allows."""
+    n_id = batch.n_id
+    e_id = batch.e_id
     assert n_id.unique().numel() == n_id.numel() == batch.num_nodes
     assert batch.edge_index.dtype == n_id.dtype == e_id.dtype == torch.int64
     assert torch.equal(n_id[batch.edge_index], data.edge_index[:, e_id]), "each edge is the one that e_id names"
@@ -76,13 +82,14 @@ def check(batch: Any, data: Any, num_neighbors: list[int]) -> None:
     first_node = first_edge = 0
     for hop, fanout in enumerate(num_neighbors):
         nodes = slice(first_node, first_node + hops[hop])
-        most = in_degree[nodes] if fanout < 0 else in_degree[nodes].clamp(max=fanout)
-        assert torch.equal(sampled[nodes], most), "each node draws as many in-edges as it has and may"
+        expected_draws = in_degree[nodes] if fanout < 0 else in_degree[nodes].clamp(max=fanout)
+        assert torch.equal(sampled[nodes], expected_draws), "each node draws as many in-edges as it has and may"
         edges = batch.edge_index[:, first_edge : first_edge + batch.num_sampled_edges[hop]]
         assert bool(((edges[1] >= nodes.start) & (edges[1] < nodes.stop)).all()), "at the hop that follows its own"
         reached = edges[0][edges[0] >= nodes.stop]
         assert torch.equal(reached.unique(), torch.arange(nodes.stop, nodes.stop + hops[hop + 1]))
-        first_node, first_edge = nodes.stop, first_edge + edges.size(1)
+        first_node = nodes.stop
+        first_edge = first_edge + edges.size(1)
     assert not sampled[first_node:].any(), "the outermost nodes draw nothing"
 
 
@@ -90,47 +97,50 @@ def check(batch: Any, data: Any, num_neighbors: list[int]) -> None:
 @pytest.mark.parametrize("num_neighbors", [[3], [4, 2], [2, 4], [-1, 3], [2, -1, 1], [-1, -1]])
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_batches_are_samples_of_the_graph(num_neighbors: list[int], workers: int, shuffled: bool):
-    data = ugly(shuffled=shuffled)
-    found = batches(data, num_neighbors, shuffle=True, num_workers=workers)
-    assert [batch.batch_size for batch in found] == [7] * 7 + [1]
-    for batch in found:
-        check(batch, data, num_neighbors)
-    assert torch.equal(torch.cat([b.n_id[: b.batch_size] for b in found]).sort().values, torch.arange(NUM_NODES))
+    data = irregular_data(shuffled=shuffled)
+    sampled_batches = batches(data, num_neighbors, shuffle=True, num_workers=workers)
+    assert [batch.batch_size for batch in sampled_batches] == [7] * 7 + [1]
+    for batch in sampled_batches:
+        check_batch(batch, data, num_neighbors)
+    assert torch.equal(
+        torch.cat([b.n_id[: b.batch_size] for b in sampled_batches]).sort().values, torch.arange(NUM_NODES)
+    )
 
 
 @pytest.mark.parametrize("conv", [SAGEConv, GraphConv])
 @pytest.mark.parametrize("trimmed", [False, True])
 def test_all_neighbours_give_the_outputs_of_the_whole_graph(conv: Any, trimmed: bool):
-    data = ugly()
+    data = irregular_data()
     convs = [conv(6, 5).double(), conv(5, 4).double()]
-    whole = convs[1](convs[0](data.x, data.edge_index).relu(), data.edge_index)
+    expected = convs[1](convs[0](data.x, data.edge_index).relu(), data.edge_index)
     for batch in batches(data, [-1, -1]):
-        x, edge_index = batch.x, batch.edge_index
+        x = batch.x
+        edge_index = batch.edge_index
         for layer, module in enumerate(convs):
             if trimmed:
                 counts = batch.num_sampled_nodes, batch.num_sampled_edges
                 x, edge_index, _ = trim_to_layer(layer, *counts, x, edge_index)
             x = module(x, edge_index)
             x = x.relu() if layer == 0 else x
-        torch.testing.assert_close(x[: batch.batch_size], whole[batch.n_id[: batch.batch_size]])
+        torch.testing.assert_close(x[: batch.batch_size], expected[batch.n_id[: batch.batch_size]])
 
 
 def test_edge_arrays_and_trimming_work_in_pyg_models():
-    data = ugly()
+    data = irregular_data()
     conv = GATConv(6, 3, edge_dim=2).double()
-    whole = conv(data.x, data.edge_index, data.edge_attr)
+    expected_of_conv = conv(data.x, data.edge_index, data.edge_attr)
     model = GraphSAGE(6, 8, 2, 3).double()
-    outputs = model(data.x, data.edge_index)
+    expected_of_model = model(data.x, data.edge_index)
     for batch in batches(data, [-1, -1]):
         seeds = batch.n_id[: batch.batch_size]
         out = conv(batch.x, batch.edge_index, batch.edge_attr)[: batch.batch_size]
-        torch.testing.assert_close(out, whole[seeds])
+        torch.testing.assert_close(out, expected_of_conv[seeds])
         counts = {
             "num_sampled_nodes_per_hop": batch.num_sampled_nodes,
             "num_sampled_edges_per_hop": batch.num_sampled_edges,
         }
         out = model(batch.x, batch.edge_index, **counts)[: batch.batch_size]
-        torch.testing.assert_close(out, outputs[seeds])
+        torch.testing.assert_close(out, expected_of_model[seeds])
 
 
 @pytest.mark.filterwarnings("ignore:.*pyg-lib")
@@ -139,7 +149,7 @@ def test_edge_arrays_and_trimming_work_in_pyg_models():
 def test_all_neighbours_give_the_batches_of_pygs_loader(num_neighbors: list[int], seeds: str):
     if not neighbor_loader_works():
         pytest.skip("needs pyg-lib or torch-sparse, as in .venv-pyg")
-    data = ugly()
+    data = irregular_data()
     input_nodes = {"all": None, "mask": data.train_mask, "ids": torch.tensor([40, 3, 49, 47, 0])}[seeds]
     theirs = list(PyGNeighborLoader(data, num_neighbors, input_nodes, batch_size=7))
     for ours, pygs in zip(batches(data, num_neighbors, input_nodes), theirs, strict=True):
@@ -170,11 +180,14 @@ def test_nodes_are_drawn_once_even_where_later_hops_draw_more():
 
 @pytest.mark.parametrize("replace", [False, True])
 def test_a_hub_draws_its_neighbours_uniformly(replace: bool):
-    degree, fanout, epochs = 12, 5, 3000
+    degree = 12
+    fanout = 5
+    epochs = 3000
     data = Data(edge_index=torch.stack([torch.arange(1, degree + 1), torch.zeros(degree, dtype=torch.int64)]))
     data.num_nodes = degree + 1
     loader = hl.NeighborLoader(data, [fanout], [0], replace=replace, num_workers=0)
-    counts, pairs = torch.zeros(degree), torch.zeros(degree, degree)
+    counts = torch.zeros(degree)
+    pairs = torch.zeros(degree, degree)
     for batch in itertools.chain.from_iterable(loader for _ in range(epochs)):
         assert batch.e_id.numel() == fanout
         assert replace or batch.e_id.unique().numel() == fanout
@@ -185,48 +198,52 @@ def test_a_hub_draws_its_neighbours_uniformly(replace: bool):
     # Sum over cells of (count - mean)^2 / variance is nearly chi-squared; 45 is above its 0.9999 quantile for 12.
     variance = expected * (1 - 1 / degree if replace else 1 - fanout / degree)
     assert float(((counts - expected) ** 2 / variance).sum()) < 45
+
     if not replace:
-        both = epochs * fanout * (fanout - 1) / (degree * (degree - 1))
-        apart = pairs[~torch.eye(degree, dtype=torch.bool)]
-        assert float((apart - both).abs().max()) < 5 * both**0.5, "pairs of neighbours are equally frequent too"
+        expected_pairs = epochs * fanout * (fanout - 1) / (degree * (degree - 1))
+        pair_counts = pairs[~torch.eye(degree, dtype=torch.bool)]
+        assert float((pair_counts - expected_pairs).abs().max()) < 5 * expected_pairs**0.5, (
+            "pairs of neighbours are equally frequent too"
+        )
 
 
 def test_epochs_differ_and_a_seed_repeats_them_for_any_number_of_threads():
-    data = ugly()
+    data = irregular_data()
 
-    def drawn(seed: int, workers: int) -> list[list[Tensor]]:
+    def edge_ids_of_epochs(seed: int, workers: int) -> list[list[Tensor]]:
         loader = hl.NeighborLoader(data, [3, 2], batch_size=8, shuffle=True, seed=seed, num_workers=workers)
         return [[batch.e_id for batch in loader] for _ in range(2)]
 
-    first, second = drawn(0, 0)
+    first, second = edge_ids_of_epochs(0, 0)
     assert not all(map(torch.equal, first, second))
-    again = drawn(0, 3)
+    again = edge_ids_of_epochs(0, 3)
     assert all(map(torch.equal, [*first, *second], [*again[0], *again[1]]))
-    assert not all(map(torch.equal, first, drawn(1, 0)[0]))
+    assert not all(map(torch.equal, first, edge_ids_of_epochs(1, 0)[0]))
 
 
 def test_seeds_come_in_order_as_ids_as_a_mask_or_all():
-    data = ugly()
+    data = irregular_data()
     ids = torch.tensor([40, 3, 49, 47, 0])  # some without in-edges
-    for given in (ids, ids.int(), ids.tolist()):
-        first, second = batches(data, [2], given, batch_size=3)
+    for input_nodes in (ids, ids.int(), ids.tolist()):
+        first, second = batches(data, [2], input_nodes, batch_size=3)
         assert torch.equal(torch.cat([first.n_id[:3], second.n_id[:2]]), ids)
         assert torch.equal(torch.cat([first.input_id, second.input_id]), torch.arange(5)), "positions in the ids"
     masked = batches(data, [2], data.train_mask)
     seeds = torch.cat([batch.n_id[: batch.batch_size] for batch in masked])
     assert torch.equal(seeds, data.train_mask.nonzero().view(-1))
     assert torch.equal(torch.cat([batch.input_id for batch in masked]), seeds), "positions in the mask"
-    every = batches(data, [2])
-    assert torch.equal(torch.cat([batch.input_id for batch in every]), torch.arange(NUM_NODES))
+
+    all_batches = batches(data, [2])
+    assert torch.equal(torch.cat([batch.input_id for batch in all_batches]), torch.arange(NUM_NODES))
 
 
-def test_the_last_batch_may_be_left_out():
-    loader = hl.NeighborLoader(ugly(), [2], batch_size=8, drop_last=True)
+def test_drop_last_leaves_out_the_last_batch():
+    loader = hl.NeighborLoader(irregular_data(), [2], batch_size=8, drop_last=True)
     assert (len(loader), len(list(loader)), len(loader.dataset), loader.batch_size) == (6, 6, 50, 8)
-    assert len(hl.NeighborLoader(ugly(), [2], batch_size=8)) == 7
+    assert len(hl.NeighborLoader(irregular_data(), [2], batch_size=8)) == 7
 
 
-def test_a_graph_without_features_or_edges():
+def test_a_graph_without_features_and_edges_gives_batches_of_seeds():
     data = Data(edge_index=torch.empty(2, 0, dtype=torch.int64), num_nodes=3)
     (batch,) = batches(data, [2, 2])
     assert "x" not in batch
@@ -235,21 +252,21 @@ def test_a_graph_without_features_or_edges():
 
 
 def test_a_transform_is_called_in_order_in_the_thread_that_iterates():
-    seen = []
+    first_ids = []
 
     def mark(batch: Data) -> Data:
-        seen.append(int(batch.input_id[0]))
+        first_ids.append(int(batch.input_id[0]))
         batch.marked = True
         return batch
 
-    found = batches(ugly(), [3], transform=mark, num_workers=2)
-    assert all(batch.marked for batch in found)
-    assert seen == list(range(0, NUM_NODES, 7))
+    marked_batches = batches(irregular_data(), [3], transform=mark, num_workers=2)
+    assert all(batch.marked for batch in marked_batches)
+    assert first_ids == list(range(0, NUM_NODES, 7))
 
 
-def test_layer_wise_inference_of_pyg_scripts():
+def test_layer_wise_inference_of_pyg_scripts_works():
     """As in PyG's Reddit example: the loader's own data without features, and with ids of its own."""
-    data = ugly()
+    data = irregular_data()
     loader = hl.NeighborLoader(copy.copy(data), [-1], None, batch_size=16, shuffle=False, persistent_workers=True)
     del loader.data.x, loader.data.y
     loader.data.num_nodes = data.num_nodes
@@ -260,17 +277,20 @@ def test_layer_wise_inference_of_pyg_scripts():
         assert "x" not in batch
         rows.append(conv(data.x[batch.n_id - 100], batch.edge_index)[: batch.batch_size])
     torch.testing.assert_close(torch.cat(rows), conv(data.x, data.edge_index))
+
     assert data.x is not None, "a copy of the Data is its own"
 
 
 def test_nothing_of_the_data_is_copied_and_loaders_share_their_edges():
-    data = ugly()
+    data = irregular_data()
     first, second = (hl.NeighborLoader(data, [2], batch_size=2) for _ in range(2))
     assert first._edges is second._edges
     assert first._columns().node["x"].table.storage().data_ptr() == data.x.data_ptr()  # type: ignore[union-attr]
+
     data.edge_index[:, 0] = 1
     changed = hl.NeighborLoader(data, [-1], [1], batch_size=2)
     assert changed._edges is not first._edges
+
     (batch,) = changed
     assert 0 in batch.e_id, "edges that were changed in place are grouped anew"
 
@@ -295,7 +315,7 @@ def test_a_dataset_gives_the_batches_of_its_pyg_data():
 
 
 def test_sparse_features_come_as_dense_rows_of_a_dataset():
-    data = ugly()
+    data = irregular_data()
     dense = (randn(NUM_NODES, 6) > 1).double()
     data.x = dense.to_sparse_coo()
     with pytest.raises(ValueError, match=r"data\.x is sparse.*hl\.from_pyg\(data\)"):
@@ -327,21 +347,27 @@ def test_sparse_features_come_as_dense_rows_of_a_dataset():
         ({"num_neighbors": [-1], "replace": True}, "takes all neighbours"),
     ],
 )
-def test_what_would_change_batches_is_refused(arguments: dict[str, Any], message: str):
+def test_arguments_that_would_change_batches_are_refused(arguments: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        hl.NeighborLoader(ugly(), arguments.pop("num_neighbors", [2]), **arguments)
+        hl.NeighborLoader(irregular_data(), arguments.pop("num_neighbors", [2]), **arguments)
 
 
-def test_what_changes_no_batch_is_taken():
-    taken = {"persistent_workers": True, "pin_memory": True, "prefetch_factor": 4, "filter_per_worker": True}
-    taken |= {"subgraph_type": "directional", "disjoint": False, "time_attr": None, "is_sorted": False}
-    plain, other = batches(ugly(), [3]), batches(ugly(), [3], **taken)
+def test_arguments_that_change_no_batch_are_accepted():
+    ignored_arguments = {
+        "persistent_workers": True,
+        "pin_memory": True,
+        "prefetch_factor": 4,
+        "filter_per_worker": True,
+    }
+    ignored_arguments |= {"subgraph_type": "directional", "disjoint": False, "time_attr": None, "is_sorted": False}
+    plain = batches(irregular_data(), [3])
+    other = batches(irregular_data(), [3], **ignored_arguments)
     assert all(torch.equal(a.e_id, b.e_id) for a, b in zip(plain, other, strict=True))
 
 
 def test_an_unknown_argument_gets_a_suggestion():
     with pytest.raises(TypeError, match=r"no argument 'batchsize'\. Did you mean 'batch_size'\?"):
-        hl.NeighborLoader(ugly(), [2], batchsize=3)
+        hl.NeighborLoader(irregular_data(), [2], batchsize=3)
 
 
 def test_data_of_other_kinds_is_refused():
@@ -351,14 +377,14 @@ def test_data_of_other_kinds_is_refused():
         hl.NeighborLoader(Data(x=torch.ones(3, 1)), [2])
     with pytest.raises(ValueError, match="an id is not a node"):
         hl.NeighborLoader(Data(edge_index=torch.tensor([[0], [7]]), num_nodes=3), [2])
-    data = ugly()
+    data = irregular_data()
     data.names = [str(node) for node in range(NUM_NODES)]
     with pytest.raises(ValueError, match=r"data\.names is a list"):
         batches(data, [2])
 
 
 def test_leaving_an_epoch_ends_its_threads():
-    loader = hl.NeighborLoader(ugly(), [3], batch_size=2, num_workers=2)
+    loader = hl.NeighborLoader(irregular_data(), [3], batch_size=2, num_workers=2)
     for _ in range(3):
         assert next(iter(loader)).batch_size == 2
 
@@ -373,6 +399,7 @@ def test_a_subgraph_has_the_draws_of_the_blocks():
     subgraph = sampler.sample_subgraph(seeds, 7)
     assert torch.equal(subgraph.node_ids, union.src_ids)
     assert torch.equal(subgraph.edge_index, union.edge_index)
+
     assert union.part.edge_ids is not None
     assert torch.equal(subgraph.edge_ids, union.part.edge_ids)
 
@@ -381,28 +408,28 @@ def test_a_subgraph_has_the_draws_of_the_blocks():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("moved", [(), ("x", "y"), ("x", "y", "edge_index"), None])
 def test_batches_come_to_the_gpu(moved: tuple[str, ...] | None):
-    data = ugly()
+    data = irregular_data()
     del data.position  # PyG leaves NumPy's arrays where they are
-    there = copy.copy(data).to("cuda", *(moved or ())) if moved != () else data
+    data_on_gpu = copy.copy(data).to("cuda", *(moved or ())) if moved != () else data
     device = "cuda" if moved == () else None
     for _ in range(2):
-        for batch in batches(there, [3, 2], data.train_mask, shuffle=True, device=device):
+        for batch in batches(data_on_gpu, [3, 2], data.train_mask, shuffle=True, device=device):
             assert all(value.is_cuda for value in batch.to_dict().values() if isinstance(value, Tensor))
-            here = batch.cpu()
-            here.position = torch.from_numpy(ugly().position)[here.n_id]
-            check(here, ugly(), [3, 2])
+            on_host = batch.cpu()
+            on_host.position = torch.from_numpy(irregular_data().position)[on_host.n_id]
+            check_batch(on_host, irregular_data(), [3, 2])
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("where", [{}, {"features": "pinned"}, {"graph": "host"}, {"graph": "pinned"}])
-def test_a_placed_dataset_gives_the_batches_of_the_host(where: dict[str, Any]):
+@pytest.mark.parametrize("placement", [{}, {"features": "pinned"}, {"graph": "host"}, {"graph": "pinned"}])
+def test_a_placed_dataset_gives_the_batches_of_the_host(placement: dict[str, Any]):
     dataset = dataset_of(random_graph(NUM_NODES, 300, loops=True, weight=True), randn(NUM_NODES, 6))
-    placed = place(dataset, hl.Placement(**where), "cuda")
+    placed = place(dataset, hl.Placement(**placement), "cuda")
     settings: dict[str, Any] = {"batch_size": 9, "shuffle": True}
-    theirs = hl.NeighborLoader(placed, [3, 2], "train", device="cuda", **settings)
-    for here, there in zip(hl.NeighborLoader(dataset, [3, 2], "train", **settings), theirs, strict=True):
-        assert there["x"].is_cuda
-        for key in here.keys():  # noqa: SIM118
-            value = there[key]
-            assert torch.equal(here[key], value.cpu()) if isinstance(value, Tensor) else here[key] == value
+    loader_of_placed = hl.NeighborLoader(placed, [3, 2], "train", device="cuda", **settings)
+    for expected, ours in zip(hl.NeighborLoader(dataset, [3, 2], "train", **settings), loader_of_placed, strict=True):
+        assert ours["x"].is_cuda
+        for key in expected.keys():  # noqa: SIM118
+            value = ours[key]
+            assert torch.equal(expected[key], value.cpu()) if isinstance(value, Tensor) else expected[key] == value

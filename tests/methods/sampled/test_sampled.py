@@ -1,3 +1,8 @@
+"""`Sampled`: settings, batches of its loader, and units of training.
+
+A loader gives every seed once an epoch, for any number of workers and of ranks, and repeats an epoch to the bit.
+"""
+
 from __future__ import annotations
 
 import gc
@@ -30,18 +35,22 @@ DATA = dataset_of(GRAPH, X)
 
 
 def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean cross-entropy of the seeds."""
     assert batch.y is not None
     return nn.functional.cross_entropy(model(batch), batch.y)
 
 
 def model_of(num_layers: int = 2, **options: Any) -> GNN:
+    """SAGE layers in float64, always with the same first weights."""
     torch.manual_seed(0)
     widths = [6, *[8] * (num_layers - 1), 3]
     return GNN([SAGEConv(a, b) for a, b in itertools.pairwise(widths)], **options).double()
 
 
 def job_of(model: nn.Module, **changes: Any) -> Job:
-    walk, ids = as_walkable(model), DATA.splits["train"]
+    """A job on the CPU; changes: of its fields."""
+    walk = as_walkable(model)
+    ids = DATA.splits["train"]
     return replace(Job(data=DATA, model=walk, module=model, train_ids=ids, train_step=mean_loss), **changes)
 
 
@@ -62,7 +71,7 @@ def job_of(model: nn.Module, **changes: Any) -> Job:
     ],
     ids=str,
 )
-def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused_with_a_message(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Sampled(**settings)
 
@@ -104,28 +113,29 @@ def test_an_epoch_has_every_seed_once_with_its_label_and_rows(workers: int, batc
 @pytest.mark.parametrize("workers", [1, 3])
 def test_batches_are_the_same_for_any_number_of_workers(workers: int, look_ahead: int) -> None:
     settings = Sampled(fanouts=(3, 2), batch_size=4, workers=0)
-    alone = settings.loader(DATA, seed=4)
-    many = replace(settings, workers=workers, look_ahead=look_ahead).loader(DATA, seed=4)
+    serial = settings.loader(DATA, seed=4)
+    threaded = replace(settings, workers=workers, look_ahead=look_ahead).loader(DATA, seed=4)
     for _ in range(2):
-        for found, expected in zip(many, alone, strict=True):
-            assert_same_batches(found, expected)
+        for ours, expected in zip(threaded, serial, strict=True):
+            assert_same_batches(ours, expected)
 
 
-def test_iterating_goes_from_epoch_to_epoch_and_an_epoch_can_be_had_again() -> None:
+def test_iterating_advances_the_epoch_and_an_epoch_can_be_repeated() -> None:
     loader = Sampled(fanouts=(2,), batch_size=5, workers=0).loader(DATA)
-    first, second = list(loader), list(loader)
+    first = list(loader)
+    second = list(loader)
     assert not torch.equal(first[0].seeds, second[0].seeds)
-    for found, expected in zip(loader.epoch(1), first, strict=True):
-        assert_same_batches(found, expected)
+    for ours, expected in zip(loader.epoch(1), first, strict=True):
+        assert_same_batches(ours, expected)
 
 
 def test_seed_epoch_and_step_each_change_the_key() -> None:
     method = Sampled(fanouts=(2,), batch_size=5, workers=0, shuffle=False)
     keys = [b.key for s in (0, 1) for epoch in (1, 2) for b in method.loader(DATA, seed=s).epoch(epoch)]
-    assert len(set(keys)) == len(keys) == 20
+    assert len(set(keys)) == len(keys) == 20  # 2 seeds * 2 epochs * 5 steps
 
 
-def test_drop_last_and_order() -> None:
+def test_drop_last_leaves_out_the_last_batch_and_shuffle_false_keeps_the_order() -> None:
     method = Sampled(fanouts=(2,), batch_size=4, workers=0, drop_last=True, shuffle=False)
     loader = method.loader(DATA, "test")
     assert len(loader) == 6
@@ -201,33 +211,35 @@ def test_units_cover_the_training_nodes_and_repeat_for_the_same_epoch() -> None:
 
 def test_units_weigh_the_loss_by_their_share_of_the_seeds() -> None:
     model = model_of()
-    other = twin(model)
+    whole_model = twin(model)
     work = Sampled(fanouts=(-1, -1), batch_size=10).bind(job_of(model))
     total = sum(float(unit.forward_backward(25)) for unit in work.units(1))
-    everything = next(iter(Sampled(fanouts=(-1, -1), batch_size=25).loader(DATA)))
-    loss = mean_loss(other, everything)
+    whole = next(iter(Sampled(fanouts=(-1, -1), batch_size=25).loader(DATA)))
+    loss = mean_loss(whole_model, whole)
     loss.backward()
+
     assert total == pytest.approx(25 * loss.item(), rel=1e-12)
-    assert_same_gradients(model, other)
+    assert_same_gradients(model, whole_model)
 
 
 def test_bf16_runs_forward_under_autocast() -> None:
-    seen = []
+    output_dtypes = []
 
     def step(model: nn.Module, batch: Batch) -> Tensor:
         out = model(batch)
-        seen.append(out.dtype)
+        output_dtypes.append(out.dtype)
         return out.float().square().mean()
 
     data = replace(DATA, tables={"x": TensorTable(X.float())})
     job = job_of(model_of().float(), data=data, train_step=step, bf16=True)
     unit = next(iter(Sampled(fanouts=(2, 2), workers=0).bind(job).units(1)))
     unit.forward_backward(unit.size)
-    assert seen == [torch.bfloat16]
+
+    assert output_dtypes == [torch.bfloat16]
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in job.model.parameters())
 
 
-def test_inference_batches_keep_the_order_and_the_rest() -> None:
+def test_inference_batches_keep_the_order_and_the_last_batch() -> None:
     method = Sampled(fanouts=(2, 2), batch_size=8, drop_last=True)
     ids = torch.tensor([40, 3, 17, 29, 5, 6, 7, 8, 9])
     assert torch.equal(torch.cat([b.seeds for b in method.inference_batches(job_of(model_of()), ids)]), ids)
@@ -250,18 +262,18 @@ class EveryNodeAlone(Method):
                 yield BatchUnit(self.job, next(iter(loader)))
 
 
-def test_a_method_of_the_users_own_trains_the_same_model() -> None:
+def test_a_custom_method_trains_the_same_model() -> None:
     model = model_of()
-    other = twin(model)
-    for method, owner in ((EveryNodeAlone(), model), (Sampled(fanouts=(-1, -1), batch_size=7), other)):
-        for unit in method.bind(job_of(owner)).units(1):
+    sampled_model = twin(model)
+    for method, trained_model in ((EveryNodeAlone(), model), (Sampled(fanouts=(-1, -1), batch_size=7), sampled_model)):
+        for unit in method.bind(job_of(trained_model)).units(1):
             unit.forward_backward(25)
             unit.commit()
-    assert_same_gradients(model, other)
+    assert_same_gradients(model, sampled_model)
     assert EveryNodeAlone().inference_batches(job_of(model), torch.arange(3)) is None
 
 
-def test_a_method_must_say_how_it_binds() -> None:
+def test_a_method_without_bind_cannot_be_made() -> None:
     with pytest.raises(TypeError, match="bind"):
         Method()  # type: ignore[abstract]
 
@@ -279,8 +291,8 @@ def test_after_a_restart_with_other_ranks_every_seed_has_its_turn_once(sizes: tu
     data = small()
     method = Sampled(fanouts=(2,), batch_size=7, workers=0, drop_last=drop_last)
 
-    def part(size: int, steps: int | None, done: int, seeds_done: int) -> list[int]:
-        """What the ranks of one start see, in so many steps."""
+    def seeds_of_ranks(size: int, steps: int | None, done: int, seeds_done: int) -> list[int]:
+        """The seeds that the ranks of one start have in `steps` steps, rank by rank."""
         seen = []
         for rank in range(size):
             loader = method.loader(data, world=World(RankSpec(rank=rank, size=size)))
@@ -289,21 +301,22 @@ def test_after_a_restart_with_other_ranks_every_seed_has_its_turn_once(sizes: tu
         return seen
 
     before, after = sizes
-    first = part(before, 3, 0, 0)
-    seen = first + part(after, None, 3, len(first))
+    first = seeds_of_ranks(before, 3, 0, 0)
+    seen = first + seeds_of_ranks(after, None, 3, len(first))
     assert len(seen) == len(set(seen))
+
     if not drop_last:
         assert sorted(seen) == data.splits["train"].tolist()
     else:
         assert len(data.splits["train"]) - len(seen) < 7 * after
 
 
-def test_a_whole_epoch_is_its_parts():
+def test_the_rest_of_an_epoch_has_the_batches_of_the_whole_epoch():
     loader = Sampled(fanouts=(3, 2), batch_size=32, workers=0).loader(small())
     whole = [(batch.seeds, batch.key) for batch in loader.epoch(2)]
-    parts = [(batch.seeds, batch.key) for batch in loader.epoch(2, 2, 64)]
-    assert len(whole) == len(parts) + 2
-    for (seeds, key), (expected, expected_key) in zip(parts, whole[2:], strict=True):
+    rest = [(batch.seeds, batch.key) for batch in loader.epoch(2, 2, 64)]
+    assert len(whole) == len(rest) + 2
+    for (seeds, key), (expected, expected_key) in zip(rest, whole[2:], strict=True):
         assert torch.equal(seeds, expected)
         assert key == expected_key
 
