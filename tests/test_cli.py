@@ -68,7 +68,8 @@ def test_train_infer_report(graph: Path, tmp_path: Path):
 
 
 def test_convert_and_verify(tmp_path: Path):
-    source, folder = tmp_path / "edges.csv", tmp_path / "graph"
+    source = tmp_path / "edges.csv"
+    folder = tmp_path / "graph"
     source.write_text("src,dst\n0,1\n1,2\n2,0\n")
     status, text, _ = command("convert", source, folder, "symmetrize=true", "num_nodes=4")
     assert status == 0

@@ -46,7 +46,8 @@ def test_an_example_has_less_than_40_lines_that_are_not_blank(name: str):
 
 
 def test_every_example_is_run_here_or_with_its_framework():
-    here, there = Path(__file__).read_text(), (FOLDER.parent / "tests" / "interop" / "test_examples.py").read_text()
+    here = Path(__file__).read_text()
+    there = (FOLDER.parent / "tests" / "interop" / "test_examples.py").read_text()
     assert all(f'example("{name}"' in here or f'"{name}": ' in there for name in NAMES)
 
 
@@ -120,7 +121,8 @@ def test_own_conv_reads_blocks_and_equals_itself_on_the_whole_graph(graph: str, 
     module = example("own_conv", monkeypatch)
     run = module.main(graph, epochs=2)
     assert losses(run)[1] < losses(run)[0]
-    data, conv = hl.open(graph), module.DegreeSum()
+    data = hl.open(graph)
+    conv = module.DegreeSum()
     expected = conv(data.x[torch.arange(data.num_nodes)].double(), data.graph.edge_index())
     found = hl.infer.exact(hl.nn.GNN([conv]), data, chunk_edges=500)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
@@ -135,7 +137,8 @@ def test_own_conv_reads_blocks_and_equals_itself_on_the_whole_graph(graph: str, 
 
 def test_own_layerwise_computation_is_personalised_pagerank(graph: str, monkeypatch: pytest.MonkeyPatch):
     data = hl.open(graph)
-    train, start = data.splits["train"], torch.zeros(data.num_nodes, data.num_classes, dtype=torch.float64)
+    train = data.splits["train"]
+    start = torch.zeros(data.num_nodes, data.num_classes, dtype=torch.float64)
     start[train, data.labels[train]] = 1
     src, dst = data.graph.edge_index()
     expected = start
@@ -178,7 +181,9 @@ class StandIn:
     """What PyG's NeighborLoader yields (seeds first, `batch_size`), where the library it needs is not installed."""
 
     def __init__(self, data: Data, num_neighbors: Sequence[int], input_nodes: Tensor, batch_size: int) -> None:
-        self.data, self.seeds, self.batch_size = data, input_nodes.nonzero().view(-1), batch_size
+        self.data = data
+        self.seeds = input_nodes.nonzero().view(-1)
+        self.batch_size = batch_size
         self.sampler = hl.extend.NeighborSampler(hl.from_pyg(data).graph, num_neighbors)
 
     def __iter__(self) -> Iterator[Data]:

@@ -91,7 +91,8 @@ def _changed(steps: float = 1.5, rows: int = 3, bits: str = "aa") -> Result:
 
 def test_a_known_machine_is_compared_to_the_bit_and_another_one_to_rounding():
     record = _small_record()
-    this, new_torch = "this; torch 2.13.0+cpu; numba 1", "new; torch 2.14.0; numba 1"
+    this = "this; torch 2.13.0+cpu; numba 1"
+    new_torch = "new; torch 2.14.0; numba 1"
     known = record.expected("sampled block sage", this, "cpu")
     other = record.expected("sampled block sage", new_torch, "cpu")
     assert not isinstance(known, str)

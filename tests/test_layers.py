@@ -84,7 +84,8 @@ def test_every_folder_has_its_row():
 
 
 def test_a_folder_imports_only_from_below():
-    allowed, wrong = may_import(), []
+    allowed = may_import()
+    wrong = []
     for here, there, place in imports():
         if there not in allowed[here]:
             wrong.append(f"{place}: {here} stands below {there}. Move what both need to {here} or lower")

@@ -20,7 +20,8 @@ def labels(seed: int, *shape: int, classes: int = 2) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_accuracy_counts_matches(seed: int):
-    scores, y = torch.rand(50, 4, generator=torch.Generator().manual_seed(seed)), labels(seed, 50, classes=4)
+    scores = torch.rand(50, 4, generator=torch.Generator().manual_seed(seed))
+    y = labels(seed, 50, classes=4)
     right = sum(max(range(4), key=row.__getitem__) == int(c) for row, c in zip(scores.tolist(), y, strict=True))
     assert accuracy(scores, y) == pytest.approx(right / 50, abs=1e-15)
     assert accuracy(scores.argmax(1), y) == accuracy(scores, y)
@@ -28,7 +29,8 @@ def test_accuracy_counts_matches(seed: int):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_micro_f1_pools_labels(seed: int):
-    scores, y = draws(seed, 30, 5), labels(seed, 30, 5)
+    scores = draws(seed, 30, 5)
+    y = labels(seed, 30, 5)
     pairs = list(zip(scores.flatten().tolist(), y.flatten().tolist(), strict=True))
     hits = sum(s > 0 and t == 1 for s, t in pairs)
     wrong = sum((s > 0) != (t == 1) for s, t in pairs)
@@ -42,8 +44,10 @@ def test_micro_f1_of_nothing_predicted_and_nothing_present_is_zero():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_roc_auc_compares_all_pairs(seed: int):
-    scores, y = draws(seed, 60), labels(seed + 100, 60)
-    positives, negatives = scores[y == 1].tolist(), scores[y == 0].tolist()
+    scores = draws(seed, 60)
+    y = labels(seed + 100, 60)
+    positives = scores[y == 1].tolist()
+    negatives = scores[y == 0].tolist()
     wins = sum((p > n) + 0.5 * (p == n) for p in positives for n in negatives)
     expected = wins / (len(positives) * len(negatives))
     assert roc_auc(scores, y) == pytest.approx(expected, abs=1e-14)

@@ -36,7 +36,8 @@ def test_a_fault_is_caught_missed_or_no_code(
 ):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longer than the tests
     file = project.root / "src" / "made.py"
-    text, before = file.read_text(), file.stat().st_mtime_ns
+    text = file.read_text()
+    before = file.stat().st_mtime_ns
     new = {"caught": "a - b", "MISSED": "b + a", "BROKEN": "a +"}
     found = plant_all([replace(FAULT, name=name, new=text) for name, text in new.items()], [project])
     assert [one.status for one in found] == ["caught", "MISSED", "BROKEN"]

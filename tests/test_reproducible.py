@@ -66,7 +66,8 @@ def test_no_conv_adds_up_in_any_order(name: str) -> None:
     graph = random_graph(weight=not edges, attr=2 if edges else 0, loops=True)
     graph = hl.Graph(graph.indptr, graph.indices, {name: rows.float() for name, rows in graph.edge.items()})
     torch.manual_seed(0)
-    conv, block = SUITE[name](6, 6).float(), batch_of(graph, None, (-1,)).blocks[0]
+    conv = SUITE[name](6, 6).float()
+    block = batch_of(graph, None, (-1,)).blocks[0]
     rows = randn(block.num_src, 6).float().requires_grad_()
     if name in ("tag", "sg"):
         pytest.skip("several hops in a layer, which blocks refuse")
@@ -94,7 +95,8 @@ def test_no_method_adds_up_in_any_order(name: str, method: Method) -> None:
 
 
 def test_learned_rows_and_repeated_columns_are_added_up_in_order() -> None:
-    rows, ids = randn(5, 3).float().requires_grad_(), torch.tensor([0, 4, 0, 0, 1])
+    rows = randn(5, 3).float().requires_grad_()
+    ids = torch.tensor([0, 4, 0, 0, 1])
     stored = SparseTable(
         torch.tensor([0, 3, 4]), torch.tensor([1, 1, 1, 0]).int(), torch.tensor([1.0, 2.0, 4.0, 8.0]), 2
     )

@@ -122,7 +122,8 @@ def writes_into_others(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_nobody_writes_into_an_object_of_others():
-    wrong, excused = [], set()
+    wrong = []
+    excused = set()
     for path in sorted(SOURCE.rglob("*.py")):
         name = str(path.relative_to(SOURCE))
         excuse = next((start for start in WRITES_INTO_OTHERS if name.startswith(start)), None)

@@ -50,7 +50,8 @@ def test_chunks_through_a_folder_give_the_graph_made_in_memory(
     options: dict[str, Any], chunk_edges: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(convert, "NUM_BUCKETS", 16)
-    edges, weight = random_edges(90, 1500), torch.rand(1500)
+    edges = random_edges(90, 1500)
+    weight = torch.rand(1500)
     attr = torch.arange(3000).reshape(1500, 2)
     arrays = {"weight": weight, "attr": attr}
     expected = from_edges(edges, num_nodes=95, edge=arrays, **options).graph
@@ -133,7 +134,9 @@ class _Counted:
     """Edges made on the fly; remembers the largest number of edges that was asked to be kept at once."""
 
     def __init__(self, num_edges: int, num_nodes: int, chunk: int) -> None:
-        self.num_edges, self.num_nodes, self.chunk = num_edges, num_nodes, chunk
+        self.num_edges = num_edges
+        self.num_nodes = num_nodes
+        self.chunk = chunk
 
     def __iter__(self) -> Iterator[np.ndarray]:
         rng = np.random.default_rng(0)
@@ -194,7 +197,8 @@ def test_a_number_that_would_be_rounded_for_another_chunk_is_refused(to_folder: 
 
 
 def test_edge_arrays_go_along_with_edges_of_every_kind(tmp_path: Path) -> None:
-    ends, weight = torch.randint(0, 9, (2, 50)), torch.rand(50)
+    ends = torch.randint(0, 9, (2, 50))
+    weight = torch.rand(50)
     np.save(tmp_path / "e.npy", ends.numpy())
     whole = from_edges(ends, edge={"weight": weight}, num_nodes=9)
     pieces = [ends[:, :7], (ends[:, 7:30], {}), ends[:, 30:]]

@@ -42,7 +42,8 @@ def test_a_file_of_edges_is_read_in_chunks(tmp_path: Path, layout: str, dtype: t
 
 
 def test_chunks_are_cut_with_their_arrays() -> None:
-    edges, weight = torch.arange(20).reshape(2, 10), torch.arange(10.0)
+    edges = torch.arange(20).reshape(2, 10)
+    weight = torch.arange(10.0)
     cut = list(edge_chunks([(edges, {"weight": weight}), (edges.numpy(), {"weight": weight})], None, 4))
     assert [c.size(1) for c, _ in cut] == [4, 4, 2, 4, 4, 2]
     assert torch.cat([a["weight"] for _, a in cut]).tolist() == [*range(10), *range(10)]
@@ -92,7 +93,8 @@ def test_grouping_is_stable_and_follows_the_options() -> None:
 
 def test_chunks_must_carry_the_same_arrays() -> None:
     index = torch.zeros(1, dtype=torch.int32)
-    plain, weighted = Edges(index, index, {}), Edges(index, index, {"weight": torch.ones(1)})
+    plain = Edges(index, index, {})
+    weighted = Edges(index, index, {"weight": torch.ones(1)})
     with pytest.raises(ValueError, match="Not all chunks have the edge array 'weight'"):
         check_same_arrays(plain, weighted)
     with pytest.raises(ValueError, match="Not all chunks"):

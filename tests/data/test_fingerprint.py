@@ -63,7 +63,8 @@ def saved(data: hl.Dataset, folder: Path) -> hl.Dataset:
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_changes_the_checksum_of_its_array_alone(name: str):
     array, change = CHANGES[name]
-    before, after = contents_of(DATA), contents_of(change(DATA))
+    before = contents_of(DATA)
+    after = contents_of(change(DATA))
     assert [key for key in before if before[key] != after[key]] == [array]
 
 
@@ -72,7 +73,8 @@ def test_a_folder_has_the_checksums_of_what_was_saved_and_nothing_is_read(
 ):
     sparse = SparseTable(torch.arange(61), torch.zeros(60, dtype=torch.int64), torch.rand(60), 4)
     data = dataclasses.replace(DATA, tables={**DATA.tables, "s": sparse})
-    expected, opened = contents_of(data), saved(data, tmp_path / "graph")
+    expected = contents_of(data)
+    opened = saved(data, tmp_path / "graph")
 
     def reads(rows: Any) -> int:
         raise AssertionError("an array was read")
@@ -83,7 +85,9 @@ def test_a_folder_has_the_checksums_of_what_was_saved_and_nothing_is_read(
 
 
 def test_arrays_are_read_once_and_again_when_they_were_changed(monkeypatch: pytest.MonkeyPatch):
-    rows, real, read = randn(60, 5), fingerprint._crc, list[int]()
+    rows = randn(60, 5)
+    real = fingerprint._crc
+    read = list[int]()
     data = dataclasses.replace(DATA, tables={"x": TensorTable(rows)})
     first = contents_of(data)
     monkeypatch.setattr(fingerprint, "_crc", lambda rows: (read.append(1), real(rows))[1])
@@ -110,7 +114,8 @@ class Own(nn.Module):
 
     def __init__(self, scale: float = 1.0) -> None:
         super().__init__()
-        self.scale, self.calls = scale, 0
+        self.scale = scale
+        self.calls = 0
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return x * self.scale
@@ -177,7 +182,8 @@ def shards_of(data: hl.Dataset, folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_shards_of_other_data_are_of_another_cut(name: str, tmp_path: Path):
-    one, other = shards_of(DATA, tmp_path / "one"), shards_of(CHANGES[name][1](DATA), tmp_path / "other")
+    one = shards_of(DATA, tmp_path / "one")
+    other = shards_of(CHANGES[name][1](DATA), tmp_path / "other")
     model = hl.nn.GNN([GCNConv(5, 4), GCNConv(4, 3)])
     exact_on_shards(model, AllShards(one), folder=tmp_path / "rows")
     with pytest.raises(ValueError, match=r"another inference \(other cut of the dataset\)"):

@@ -61,7 +61,8 @@ def test_ids_come_back_as_they_were(values: list[int] | list[str]) -> None:
 
 
 def test_an_id_is_found_in_whatever_form_the_other_file_has_it() -> None:
-    numbers, texts = IdMap(np.array([10, 20])), IdMap(np.array(["10", "020"]))
+    numbers = IdMap(np.array([10, 20]))
+    texts = IdMap(np.array(["10", "020"]))
     assert numbers.positions(np.array(["20.0", " 10"]), "edge").tolist() == [1, 0]
     assert texts.positions(np.array([10]), "edge").tolist() == [0]
     for mapping, ids, message in (

@@ -35,7 +35,8 @@ def test_real_numbers_are_not_trained_as_zeros_and_ones():
 
 def test_real_valued_targets_are_trained_as_the_refusal_says():
     given = small().to_pyg()
-    targets, given.y = small().x.read(torch.arange(400)).sum(-1), None
+    targets = small().x.read(torch.arange(400)).sum(-1)
+    given.y = None
     data = hl.from_pyg(given)
 
     def train_step(model: nn.Module, batch: hl.Batch) -> Tensor:

@@ -95,7 +95,8 @@ def test_missing_labels_of_a_binary_task_are_left_out() -> None:
 
 
 def test_all_splits_that_there_were_are_replaced_in_a_new_dataset(tiny: Dataset, tmp_path: Path) -> None:
-    before, published = ids(tiny), len(tiny.alternatives)
+    before = ids(tiny)
+    published = len(tiny.alternatives)
     data = random_split(tiny, (0.5, 0.25, 0.25), seed=3)
     assert (ids(tiny), len(tiny.alternatives), tiny.meta) == (before, published, {"origin": "a test"})
     assert (len(data.all_splits), data.graph, data.name) == (1, tiny.graph, "tiny")
@@ -158,7 +159,8 @@ def _csv(where: Path, **options: Any) -> Dataset:
 
 
 def _parquet(where: Path, **options: Any) -> Dataset:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.table({"src": EDGES[0], "dst": EDGES[1]}), where / "edges.parquet")
     parquet.write_table(arrow.table({"f": X[:, 0], "label": Y}), where / "nodes.parquet")
     return from_parquet(where / "edges.parquet", where / "nodes.parquet", **options)

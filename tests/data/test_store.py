@@ -27,7 +27,8 @@ def arrays_of(dataset: Dataset) -> dict[str, Tensor]:
 
 def assert_same(a: Dataset, b: Dataset) -> None:
     assert (a.name, a.task, a.num_classes, a.meta) == (b.name, b.task, b.num_classes, b.meta)
-    ours, theirs = arrays_of(a), arrays_of(b)
+    ours = arrays_of(a)
+    theirs = arrays_of(b)
     assert ours.keys() == theirs.keys()
     for name, array in ours.items():
         assert array.dtype == theirs[name].dtype
@@ -222,7 +223,8 @@ def alter(folder: Path, rng: random.Random) -> str:
         data[start:stop] = bytes(stop - start)
     elif way == "swap":
         other = rng.choice(sorted(folder.iterdir()))
-        mine, theirs = bytes(data), other.read_bytes()
+        mine = bytes(data)
+        theirs = other.read_bytes()
         other.write_bytes(mine)
         data = bytearray(theirs)
     if way == "delete":

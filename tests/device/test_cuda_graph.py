@@ -136,7 +136,8 @@ def test_an_interruption_is_no_failure_of_the_capture(fake_cuda: FakeCuda):
 @contextmanager
 def evaluation_elsewhere() -> Iterator[threading.Event]:
     """Another thread has the capture lock until the event is set."""
-    begun, ended = threading.Event(), threading.Event()
+    begun = threading.Event()
+    ended = threading.Event()
 
     def evaluate() -> None:
         with streams.capture_lock:
@@ -163,7 +164,8 @@ def test_what_can_wait_for_another_time_does_not_wait_for_its_turn(fake_cuda: Fa
 
 
 def test_what_cannot_wait_for_another_time_waits_for_its_turn(fake_cuda: FakeCuda):
-    captured, log = captured_of(), fake_cuda.log
+    captured = captured_of()
+    log = fake_cuda.log
     with evaluation_elsewhere() as ended:
         timer = threading.Timer(0.05, lambda: (log.append("evaluated"), ended.set()))
         timer.start()
@@ -173,7 +175,9 @@ def test_what_cannot_wait_for_another_time_waits_for_its_turn(fake_cuda: FakeCud
 
 
 def test_a_call_computes_in_the_memory_of_one_that_never_runs_at_the_same_time(fake_cuda: FakeCuda):
-    full, last, other = captured_of(), captured_of(), captured_of()
+    full = captured_of()
+    last = captured_of()
+    other = captured_of()
     full.capture(nullcontext(lambda: None))
     last.capture(nullcontext(lambda: None), pool_of=full)
     other.capture(nullcontext(lambda: None))
@@ -223,11 +227,14 @@ def test_who_owns_a_graph_goes_without_the_collector(fake_cuda: FakeCuda):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_graph_is_captured_while_another_thread_waits_for_its_copies():
-    ended, lines = threading.Event(), []
-    x, failures = torch.ones(1000, device="cuda"), []
+    ended = threading.Event()
+    lines = []
+    x = torch.ones(1000, device="cuda")
+    failures = []
 
     def wait_again_and_again() -> None:
-        copies, source = torch.cuda.Stream(), torch.ones(1 << 20).pin_memory()
+        copies = torch.cuda.Stream()
+        source = torch.ones(1 << 20).pin_memory()
         try:
             while not ended.is_set():
                 with torch.cuda.stream(copies):
@@ -258,8 +265,10 @@ def test_a_graph_is_captured_while_another_thread_waits_for_its_copies():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("waits", [False, True], ids=["raises", "waits for the device"])
 def test_a_graph_that_cannot_be_captured_leaves_nothing_open(waits: bool):
-    lines, other = [], torch.cuda.Stream()
-    x, outer = torch.ones(10, device="cuda"), torch.cuda.current_stream()
+    lines = []
+    other = torch.cuda.Stream()
+    x = torch.ones(10, device="cuda")
+    outer = torch.cuda.current_stream()
 
     def fails() -> None:
         x.mul(2)

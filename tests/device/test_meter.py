@@ -77,7 +77,8 @@ def test_what_was_there_before_does_not_count_when_it_is_freed():
 
 def test_a_lap_is_counted_above_what_was_there_when_it_began():
     with meter_of("cpu") as meter:
-        first, second = torch.zeros(4 * FLOATS), torch.zeros(FLOATS)
+        first = torch.zeros(4 * FLOATS)
+        second = torch.zeros(FLOATS)
         del first
         meter.lap()
         third = torch.zeros(2 * FLOATS)
@@ -96,7 +97,9 @@ def test_nested_meters_both_count():
 
 
 def test_a_step_gives_the_same_numbers_under_the_meter():
-    graph, x, conv = random_graph(), randn(50, 6), conv_of("gat", 6, 4)
+    graph = random_graph()
+    x = randn(50, 6)
+    conv = conv_of("gat", 6, 4)
     block = batch_of(graph, x, (3,)).blocks[0]
     plain = conv(x, block.edge_index)
     with meter_of("cpu") as meter:
@@ -126,7 +129,8 @@ def test_what_is_free_on_a_gpu_is_within_the_limit_of_the_process():
     gc.collect()
     torch.cuda.empty_cache()
     room = torch.cuda.memory_reserved(device) + (1 << 30)  # other tests may have left something
-    before, total = free_bytes(device), torch.cuda.get_device_properties(device).total_memory
+    before = free_bytes(device)
+    total = torch.cuda.get_device_properties(device).total_memory
     with limit_cuda_memory(Budget(device=str(room)), device):
         assert kept.nbytes < room - free_bytes(device) < room
         with pytest.raises(torch.OutOfMemoryError):

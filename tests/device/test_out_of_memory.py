@@ -55,7 +55,8 @@ def test_a_step_that_is_put_back_never_was(begun: bool):
         model(torch.arange(6)).backward()
     expected = dense(model)
     kept = [p.grad for p in model.parameters()]
-    buffers, draws = [b.clone() for b in model.buffers()], torch.get_rng_state()
+    buffers = [b.clone() for b in model.buffers()]
+    draws = torch.get_rng_state()
     before = rescue.StepSnapshot(model, CPU)
     assert (before.gradient_bytes > 0) == begun
     model(torch.arange(2, 8)).backward()

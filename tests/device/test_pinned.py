@@ -34,7 +34,8 @@ class Driver:
 
 
 def test_memory_is_registered_in_place_for_as_long_as_the_tensor_lives() -> None:
-    driver, rows = Driver(), randn(30, 4)
+    driver = Driver()
+    rows = randn(30, 4)
     start = rows.data_ptr()
     assert pinned.register(rows, driver) is None
     assert driver.registered == {start: (30 * 4 * 8, pinned.MAPPED)}
@@ -45,7 +46,8 @@ def test_memory_is_registered_in_place_for_as_long_as_the_tensor_lives() -> None
 
 
 def test_two_tensors_over_the_same_memory_are_registered_once() -> None:
-    driver, rows = Driver(), randn(30, 4)
+    driver = Driver()
+    rows = randn(30, 4)
     same = rows.view(30, 4)
     assert pinned.register(rows, driver) is None
     assert pinned.register(same, driver) is None

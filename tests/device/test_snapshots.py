@@ -61,7 +61,8 @@ def test_draws_go_on_as_if_none_had_been_made():
 
 
 def test_draws_go_on_from_a_state():
-    state, all_states = RandomState.of(CPU), random_states()
+    state = RandomState.of(CPU)
+    all_states = random_states()
     expected = torch.rand(3)
     state.restore()
     assert torch.equal(torch.rand(3), expected)

@@ -43,7 +43,9 @@ def test_which_steps_are_captured_follows_from_the_epoch_and_not_from_who_has_th
     model = sage(data)
     trainer = hl.Trainer(model, data, hl.Sampled(fanouts=(4, 3), batch_size=60, layout="tree"), show=False)
     loader = trainer.work.loader  # type: ignore[attr-defined]
-    work, taken, ended = CapturedWork(trainer.job, loader), threading.Event(), threading.Event()
+    work = CapturedWork(trainer.job, loader)
+    taken = threading.Event()
+    ended = threading.Event()
 
     def evaluate() -> None:
         with streams.capture_lock:
@@ -69,7 +71,8 @@ def test_which_steps_are_captured_follows_from_the_epoch_and_not_from_who_has_th
 
 def test_gradients_arrive_at_new_nodes_whoever_holds_the_old_ones():
     parameter = torch.nn.Parameter(torch.ones(3))
-    address, held = parameter.data_ptr(), (parameter * 2).sum()
+    address = parameter.data_ptr()
+    held = (parameter * 2).sum()
     before = torch.autograd.graph.get_gradient_edge(parameter).node
     captured_step.renew_accumulators([parameter])
     assert torch.autograd.graph.get_gradient_edge(parameter).node is not before
@@ -155,7 +158,8 @@ def test_evaluation_in_its_own_stream_ends_with_the_run_that_waited(layout: str,
 @pytest.mark.parametrize("evaluate", ["blocking", "async"])
 @pytest.mark.parametrize("layout", ["tree", "block"])
 def test_a_run_leaves_no_more_on_a_gpu_than_the_one_before(layout: str, evaluate: str):
-    data, left = planted_partition(num_nodes=20_000, num_edges=200_000, num_train=4096), []
+    data = planted_partition(num_nodes=20_000, num_edges=200_000, num_train=4096)
+    left = []
     for _ in range(4):
         model = sage(data, dropout=0.5)
         method = hl.Sampled(fanouts=(5, 5), batch_size=256, layout=layout)  # type: ignore[arg-type]

@@ -12,7 +12,8 @@ from tests.helpers import randint, randn
 def test_alone_a_rank_answers_itself() -> None:
     for channel in (Channel(), Channel(World.alone())):
         assert (channel.rank, channel.size) == (0, 1)
-        rows, positions = randn(20, 3), randint(0, 20, 50)
+        rows = randn(20, 3)
+        positions = randint(0, 20, 50)
         request = RowRequest(channel, torch.tensor([0, 20]), positions)
         assert torch.equal(request.reply(rows[request.rows]), rows[positions])
         indptr, (first, second) = request.reply_lists(

@@ -54,7 +54,8 @@ def test_words_that_no_rank_says_are_not_heard(said: bytes, heartbeat: Heartbeat
     time.sleep(0.2)
     store.set("alive/1", said)  # type: ignore[arg-type]
     time.sleep(0.2)
-    before, until = store.get("alive/0"), time.monotonic() + 10
+    before = store.get("alive/0")
+    until = time.monotonic() + 10
     while store.get("alive/0") == before and time.monotonic() < until:  # its own beats go on
         time.sleep(0.01)
     assert heartbeat._words_of(1) == "7 1"
@@ -81,7 +82,9 @@ def test_a_rank_that_failed_has_said_why(heartbeat: Heartbeat, store: dist.Store
 
 def test_a_rank_that_is_behind_is_named(heartbeat: Heartbeat, store: dist.Store):
     others = [Heartbeat(store, rank, 3, "here:1") for rank in (1, 2)]
-    heartbeat.exchanges, others[0].exchanges, others[1].exchanges = 5, 5, 4
+    heartbeat.exchanges = 5
+    others[0].exchanges = 5
+    others[1].exchanges = 4
     assert heartbeat.find_lost() == "rank 2 is alive but did not answer within timeout_s"
     for other in others:
         other.stop("left")

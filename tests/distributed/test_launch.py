@@ -93,7 +93,8 @@ def test_settings_that_were_removed_say_what_to_do():
 
 def test_how_many_processes_are_started_here(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    two, auto = LaunchSettings(devices=2), LaunchSettings(devices="auto")
+    two = LaunchSettings(devices=2)
+    auto = LaunchSettings(devices="auto")
     assert _count_processes(two, None, "cpu") == 2
     assert _count_processes(two, ONE_PER_NODE, "cpu") == 2
     assert _count_processes(two, LAUNCHED, "cpu") == 1  # srun has started two here already

@@ -23,7 +23,9 @@ import hopline as hl
 from hopline import interop
 from hopline.data import planted_partition
 
-BATCHES, WARM_UP, KEPT = 1000, 100, 100
+BATCHES = 1000
+WARM_UP = 100
+KEPT = 100
 ALLOWED_MIB = 32.0
 """What 1000 batches may leave behind; a batch is more than 1 MiB, and 100 that are kept must exceed it."""
 TYPES = ("float32", "float16", "bfloat16", "int32", "int16", "uint8", "bool", "int64", "float64")

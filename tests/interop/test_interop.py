@@ -54,7 +54,8 @@ def test_a_sample_is_what_pygs_old_sampler_gave(data: hl.Dataset):
 def test_every_call_draws_anew_and_equal_steps_draw_the_same(data: hl.Dataset):
     seeds = torch.arange(50)
     sampler = Sampler(data.graph, [4], seed=3)
-    first, second = sampler.sample(seeds), sampler.sample(seeds)
+    first = sampler.sample(seeds)
+    second = sampler.sample(seeds)
     assert not equal(first, second)
     assert sampler.step == 2
     sampler.step = 1
@@ -64,7 +65,8 @@ def test_every_call_draws_anew_and_equal_steps_draw_the_same(data: hl.Dataset):
 
 
 def test_fanouts_can_be_changed_between_calls(data: hl.Dataset):
-    sampler, seeds = Sampler(data, (2,)), torch.arange(30)
+    sampler = Sampler(data, (2,))
+    seeds = torch.arange(30)
     assert len(sampler.sample(seeds).adjs) == 1
     sampler.fanouts = [-1, 2]
     outer, inner = sampler.sample(seeds).adjs
@@ -95,7 +97,8 @@ def test_samples_come_in_the_framework_and_type_asked_for(data: hl.Dataset):
 
 
 def test_padded_samples_have_one_shape_and_the_same_edges(data: hl.Dataset):
-    plain, padded = Sampler(data, (4, 3)), Sampler(data, (4, 3), pad=True)
+    plain = Sampler(data, (4, 3))
+    padded = Sampler(data, (4, 3), pad=True)
     for seeds in (torch.arange(5), torch.arange(100, 105)):
         n_id, _, adjs = plain.sample(seeds)
         filled = padded.sample(seeds)
@@ -134,7 +137,8 @@ def test_many_threads_draw_each_step_once(data: hl.Dataset):
     seeds = torch.arange(60)
     alone = Sampler(data, (3, 3))
     expected = {tuple(alone.sample(seeds).adjs[1].e_id.tolist()) for _ in range(12)}
-    sampler, found = Sampler(data, (3, 3)), set()
+    sampler = Sampler(data, (3, 3))
+    found = set()
 
     def work() -> None:
         for _ in range(3):
@@ -181,7 +185,8 @@ def test_features_are_a_table_like_any_other(data: hl.Dataset):
 
 
 def test_a_graph_shares_its_arrays_and_a_scipy_matrix_its_own():
-    indptr, indices = np.array([0, 1, 3]), np.array([1, 0, 1], dtype=np.int32)
+    indptr = np.array([0, 1, 3])
+    indices = np.array([1, 0, 1], dtype=np.int32)
     graph = interop.graph(indptr, indices, {"weight": np.ones(3)})
     assert graph.indptr.data_ptr() == indptr.ctypes.data
     assert graph.indices.data_ptr() == indices.ctypes.data
@@ -239,7 +244,8 @@ def other(pipe: Any, sampler: Sampler, features: Features) -> None:
 
 def test_another_process_gets_the_same_memory_by_a_small_pickle():
     data = small(num_nodes=20_000, num_edges=400_000)
-    sampler, features = Sampler(data, (5, 5), seed=1), interop.table(data.x)
+    sampler = Sampler(data, (5, 5), seed=1)
+    features = interop.table(data.x)
     expected = sampler.sample(torch.arange(40))
     sampler.step = 0
     assert len(pickle.dumps((sampler, features))) < 4_000
@@ -259,7 +265,8 @@ def test_another_process_gets_the_same_memory_by_a_small_pickle():
 
 
 def test_a_graph_and_a_table_are_copied_once_and_a_folder_never(data: hl.Dataset, tmp_path: Path):
-    one, two = Sampler(data, (3,)), Sampler(data, (5,))
+    one = Sampler(data, (3,))
+    two = Sampler(data, (5,))
     pickle.dumps(one)
     pickle.dumps(two)
     assert one.graph is two.graph

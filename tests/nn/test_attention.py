@@ -81,10 +81,12 @@ def on_slots(conv: nn.Module, x: Tensor, block: Block) -> Tensor:
     if not isinstance(block, TreeBlock):
         return stock(conv, x, block)
     child = ((block.tree.nodes[: block.num_src] >= 0) & (block.parents >= 0)).nonzero().view(-1)
-    src, dst = child, block.parents[child].long()
+    src = child
+    dst = block.parents[child].long()
     if conv.add_self_loops:
         other = block.src_ids[src] != block.src_ids[dst]
-        src, dst = src[other], dst[other]
+        src = src[other]
+        dst = dst[other]
     return conv(x, torch.stack([src, dst]))[: block.num_dst]
 
 
@@ -99,7 +101,8 @@ def assert_equals_stock(name: str, block: Block, dtype: torch.dtype, tolerance: 
     conv = conv_of(name, dtype)
     other = twin(conv)
     ours, theirs = (randn(block.num_src, WIDTH, seed=3).to(dtype).to(DEVICE).requires_grad_() for _ in range(2))
-    found, expected = attention(conv, ours, block), on_slots(other, theirs, block)
+    found = attention(conv, ours, block)
+    expected = on_slots(other, theirs, block)
     there = slice(None) if block.present is None else block.present[: block.num_dst]
     assert_close(found[there], expected[there], tolerance)
     backward(found, block)
@@ -136,7 +139,8 @@ def test_autocast_is_near_by_relative_norm(name: str, layout: str):
     other = twin(conv)
     x = randn(block.num_src, WIDTH, seed=3, dtype=torch.float32).to(DEVICE)
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-        found, expected = attention(conv, x, block), on_slots(other, x, block)
+        found = attention(conv, x, block)
+        expected = on_slots(other, x, block)
     assert found.dtype == torch.bfloat16
     backward(found.float(), block)
     backward(expected, block)
@@ -156,7 +160,9 @@ def test_nothing_has_a_row_per_edge():
 
 @pytest.mark.parametrize("layout", ["block", "tree"])
 def test_convolve_takes_the_kernels_where_the_block_is_on_a_gpu(layout: str, monkeypatch: pytest.MonkeyPatch):
-    block, conv, calls = block_of() if layout == "block" else tree_of(), conv_of("gat"), []
+    block = block_of() if layout == "block" else tree_of()
+    conv = conv_of("gat")
+    calls = []
     as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(conv_adapter, "attention", lambda *given: calls.append(given) or attention(*given))
     x = randn(50, WIDTH).to(DEVICE)
@@ -169,7 +175,8 @@ def test_convolve_takes_the_kernels_where_the_block_is_on_a_gpu(layout: str, mon
 def test_on_the_cpu_pyg_runs_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(conv_adapter, "attention", None)
     block = batch_of(random_graph(), None, (5,), SEEDS).blocks[0]
-    conv, x = conv_of("gat").cpu(), randn(block.num_src, WIDTH)
+    conv = conv_of("gat").cpu()
+    x = randn(block.num_src, WIDTH)
     assert_close(convolve(conv, x, block), stock(conv, x, block))
 
 
@@ -213,7 +220,8 @@ def test_dropout_of_the_weights(layout: str):
 @parametrize_kernel([("tree",)], layout=LAYOUTS)
 def test_a_model_of_several_layers(layout: str, monkeypatch: pytest.MonkeyPatch):
     """Its gradients pass through kernel after kernel: the same as by PyG's own code on the same batch."""
-    graph, x = random_graph(loops=True), randn(50, WIDTH).to(DEVICE)
+    graph = random_graph(loops=True)
+    x = randn(50, WIDTH).to(DEVICE)
     torch.manual_seed(0)
     model = GNN([pyg.GATConv(WIDTH, 4, heads=2), pyg.GATv2Conv(8, 4, heads=2), pyg.GATConv(8, 3)]).double().to(DEVICE)
     other = twin(model)

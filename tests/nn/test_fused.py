@@ -39,7 +39,8 @@ def largest_made(name: str, *, fused: bool) -> tuple[int, int]:
     """(numbers in the largest tensor made in forward and backward, edges x features)."""
     graph = random_graph(60, 6000, weight=True)
     block = batch_of(graph, None, (-1,)).blocks[0]
-    conv, x = conv_of(name, WIDTH, WIDTH), randn(60, WIDTH).requires_grad_()
+    conv = conv_of(name, WIDTH, WIDTH)
+    x = randn(60, WIDTH).requires_grad_()
     convolve(conv, x, block)  # probed before
     with LargestFloats() as sizes:
         out = convolve(conv, x, block) if fused else stock(conv, x, block)
@@ -62,7 +63,8 @@ def test_stock_pyg_makes_one(name: str) -> None:
 def test_autograd_keeps_nothing_with_a_row_per_edge() -> None:
     graph = random_graph(60, 6000)
     block = batch_of(graph, None, (-1,)).blocks[0]
-    conv, x = conv_of("sage-max", WIDTH, WIDTH), randn(60, WIDTH).requires_grad_()
+    conv = conv_of("sage-max", WIDTH, WIDTH)
+    x = randn(60, WIDTH).requires_grad_()
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.numel()), t)[1], lambda t: t):
         convolve(conv, x, block)
@@ -79,7 +81,8 @@ def test_a_handle_is_read_straight_from_the_table(name: str) -> None:
             reads.append(ids.numel())
             return super().read(ids)
 
-    graph, x = random_graph(), randn(50, 4)
+    graph = random_graph()
+    x = randn(50, 4)
     block = batch_of(graph, None, (3,), torch.arange(6)).blocks[0]
     conv = conv_of(name, 4, 3)
     found = convolve(conv, Rows(Watched(x), block.src_ids), block)
@@ -126,7 +129,8 @@ def test_sparse_rows_are_projected_without_being_made_dense(linear: nn.Module) -
 
 
 def test_gcn_on_sparse_features_never_reads_them_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, x = random_graph(), randn(50, 6)
+    graph = random_graph()
+    x = randn(50, 6)
     block = batch_of(graph, None, (3,)).blocks[0]
     conv = conv_of("gcn", 6, 3)
     expected = convolve(conv, x[block.src_ids], block)
@@ -136,7 +140,8 @@ def test_gcn_on_sparse_features_never_reads_them_dense(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", ["sage-sum", "gin", "graph", "gcn-no-norm"])
 def test_scaled_sums_multiply_each_destination_by_degree_over_sampled(name: str) -> None:
-    graph, x = random_graph(weight=True), randn(50, 4)
+    graph = random_graph(weight=True)
+    x = randn(50, 4)
     conv: Any = conv_of(name, 4, 3)
     plain = batch_of(graph, None, (3,)).blocks[0]
     scaled = batch_of(graph, None, (3,), scale_sums=True).blocks[0]
@@ -165,7 +170,8 @@ def test_scaled_sums_multiply_each_destination_by_degree_over_sampled(name: str)
 
 @pytest.mark.parametrize("name", ["sage-mean", "sage-max", "gcn", "gcn-improved"])
 def test_scaled_sums_leave_means_maxima_and_gcn_alone(name: str) -> None:
-    graph, x = random_graph(), randn(50, 4)
+    graph = random_graph()
+    x = randn(50, 4)
     conv = conv_of(name, 4, 3)
     plain, scaled = (batch_of(graph, None, (3,), scale_sums=s).blocks[0] for s in (False, True))
     rows = x[plain.src_ids]
@@ -206,7 +212,8 @@ def test_a_gcn_multiplies_where_it_is_cheaper_and_gives_what_pyg_does(
     graph = random_graph(60, 600, weight=True)
     (block,) = NeighborSampler(graph, (-1,)).sample(torch.arange(20), 0)
     assert block.num_src > 2 * block.num_dst
-    conv, x = conv_of("gcn", before, after), randn(60, before).requires_grad_()
+    conv = conv_of("gcn", before, after)
+    x = randn(60, before).requires_grad_()
     expected = stock(conv, x, graph)[:20]
     (expected_grad,) = torch.autograd.grad(expected.square().sum(), x)
     seen: list[int] = []

@@ -45,7 +45,8 @@ def test_every_option_is_its_documented_maths(name: str, handle: bool) -> None:
     model = warmed(gnn_of(name))
     other = twin(model)
     batch = batch_of(GRAPH, X, (-1,) * model.num_layers, SEEDS, handle=handle)
-    found, expected = model(batch), plain_gnn(other, X, GRAPH)[SEEDS]  # type: ignore[arg-type]
+    found = model(batch)
+    expected = plain_gnn(other, X, GRAPH)[SEEDS]  # type: ignore[arg-type]
     assert_close(found, expected)
     backward(found)
     backward(expected)
@@ -78,7 +79,8 @@ def test_input_dropout_of_sparse_features_is_that_of_dense_ones(name: str, monke
     model = (GNN(stack_of("gcn", 6, 8, 3)).double() if name == "gcn" else gnn_of(name)).train()
     model.input_dropout = 0.6
     blocks = replace(batch_of(GRAPH, None, (-1,) * model.num_layers, SEEDS), key=5)
-    ids, found = blocks.input_ids, []
+    ids = blocks.input_ids
+    found = []
     for rows in (x[ids], Rows(SparseTable.from_dense(x), ids)):
         model.zero_grad()
         backward(out := model(replace(blocks, x=rows)))
@@ -198,7 +200,8 @@ def test_evaluation_drops_nothing() -> None:
 
 
 def test_dropout_does_not_touch_the_global_generator_where_there_is_a_key() -> None:
-    model, batch = dropping(), batch_of(GRAPH, X, (-1,), SEEDS)
+    model = dropping()
+    batch = batch_of(GRAPH, X, (-1,), SEEDS)
     model(batch)
     state = torch.get_rng_state()
     model(batch)

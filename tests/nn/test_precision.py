@@ -52,7 +52,8 @@ def gradients_of(model: hl.nn.GNN, data: hl.Dataset, method: hl.extend.Method) -
 def test_a_conv_that_runs_over_shards_alone(aggregation: Any):
     torch.manual_seed(0)
     model = hl.nn.GNN([pyg.LGConv(), pyg.SAGEConv(6, 3)]).double()
-    method, data = hl.FullBatch(num_shards=4, partition="random", aggregation=aggregation), data_of(torch.float64)
+    method = hl.FullBatch(num_shards=4, partition="random", aggregation=aggregation)
+    data = data_of(torch.float64)
     found = gradients_of(model, data, method)
     torch.testing.assert_close(found, expected_of(model, data)[1], rtol=1e-11, atol=1e-13)
 
@@ -62,13 +63,15 @@ def test_a_conv_that_runs_over_shards_alone(aggregation: Any):
 class TestFloat64:
     @pytest.mark.parametrize(("aggregation", "trim"), FULL)
     def test_full_batch(self, first: str, stored: torch.dtype, aggregation: Any, trim: bool):
-        model, data = model_of(first), data_of(stored)
+        model = model_of(first)
+        data = data_of(stored)
         method = hl.FullBatch(num_shards=4, partition="random", aggregation=aggregation, trim=trim)
         found = gradients_of(model, data, method)
         torch.testing.assert_close(found, expected_of(model, data)[1], rtol=1e-11, atol=1e-13)
 
     def test_sampled_and_historical(self, first: str, stored: torch.dtype):
-        model, data = model_of(first), data_of(stored)
+        model = model_of(first)
+        data = data_of(stored)
         methods: list[hl.extend.Method] = [
             hl.Sampled(fanouts=(-1, -1, -1), batch_size=80, workers=0),
             hl.Historical(num_parts=3, parts_per_batch=3, partition="random"),
@@ -78,7 +81,8 @@ class TestFloat64:
             torch.testing.assert_close(found, expected_of(model, data)[1], rtol=1e-11, atol=1e-13)
 
     def test_inference(self, first: str, stored: torch.dtype):
-        model, data = model_of(first).eval(), data_of(stored)
+        model = model_of(first).eval()
+        data = data_of(stored)
         expected = expected_of(model, data)[0]
         for ids in (None, torch.tensor([3, 79, 5])):
             for chunk in (None, 20):

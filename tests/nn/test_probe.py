@@ -27,11 +27,13 @@ def test_it_is_ugly() -> None:
 
 
 def test_a_block_and_a_tree_have_the_edges_of_their_nodes() -> None:
-    graph, nodes = probe_graph({"type": torch.arange(7)}), (3, 0, 11, 8)
+    graph = probe_graph({"type": torch.arange(7)})
+    nodes = (3, 0, 11, 8)
     for block in (block_of(graph, nodes), tree_of(graph, nodes)):
         src, dst = block.edge_index
         for i, node in enumerate(nodes):
-            first, stop = int(graph.indptr[node]), int(graph.indptr[node + 1])
+            first = int(graph.indptr[node])
+            stop = int(graph.indptr[node + 1])
             assert block.src_ids[src[dst == i]].tolist() == graph.indices[first:stop].tolist()
             assert block.edge["type"][dst == i].tolist() == graph.edge["type"][first:stop].tolist()
 
@@ -39,7 +41,8 @@ def test_a_block_and_a_tree_have_the_edges_of_their_nodes() -> None:
 def test_the_reverse_order_is_of_each_nodes_edges() -> None:
     graph = probe_graph({"weight": torch.rand(3)})
     other = reverse_edges_of_nodes(graph)
-    first, stop = int(graph.indptr[3]), int(graph.indptr[4])
+    first = int(graph.indptr[3])
+    stop = int(graph.indptr[4])
     assert other.indices[first:stop].tolist() == graph.indices[first:stop].flip(0).tolist()
     assert torch.equal(reverse_edges_of_nodes(other).edge["weight"], graph.edge["weight"])
 
@@ -93,7 +96,8 @@ def test_what_was_found_out_is_forgotten_when_a_setting_changes() -> None:
 
 
 def test_findings_are_for_the_settings_at_which_they_were_found():
-    found, conv = Findings(), pyg.SAGEConv(2, 2)
+    found = Findings()
+    conv = pyg.SAGEConv(2, 2)
     found.put(conv, "way", ("mean", 1), "pair")
     assert found.get(conv, "way", ("mean", 1)) == "pair"
     assert found.get(conv, "way", ("max", 1)) is None
@@ -102,7 +106,8 @@ def test_findings_are_for_the_settings_at_which_they_were_found():
 
 
 def test_findings_go_with_their_module():
-    found, conv = Findings(), pyg.SAGEConv(2, 2)
+    found = Findings()
+    conv = pyg.SAGEConv(2, 2)
     found.put(conv, "way", (), "pair")
     del conv
     gc.collect()

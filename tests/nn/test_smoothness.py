@@ -57,7 +57,8 @@ def test_gradients_flow_and_the_walk_is_what_it_was(name: str):
     state = {key: value.clone() for key, value in model.state_dict().items()}
     model.load_state_dict(state)
     recorder = Recorder(measures=True)
-    again, found = model(recorded(batch, recorder)), recorder.spreads
+    again = model(recorded(batch, recorder))
+    found = recorder.spreads
     torch.testing.assert_close(again, plain)
     torch.stack(found).mean().backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in model.convs[1].parameters() if p.dim() > 1)

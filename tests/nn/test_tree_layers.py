@@ -57,7 +57,8 @@ MODELS = {
 def test_kernels_of_a_gpu_give_what_the_cpu_does(name: str, weight: bool, request: pytest.FixtureRequest):
     torch.manual_seed(0)
     model = MODELS[name]().double().to(DEVICE)
-    copy, graph = twin(model).cpu(), random_graph(weight=weight, loops=True)
+    copy = twin(model).cpu()
+    graph = random_graph(weight=weight, loops=True)
     seeds = torch.arange(8)
     blocks = TreeSampler(graph, (8, 3)).sample(seeds, 5)
     expected = copy(Batch(seeds, blocks, TreeRows(TensorTable(X), blocks[0]), None, key=5))

@@ -46,7 +46,8 @@ class Alone(nn.Module):
     def __init__(self, data: hl.Dataset, conv: nn.Module) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.lin, self.conv = nn.Linear(data.num_features, data.num_classes), conv
+        self.lin = nn.Linear(data.num_features, data.num_classes)
+        self.conv = conv
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return self.conv(self.lin(x), edge_index)
@@ -73,7 +74,8 @@ def test_a_conv_that_caches_edges_is_refused_by_name_in_batches(name: str):
 
 @pytest.mark.parametrize("name", [*CACHED, "APPNP"])
 def test_exact_inference_uses_no_cache_of_another_graph_and_leaves_the_caches_alone(name: str):
-    data, other = small(), small(num_nodes=300, num_edges=2000)
+    data = small()
+    other = small(num_nodes=300, num_edges=2000)
     model = cached_model(name, data).eval()
     expected = [cached_model(name, data).eval()(one.to_pyg().x, one.to_pyg().edge_index) for one in (data, other)]
     model(other.to_pyg().x, other.to_pyg().edge_index)  # fills the caches
@@ -115,7 +117,8 @@ class Around(nn.Module):
     def __init__(self, data: hl.Dataset, end: Callable[[Tensor], Any]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.conv, self.end = pyg.SAGEConv(data.num_features, data.num_classes), end
+        self.conv = pyg.SAGEConv(data.num_features, data.num_classes)
+        self.end = end
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Any:
         return self.end(self.conv(x, edge_index))
@@ -184,7 +187,8 @@ class KeepsEdges(nn.Module):
 
     def __init__(self, data: hl.Dataset) -> None:
         super().__init__()
-        self.conv, self.edges = pyg.SAGEConv(data.num_features, data.num_classes), None
+        self.conv = pyg.SAGEConv(data.num_features, data.num_classes)
+        self.edges = None
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         if self.edges is None:
@@ -195,7 +199,8 @@ class KeepsEdges(nn.Module):
 class WeightPerNode(nn.Module):
     def __init__(self, data: hl.Dataset) -> None:
         super().__init__()
-        self.conv, self.rows = pyg.SAGEConv(8, data.num_classes), nn.Embedding(data.num_nodes, 8)
+        self.conv = pyg.SAGEConv(8, data.num_classes)
+        self.rows = nn.Embedding(data.num_nodes, 8)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return self.conv(x + self.rows.weight[: x.size(0)], edge_index)
@@ -219,7 +224,8 @@ def test_a_module_that_means_nothing_in_batches_is_refused(name: str):
 
 
 def test_linkx_is_inferred_on_the_whole_graph():
-    data, given = small(), small().to_pyg()
+    data = small()
+    given = small().to_pyg()
     model = pyg.LINKX(400, 8, 16, 4, 2).eval()
     torch.testing.assert_close(infer.exact(model, data), model(given.x, given.edge_index).detach())
 
@@ -273,7 +279,8 @@ def test_a_run_says_once_that_batches_are_an_approximation(
 
 def test_what_is_said_is_so():
     """At full fan-out a SAGE module gives the whole graph's outputs, and a GCN module does not."""
-    data, given = small(num_nodes=2000, num_edges=4000), small(num_nodes=2000, num_edges=4000).to_pyg()
+    data = small(num_nodes=2000, num_edges=4000)
+    given = small(num_nodes=2000, num_edges=4000).to_pyg()
     ids = data.splits["train"][:20]
     for make, is_equal in ((pyg.SAGEConv, True), (pyg.GCNConv, False)):
         model = Net(make, data).double().eval()

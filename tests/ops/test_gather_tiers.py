@@ -30,9 +30,11 @@ def test_an_empty_slot_gives_zeros_and_counts_nothing() -> None:
 
 
 def test_staged_rows_are_read_where_they_stand_or_where_they_always_are() -> None:
-    hot_slot, counts = torch.tensor([-1, 0, -3], dtype=torch.int32), new_counts("cpu")
+    hot_slot = torch.tensor([-1, 0, -3], dtype=torch.int32)
+    counts = new_counts("cpu")
     hot = torch.tensor([[1.0], [2.0], [3.0]])  # the second and third for staged rows
-    cold, ids = torch.tensor([[10.0], [11.0], [12.0]]), torch.tensor([2, 1, 0])
+    cold = torch.tensor([[10.0], [11.0], [12.0]])
+    ids = torch.tensor([2, 1, 0])
     assert gather_tiers(hot, cold, hot_slot, ids, counts).view(-1).tolist() == [2, 1, 10]
     assert counts.sum(0).tolist() == [1, 1, 1]
     assert gather_tiers(hot, cold, hot_slot, ids, counts, staged=False).view(-1).tolist() == [12, 1, 10]

@@ -65,7 +65,8 @@ def test_a_key_in_a_tensor_is_a_key() -> None:
     key = torch.tensor([5])
     for found, expected in zip(ops.sample_neighbors(*SAMPLE, key), ops.sample_neighbors(*SAMPLE, 5), strict=True):
         assert torch.equal(found, expected)
-    x, ids = torch.ones(9, 3), torch.arange(9)
+    x = torch.ones(9, 3)
+    ids = torch.arange(9)
     assert torch.equal(ops.keyed_dropout(x, 0.5, key, ids), ops.keyed_dropout(x, 0.5, 5, ids))
 
 

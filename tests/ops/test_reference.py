@@ -82,7 +82,8 @@ def test_self_loops_are_found_in_order() -> None:
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_reduce_is_a_loop_over_edges(reduce: str, weighted: bool) -> None:
-    rows, src_idx = randn(6, 3), randint(0, 6, 9)
+    rows = randn(6, 3)
+    src_idx = randint(0, 6, 9)
     indptr = torch.tensor([0, 4, 4, 9])
     weight = randn(9, seed=3) if weighted else None
     found = reference.reduce_edges(rows, indptr, src_idx, reduce, weight)
@@ -99,7 +100,9 @@ def test_reduce_is_a_loop_over_edges(reduce: str, weighted: bool) -> None:
 
 
 def test_keyed_dropout_takes_sixteen_bits_a_column() -> None:
-    x, ids, p = randn(5, 7), torch.tensor([3, 0, 3, 2**40, 9]), 0.3
+    x = randn(5, 7)
+    ids = torch.tensor([3, 0, 3, 2**40, 9])
+    p = 0.3
     found = reference.keyed_dropout(x, p, 12, ids)
     threshold = round(p * 65536)
     for i, node in enumerate(ids.tolist()):

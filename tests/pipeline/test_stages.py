@@ -52,7 +52,9 @@ def test_none_is_a_request_and_a_result_like_any_other(workers: int) -> None:
 
 @pytest.mark.parametrize(("workers", "look_ahead"), [(1, 1), (1, 3), (4, 2), (2, 5)])
 def test_never_more_than_look_ahead_results_wait(workers: int, look_ahead: int) -> None:
-    lock, taken, ahead = threading.Lock(), 0, []
+    lock = threading.Lock()
+    taken = 0
+    ahead = []
 
     def started(value: int) -> int:
         with lock:

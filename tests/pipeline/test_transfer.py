@@ -52,7 +52,8 @@ class LateCopies:
         return out
 
     def mark(self) -> Event:
-        pending, self.pending = self.pending, []
+        pending = self.pending
+        self.pending = []
         return Event(pending)
 
     def wait(self, event: Event, tensors: list[Tensor]) -> None:
@@ -86,7 +87,8 @@ def test_batches_arrive_as_they_were(look_ahead: int) -> None:
 
 
 def test_from_several_threads() -> None:
-    mover, sent = Mover(ELSEWHERE, 2, EagerCopies()), batches(20)
+    mover = Mover(ELSEWHERE, 2, EagerCopies())
+    sent = batches(20)
     with ThreadPoolExecutor(4) as pool:
         for found, expected in zip(pool.map(lambda batch: mover.move(batch), sent), sent, strict=True):
             assert_same_batches(mover.ready(found), expected)
@@ -165,10 +167,12 @@ def test_on_the_cpu_batches_stay() -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_on_a_gpu_equal_to_the_blocking_path() -> None:
-    mover, sent = Mover("cuda:0", 2), batches(40)
+    mover = Mover("cuda:0", 2)
+    sent = batches(40)
     with ThreadPoolExecutor(3) as pool:
         for moved, expected in zip(pool.map(lambda batch: mover.move(batch), sent), sent, strict=True):
-            found, blocking = mover.ready(moved), expected.to("cuda:0")
+            found = mover.ready(moved)
+            blocking = expected.to("cuda:0")
             assert_same_batches(found, blocking)
             assert found.seeds.device == blocking.seeds.device
 
@@ -176,7 +180,8 @@ def test_on_a_gpu_equal_to_the_blocking_path() -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_on_a_gpu_neither_side_waits() -> None:
-    mover, sent = Mover("cuda:0", 2), batches(2)
+    mover = Mover("cuda:0", 2)
+    sent = batches(2)
     mover.ready(mover.move(sent[0]))  # buffers are made once
     mover.ready(mover.move(sent[0]))
     try:

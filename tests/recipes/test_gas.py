@@ -62,7 +62,8 @@ def smaller(config: RunConfig) -> RunConfig:
 
 
 def trainer_of(name: str) -> hl.Trainer:
-    config, data = smaller(find_recipe(name)()), tiny(ROWS[name].data)
+    config = smaller(find_recipe(name)())
+    data = tiny(ROWS[name].data)
     torch.manual_seed(0)
     model = make_model(config.model, data).double()
     settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainSettings)}
@@ -88,7 +89,8 @@ def test_a_run_takes_a_step_on_a_graph_of_its_kind(name: str):
 @each_kind_of_run
 def test_with_exact_tables_outputs_are_those_of_the_full_batch(name: str):
     trainer = trainer_of(name)
-    work, model = work_of(trainer), trainer.model
+    work = work_of(trainer)
+    model = trainer.model
     model.eval()
     work.refresh()
     expected = infer.exact(model, trainer.data)

@@ -43,7 +43,8 @@ def test_short_numbers(value: float, text: str):
 def test_a_curve_falls_when_its_values_do():
     figure = line_chart("Loss", {"loss": [(1, 2.0), (2, 1.0), (3, 0.5)]})
     points = re.findall(r"([\d.]+),([\d.]+)", re.findall(r'points="([^"]+)"', figure)[0])
-    xs, ys = [float(x) for x, _ in points], [float(y) for _, y in points]
+    xs = [float(x) for x, _ in points]
+    ys = [float(y) for _, y in points]
     assert xs == sorted(xs)
     assert ys == sorted(ys), "down the page"
     assert titles(figure) == ["loss, epoch 1: 2", "loss, epoch 2: 1", "loss, epoch 3: 0.5"]

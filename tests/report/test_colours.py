@@ -39,7 +39,8 @@ def test_all_stand_out_from_the_page():
 
 
 def test_distance_is_that_of_the_page_on_which_two_are_more_alike():
-    black, white = "#000000", "#ffffff"
+    black = "#000000"
+    white = "#ffffff"
     assert distance((black, black), (white, white)) == pytest.approx(1, abs=1e-3)  # type: ignore[arg-type]
     assert distance((black, black), (white, black)) == 0  # type: ignore[arg-type]
 

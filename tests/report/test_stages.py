@@ -37,7 +37,8 @@ METHODS: list[hl.extend.Method] = [
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
 def test_no_stage_lies_within_another(method: hl.extend.Method):
-    data, spans = small(), Spans()
+    data = small()
+    spans = Spans()
     with trace.listen(spans):
         run = hl.Trainer(sage(data), data, method, epochs=2, show=False).fit()
     for thread in {span.thread for span in spans.found}:

@@ -122,7 +122,8 @@ class Plain(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = SAGEConv(6, 16), SAGEConv(16, 3)
+        self.first = SAGEConv(6, 16)
+        self.second = SAGEConv(16, 3)
 
     def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
         return self.second(self.first(x, edge_index).relu(), edge_index)

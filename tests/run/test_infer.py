@@ -199,7 +199,8 @@ SETTINGS: list[dict[str, Any]] = [
 
 def test_several_ranks_give_what_one_process_gives(tmp_path: Path):
     config = quick(tmp_path, method=method(fanouts=(-1, -1)))
-    whole, folder = hl.open(config.data), run.train(config).folder
+    whole = hl.open(config.data)
+    folder = run.train(config).folder
     assert folder is not None
     cut(whole, make_partition(whole.graph, 2, "random", seed=1), tmp_path / "shards")
     found = launch.run(on_ranks, LaunchSettings(devices=2), str(folder), str(tmp_path / "shards"))

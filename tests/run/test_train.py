@@ -72,7 +72,8 @@ def test_settings_survive_json():
 
 def test_the_same_settings_give_the_same_run(config: RunConfig, tmp_path: Path):
     again = dataclasses.replace(config, out=tmp_path / "again", method=method(workers=2))
-    first, second = run.train(config), run.train(again)
+    first = run.train(config)
+    second = run.train(again)
     assert [e.loss for e in first.history] == [e.loss for e in second.history]
     weights = [torch.load(tmp_path / name / "best.pt", weights_only=True) for name in ("run", "again")]
     assert same_weights(*weights)
@@ -241,7 +242,8 @@ def test_an_npz_file_becomes_a_folder(tmp_path: Path):
 
 
 def test_a_csv_file_becomes_a_folder(tmp_path: Path):
-    edges, nodes = tmp_path / "edges.csv", tmp_path / "nodes.csv"
+    edges = tmp_path / "edges.csv"
+    nodes = tmp_path / "nodes.csv"
     edges.write_text("src,dst\na,b\nb,c\nc,a\n")
     nodes.write_text("id,f0,f1,label\na,0.5,1,0\nb,1.5,2,1\nc,2.5,3,0\n")
     data = commands.convert(str(edges), tmp_path / "out", ConvertConfig(nodes=nodes, ids="map"))
@@ -300,7 +302,8 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path, name: str):
 
 @pytest.mark.parametrize("source", ["edges.csv", "graph.npz", "folder"])
 def test_a_conversion_stores_a_split_and_is_called_as_its_folder(tmp_path: Path, source: str):
-    edges, y = np.stack([np.arange(8), (np.arange(8) + 3) % 8]), np.array([0, 1, -1, 1, 0, 1, 0, 1])
+    edges = np.stack([np.arange(8), (np.arange(8) + 3) % 8])
+    y = np.array([0, 1, -1, 1, 0, 1, 0, 1])
     np.savez(tmp_path / "graph.npz", edge_index=edges, x=np.eye(8, dtype=np.float32), y=y)
     (tmp_path / "edges.csv").write_text("src,dst\n" + "\n".join(f"{a},{b}" for a, b in edges.T))
     (tmp_path / "nodes.csv").write_text(

@@ -18,7 +18,8 @@ from hopline.shards.layout import ShardLayout, shard_layouts
 from hopline.shards.transports import P2PTransport, Transport
 from tests.helpers import CONVS, graph_of, mlp, randint, randn, random_graph
 
-RELATIVE, ABSOLUTE = 1e-10, 1e-12
+RELATIVE = 1e-10
+ABSOLUTE = 1e-12
 CHUNK_BYTES = 4000
 """So few that every part is cut into several chunks."""
 

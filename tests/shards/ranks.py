@@ -209,10 +209,8 @@ def _narrow(table: hl.extend.Table) -> hl.extend.Table:
 
 
 def check(world: World, folder: str) -> dict[str, Any]:
-    data, shard = (
-        hl.open(Path(folder) / "data"),
-        hl.shards.open_shard(Path(folder) / f"shards-{world.size}", world.rank),
-    )
+    data = hl.open(Path(folder) / "data")
+    shard = hl.shards.open_shard(Path(folder) / f"shards-{world.size}", world.rank)
     place = torch.empty(data.num_nodes, dtype=torch.int64)
     channel = Channel(world)
     place[channel.all(shard.nodes)] = torch.arange(data.num_nodes)

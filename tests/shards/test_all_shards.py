@@ -46,7 +46,8 @@ def test_losses_are_those_of_the_dataset_that_was_cut(folder: Path, method: str,
 
 
 def test_its_features_stay_in_the_shards_and_its_contents_are_the_same(folder: Path):
-    data, joined = rich(), hl.shards.join(folder)
+    data = rich()
+    joined = hl.shards.join(folder)
     # Graphs in folders have 32-bit indices where these are enough.
     data = replace(data, graph=replace(data.graph, indices=data.graph.indices.int()))
     assert isinstance(joined.x, RowsOfShards)
@@ -104,7 +105,8 @@ def test_a_plan_and_evaluation_beside_training_take_shards_too(folder: Path):
     metrics = []
     for evaluate in ("async", "blocking"):
         torch.manual_seed(0)
-        model, joined = hl.nn.GNN([SAGEConv(4, 5)]), hl.shards.join(folder)
+        model = hl.nn.GNN([SAGEConv(4, 5)])
+        joined = hl.shards.join(folder)
         run = hl.Trainer(model, joined, hl.Sampled(fanouts=(3,)), epochs=2, evaluate=evaluate, show=False).fit()
         metrics.append([one.metrics for one in run.evaluations])
     assert metrics[0] == metrics[1]

@@ -24,7 +24,8 @@ from tests.shards.test_write import rich
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path, data = tmp_path_factory.mktemp("collective"), rich()
+    path = tmp_path_factory.mktemp("collective")
+    data = rich()
     data.save(path / "data")
     for shards, how in ((1, "range"), (2, "metis"), (3, "random")):
         cut(data, make_partition(data.graph, shards, how), path / f"shards-{shards}")
@@ -73,7 +74,8 @@ def test_a_rank_that_dies_is_named_and_the_run_goes_on_exactly(
 
 
 def test_mistakes_get_a_sentence(folder: Path) -> None:
-    shard, method = hl.shards.open_shard(folder / "shards-1", 0), hl.Sampled(fanouts=(2,))
+    shard = hl.shards.open_shard(folder / "shards-1", 0)
+    method = hl.Sampled(fanouts=(2,))
     with pytest.raises(ValueError, match="there are 2 shards and 1 processes: start one process per shard"):
         method.loader(hl.shards.open_shard(folder / "shards-2", 0))
     with pytest.raises(ValueError, match="there is no split 'trian'"):

@@ -23,7 +23,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_it_knows_the_sizes_and_splits_of_the_whole(folder: Path) -> None:
-    data, whole = hl.shards.open(folder / "shards-1"), rich()
+    data = hl.shards.open(folder / "shards-1")
+    whole = rich()
     assert (data.num_nodes, data.num_edges, data.num_features, data.num_outputs) == (60, whole.num_edges, 4, 5)
     assert data.splits.keys() == whole.splits.keys()
     assert all(torch.equal(data.splits[name], ids) for name, ids in whole.splits.items())

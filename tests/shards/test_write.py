@@ -155,7 +155,9 @@ def test_memory_does_not_grow_with_edges_and_features(tmp_path: Path, monkeypatc
     cut(few, make_partition(few.graph, 3, "range"), tmp_path / "shards")  # what is compiled once
     data = opened(20_000, 600_000)
     gc.collect()
-    before, highest, done = own_memory(), [0], threading.Event()
+    before = own_memory()
+    highest = [0]
+    done = threading.Event()
 
     def watch() -> None:
         while not done.wait(0.001):

@@ -47,7 +47,8 @@ def test_another_width_is_a_mistake_of_ours():
 
 
 def test_the_state_is_everything():
-    one, other = Histories(6), Histories(6)
+    one = Histories(6)
+    other = Histories(6)
     one.write(0, [slice(0, 6)], randn(6, 2))
     one.step = 4
     one.stamp([slice(1, 3)], 4)
@@ -60,7 +61,8 @@ def test_the_state_is_everything():
 
 
 def test_ages_are_counted_in_steps():
-    histories, counters = Histories(6), trace.Counters()
+    histories = Histories(6)
+    counters = trace.Counters()
     for step, slab in ((1, slice(0, 2)), (5, slice(2, 4)), (80, slice(4, 5))):
         histories.stamp([slab], step)
     histories.step = 82

@@ -29,7 +29,8 @@ def test_three_ranks_read_what_each_other_wrote(two_hosts: bool):
 def test_alone_one_rank_keeps_everything():
     owners = Owners(World.alone(), PartAssignment(0, (0,), (range(2),)), torch.tensor([0, 3, 5]))
     assert (owners.own, owners.host) == (range(5), range(5))
-    positions, rows = torch.tensor([1, 4]), randn(2, 3)
+    positions = torch.tensor([1, 4])
+    rows = randn(2, 3)
     assert owners.runs(positions) == [slice(0, 2)]
     expected = torch.zeros(5, 3).double().index_add_(0, positions, rows)
     assert torch.equal(owners.collect(positions, rows), expected)

@@ -22,7 +22,8 @@ def skewed(num_nodes: int = 2000, num_edges: int = 20_000) -> Graph:
 def simulated(graph: Graph, fanouts: tuple[int, ...], train: Tensor, batch_size: int, epochs: int, **options) -> Tensor:
     """How often each node was in a batch."""
     sampler = NeighborSampler(graph, fanouts, **options)
-    count, total = torch.zeros(graph.num_nodes), 0
+    count = torch.zeros(graph.num_nodes)
+    total = 0
     for epoch in range(epochs):
         for step, seeds in enumerate(seed_batches(train, batch_size, epoch, drop_last=True)):
             count[sampler.sample(seeds, 1000 * epoch + step)[0].src_ids] += 1
@@ -36,7 +37,8 @@ def simulated(graph: Graph, fanouts: tuple[int, ...], train: Tensor, batch_size:
     ids=str,
 )
 def test_predicted_probabilities_are_the_simulated_frequencies(fanouts: tuple[int, ...], replace: bool) -> None:
-    graph, train = skewed(400, 2400), torch.arange(0, 400, 4)
+    graph = skewed(400, 2400)
+    train = torch.arange(0, 400, 4)
     expected = simulated(graph, fanouts, train, 5, 60, replace=replace)  # 1200 batches
     found = order.access_probability(graph, fanouts, train, 5, replace)
     assert float((found - expected).abs().mean()) < 0.01

@@ -34,7 +34,8 @@ def test_hits_and_misses_are_those_of_numpy() -> None:
 
 
 def test_every_read_is_reported_once() -> None:
-    table, counters = tiered(), trace.Counters()
+    table = tiered()
+    counters = trace.Counters()
     table.read(torch.tensor([3, 3, 1]))
     with trace.listen(counters):
         table.report()
@@ -69,7 +70,8 @@ def test_what_kernels_are_given() -> None:
 
 def test_rows_in_one_place_are_one_tensor() -> None:
     assert tiered().storage() is None
-    everything, nothing = tiered(None), tiered(HOT[:0])
+    everything = tiered(None)
+    nothing = tiered(HOT[:0])
     assert torch.equal(everything.storage(), ROWS)  # type: ignore[arg-type]
     assert nothing.storage() is nothing.below.storage()
     assert everything.num_bytes == ROWS.nbytes
@@ -194,8 +196,11 @@ def test_beside_training_rows_are_read_where_they_always_are(device: str) -> Non
     table = TieredTable(TensorTable(ROWS.clone()), HOT, device)
     hot, cold, hot_slot = table.reserve(torch.device(device), 1).tiers
     assert hot_slot is not None
-    hot[4], hot_slot[7] = -1.0, -2 - 4  # the seventh row is staged, and will be another one soon
-    beside, ids = table.concurrent_view(), torch.tensor([7, 3])
+    # The seventh row is staged, and will be another one soon.
+    hot[4] = -1.0
+    hot_slot[7] = -2 - 4
+    beside = table.concurrent_view()
+    ids = torch.tensor([7, 3])
     assert torch.equal(beside.read(ids.to(device)).cpu(), ROWS[ids])
     if device == "cuda":  # else the host reads what is not hot
         assert table.read(ids.to(device))[0].tolist() == [-1.0] * 5
@@ -219,7 +224,8 @@ def test_room_behind_the_hot_rows() -> None:
 @pytest.mark.parametrize("free", [0, 1 << 30], ids=["none", "some"])
 def test_room_behind_the_hot_rows_of_a_gpu_that_has(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hopline.tables.tiered.free_bytes", lambda device: free)
-    table, ids = TieredTable(TensorTable(ROWS.clone()), HOT, "cuda"), randint(0, 60, 100)
+    table = TieredTable(TensorTable(ROWS.clone()), HOT, "cuda")
+    ids = randint(0, 60, 100)
     table.read(ids.cuda())
     assert table.reserve(torch.device("cuda"), 3).tiers.hot.shape == (7, 5)
     assert torch.equal(table.read(ids.cuda()).cpu(), ROWS[ids])

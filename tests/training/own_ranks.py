@@ -17,7 +17,8 @@ from hopline.distributed.world import World
 from tests.ranks import KillRank
 from tests.runs import small
 
-STEPS, SEEDS = 6, 14
+STEPS = 6
+SEEDS = 14
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class OwnWork(hl.extend.Work):
         if self.divide in ("share", "plain"):
             return share_of(seeds, world.rank, world.size)
         # Uneven: the first of two ranks has a quarter of the seeds, and no unit in the last three steps.
-        quarter, rest = seeds[: SEEDS // 4], seeds[SEEDS // 4 :]
+        quarter = seeds[: SEEDS // 4]
+        rest = seeds[SEEDS // 4 :]
         has_ended = step >= STEPS - 3
         if world.size == 1:
             return rest if has_ended else seeds
@@ -65,7 +67,8 @@ class OwnWork(hl.extend.Work):
         return rest
 
     def _batch(self, seeds: Tensor, key: int) -> hl.Batch:
-        blocks, data = self.sampler.sample(seeds, key), self.job.data
+        blocks = self.sampler.sample(seeds, key)
+        data = self.job.data
         return hl.Batch(seeds, blocks, hl.extend.Rows(data.x, blocks[0].src_ids), data.labels[seeds], key=key)
 
 

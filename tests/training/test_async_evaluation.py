@@ -53,8 +53,10 @@ def test_a_room_holds_a_copy_of_every_weight_and_buffer():
 
 def test_it_answers_in_order_with_what_training_would_find_and_leaves_the_model_alone():
     trainer = trainer_of()
-    measure, rooms = Measure(trainer.method), rooms_of(trainer, 3)
-    threads, before = torch.get_num_threads(), {n: t.clone() for n, t in trainer.model.state_dict().items()}
+    measure = Measure(trainer.method)
+    rooms = rooms_of(trainer, 3)
+    threads = torch.get_num_threads()
+    before = {n: t.clone() for n, t in trainer.model.state_dict().items()}
     thread = EvaluationThread(measure, trainer.job)
     for epoch, room in enumerate(rooms, start=1):
         thread.submit(epoch, room)
@@ -75,7 +77,8 @@ def test_who_keeps_its_model_for_later_does_not_keep_its_job():
     trainer = trainer_of()
     thread = EvaluationThread(Measure(trainer.method), trainer.job)
     thread.close()
-    model, job = thread._job.model, weakref.ref(thread._job)
+    model = thread._job.model
+    job = weakref.ref(thread._job)
     del thread
     gc.collect()
     assert isinstance(model, GNN)
@@ -83,7 +86,8 @@ def test_who_keeps_its_model_for_later_does_not_keep_its_job():
 
 
 def test_a_failure_comes_after_the_answers_before_it_with_its_cause():
-    trainer, calls = trainer_of(), [0]
+    trainer = trainer_of()
+    calls = [0]
 
     class Fails(Measure):
         def __call__(self, job: Job, keep: Any = None) -> dict[str, float]:
@@ -105,7 +109,9 @@ def test_a_failure_comes_after_the_answers_before_it_with_its_cause():
 
 
 def test_closing_ends_an_evaluation_at_its_next_layer():
-    trainer, begun, go_on = trainer_of(), threading.Event(), threading.Event()
+    trainer = trainer_of()
+    begun = threading.Event()
+    go_on = threading.Event()
 
     class Waits(Measure):
         def __call__(self, job: Job, keep: Any = None) -> dict[str, float]:
@@ -139,10 +145,13 @@ class Recorded:
     is_settled = False
 
     def __init__(self, trainer: hl.Trainer) -> None:
-        self.job, self.ids, self.given = trainer.job, trainer.data.splits["valid"], []
+        self.job = trainer.job
+        self.ids = trainer.data.splits["valid"]
+        self.given = []
 
     def capture(self, stream: object) -> None:
-        self.is_due, self.is_settled = False, True
+        self.is_due = False
+        self.is_settled = True
 
     def launch(self, weights: Any, after: object, stream: object) -> PendingInference:
         self.given.append(threading.current_thread().name)
@@ -155,7 +164,8 @@ class Recorded:
 
 def test_what_is_recorded_is_launched_by_who_asks_and_waited_for_by_the_thread():
     trainer = trainer_of()
-    measure, rooms = Measure(trainer.method), rooms_of(trainer, 3)
+    measure = Measure(trainer.method)
+    rooms = rooms_of(trainer, 3)
     thread = EvaluationThread(measure, trainer.job)
     assert thread.is_ready
     thread._captured_inference = recorded = Recorded(trainer)  # type: ignore[assignment]
@@ -164,7 +174,8 @@ def test_what_is_recorded_is_launched_by_who_asks_and_waited_for_by_the_thread()
     thread.prepare()
     assert thread.is_ready
     assert thread.max_pending == 2
-    spans, found = Timers(), []
+    spans = Timers()
+    found = []
     with trace.listen(spans):
         for epoch, room in enumerate(rooms, start=1):
             thread.submit(epoch, room)

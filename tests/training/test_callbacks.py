@@ -21,7 +21,8 @@ from tests.runs import evaluated, fit, method, sage, small
 class StandIn:
     """As much of a trainer as a callback looks at."""
 
-    metric, best_is = "accuracy", "max"
+    metric = "accuracy"
+    best_is = "max"
     reason: str | None = None
 
     def __init__(self) -> None:
@@ -65,7 +66,8 @@ def test_early_stop_starts_afresh_with_every_fit():
 
 
 def test_early_stop_ignores_other_splits():
-    stop, trainer = hl.EarlyStop(1), StandIn()
+    stop = hl.EarlyStop(1)
+    trainer = StandIn()
     stop.on_fit_start(trainer)  # type: ignore[arg-type]
     for epoch in range(1, 5):
         stop.on_evaluate_end(trainer, evaluation(epoch, 0.5, "test"))  # type: ignore[arg-type]
@@ -84,7 +86,8 @@ def test_early_stop_as_a_callback_ends_a_run():
 
 
 def test_keep_weights_keeps_the_first_of_equally_good_ones():
-    keep, trainer = KeepWeights(None), StandIn()
+    keep = KeepWeights(None)
+    trainer = StandIn()
     for epoch, value in enumerate([0.1, 0.4, 0.4, 0.2], 1):
         nn.init.constant_(trainer.model.weight, epoch)
         keep.on_evaluate_end(trainer, evaluation(epoch, value))  # type: ignore[arg-type]
@@ -93,7 +96,8 @@ def test_keep_weights_keeps_the_first_of_equally_good_ones():
 
 
 def test_keep_weights_copies_what_training_goes_on_to_change():
-    keep, trainer = KeepWeights(None), StandIn()
+    keep = KeepWeights(None)
+    trainer = StandIn()
     keep.on_evaluate_end(trainer, evaluation(1, 0.5))  # type: ignore[arg-type]
     assert keep.best is not None
     before = keep.best["weight"].item()
@@ -105,7 +109,8 @@ def test_keep_weights_copies_what_training_goes_on_to_change():
 def test_a_full_disk_is_named_and_leaves_the_old_weights(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    keep, trainer = KeepWeights(tmp_path), StandIn()
+    keep = KeepWeights(tmp_path)
+    trainer = StandIn()
     keep.on_epoch_end(trainer, None)  # type: ignore[arg-type]
     before = (tmp_path / "last.pt").read_bytes()
 

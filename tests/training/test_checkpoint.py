@@ -245,7 +245,8 @@ def test_a_callback_of_the_users_keeps_its_state(tmp_path: Path) -> None:
     first = trainer(tmp_path / "run", epochs=2)
     first.callbacks.append(Count())
     first.fit()
-    second, count = trainer(tmp_path / "run", epochs=3, resume=True), Count()
+    second = trainer(tmp_path / "run", epochs=3, resume=True)
+    count = Count()
     second.callbacks.append(count)
     second.fit()
     assert count.epochs == 3
@@ -262,7 +263,8 @@ def test_resume_without_a_checkpoint_begins(tmp_path: Path) -> None:
 
 
 def test_within_an_epoch_the_clock_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, written = [0.0], []
+    now = [0.0]
+    written = []
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(checkpoint, "write", lambda path, state: written.append(state["position"]["units"]))
 
@@ -287,7 +289,8 @@ def test_checkpoints_are_written_by_time_and_at_the_end(tmp_path: Path, monkeypa
 def test_where_writing_takes_long_fewer_are_written(
     takes_s: float, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, written = [0.0], []
+    now = [0.0]
+    written = []
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])
 
     def write(path: Path, state: dict[str, Any]) -> None:
@@ -310,7 +313,8 @@ class Fails(Callback):
     """Raises when an evaluation has come, as a kill between two checkpoints would."""
 
     def __init__(self, epoch: int, hook: str) -> None:
-        self.epoch, self.hook = epoch, hook
+        self.epoch = epoch
+        self.hook = hook
 
     def on_epoch_end(self, trainer: hl.Trainer, epoch: EpochEnd) -> None:
         if self.hook == "epoch" and epoch.epoch == self.epoch:

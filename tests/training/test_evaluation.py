@@ -39,7 +39,8 @@ def permits(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
 
     Training does not wait for them: the backlog is long enough.
     """
-    permits, evaluate = threading.Semaphore(0), EvaluationThread._evaluate
+    permits = threading.Semaphore(0)
+    evaluate = EvaluationThread._evaluate
 
     def evaluate_with_permit(
         self: EvaluationThread, room: async_evaluation.WeightsBuffer
@@ -107,7 +108,9 @@ def compare_with_blocking(
     kind: str, settings: dict[str, Any], folder: Path, permits: threading.Semaphore | None = None
 ) -> None:
     """permits: results come when training is two epochs further than the blocking run was."""
-    data, found, weights = small(), {}, {}
+    data = small()
+    found = {}
+    weights = {}
     for how in ("blocking", "async"):
         model = model_of(kind, data)
         late = [] if permits is None or not found else [Permit(permits, found["blocking"]["end"][0] + 2)]
@@ -132,7 +135,8 @@ def compare_with_blocking(
 def test_an_error_in_epochs_that_would_not_have_been_trained_is_dropped_with_them(permits: threading.Semaphore):
     data = small()
     settings: dict[str, Any] = {"epochs": 30, "patience": 1, "lr": 0.1}
-    steps, fails_after = [0], [math.inf]
+    steps = [0]
+    fails_after = [math.inf]
 
     def step(model: nn.Module, batch: hl.Batch) -> Tensor:
         steps[0] += 1
@@ -145,18 +149,21 @@ def test_an_error_in_epochs_that_would_not_have_been_trained_is_dropped_with_the
     whole = outcome(fit(data, model, train_step=step, **settings), model)
     last = whole["end"][0]
     assert last < 29
-    steps, fails_after = [0], [3 * (last + 1)]
+    steps = [0]
+    fails_after = [3 * (last + 1)]
     model = model_of("gat", data)
     assert outcome(fit(data, model, train_step=step, evaluate="async", **settings), model) == whole
     assert steps[0] == 3 * (last + 2)
-    steps, fails_after = [0], [0]
+    steps = [0]
+    fails_after = [0]
     with pytest.raises(ValueError, match="the loss became nan"):
         fit(data, model_of("gat", data), train_step=step, evaluate="async", **settings)
 
 
 @pytest.mark.usefixtures("thread_alone")
 def test_training_does_not_wait_and_hooks_come_in_order(permits: threading.Semaphore):
-    data, watch = small(), Recorder()
+    data = small()
+    watch = Recorder()
     run = fit(data, epochs=4, evaluate="async", callbacks=[watch, Permit(permits, 4)])
     names = [name for name, _ in watch.calls if name != "step"]
     assert names == ["fit_start", *["epoch"] * 4, *["evaluate"] * 5, "fit_end"]
@@ -180,7 +187,8 @@ def test_with_a_full_backlog_training_waits_for_the_oldest(
 
     monkeypatch.setattr(AsyncEvaluator, "_collect", permit_one)
     monkeypatch.setattr(async_evaluation, "BACKLOG", 2)
-    data, watch = small(), Recorder()
+    data = small()
+    watch = Recorder()
     run = fit(data, epochs=5, evaluate="async", callbacks=[watch], out=tmp_path)
     (close,) = records(tmp_path, "close")
     assert close["counters"]["evaluate.waits"] == 3
@@ -230,7 +238,8 @@ def test_training_evaluates_itself_what_it_would_have_to_wait_for(
         plain(self, snapshot)
 
     monkeypatch.setattr(AsyncEvaluator, "_evaluate_in_trainer", noted)
-    data, found = small(), []
+    data = small()
+    found = []
     for how in ("blocking", "async"):
         model = model_of("sage", data)
         found.append(outcome(fit(data, model, epochs=5, evaluate=how), model))
@@ -242,7 +251,8 @@ class StopAt(hl.Callback):
     """Interrupts after an epoch; first it waits for some evaluations, as if epochs took long."""
 
     def __init__(self, epoch: int, after: int = 0) -> None:
-        self.epoch, self.after = epoch, after
+        self.epoch = epoch
+        self.after = after
 
     def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
         if step.epoch == self.epoch:
@@ -261,7 +271,8 @@ def test_interrupted_and_resumed_is_the_run_that_never_stopped(
     if later == "async":
         after = 1
         permits.release()  # no more than one, so that no result ends the run before it is interrupted
-    data, watch = small(), Recorder()
+    data = small()
+    watch = Recorder()
     settings: dict[str, Any] = {"epochs": 30, "patience": 3, "lr": 0.1}
     model = model_of("gat", data)
     whole = outcome(fit(data, model, **settings), model)
@@ -318,7 +329,8 @@ def start(folder: Path, *settings: str) -> Process:
 def test_an_end_by_ctrl_c_keeps_the_results_that_have_come(tmp_path: Path):
     process = start(tmp_path, "out=run", "epochs=100000")
     try:
-        metrics, until = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 90
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        until = time.monotonic() + 90
         while not (metrics.exists() and '"evaluate"' in metrics.read_text()) and time.monotonic() < until:
             assert process.poll() is None, process.communicate()
             time.sleep(0.1)

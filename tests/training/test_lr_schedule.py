@@ -18,7 +18,8 @@ def rates(
 ) -> list[float]:
     """The rate of each epoch; `values` are the metric after each epoch, evaluated at every few of them."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-    scheduler, found = Scheduler(spec, optimizer, epochs), []
+    scheduler = Scheduler(spec, optimizer, epochs)
+    found = []
     for epoch in range(1, epochs + 1):
         found.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
@@ -100,7 +101,8 @@ def test_groups_keep_their_ratio():
 def resumed(spec: Schedule, epochs: int, at: int, then: int, values: Sequence[float]) -> list[float]:
     """The rate of each epoch of a run of `epochs` that was stopped after `at` of them and goes on to `then`."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler, found = Scheduler(spec, optimizer, epochs), []
+    scheduler = Scheduler(spec, optimizer, epochs)
+    found = []
     for epoch in range(1, then + 1):
         if epoch == at + 1:
             state = optimizer.state_dict(), scheduler.state_dict()
@@ -117,10 +119,8 @@ def resumed(spec: Schedule, epochs: int, at: int, then: int, values: Sequence[fl
 @pytest.mark.parametrize("warmup", [0, 2])
 @pytest.mark.parametrize("name", ["constant", "cosine", "step", "plateau"])
 def test_a_run_resumed_with_another_number_of_epochs_has_the_rates_of_a_run_of_that_many(name: Any, warmup: int):
-    spec, values = (
-        Schedule(name=name, warmup=warmup, every=0 if name == "plateau" else 2, floor=0.01),
-        [0.1, 0.3, 0.2, 0.2] * 3,
-    )
+    spec = Schedule(name=name, warmup=warmup, every=0 if name == "plateau" else 2, floor=0.01)
+    values = [0.1, 0.3, 0.2, 0.2] * 3
     for epochs, then in [(6, 12), (6, 7), (12, 6), (6, 6), (12, 9)]:
         expected = rates(spec, then, values)
         for at in range(1, min(epochs, then) + 1):

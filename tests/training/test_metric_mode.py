@@ -32,7 +32,8 @@ class Scripted:
     """A test step that returns the next of some values."""
 
     def __init__(self, name: str, *values: float) -> None:
-        self.name, self.values = name, iter(values)
+        self.name = name
+        self.values = iter(values)
 
     def __call__(self, model: nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]:
         return {self.name: next(self.values)}

@@ -19,7 +19,8 @@ GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.
 @pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
 def test_steps_are_torchs_with_clipping(kind: str, device: str):
     torch.manual_seed(0)
-    ours, theirs = nn.Linear(6, 4).to(device), nn.Linear(6, 4).to(device)
+    ours = nn.Linear(6, 4).to(device)
+    theirs = nn.Linear(6, 4).to(device)
     theirs.load_state_dict(ours.state_dict())
     update = Update(ours, make_optimizer(kind, [(list(ours.parameters()), 0.01)], 0.05), 0.5, print)
     plain = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind]
@@ -101,7 +102,9 @@ class Noted:
     """An optimizer's steps on a GPU that is stood in for: `did` says how each was done."""
 
     def __init__(self, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.module, self.log, self.lines = nn.Linear(2, 1), fake_cuda.log, []
+        self.module = nn.Linear(2, 1)
+        self.log = fake_cuda.log
+        self.lines = []
         optimizer = make_optimizer("adam", [(list(self.module.parameters()), 0.0)], 0.1)
         self.update = Update(self.module, optimizer, None, self.lines.append)
         self.update.can_capture = True
@@ -152,7 +155,8 @@ def test_places_that_never_come_again_are_not_remembered_but_graphs_are(
     fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ):
     noted = Noted(fake_cuda, monkeypatch)
-    first, others = noted.place(), []
+    first = noted.place()
+    others = []
     for _ in range(3):
         noted.did(first)
     for _ in range(MAX_SEEN_KEYS + 5):
@@ -185,7 +189,8 @@ def test_a_step_is_run_while_another_thread_has_the_capture_lock_and_captured_la
 ):
     noted = Noted(fake_cuda, monkeypatch)
     place = noted.place()
-    begun, ended = threading.Event(), threading.Event()
+    begun = threading.Event()
+    ended = threading.Event()
 
     def evaluate() -> None:
         with streams.capture_lock:

@@ -51,7 +51,8 @@ def test_ranks_that_disagree_about_the_total_are_refused() -> None:
 
 class Counted(Unit):
     def __init__(self, size: int, total: int | None) -> None:
-        self.size, self.total = size, total
+        self.size = size
+        self.total = total
 
     @property
     def total_size(self) -> int | None:
@@ -78,7 +79,8 @@ class Asked(World):
 
 
 def test_units_that_know_the_total_cost_one_exchange_an_epoch() -> None:
-    world, units = Asked(), [Counted(3, 7), Counted(4, 9), Counted(0, 1)]
+    world = Asked()
+    units = [Counted(3, 7), Counted(4, 9), Counted(0, 1)]
 
     def groups() -> Generator[list[Unit], None, None]:
         yield [*units[:2]]

@@ -132,7 +132,8 @@ def test_a_plan_is_in_the_report_and_what_was_measured_beside_it(tmp_path: Path)
     trainer = hl.Trainer(sage(data), data, method(), epochs=1, out=tmp_path, show=False, budget="64MiB")
     trainer.fit()
     assert trainer.plan is not None
-    (plan,), (found,) = records(tmp_path, "plan"), records(tmp_path, "budget")
+    (plan,) = records(tmp_path, "plan")
+    (found,) = records(tmp_path, "budget")
     (total,) = plan["totals"]
     assert (total["place"], total["budget_bytes"]) == ("host", 64 * 2**20)
     assert total["promised_bytes"] == trainer.plan.peak_bytes("host")
@@ -145,7 +146,8 @@ def test_a_plan_is_in_the_report_and_what_was_measured_beside_it(tmp_path: Path)
 
 def test_the_pipeline_explains_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     run = fit(small(), epochs=3, out=tmp_path, show=True)
-    epochs, (end,) = records(tmp_path, "pipeline"), records(tmp_path, "explain")
+    epochs = records(tmp_path, "pipeline")
+    (end,) = records(tmp_path, "explain")
     assert [found["epoch"] for found in epochs] == [1, 2, 3]
     assert not records(tmp_path, "budget"), "there was none"
     for found, epoch in zip(epochs, run.history, strict=True):

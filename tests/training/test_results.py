@@ -39,8 +39,11 @@ class PlainGCN(nn.Module):
 def full_batch(data: hl.Dataset, seed: int) -> float:
     """Test accuracy of the weights that are best on validation, by a plain PyG loop over the whole graph."""
     torch.manual_seed(seed)
-    pyg, model = data.to_pyg(), PlainGCN(data)
-    x, y, train_ids = torch.as_tensor(pyg.x).to_sparse().coalesce(), torch.as_tensor(pyg.y), data.splits["train"]
+    pyg = data.to_pyg()
+    model = PlainGCN(data)
+    x = torch.as_tensor(pyg.x).to_sparse().coalesce()
+    y = torch.as_tensor(pyg.y)
+    train_ids = data.splits["train"]
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
     best = (-1.0, 0.0)
     for _ in range(200):
@@ -75,7 +78,8 @@ def by_sampling(data: hl.Dataset, seed: int) -> float:
 def test_cora_by_sampling_is_as_good_as_by_full_batch_pyg(real_data: Path):
     data = hl.from_npz(real_data / "cora.npz").normalized()
     ours, theirs = ([train(data, seed) for seed in SEEDS] for train in (by_sampling, full_batch))
-    ours, theirs = sum(ours) / len(ours), sum(theirs) / len(theirs)
+    ours = sum(ours) / len(ours)
+    theirs = sum(theirs) / len(theirs)
     print(f"cora: sampled {ours:.4f}, full batch {theirs:.4f}")
     assert abs(ours - theirs) < 0.015
     assert ours > 0.79

@@ -78,7 +78,8 @@ class Unfreeze(hl.Callback):
 
 
 def test_parameters_that_are_unfrozen_are_clipped_with_the_others():
-    data, norms = small(), Norms()
+    data = small()
+    norms = Norms()
     model = sage(data)
     model.convs[0].requires_grad_(False)
     first = copied(model.convs[0].state_dict())
@@ -92,7 +93,9 @@ def test_gradients_of_parameters_that_the_optimizer_does_not_step_are_neither_ad
         def make_optimizer(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(_layers(self)[1].parameters(), lr=0.0)
 
-    data, norms, others = small(), Norms(), list[float]()
+    data = small()
+    norms = Norms()
+    others = list[float]()
 
     class Others(hl.Callback):
         def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
@@ -129,7 +132,8 @@ def test_a_training_node_that_is_there_twice_is_refused(how: hl.extend.Method):
 
 @pytest.mark.parametrize("settings", [{}, {"compensate": True}, {"lag": 1}, {"warm_up": False}], ids=str)
 def test_a_second_fit_leaves_nothing_of_the_first_in_the_tables(settings: dict[str, Any]):
-    data, how = small(), hl.Historical(num_parts=4, parts_per_batch=1, partition="random", **settings)
+    data = small()
+    how = hl.Historical(num_parts=4, parts_per_batch=1, partition="random", **settings)
     trainer = hl.Trainer(sage(data), data, how, epochs=2, lr=0.02, show=False)
     trainer.fit()
     weights = copied(trainer.model.state_dict())
@@ -169,7 +173,8 @@ def test_batches_of_compensated_histories_give_equal_shares_of_the_full_gradient
         work.unit(work.batch(group, None)).forward_backward(num_train / 10)  # type: ignore[arg-type]
     found = [p.grad / 10 for p in model.parameters()]  # type: ignore[operator]
     model.zero_grad()
-    x, index = data.x.read(torch.arange(40)), graph.edge_index()
+    x = data.x.read(torch.arange(40))
+    index = graph.edge_index()
     out = model.convs[1](model.convs[0](x, index).tanh(), index)
     assert data.y is not None
     nn.functional.cross_entropy(out[data.train_ids], data.y[data.train_ids]).backward()
@@ -187,11 +192,13 @@ def weighted() -> hl.Dataset:
 @pytest.mark.parametrize("kind", [GCNConv, GraphConv])
 @pytest.mark.parametrize("chunk_edges", [None, 50])
 def test_edge_weights_that_changed_are_read_again_by_inference(kind: Any, chunk_edges: int | None):
-    data, ids = weighted(), torch.arange(60)
+    data = weighted()
+    ids = torch.arange(60)
     model = hl.nn.GNN([kind(5, 4), kind(4, 3)]).double().eval()
 
     def plain() -> Tensor:
-        index, weight = data.graph.edge_index(), data.graph.edge["weight"]
+        index = data.graph.edge_index()
+        weight = data.graph.edge["weight"]
         h = model.convs[0](data.x.read(ids), index, weight).relu()
         return model.convs[1](h, index, weight).detach()
 
@@ -203,7 +210,8 @@ def test_edge_weights_that_changed_are_read_again_by_inference(kind: Any, chunk_
 
 def test_edge_weights_that_changed_are_read_again_by_batches():
     data = weighted()
-    model, ids = hl.nn.GNN([GCNConv(5, 4), GCNConv(4, 3)]).double().eval(), torch.arange(60)
+    model = hl.nn.GNN([GCNConv(5, 4), GCNConv(4, 3)]).double().eval()
+    ids = torch.arange(60)
     loader = hl.Sampled(fanouts=(-1, -1), batch_size=60, shuffle=False).loader(data, ids, model=model)
     infer.sampled(model, loader)
     data.graph.edge["weight"].mul_(randn(data.num_edges, seed=8).abs())
@@ -234,7 +242,8 @@ def test_a_dataset_that_changes_under_a_trainer_is_refused(how: hl.extend.Method
     "listen", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
 )
 def test_hooks_that_layers_would_pass_by_are_refused_or_run(listen: str):
-    ours, theirs = hl.nn.GNN([GCNConv(5, 4), GCNConv(4, 3)]), GCN(5, 4, 2, 3, dropout=0.5)
+    ours = hl.nn.GNN([GCNConv(5, 4), GCNConv(4, 3)])
+    theirs = GCN(5, 4, 2, 3, dropout=0.5)
     getattr(ours, listen)(lambda *_: None)
     getattr(theirs.dropout, listen)(lambda *_: None)
     with pytest.raises(ValueError, match="GNN has hooks"):
@@ -280,14 +289,17 @@ def test_a_hook_that_is_put_on_a_model_after_the_trainer_was_made_is_refused():
     ids=["block", "tree", "historical", "sequential", "one shot"],
 )
 def test_two_calls_draw_the_same_dropout_unless_the_batch_is_redrawn(how: hl.extend.Method):
-    data, found = small(), list[tuple[float, float, float, float]]()
+    data = small()
+    found = list[tuple[float, float, float, float]]()
 
     def distance(model: nn.Module, one: hl.Batch, other: hl.Batch) -> float:
         return float((model(one) - model(other)).norm().detach())
 
     def step(model: nn.Module, batch: hl.Batch) -> Tensor:
-        first, second = batch.with_other_dropout(1), batch.with_other_dropout(2)
-        same, other = distance(model, batch, batch), distance(model, batch, first)
+        first = batch.with_other_dropout(1)
+        second = batch.with_other_dropout(2)
+        same = distance(model, batch, batch)
+        other = distance(model, batch, first)
         found.append((same, other, distance(model, first, second), distance(model, first, batch.with_other_dropout(1))))
         return nn.functional.cross_entropy(model(batch), batch.labels)
 

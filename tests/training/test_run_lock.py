@@ -141,7 +141,8 @@ def test_one_process_does_not_hold_a_folder_twice(tmp_path: Path):
 
 
 def test_a_file_that_was_removed_meanwhile_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    first, second = RunLock(tmp_path), RunLock(tmp_path, 5.0)
+    first = RunLock(tmp_path)
+    second = RunLock(tmp_path, 5.0)
     first.__enter__()
     real = fcntl.flock
 

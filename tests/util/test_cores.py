@@ -47,9 +47,11 @@ def test_here_there_is_at_least_one() -> None:
 
 
 def test_how_long_a_thread_had_no_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    began, before = time.perf_counter(), queued_s()
+    began = time.perf_counter()
+    before = queued_s()
     assert 0 <= queued_s() - before <= time.perf_counter() - began
-    told, open_file = tmp_path / "schedstat", os.open
+    told = tmp_path / "schedstat"
+    open_file = os.open
     told.write_text("700000000 2500000000 31\n")
     monkeypatch.setattr(os, "open", lambda path, flags: open_file(told, flags))
     assert queued_s() == 2.5, "seconds, of the second number's nanoseconds"

@@ -34,7 +34,8 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name_and_the_name_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     order: list[str] = []
-    fsync, replace = os.fsync, os.replace
+    fsync = os.fsync
+    replace = os.replace
 
     def synced(handle: int) -> None:
         order.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")

@@ -10,7 +10,9 @@ import pytest
 
 from hopline.util import host
 
-TRIM, MMAP, ARENAS = -1, -3, -8
+TRIM = -1
+MMAP = -3
+ARENAS = -8
 """glibc's M_TRIM_THRESHOLD, M_MMAP_THRESHOLD and M_ARENA_MAX."""
 GLIBC = {TRIM: 64 << 20, MMAP: 32 << 20}
 """Where glibc's own thresholds end once blocks of 32 MB were freed."""

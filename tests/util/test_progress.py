@@ -40,7 +40,8 @@ def stop_at_three(console: Console, error: type[BaseException]) -> None:
 
 def visible(file: StringIO) -> list[str]:
     """What a terminal shows in the end, following the cursor."""
-    lines, row = [""], 0
+    lines = [""]
+    row = 0
     for code, text in re.findall(r"(\x1b\[\??[0-9]*[A-Za-z]|\r|\n)|([^\x1b\r\n]+)", file.getvalue()):
         if code == "\n":
             row += 1
@@ -133,7 +134,8 @@ def test_nested_bars_share_one_display_and_a_second_run_starts_afresh():
 
 def test_overlapping_bars_may_close_in_any_order():
     console, file = terminal()
-    first, second = progress("first", 1, console=console), progress("second", 1, console=console)
+    first = progress("first", 1, console=console)
+    second = progress("second", 1, console=console)
     late = first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

@@ -118,7 +118,8 @@ def test_a_signal_during_an_evaluation_waits_for_it_and_loses_nothing(evaluate: 
             if epoch.epoch == 3 and evaluate == "async":
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    data, settings = small(), {"epochs": 5, "show": False, "evaluate": evaluate}
+    data = small()
+    settings = {"epochs": 5, "show": False, "evaluate": evaluate}
     whole = hl.Trainer(sage(data), data, method(), **settings).fit()
     kind = Noticed if evaluate == "blocking" else hl.Trainer
     with pytest.raises(Interrupted, match="SIGTERM"):

@@ -173,7 +173,8 @@ def test_counters_add_up_per_epoch_and_overall():
 
 
 def test_many_threads_lose_nothing():
-    timers, counters = Timers(), Counters()
+    timers = Timers()
+    counters = Counters()
 
     def work(_: int) -> None:
         for _ in range(200):
@@ -191,7 +192,8 @@ class FakeEvent:
     """A moment of a GPU, which is over when somebody has waited for it."""
 
     def __init__(self, at_ms: float, over: bool) -> None:
-        self.at_ms, self.over = at_ms, over
+        self.at_ms = at_ms
+        self.over = over
 
     def query(self) -> bool:
         return self.over
@@ -206,7 +208,8 @@ class FakeEvent:
 def test_spans_of_a_gpu_are_reported_when_they_have_ended(monkeypatch: pytest.MonkeyPatch):
     pending = deque[Any]()
     monkeypatch.setattr(trace._trace, "pending", pending)
-    here, timers = threading.current_thread().name, trace.Timers()
+    here = threading.current_thread().name
+    timers = trace.Timers()
 
     def begun(name: str, thread: str, over: bool) -> None:
         start, end = (cast(torch.cuda.Event, event) for event in (FakeEvent(1, True), FakeEvent(3, over)))

@@ -27,7 +27,9 @@ class StandIn:
     """A partition's graph, as far as it is looked at."""
 
     def __init__(self, ends: tuple[Tensor, Tensor], ndata: dict[str, Tensor], edata: dict[str, Tensor]) -> None:
-        self.ends, self.ndata, self.edata = ends, ndata, edata
+        self.ends = ends
+        self.ndata = ndata
+        self.edata = edata
 
     def edges(self) -> tuple[Tensor, Tensor]:
         return self.ends
@@ -77,7 +79,8 @@ def partitioned(data: Dataset, folder: Path, *, known: bool = True) -> tuple[Any
         ndata = {"_ID": new[local], "inner_node": (part_of[local] == part).to(torch.uint8)}
         edata = {"_ID": new_edge[edges], "inner_edge": (part_of[dst[edges]] == part).to(torch.uint8)}
         if known:
-            ndata["orig_id"], edata["orig_id"] = local, edges
+            ndata["orig_id"] = local
+            edata["orig_id"] = edges
         graph = StandIn((place[src[edges]].int(), place[dst[edges]].int()), ndata, edata)
         rows = {"_N/feat": data.x.read(own), "_N/label": data.labels[own], "_N/trainer_id": own}
         rows |= {f"_N/{name}": mask[own].to(torch.uint8) for name, mask in masks.items()}
@@ -95,7 +98,8 @@ MASKS = {"train": "train", "val": "valid", "test": "test"}
 
 @pytest.fixture
 def dgl(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    module, distributed = types.ModuleType("dgl"), types.ModuleType("dgl.distributed")
+    module = types.ModuleType("dgl")
+    distributed = types.ModuleType("dgl.distributed")
     module.distributed = distributed  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "dgl", module)
     monkeypatch.setitem(sys.modules, "dgl.distributed", distributed)

@@ -213,7 +213,8 @@ def test_without_a_split_column_nodes_are_split_as_those_of_an_npz(tmp_path: Pat
     (tmp_path / "n.csv").write_text("\n".join(["id,f,label", *(rows[i] for i in order)]))
     (tmp_path / "e.csv").write_text("src,dst\n0,1\n1,2\n")
     np.savez(tmp_path / "g.npz", edge_index=np.array([[0, 1], [1, 2]]), y=labels, x=np.zeros((200, 1), np.float32))
-    tables, arrays = from_csv(tmp_path / "e.csv", tmp_path / "n.csv"), from_npz(tmp_path / "g.npz")
+    tables = from_csv(tmp_path / "e.csv", tmp_path / "n.csv")
+    arrays = from_npz(tmp_path / "g.npz")
     assert {name: len(ids) for name, ids in tables.splits.items()} == {"train": 60, "valid": 90, "test": 21}
     for name, ids in arrays.splits.items():
         assert tables.splits[name].tolist() == ids.tolist()

@@ -34,6 +34,7 @@ def test_a_graph_without_edges() -> None:
 
 @pytest.mark.parametrize("bad", [-1, 3])
 def test_an_edge_that_leads_nowhere_is_refused(bad: int) -> None:
-    indptr, indices = torch.tensor([0, 1, 2, 2]), torch.tensor([1, bad])
+    indptr = torch.tensor([0, 1, 2, 2])
+    indices = torch.tensor([1, bad])
     with pytest.raises(ValueError, match="hopline verify"):
         add_to_sources(indptr, indices, torch.ones(3, dtype=torch.int64))

@@ -39,7 +39,8 @@ def test_halos_are_the_distinct_sources_outside(num_nodes: int, num_edges: int, 
     indptr, indices, part_of, order, ptr = arrays(num_nodes, num_edges, 5, torch.int32)
     src, dst = edges(indptr, indices)
     groups = [[0], [1, 3], [4, 2, 0], [], [0, 1, 2, 3, 4]]
-    flat, ends = np.array([p for g in groups for p in g]), np.cumsum([0, *map(len, groups)])
+    flat = np.array([p for g in groups for p in g])
+    ends = np.cumsum([0, *map(len, groups)])
     with torch_threads(threads):
         found = cpu_partition.halo_sizes(indptr, indices, part_of, order, ptr, flat, ends)
     for group, size in zip(groups, found, strict=True):

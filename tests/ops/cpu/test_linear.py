@@ -46,7 +46,8 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 
 
 def test_columns_of_a_wider_matrix_and_no_gradient_of_the_input() -> None:
-    wide, weight = randn(SIZES[-1], 9), randn(4, 3).requires_grad_()
+    wide = randn(SIZES[-1], 9)
+    weight = randn(4, 3).requires_grad_()
     out = cpu_linear.linear(wide[:, 2:5], weight)
     out.sum().backward()
     assert_close(out, wide[:, 2:5] @ weight.t(), 1e-12)
@@ -55,7 +56,8 @@ def test_columns_of_a_wider_matrix_and_no_gradient_of_the_input() -> None:
 
 
 def test_a_gradient_that_is_an_expanded_number() -> None:
-    x, weight = randn(SIZES[-1], 3).requires_grad_(), randn(2, 3)
+    x = randn(SIZES[-1], 3).requires_grad_()
+    weight = randn(2, 3)
     cpu_linear.linear(x, weight).sum().backward()  # the gradient of sum has strides of 0
     assert x.grad is not None
     assert_close(x.grad, weight.sum(0).expand_as(x), 1e-12)
@@ -63,12 +65,14 @@ def test_a_gradient_that_is_an_expanded_number() -> None:
 
 @pytest.mark.parametrize("shape", [(7,), (2, 3000, 7)])
 def test_other_shapes_are_left_to_torch(shape: tuple[int, ...]) -> None:
-    x, weight = randn(*shape), randn(5, 7)
+    x = randn(*shape)
+    weight = randn(5, 7)
     assert torch.equal(cpu_linear.linear(x, weight), nn.functional.linear(x, weight))
 
 
 def test_autocast_is_left_to_torch() -> None:
-    x, weight = randn(SIZES[-1], 4, dtype=torch.float32), randn(3, 4, dtype=torch.float32)
+    x = randn(SIZES[-1], 4, dtype=torch.float32)
+    weight = randn(3, 4, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert cpu_linear.linear(x, weight).dtype == torch.bfloat16
 

@@ -71,7 +71,8 @@ def test_cold_rows_are_read_right(
 
 @pytest.mark.usefixtures("everything_is_cold")
 def test_pieces_cover_every_position_once_in_the_order_of_the_file() -> None:
-    rows, ids = torch.zeros(5000, 2000), randint(0, 5000, 3000).numpy()
+    rows = torch.zeros(5000, 2000)
+    ids = randint(0, 5000, 3000).numpy()
     pieces = list(cpu_page_cache.in_order_of_file(rows, ids))
     assert len(pieces) == 1
     assert (np.diff(ids[pieces[0]]) >= 0).all()
@@ -80,7 +81,9 @@ def test_pieces_cover_every_position_once_in_the_order_of_the_file() -> None:
 
 @pytest.mark.usefixtures("everything_is_cold")
 def test_sampling_and_reading_ahead_are_the_same_from_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, x, conv = random_graph(), randn(50, 4), SAGEConv(4, 3).double()
+    graph = random_graph()
+    x = randn(50, 4)
+    conv = SAGEConv(4, 3).double()
 
     def results() -> tuple[Tensor, Tensor]:
         block = batch_of(graph, None, (3, 2), torch.arange(6)).blocks[0]
@@ -108,7 +111,8 @@ def test_sampling_and_reading_ahead_are_the_same_from_the_disk(monkeypatch: pyte
 def test_neighbouring_pages_are_one_request(
     ids: list[int], requests: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page, seen = cpu_page_cache._PAGE, []
+    page = cpu_page_cache._PAGE
+    seen = []
     monkeypatch.setattr(cpu_page_cache, "_madvise", lambda start, size, advice: seen.append((start, start + size)))
     monkeypatch.setattr(cpu_page_cache, "LARGEST_GAP", 4)
     cpu_page_cache._request_pages.py_func(16 * page, page // 4, np.array(ids))

@@ -98,16 +98,20 @@ def test_every_range_of_nodes_is_reported() -> None:
 
 
 def test_a_cluster_that_fits_nowhere_is_split() -> None:
-    indptr, indices = np.zeros(9, dtype=np.int64), np.empty(0, dtype=np.int32)
-    order, ptr = np.arange(8, dtype=np.int32), np.array([0, 3, 6, 8])
-    parts, sizes = np.full(8, -1, dtype=np.int32), np.zeros(2, dtype=np.int32)
+    indptr = np.zeros(9, dtype=np.int64)
+    indices = np.empty(0, dtype=np.int32)
+    order = np.arange(8, dtype=np.int32)
+    ptr = np.array([0, 3, 6, 8])
+    parts = np.full(8, -1, dtype=np.int32)
+    sizes = np.zeros(2, dtype=np.int32)
     _pack(indptr, indices, order, ptr, np.arange(3), 4, parts, sizes)
     assert sizes.tolist() == [4, 4]
     assert parts.tolist()[:6] == [0, 0, 0, 1, 1, 1]
 
 
 def test_light_parts_get_nodes_of_heavy_ones() -> None:
-    parts, sizes = np.array([0, 0, 0, 0, 0, 1, 1, 1], dtype=np.int32), np.array([5, 3, 0], dtype=np.int32)
+    parts = np.array([0, 0, 0, 0, 0, 1, 1, 1], dtype=np.int32)
+    sizes = np.array([5, 3, 0], dtype=np.int32)
     _even_out(np.arange(8, dtype=np.int32), parts, sizes, 2)
     assert sizes.tolist() == [3, 3, 2]
     assert parts.tolist() == [2, 2, 0, 0, 0, 1, 1, 1]

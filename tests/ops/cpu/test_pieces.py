@@ -13,9 +13,12 @@ BATCH = batch_of(random_graph(300, 3000), None, (4, 3, -1), torch.arange(0, 300,
 
 def reached(seeds: np.ndarray) -> list[int]:
     """Nodes of each layer, then edges of each block, that lead to the seeds: by sets."""
-    nodes, edges, have = [len(seeds)], [], set(seeds.tolist())
+    nodes = [len(seeds)]
+    edges = []
+    have = set(seeds.tolist())
     for block in reversed(BATCH.blocks):
-        indptr, src_idx = block.part.indptr.tolist(), block.part.src_idx.tolist()
+        indptr = block.part.indptr.tolist()
+        src_idx = block.part.src_idx.tolist()
         used = [e for d in have for e in range(indptr[d], indptr[d + 1])]
         have = have | {src_idx[e] for e in used}
         nodes.insert(0, len(have))

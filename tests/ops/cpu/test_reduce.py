@@ -19,7 +19,8 @@ def edges(num_dst: int = 30, num_rows: int = 25, num_edges: int = 200, seed: int
     counts = torch.bincount(randint(0, num_dst, num_edges, seed), minlength=num_dst)
     counts[3] += counts[4]
     counts[4] = 0
-    counts[-1], counts[0] = 0, int(counts[0] + counts[-1])
+    counts[0] += counts[-1]
+    counts[-1] = 0
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
     return indptr, randint(0, num_rows, num_edges, seed + 1).int()
 
@@ -112,7 +113,9 @@ def test_max_shares_its_gradient_among_ties_as_torch_does(values: list[float]) -
 
 def test_max_lets_nan_and_infinity_through() -> None:
     rows = randn(25, 3)
-    rows[2, 0], rows[5, 1], rows[6, 2] = torch.nan, torch.inf, -torch.inf
+    rows[2, 0] = torch.nan
+    rows[5, 1] = torch.inf
+    rows[6, 2] = -torch.inf
     indptr, src_idx = edges()
     found = cpu_reduce.reduce_edges(rows, indptr, src_idx, "max")
     expected = reference.reduce_edges(rows, indptr, src_idx, "max")
@@ -160,17 +163,20 @@ def test_views_and_int64_sources_give_the_same(reduce: str) -> None:
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 def test_gradients_are_those_of_finite_differences(reduce: str) -> None:
     indptr, src_idx = edges(num_dst=6, num_rows=5, num_edges=14)
-    rows, weight = randn(5, 3).requires_grad_(), randn(14, seed=8).requires_grad_()
+    rows = randn(5, 3).requires_grad_()
+    weight = randn(14, seed=8).requires_grad_()
     torch.autograd.gradcheck(lambda r, w: cpu_reduce.reduce_edges(r, indptr, src_idx, reduce, w), (rows, weight))
 
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 def test_own_rows_stand_beside_the_reduced_ones(reduce: str, weighted: bool) -> None:
-    (indptr, src_idx), own = edges(), randint(0, 25, 30, seed=7)  # some rows are the own of several
+    indptr, src_idx = edges()
+    own = randint(0, 25, 30, seed=7)  # some rows are the own row of several destinations
     results = []
     for module in (cpu_reduce, reference):
-        rows, weight = randn(25, 7).requires_grad_(), randn(200, seed=3).requires_grad_() if weighted else None
+        rows = randn(25, 7).requires_grad_()
+        weight = randn(200, seed=3).requires_grad_() if weighted else None
         out = module.reduce_edges(rows, indptr, src_idx, reduce, weight, own)
         (out * randn(30, 14, seed=5)).sum().backward()
         results.append((out.detach(), rows.grad, None if weight is None else weight.grad))
@@ -231,7 +237,8 @@ def test_only_the_gradients_that_are_asked_for() -> None:
     p=[0.0, 0.1, 0.5, 0.9, 1.0],
 )
 def test_dropout_equals_the_reference_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...], p: float) -> None:
-    x, ids = randn(40, *shape, dtype=dtype), randint(0, 2**40, 40)
+    x = randn(40, *shape, dtype=dtype)
+    ids = randint(0, 2**40, 40)
     for key in (0, -3, 2**61):
         found = cpu_reduce.keyed_dropout(x, p, key, ids)
         assert found.dtype == dtype
@@ -239,7 +246,8 @@ def test_dropout_equals_the_reference_bit_for_bit(dtype: torch.dtype, shape: tup
 
 
 def test_dropout_of_nothing_and_of_everything() -> None:
-    x, ids = randn(10, 6), torch.arange(10)
+    x = randn(10, 6)
+    ids = torch.arange(10)
     assert torch.equal(cpu_reduce.keyed_dropout(x, 0.0, 1, ids), x)
     assert not cpu_reduce.keyed_dropout(x, 1.0, 1, ids).any()
     assert cpu_reduce.keyed_dropout(x[:0], 0.5, 1, ids[:0]).shape == (0, 6)
@@ -247,7 +255,8 @@ def test_dropout_of_nothing_and_of_everything() -> None:
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
 def test_dropout_keeps_the_expectation_and_drops_the_share(p: float) -> None:
-    rows, width = 3000, 101
+    rows = 3000
+    width = 101
     out = cpu_reduce.keyed_dropout(torch.ones(rows, width, dtype=torch.float64), p, 7, torch.arange(rows))
     spread = (p / (1 - p) / (rows * width)) ** 0.5
     assert abs(float(out.mean()) - 1) < 4 * spread
@@ -271,7 +280,8 @@ def test_a_node_has_the_same_mask_wherever_it_stands() -> None:
 
 
 def test_dropout_backward_draws_the_same_mask_again() -> None:
-    x, ids = randn(12, 9).requires_grad_(), torch.arange(12)
+    x = randn(12, 9).requires_grad_()
+    ids = torch.arange(12)
     out = cpu_reduce.keyed_dropout(x, 0.4, 3, ids)
     (grad,) = torch.autograd.grad(out.sum(), x)
     assert_close(out.detach(), (x * grad).detach(), 1e-15)
@@ -279,7 +289,8 @@ def test_dropout_backward_draws_the_same_mask_again() -> None:
 
 
 def test_dropout_can_be_differentiated_twice() -> None:
-    x, ids = randn(3, 4).requires_grad_(), torch.arange(3)
+    x = randn(3, 4).requires_grad_()
+    ids = torch.arange(3)
     torch.autograd.gradgradcheck(lambda v: cpu_reduce.keyed_dropout(v**2, 0.4, 3, ids), (x,))
 
 
@@ -289,7 +300,8 @@ def test_dropout_needs_one_id_per_row() -> None:
 
 
 def test_dropout_bits_do_not_depend_on_threads() -> None:
-    x, ids = randn(3000, 64, dtype=torch.float32), torch.arange(3000)
+    x = randn(3000, 64, dtype=torch.float32)
+    ids = torch.arange(3000)
     with torch_threads(1):
         alone = cpu_reduce.keyed_dropout(x, 0.5, 1, ids)
     with torch_threads(2):
@@ -299,7 +311,8 @@ def test_dropout_bits_do_not_depend_on_threads() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
 def test_dropout_of_stored_columns_is_that_of_whole_rows(p: float, dtype: torch.dtype) -> None:
-    x, ids = randn(50, 23).to(dtype), randint(0, 10**12, 50)
+    x = randn(50, 23).to(dtype)
+    ids = randint(0, 10**12, 50)
     rows, columns = (x > 0.5).nonzero(as_tuple=True)
     indptr = torch.zeros(51, dtype=torch.int64)
     indptr[1:] = torch.bincount(rows, minlength=50).cumsum(0)

@@ -112,7 +112,8 @@ def test_a_thread_that_works_beside_others_starts_no_more_threads() -> None:
 
 
 def test_own_threads_leave_torch_one_thread_and_give_it_back() -> None:
-    used, another_came = set(), threading.Event()
+    used = set()
+    another_came = threading.Event()
 
     def visit(start: int, stop: int) -> None:
         used.add((threading.get_ident(), torch.get_num_threads()))

@@ -33,7 +33,8 @@ def over_nodes(degree: int, fanout: int, count: int, replace: bool = False) -> T
 @cache
 def over_keys(degree: int, fanout: int, count: int, replace: bool = False) -> Tensor:
     """Positions picked by one node under many keys: [count, fanout]."""
-    indptr, indices = torch.tensor([0, 0, degree]), torch.arange(degree)
+    indptr = torch.tensor([0, 0, degree])
+    indices = torch.arange(degree)
     node = torch.tensor([1])
     keys = [derive_key(5, 1, step) for step in range(count)]
     return torch.stack([cpu_sampling.sample_neighbors(indptr, indices, node, fanout, key, replace).ids for key in keys])
@@ -77,7 +78,8 @@ def test_every_ordered_pair_of_picks_is_equally_likely(picks: Picks, degree: int
 
 @MANY
 def test_pairs_of_a_large_neighbourhood_are_equally_likely(picks: Picks) -> None:
-    rounds, bins = 4000, 8
+    rounds = 4000
+    bins = 8
     drawn = picks(1000, 10, rounds) % bins
     for i, j in ((0, 1), (0, 9), (4, 5)):
         counts = torch.bincount(drawn[:, i] * bins + drawn[:, j], minlength=bins**2).view(bins, bins)
@@ -164,7 +166,8 @@ def test_with_replacement_fills_the_fanout_except_where_there_is_nothing() -> No
 @pytest.mark.parametrize("replace", [False, True])
 def test_no_nodes_and_no_edges(fanout: int, replace: bool) -> None:
     replace = replace and fanout > 0
-    indptr, indices = torch.zeros(4, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
+    indptr = torch.zeros(4, dtype=torch.int64)
+    indices = torch.empty(0, dtype=torch.int32)
     nobody = torch.empty(0, dtype=torch.int64)
     for nodes in (nobody, torch.arange(3)):
         found = cpu_sampling.sample_neighbors(indptr, indices, nodes, fanout, 1, replace)
@@ -175,7 +178,8 @@ def test_no_nodes_and_no_edges(fanout: int, replace: bool) -> None:
 @pytest.mark.parametrize("fanout", [5, 300])
 def test_a_million_neighbours(fanout: int) -> None:
     degree = 10**6
-    indptr, indices = torch.tensor([0, 3, 3 + degree]), torch.arange(degree + 3, dtype=torch.int32)
+    indptr = torch.tensor([0, 3, 3 + degree])
+    indices = torch.arange(degree + 3, dtype=torch.int32)
     counts = torch.zeros(50, dtype=torch.int64)
     rounds = 3000 // fanout
     for key in range(rounds):

@@ -52,11 +52,13 @@ both_of_each = parametrize_kernel([("tree", True), ("block", False)], layout=[*L
 
 def pairs(edges: Edges, loops: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(destinations, sources, place of each among its destination's edges), self-loops being at place 0."""
-    found, is_tree = [], edges.slots is not None
+    found = []
+    is_tree = edges.slots is not None
     for d in range(edges.num_dst):
         if is_tree and edges.sources[d] < 0:
             continue
-        start, stop = int(edges.starts[d]), int(edges.stops[d]) + (int(edges.starts[d]) if is_tree else 0)
+        start = int(edges.starts[d])
+        stop = int(edges.stops[d]) + (int(edges.starts[d]) if is_tree else 0)
         if loops:
             found.append((d, d, 0))
         for place, e in enumerate(range(start, stop)):
@@ -199,7 +201,9 @@ def factors_of(edges: Edges, loops: bool, heads: int, p: float, key: int) -> Ten
     key_on_device=[False, True],
 )
 def test_dropout_is_drawn_from_the_key_and_again_in_backward(layout: str, v2: bool, key_on_device: bool):
-    edges, key, p = LAYOUTS[layout](), random.derive_key(3, 4), 0.4
+    edges = LAYOUTS[layout]()
+    key = random.derive_key(3, 4)
+    p = 0.4
     factors = factors_of(edges, True, 2, p, key)
     assert 0.3 < float((factors == 0).double().mean()) < 0.5
     expected = run(attended, inputs(edges, 2, 5, v2, False), edges, True, factors)

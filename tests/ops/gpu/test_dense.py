@@ -30,12 +30,15 @@ def test_outputs_and_gradients_are_those_of_plain_operations(
     how: str, p: float, shape: tuple[int, int], needs_input: bool
 ):
     n, k = shape
-    slots, hop = Slots(8, (3, 5)), 0
+    slots = Slots(8, (3, 5))
+    hop = 0
     nodes, counts, _ = gpu_tree.sample_tree(*on_device(*csr(), torch.arange(8)), slots, 3)  # with empty slots
-    num, key = slots.up_to(1), torch.tensor([random.derive_key(3, 1)]).to(DEVICE)
+    num = slots.up_to(1)
+    key = torch.tensor([random.derive_key(3, 1)]).to(DEVICE)
     inner = gpu_tree.dense_rows(nodes[:num], slots.parents(DEVICE))
     there = inner.slots[: int(inner.total)].long()
-    grads, outs = [], []
+    grads = []
+    outs = []
     for ours in (True, False):
         dtype = torch.bfloat16 if ours else torch.float32
         by_slot = randn(num, k).bfloat16().to(DEVICE).to(dtype)
@@ -81,7 +84,8 @@ def test_rows_of_empty_slots_get_no_gradient_where_rows_stand_by_slot():
 
 def test_a_linear_layer_of_two_weights_is_torchs():
     values = [randn(9, 10), randn(5, 6, seed=1), randn(5, 4, seed=2), randn(5, seed=3)]
-    grads, outs = [], []
+    grads = []
+    outs = []
     for ours in (True, False):
         a, left, right, bias = (v.bfloat16().float().to(DEVICE).requires_grad_() for v in values)
         if ours:
@@ -113,13 +117,16 @@ def test_a_linear_layer_of_both_in_single_precision(num: int, reads_rows: bool):
 
 
 def test_nan_in_a_row_reaches_the_output_as_in_torch():
-    slots, hop = Slots(8, (3, 5)), 0
+    slots = Slots(8, (3, 5))
+    hop = 0
     nodes, counts, _ = gpu_tree.sample_tree(*on_device(*csr(), torch.arange(8)), slots, 3)
-    num, key = slots.up_to(1), torch.tensor([random.derive_key(3, 1)]).to(DEVICE)
+    num = slots.up_to(1)
+    key = torch.tensor([random.derive_key(3, 1)]).to(DEVICE)
     inner = gpu_tree.dense_rows(nodes[:num], slots.parents(DEVICE))
     a = randn(num, 16).bfloat16().to(DEVICE)
     a[0, 3] = float("nan")  # the row of the first seed, which is its own row in the output
-    weight, bias = randn(16, 16, seed=1).float().to(DEVICE), randn(16, seed=2).float().to(DEVICE)
+    weight = randn(16, 16, seed=1).float().to(DEVICE)
+    bias = randn(16, seed=2).float().to(DEVICE)
     out = gpu_dense.hidden_then_reduce(
         a, weight[:, :10], weight[:, 10:], bias, slots, hop, nodes, counts, inner, "mean", 0.0, key
     )

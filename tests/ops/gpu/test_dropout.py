@@ -29,7 +29,9 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
     p=[0.0, 0.3, 1.0],
 )
 def test_values_and_gradients_are_those_of_the_reference(dtype: torch.dtype, shape: tuple[int, ...], p: float) -> None:
-    x, ids, key = randn(20, *shape, dtype=dtype), randint(0, 2**50, 20), -(2**63) + 5
+    x = randn(20, *shape, dtype=dtype)
+    ids = randint(0, 2**50, 20)
+    key = -(2**63) + 5
     upstream = randn(20, *shape, seed=2, dtype=dtype)
     expected = reference.keyed_dropout(x, p, key, ids)
     expected_grad = reference.keyed_dropout(upstream, p, key, ids)
@@ -58,11 +60,15 @@ def test_values_and_gradients_are_those_of_the_reference(dtype: torch.dtype, sha
     p=[0.0, 0.3, 1.0],
 )
 def test_after_a_relu_it_is_as_one_after_the_other(dtype: torch.dtype, shape: tuple[int, ...], p: float) -> None:
-    x, ids, key = randn(20, *shape, dtype=dtype), randint(0, 2**50, 20), 2**63 - 5
-    upstream, at = randn(20, *shape, seed=2, dtype=dtype).to(KERNEL_DEVICE), ids.to(KERNEL_DEVICE)
+    x = randn(20, *shape, dtype=dtype)
+    ids = randint(0, 2**50, 20)
+    key = 2**63 - 5
+    upstream = randn(20, *shape, seed=2, dtype=dtype).to(KERNEL_DEVICE)
+    at = ids.to(KERNEL_DEVICE)
     found: list[tuple[torch.Tensor, ...]] = []
     for fused in (True, False):
-        leaf, weight = x.to(KERNEL_DEVICE).requires_grad_(), upstream.clone().requires_grad_()
+        leaf = x.to(KERNEL_DEVICE).requires_grad_()
+        weight = upstream.clone().requires_grad_()
         if fused:
             out = gpu_reduce.relu_dropout(leaf, p, key, at)
         else:
@@ -82,7 +88,8 @@ def test_what_is_no_number_shows_after_a_relu_too() -> None:
 
 
 def test_wide_rows_and_a_key_on_the_device() -> None:
-    x, ids = randn(3, 2501, dtype=torch.float32), torch.tensor([4, 0, 9], dtype=torch.int32)
+    x = randn(3, 2501, dtype=torch.float32)
+    ids = torch.tensor([4, 0, 9], dtype=torch.int32)
     expected = reference.keyed_dropout(x, 0.5, 77, ids)
     key = torch.tensor([77], device=KERNEL_DEVICE)
     found = gpu_reduce.keyed_dropout(x.to(KERNEL_DEVICE), 0.5, key, ids.to(KERNEL_DEVICE))
@@ -90,7 +97,8 @@ def test_wide_rows_and_a_key_on_the_device() -> None:
 
 
 def test_rows_that_are_not_contiguous() -> None:
-    x, ids = randn(6, 8).to(KERNEL_DEVICE), torch.arange(8, device=KERNEL_DEVICE)
+    x = randn(6, 8).to(KERNEL_DEVICE)
+    ids = torch.arange(8, device=KERNEL_DEVICE)
     assert torch.equal(
         gpu_reduce.keyed_dropout(x.t(), 0.5, 1, ids), gpu_reduce.keyed_dropout(x.t().contiguous(), 0.5, 1, ids)
     )
@@ -105,11 +113,9 @@ def test_nothing_to_drop() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 def test_dropping_does_not_wait_for_the_device() -> None:
-    x, ids, key = (
-        torch.ones(9, 5, device="cuda", requires_grad=True),
-        torch.arange(9).cuda(),
-        torch.ones(1).long().cuda(),
-    )
+    x = torch.ones(9, 5, device="cuda", requires_grad=True)
+    ids = torch.arange(9).cuda()
+    key = torch.ones(1).long().cuda()
     gpu_reduce.keyed_dropout(x, 0.5, key, ids).sum().backward()
     torch.cuda.set_sync_debug_mode("error")
     try:

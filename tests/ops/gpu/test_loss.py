@@ -25,7 +25,8 @@ def test_loss_and_gradient_are_torchs(shape: tuple[int, int], dtype: torch.dtype
     num, classes = shape
     values = (5 * randn(num, classes)).to(dtype).to(KERNEL_DEVICE)
     labels = randint(0, classes, num).to(KERNEL_DEVICE)
-    found, expected = values.clone().requires_grad_(), values.float().requires_grad_()
+    found = values.clone().requires_grad_()
+    expected = values.float().requires_grad_()
     ours = gpu_loss_and_adam.cross_entropy(found, labels)
     theirs = torch.nn.functional.cross_entropy(expected, labels)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -146,7 +146,9 @@ def test_ties_and_the_initial_zero_share_the_gradient_of_a_maximum() -> None:
 
 def test_nan_and_infinity_come_through_a_maximum() -> None:
     rows = randn(25, 3)
-    rows[4, 0], rows[7, 1], rows[:, 2] = float("nan"), float("inf"), float("-inf")
+    rows[4, 0] = float("nan")
+    rows[7, 1] = float("inf")
+    rows[:, 2] = float("-inf")
     found, expected = (run(m, rows, *edges(), "max")[0] for m in (gpu_reduce, reference))
     assert torch.equal(found.isnan(), expected.isnan())
     assert_close(found, expected)
@@ -154,9 +156,11 @@ def test_nan_and_infinity_come_through_a_maximum() -> None:
 
 @parametrize_kernel([("mean",), ("max",)], reduce=REDUCTIONS)
 def test_a_destination_with_a_million_edges(reduce: str) -> None:
-    indptr, src_idx = torch.tensor([0, 2, 10**6, 10**6, 10**6 + 3]), randint(0, 9, 10**6 + 3)
+    indptr = torch.tensor([0, 2, 10**6, 10**6, 10**6 + 3])
+    src_idx = randint(0, 9, 10**6 + 3)
     if not CUDA:  # interpreted loops are slow: the same row, shorter
-        indptr, src_idx = torch.tensor([0, 2, 1500, 1500, 1503]), src_idx[:1503]
+        indptr = torch.tensor([0, 2, 1500, 1500, 1503])
+        src_idx = src_idx[:1503]
     rows = randn(9, 3)
     out = gpu_reduce.reduce_edges(*(t.to(KERNEL_DEVICE) for t in (rows, indptr, src_idx)), reduce)
     assert_close(out.cpu(), reference.reduce_edges(rows, indptr, src_idx, reduce), 1e-9)
@@ -166,13 +170,15 @@ def test_a_destination_with_a_million_edges(reduce: str) -> None:
 @pytest.mark.parametrize(("num_dst", "num_edges", "width"), [(0, 0, 4), (3, 0, 4), (3, 5, 0)], ids=str)
 def test_nothing_to_reduce(reduce: str, num_dst: int, num_edges: int, width: int) -> None:
     indptr = torch.tensor([0, *[num_edges] * num_dst])
-    src_idx, weight = torch.zeros(num_edges, dtype=torch.int32), randn(num_edges)
+    src_idx = torch.zeros(num_edges, dtype=torch.int32)
+    weight = randn(num_edges)
     arguments = (randn(6, width), indptr, src_idx, reduce, weight if reduce != "max" else None)
     assert_same_results(run(gpu_reduce, *arguments), run(reference, *arguments), 0)
 
 
 def test_a_table_of_which_few_rows_are_read_needs_no_gradient() -> None:
-    table, indptr = randn(2000, 16, dtype=torch.bfloat16).to(KERNEL_DEVICE), torch.tensor([0, 3, 4]).to(KERNEL_DEVICE)
+    table = randn(2000, 16, dtype=torch.bfloat16).to(KERNEL_DEVICE)
+    indptr = torch.tensor([0, 3, 4]).to(KERNEL_DEVICE)
     ids = torch.tensor([1999, 0, 7, 7], device=KERNEL_DEVICE)
     out = gpu_reduce.reduce_edges(table, indptr, ids, "mean", own=ids[:2])
     assert not out.requires_grad
@@ -182,7 +188,8 @@ def test_a_table_of_which_few_rows_are_read_needs_no_gradient() -> None:
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 @pytest.mark.parametrize("bad", [-1, 25, 2**31 - 1])
 def test_a_source_that_is_not_there_is_not_followed_and_reported(reduce: str, bad: int) -> None:
-    indptr, src_idx = torch.tensor([0, 2]), torch.tensor([3, bad], dtype=torch.int32)
+    indptr = torch.tensor([0, 2])
+    src_idx = torch.tensor([3, bad], dtype=torch.int32)
     gpu_reduce.reduce_edges(*(t.to(KERNEL_DEVICE) for t in (randn(25, 4), indptr, src_idx)), reduce)
     with pytest.raises(IndexError, match="source"):
         gpu_runtime.check_device_errors()
@@ -235,7 +242,8 @@ def test_a_hundred_runs_give_the_same_bits_without_waiting_for_the_device(reduce
         out = gpu_reduce.reduce_edges(rows, indptr, src_idx, reduce, weight, own)
         return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
-    first, runs = once(), []
+    first = once()
+    runs = []
     torch.cuda.set_sync_debug_mode("error")
     try:
         runs = [once() for _ in range(100)]
@@ -248,7 +256,8 @@ def test_a_hundred_runs_give_the_same_bits_without_waiting_for_the_device(reduce
 @gpu_only
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_rows_in_pinned_host_memory_are_read_in_place(reduce: str) -> None:
-    (indptr, src_idx), rows = edges(), randn(25, 33, dtype=torch.bfloat16)
+    indptr, src_idx = edges()
+    rows = randn(25, 33, dtype=torch.bfloat16)
     expected = gpu_reduce.reduce_edges(rows.cuda(), indptr.cuda(), src_idx.cuda(), reduce)
     found = gpu_reduce.reduce_edges(rows.pin_memory(), indptr.cuda(), src_idx.cuda(), reduce)
     assert torch.equal(found, expected)

@@ -91,7 +91,8 @@ def test_nothing_to_sample(fanout: int, nodes: list[int]) -> None:
 
 def test_node_ids_and_keys_in_other_shapes() -> None:
     indptr, indices = csr()
-    nodes, key = torch.arange(60), torch.tensor([9])
+    nodes = torch.arange(60)
+    key = torch.tensor([9])
     expected = reference.sample_neighbors(indptr, indices, nodes, 4, 9)
     assert_same(
         gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes.int()), 4, key.to(KERNEL_DEVICE)), expected
@@ -101,7 +102,8 @@ def test_node_ids_and_keys_in_other_shapes() -> None:
 @pytest.mark.parametrize("fanout", [-1, 3])
 def test_ids_that_are_not_contiguous(fanout: int) -> None:
     indptr, indices = csr()
-    nodes, rows = torch.tensor([7, 1, 3, 0, 58, 2]), randn(60, 3)
+    nodes = torch.tensor([7, 1, 3, 0, 58, 2])
+    rows = randn(60, 3)
     some = nodes.to(KERNEL_DEVICE)[::2]
     found = gpu_sampling.sample_neighbors(*on_device(indptr, indices), some, fanout, 1)
     assert_same(found, reference.sample_neighbors(indptr, indices, nodes[::2], fanout, 1))
@@ -154,7 +156,8 @@ def test_a_hundred_runs_on_many_nodes_are_equal() -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_relabelling_equals_the_reference(top: int, dtype: torch.dtype) -> None:
     dtype = torch.int64 if top > 2**31 else dtype
-    seeds, neighbors = randint(0, top, 30).unique(), randint(0, top, 700, seed=1).to(dtype)
+    seeds = randint(0, top, 30).unique()
+    neighbors = randint(0, top, 700, seed=1).to(dtype)
     assert_same(gpu_sampling.relabel(*on_device(seeds, neighbors)), reference.relabel(seeds, neighbors))
 
 
@@ -227,7 +230,8 @@ def test_what_no_row_can_be_taken_from_is_refused() -> None:
 @gpu_only
 @pytest.mark.parametrize("width", [3, 128])
 def test_rows_in_host_memory_are_read_from_the_gpu(width: int) -> None:
-    rows, ids = randn(5000, width, dtype=torch.bfloat16), randint(0, 5000, 3000)
+    rows = randn(5000, width, dtype=torch.bfloat16)
+    ids = randint(0, 5000, 3000)
     pinned = rows.pin_memory()
     for programs in (None, 8):
         assert torch.equal(gpu_sampling.gather_rows(pinned, ids.cuda(), programs).cpu(), rows[ids])

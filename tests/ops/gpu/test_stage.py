@@ -13,7 +13,8 @@ from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, randint, randn
 
 pytestmark = RUNS_ON_GPU
-NUM_ROWS, NUM_HOT = 300, 60
+NUM_ROWS = 300
+NUM_HOT = 60
 DEVICE = torch.device(KERNEL_DEVICE)
 
 
@@ -77,8 +78,10 @@ def test_rows_of_the_host_are_gathered_beside_other_work(shape: tuple[int, ...],
     dtype=[torch.float32, torch.float64],
 )
 def test_rows_are_put_and_added_into_the_hosts(shape: tuple[int, ...], dtype: torch.dtype, add: bool):
-    table, ids = randn(NUM_ROWS, *shape).to(dtype), randn(NUM_ROWS).argsort()[:250]
-    rows, expected = randn(250, *shape, seed=2).to(dtype), table.clone()
+    table = randn(NUM_ROWS, *shape).to(dtype)
+    ids = randn(NUM_ROWS).argsort()[:250]
+    rows = randn(250, *shape, seed=2).to(dtype)
+    expected = table.clone()
     expected[ids] = expected[ids] + rows if add else rows
     table = table.pin_memory() if DEVICE.type == "cuda" else table
     gpu_tiers.put_aside(table, ids.to(DEVICE), rows.to(DEVICE), add=add)
@@ -89,13 +92,16 @@ def test_rows_are_put_and_added_into_the_hosts(shape: tuple[int, ...], dtype: to
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 128), (torch.float32, 7), (torch.float64, 300)])
 def test_staged_rows_are_read_where_they_stand(dtype: torch.dtype, width: int):
-    rows, hot_slot = randn(NUM_ROWS, width).to(dtype), hot_slots()
+    rows = randn(NUM_ROWS, width).to(dtype)
+    hot_slot = hot_slots()
     hot_ids = (hot_slot >= 0).nonzero().view(-1)
     capacity = 50
     hot = torch.zeros(NUM_HOT + 2 * capacity, width, dtype=dtype)
     hot[hot_slot[hot_ids].long()] = rows[hot_ids]
     cold = rows.pin_memory() if DEVICE.type == "cuda" else rows
-    hot, hot_slot, count = hot.to(DEVICE), hot_slot.to(DEVICE), torch.tensor([40], dtype=torch.int32, device=DEVICE)
+    hot = hot.to(DEVICE)
+    hot_slot = hot_slot.to(DEVICE)
+    count = torch.tensor([40], dtype=torch.int32, device=DEVICE)
     fetched = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     wanted = (hot_slot < 0).nonzero().view(-1)[:capacity].int()
     gpu_tiers.stage(hot, cold, hot_slot, wanted, count, NUM_HOT, fetched)
@@ -112,6 +118,7 @@ def test_staged_rows_are_read_where_they_stand(dtype: torch.dtype, width: int):
     gpu_tiers.point(hot_slot, wanted, count, None)
     gpu_tiers.stage(hot, cold, hot_slot, again, number, 110, fetched)
     gpu_tiers.point(hot_slot, again, number, 110)
-    counts, ids = new_counts(DEVICE), torch.arange(NUM_ROWS, device=DEVICE)
+    counts = new_counts(DEVICE)
+    ids = torch.arange(NUM_ROWS, device=DEVICE)
     assert torch.equal(gpu_tiers.gather_tiers(hot, cold, hot_slot, ids, counts).cpu(), rows)
     assert counts.sum(0).tolist() == [NUM_HOT, NUM_ROWS - NUM_HOT - 30, 30]

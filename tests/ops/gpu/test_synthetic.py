@@ -40,7 +40,9 @@ def test_ranks(nodes_and_half: tuple[int, int], key: int) -> None:
 
 
 def test_ranks_of_a_range_of_many_nodes() -> None:
-    first, num_nodes, half = 3_000_000_000, 3_000_000_300, 16
+    first = 3_000_000_000
+    num_nodes = 3_000_000_300
+    half = 16
     found = gpu_synthetic.ranks(first, 300, -5, half, num_nodes, DEVICE)
     assert found.tolist() == cpu_ranks(first, 300, -5, half, num_nodes).tolist()
 
@@ -58,7 +60,8 @@ def test_ranks_of_a_range_of_many_nodes() -> None:
 )
 def test_sources(sizes: tuple[int, int, int], homophily: float, dtype: torch.dtype) -> None:
     num_nodes, half, num_classes = sizes
-    rank_key, draw_key = 2**61 + 3, -11
+    rank_key = 2**61 + 3
+    draw_key = -11
     ranks = cpu_ranks(0, num_nodes, rank_key, half, num_nodes)
     degrees = np.random.default_rng(0).integers(0, 9, num_nodes)
     degrees[[0, -1]] = 0  # empty rows at the ends and a hub between them
@@ -78,7 +81,8 @@ def test_sources(sizes: tuple[int, int, int], homophily: float, dtype: torch.dty
 
 
 def test_no_edges_have_no_sources() -> None:
-    ranks, indptr = torch.arange(4, device=DEVICE), torch.zeros(5, dtype=torch.int64, device=DEVICE)
+    ranks = torch.arange(4, device=DEVICE)
+    indptr = torch.zeros(5, dtype=torch.int64, device=DEVICE)
     assert gpu_synthetic.sources(indptr, ranks, 1, 2, 1, 2, 0.5, torch.int32).shape == (0,)
 
 

@@ -34,7 +34,8 @@ def test_reads_as_the_definition_says(num_hot: int, id_dtype: torch.dtype) -> No
     rows = randn(NUM_ROWS, 16, dtype=torch.float32)
     hot, hot_slot = tiers(rows, num_hot)
     ids = torch.cat([randint(0, NUM_ROWS, 300), torch.tensor([-1, 0, NUM_ROWS - 1, -1])]).to(id_dtype)
-    counts, expected_counts = new_counts(KERNEL_DEVICE), new_counts("cpu")
+    counts = new_counts(KERNEL_DEVICE)
+    expected_counts = new_counts("cpu")
     found = gpu_tiers.gather_tiers(hot, readable(rows), hot_slot, ids.to(KERNEL_DEVICE), counts)
     expected = gather_tiers_reference(hot.cpu(), rows, hot_slot.cpu(), ids, expected_counts)
     assert torch.equal(found.cpu(), expected)
@@ -49,7 +50,8 @@ def test_staged_rows_as_the_definition_says(staged: bool) -> None:
     hot_slot[others] = -2 - torch.arange(50, 80, dtype=torch.int32, device=hot_slot.device)
     hot = torch.cat([hot, -rows[others.cpu()].to(hot.device)])  # so that one sees where a row came from
     ids = torch.cat([randint(0, NUM_ROWS, 300), torch.tensor([-1])])
-    counts, expected_counts = new_counts(KERNEL_DEVICE), new_counts("cpu")
+    counts = new_counts(KERNEL_DEVICE)
+    expected_counts = new_counts("cpu")
     found = gpu_tiers.gather_tiers(
         hot, readable(rows), hot_slot, ids.to(KERNEL_DEVICE), counts, ids.argsort().to(KERNEL_DEVICE), staged
     )
@@ -139,7 +141,9 @@ def test_accesses_are_counted_by_row() -> None:
 def test_can_be_captured() -> None:
     rows = randn(NUM_ROWS, 33, dtype=torch.float32)
     hot, hot_slot = tiers(rows, 50)
-    cold, ids, counts = rows.pin_memory(), randint(0, NUM_ROWS, 400).cuda(), new_counts("cuda")
+    cold = rows.pin_memory()
+    ids = randint(0, NUM_ROWS, 400).cuda()
+    counts = new_counts("cuda")
     gpu_tiers.gather_tiers(hot, cold, hot_slot, ids, counts)  # compiled before it is captured
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

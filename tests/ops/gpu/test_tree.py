@@ -36,7 +36,8 @@ def on_device(indptr: Tensor, indices: Tensor, seeds: Tensor) -> tuple[Tensor, T
 def test_trees_are_those_of_the_reference(replace: bool, dtype: torch.dtype):
     indptr, indices = csr(dtype, most=1_000_000)
     seeds = torch.cat([torch.arange(20), torch.tensor([-1, 6])])
-    slots, key = Slots(22, (5, 3), 7), random.derive_key(5, 2)
+    slots = Slots(22, (5, 3), 7)
+    key = random.derive_key(5, 2)
     expected = reference.sample_tree(indptr, indices, seeds, slots, key, replace, with_edges=True)
     found = gpu_tree.sample_tree(*on_device(indptr, indices, seeds), slots, key, replace, with_edges=True)
     for ours, theirs in zip(found, expected, strict=True):
@@ -48,14 +49,16 @@ def test_trees_are_those_of_the_reference(replace: bool, dtype: torch.dtype):
 
 @parametrize_kernel([(1, 3), (50, 0), (1024, 1), (3000, 2)], num_seeds=[1, 50, 1024, 3000], seed=[0, 1, 2, 3])
 def test_an_epoch_has_the_order_of_the_host(num_seeds: int, seed: int):
-    key, (state, ahead) = random.derive_key(seed, 4), torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
+    key = random.derive_key(seed, 4)
+    state, ahead = torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
     draws = gpu_tree.start_epoch(state, ahead, num_seeds, key, seed, 12 * seed)
     assert state.tolist() == ahead.tolist() == [key, seed, 12 * seed]
     assert torch.equal(draws.argsort(stable=True).cpu(), random.permutation(key, num_seeds))
 
 
 def test_a_step_has_the_seeds_and_keys_of_the_host():
-    order, epoch_key = torch.randperm(50), random.derive_key(1, 4)
+    order = torch.randperm(50)
+    epoch_key = random.derive_key(1, 4)
     state = torch.tensor([epoch_key, 3, 30]).to(DEVICE)
     for step, position in ((3, 30), (4, 42)):
         seeds, keys = gpu_tree.next_step(state, order.to(DEVICE), 6, 6, 12)

@@ -21,7 +21,8 @@ DEVICE = torch.device(KERNEL_DEVICE)
 
 
 def reduced_in_torch(x: Tensor, slots: Slots, hop: int, nodes: Tensor, how: str, weight: Tensor | None) -> Tensor:
-    num_dst, num_src = slots.up_to(hop), slots.up_to(hop + 1)
+    num_dst = slots.up_to(hop)
+    num_src = slots.up_to(hop + 1)
     parents = slots.parents(nodes.device)[:num_src]
     edge = ((nodes[:num_src] >= 0) & (parents >= 0)).nonzero().view(-1)
     dst = parents[edge].long()
@@ -48,15 +49,18 @@ def reduced_in_torch(x: Tensor, slots: Slots, hop: int, nodes: Tensor, how: str,
 )
 def test_reducing_and_its_gradient(how: str, own: bool, width: int):
     indptr, indices = csr()
-    slots, hop = Slots(6, (3, 2)), 1
+    slots = Slots(6, (3, 2))
+    hop = 1
     nodes, counts, _ = gpu_tree.sample_tree(*on_device(indptr, indices, torch.arange(6)), slots, 3)
     weight = None
     if how.startswith("weighted"):
-        how, weight = how.removeprefix("weighted "), randn(slots.up_to(2)).to(DEVICE)
+        how = how.removeprefix("weighted ")
+        weight = randn(slots.up_to(2)).to(DEVICE)
         weight[::4] = 0  # more ties
     values = randn(slots.up_to(2), width)
     values[values.abs() < 0.4] = 0  # ties, some of them of zeros
-    grads, outs = [], []
+    grads = []
+    outs = []
     for ours in (True, False):
         x = values.clone().to(DEVICE).requires_grad_()
         if ours:
@@ -80,7 +84,8 @@ def test_reducing_and_its_gradient(how: str, own: bool, width: int):
 )
 def test_a_table_is_read_straight_into_the_reduction(dtype: torch.dtype, tiered: bool):
     indptr, indices = csr()
-    slots, hop = Slots(6, (3, 2)), 1
+    slots = Slots(6, (3, 2))
+    hop = 1
     nodes, _, _ = gpu_tree.sample_tree(*on_device(indptr, indices, torch.arange(6)), slots, 3)
     table = randn(58, 10).to(dtype).to(DEVICE)
     place = torch.full((58,), -1, dtype=torch.int32, device=DEVICE)
@@ -102,7 +107,8 @@ def test_a_table_is_read_straight_into_the_reduction(dtype: torch.dtype, tiered:
 
 
 def test_dense_rows_are_those_of_the_slots_that_are_there():
-    slots, hop = Slots(6, (3, 2)), 1
+    slots = Slots(6, (3, 2))
+    hop = 1
     nodes, _, _ = gpu_tree.sample_tree(*on_device(*csr(), torch.arange(6)), slots, 3)
     inner = gpu_tree.dense_rows(nodes[: slots.up_to(hop)], slots.parents(DEVICE))
     assert inner.slots[: int(inner.total)].tolist() == (nodes[: slots.up_to(hop)] >= 0).nonzero().view(-1).tolist()

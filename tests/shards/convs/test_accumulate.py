@@ -14,7 +14,8 @@ from tests.helpers import randint, randn, random_graph
 
 GRAPH = random_graph(30, 150)
 EDGES = Edges.of(virtual_layout(GRAPH, make_partition(GRAPH, 3, "random", seed=1)))
-DST, CPU = EDGES.destinations(), torch.device("cpu")
+DST = EDGES.destinations()
+CPU = torch.device("cpu")
 
 
 def accumulated(how: str, rows: Tensor, max_edges: int = 9) -> Accumulators:
@@ -53,7 +54,8 @@ def test_gradients_are_torchs_with_ties_at_zero_too(how: str, low: int) -> None:
 @pytest.mark.parametrize("scale", [1.0, 300.0])
 def test_a_softmax_in_pieces_is_that_of_all_edges(scale: float) -> None:
     """With logits so large that e^logit is more than a number holds, which the running maximum takes care of."""
-    logits, values = scale * randn(150, 2), randn(150, 2, 3, seed=1)
+    logits = scale * randn(150, 2)
+    values = randn(150, 2, 3, seed=1)
     weights = ReductionSpec("sum", (2,), torch.float64)
     done = Accumulators([ReductionSpec("sum", (2, 3), torch.float64)], weights, 30, CPU)
     for k in range(3):

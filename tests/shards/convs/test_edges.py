@@ -34,7 +34,9 @@ def in_order(edge_index: Tensor, *values: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("max_edges", [1, 7, 50, 10_000])
 def test_chunks_are_all_edges_in_order(max_edges: int) -> None:
     edges = Edges.of(LAYOUT)
-    src, dst, positions = [], [], []
+    src = []
+    dst = []
+    positions = []
     for k in range(3):
         for chunk in edges.chunks(k, max_edges):
             assert 1 <= chunk.num_edges <= max_edges
@@ -71,7 +73,8 @@ def test_loops_and_their_rows_are_those_of_pyg(fill: object) -> None:
     plain = add_self_loops(*remove_self_loops(GRAPH.edge_index(), attr), fill_value=fill, num_nodes=30)  # type: ignore[arg-type]
     ours = ends(edges_with_loops)
     assert torch.equal(in_order(ours)[0], in_order(plain[0])[0])
-    is_loop, was_loop = ours[0] == ours[1], plain[0][0] == plain[0][1]
+    is_loop = ours[0] == ours[1]
+    was_loop = plain[0][0] == plain[0][1]
     torch.testing.assert_close(
         in_order(ours[:, is_loop], values[is_loop])[1], in_order(plain[0][:, was_loop], plain[1][was_loop])[1]
     )
@@ -116,8 +119,10 @@ def test_all_edges_at_once_are_in_the_order_of_the_graph() -> None:
 
 @pytest.mark.parametrize("other", [torch.float64, torch.float32])
 def test_several_tensors_travel_together_where_they_can(other: torch.dtype) -> None:
-    calls, transport = [], LocalTransport(LAYOUT)
-    x, y = randn(30, 2, 3).requires_grad_(), randn(30, dtype=other).requires_grad_()
+    calls = []
+    transport = LocalTransport(LAYOUT)
+    x = randn(30, 2, 3).requires_grad_()
+    y = randn(30, dtype=other).requires_grad_()
     real = transport.fetch_all
     transport.fetch_all = lambda rows, kind: (calls.append(kind), real(rows, kind))[1]
     found = gather_sources_together([x, y], transport, None, "forward")

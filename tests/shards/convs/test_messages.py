@@ -26,11 +26,9 @@ def largest(logits: Tensor) -> Tensor:
 
 
 def test_arguments_are_told_apart_by_their_names() -> None:
-    conv, x, attr = (
-        pyg.PNAConv(4, 4, ["mean"], ["identity"], torch.tensor([1, 2]), edge_dim=2),
-        randn(3, 4),
-        randn(5, 2),
-    )
+    conv = pyg.PNAConv(4, 4, ["mean"], ["identity"], torch.tensor([1, 2]), edge_dim=2)
+    x = randn(3, 4)
+    attr = randn(5, 2)
     inputs = Inputs()
     call = plan(conv, "message", {"x": x, "edge_attr": attr}, inputs, 5, 3)
     assert {name: getattr(value, "role", None) for name, value in call.arguments.items()} == {
@@ -42,7 +40,8 @@ def test_arguments_are_told_apart_by_their_names() -> None:
 
 
 def test_edge_updates_are_run_where_their_edges_are() -> None:
-    conv, inputs = pyg.GATConv(4, 4).double(), Inputs()
+    conv = pyg.GATConv(4, 4).double()
+    inputs = Inputs()
     alpha = DeferredEdgeUpdate({"alpha": (randn(3, 1), randn(3, 1, seed=1)), "edge_attr": None})
     call = plan(conv, "message", {"x": (randn(3, 1, 4), None), "alpha": alpha}, inputs, 5, 3)
     assert call.arguments["alpha"].function == "edge_update"
@@ -81,7 +80,9 @@ AGGREGATIONS: list[Any] = [
 
 @pytest.mark.parametrize("aggr", AGGREGATIONS, ids=str)
 def test_an_aggregation_is_what_it_makes_of_its_reductions(aggr: Any) -> None:
-    conv, x, inputs = Plain(aggr).double(), randn(3, 4), Inputs()
+    conv = Plain(aggr).double()
+    x = randn(3, 4)
+    inputs = Inputs()
     call = plan(conv, "message", {"x": x}, inputs, 5, 3)
     rows: dict[Any, list[Tensor]] = {"source": [x[CHUNK.src]], "destination": [], "edge": [], "constant": []}
     found = replay(conv, call, rows, CHUNK, DEGREES, largest)
@@ -94,7 +95,8 @@ def test_an_aggregation_is_what_it_makes_of_its_reductions(aggr: Any) -> None:
 
 
 def test_rows_that_are_reduced_twice_alike_are_recorded_once() -> None:
-    conv, inputs = Plain(["mean", "sum", "std"]).double(), Inputs()
+    conv = Plain(["mean", "sum", "std"]).double()
+    inputs = Inputs()
     call = plan(conv, "message", {"x": randn(3, 4)}, inputs, 5, 3)
     rows: dict[Any, list[Tensor]] = {"source": [randn(5, 4)], "destination": [], "edge": [], "constant": []}
     found = replay(conv, call, rows, CHUNK, DEGREES, largest)

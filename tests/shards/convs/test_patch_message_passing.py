@@ -43,12 +43,14 @@ class Aggregated(Updated):
 
 @pytest.mark.parametrize("mode", ["sequential", "stored", "one_shot"])
 def test_update_gets_what_it_asks_for(mode: Mode) -> None:
-    conv, x = Updated(), randn(30, 4)
+    conv = Updated()
+    x = randn(30, 4)
     torch.testing.assert_close(run(conv, mode, x), conv(x, GRAPH.edge_index()))
 
 
 def test_an_aggregate_of_its_own_runs_on_all_edges_only() -> None:
-    conv, x = Aggregated(), randn(30, 4)
+    conv = Aggregated()
+    x = randn(30, 4)
     for mode in ("stored", "one_shot"):
         torch.testing.assert_close(run(conv, mode, x), conv(x, GRAPH.edge_index()))
     with pytest.raises(CannotSplit, match="the aggregate of Aggregated"):
@@ -59,12 +61,14 @@ def test_convs_inside_a_module_run_too() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = pyg.SAGEConv(4, 4).double(), pyg.GraphConv(4, 2).double()
+            self.first = pyg.SAGEConv(4, 4).double()
+            self.second = pyg.GraphConv(4, 2).double()
 
         def forward(self, x: Tensor, edge_index: Any) -> Tensor:
             return self.second(self.first(x, edge_index).relu(), edge_index)
 
-    module, x = Two(), randn(30, 4)
+    module = Two()
+    x = randn(30, 4)
     torch.testing.assert_close(run(module, "sequential", x), module(x, GRAPH.edge_index()))
 
 
@@ -79,7 +83,8 @@ def test_propagate_is_put_back_also_after_an_error() -> None:
 
 
 def test_hooks_on_messages_are_refused_and_others_run() -> None:
-    conv, seen = pyg.SAGEConv(4, 4).double(), []
+    conv = pyg.SAGEConv(4, 4).double()
+    seen = []
     conv.register_forward_hook(lambda *_: seen.append(True))
     run(conv, "sequential", randn(30, 4))
     assert seen == [True]

@@ -71,7 +71,8 @@ def test_a_graph_like_those_of_sars_tests(edges: int) -> None:
     src, dst = torch.randint(0, 1000, (2, edges), generator=torch.Generator().manual_seed(0))
     order = torch.argsort(dst, stable=True)
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(dst, minlength=1000).cumsum(0)])
-    graph, x = Graph(indptr, src[order]), randn(1000, 10)
+    graph = Graph(indptr, src[order])
+    x = randn(1000, 10)
     for conv in (pyg.GraphConv(10, 10).double(), pyg.GATConv(10, 10).double(), pyg.SAGEConv(10, 4, "max").double()):
         for num_shards in (1, 2, 4):
             layout = virtual_layout(graph, make_partition(graph, num_shards, "metis"))
@@ -134,7 +135,8 @@ def test_no_conv_at_all_is_refused() -> None:
 @pytest.mark.parametrize("aggr", ["lstm", "median", "mul"])
 def test_any_aggregation_runs_in_one_shot(aggr: str) -> None:
     convs, graph = small(mode="one_shot")
-    conv, x = pyg.SAGEConv(4, 3, aggr=aggr).double(), randn(40, 4)
+    conv = pyg.SAGEConv(4, 3, aggr=aggr).double()
+    x = randn(40, 4)
     torch.testing.assert_close(run_conv(conv, x, convs), conv(x, graph.edge_index()), rtol=1e-10, atol=1e-12)
 
 
@@ -149,7 +151,8 @@ def test_a_batch_norm_after_the_aggregation_runs_in_training() -> None:
     convs, graph = small()
     norm = nn.BatchNorm1d(5)
     conv = pyg.GINConv(nn.Sequential(nn.Linear(4, 5), norm, nn.Linear(5, 3))).double()
-    other, x = copy.deepcopy(conv), randn(40, 4)
+    other = copy.deepcopy(conv)
+    x = randn(40, 4)
     found = run_conv(conv, x, convs)
     torch.testing.assert_close(found, other(x, graph.edge_index()), rtol=1e-10, atol=1e-12)
     assert torch.allclose(norm.running_mean, other.state_dict()["nn.1.running_mean"])  # type: ignore[arg-type]
@@ -158,7 +161,8 @@ def test_a_batch_norm_after_the_aggregation_runs_in_training() -> None:
 def test_the_conv_and_the_random_numbers_are_left_as_they_were() -> None:
     convs, _ = small()
     for conv in (pyg.TransformerConv(4, 3).double(), pyg.GCNConv(4, 3).double(), pna(4, 3).double()):
-        names, state = set(conv.__dict__), torch.get_rng_state()
+        names = set(conv.__dict__)
+        state = torch.get_rng_state()
         weights = {k: v.clone() for k, v in conv.state_dict().items()}
         run_conv(conv, randn(40, 4).requires_grad_(), convs).sum().backward()
         assert set(conv.__dict__) == names
@@ -171,7 +175,8 @@ def test_the_conv_and_the_random_numbers_are_left_as_they_were() -> None:
 @pytest.mark.parametrize("mode", ["sequential", "one_shot"])
 def test_training_goes_on_with_what_inference_has_kept(make: Any, mode: str) -> None:
     convs, graph = small(mode=mode)
-    conv, x = make(4, 3).double(), randn(40, 4)
+    conv = make(4, 3).double()
+    x = randn(40, 4)
     with torch.inference_mode():
         torch.testing.assert_close(run_conv(conv, x, convs), conv(x, graph.edge_index()), rtol=1e-10, atol=1e-12)
     h = x.clone().requires_grad_()
@@ -181,7 +186,8 @@ def test_training_goes_on_with_what_inference_has_kept(make: Any, mode: str) -> 
 
 def test_a_weights_gradient_is_there_after_an_evaluation_without() -> None:
     weight = torch.rand(226, dtype=torch.float64, requires_grad=True)
-    convs, conv = small(edge_rows={"weight": weight})[0], pyg.GCNConv(4, 3).double()
+    convs = small(edge_rows={"weight": weight})[0]
+    conv = pyg.GCNConv(4, 3).double()
     with torch.no_grad():
         run_conv(conv, randn(40, 4), convs)
     run_conv(conv, randn(40, 4), convs).square().sum().backward()
@@ -206,7 +212,8 @@ def test_degrees_are_exchanged_once_where_they_have_no_gradient() -> None:
 
 
 def test_a_gnn_takes_the_block_like_any_other() -> None:
-    graph, x = random_graph(40, 220, weight=True), randn(40, 4)
+    graph = random_graph(40, 220, weight=True)
+    x = randn(40, 4)
     torch.manual_seed(1)
     convs = [pyg.SAGEConv(4, 6, aggr="max"), pyg.GCNConv(6, 6), pyg.GATConv(6, 3)]
     gnn = hl.nn.GNN(convs, dropout=0.4, norm="layer").double()
@@ -229,14 +236,17 @@ def _gradients(gnn: nn.Module, batch: Batch) -> list[Tensor]:
 
 def test_a_conv_that_takes_initial_rows() -> None:
     convs, graph = small()
-    conv, x, x0 = pyg.GCN2Conv(4, 0.2).double(), randn(40, 4), randn(40, 4, seed=1)
+    conv = pyg.GCN2Conv(4, 0.2).double()
+    x = randn(40, 4)
+    x0 = randn(40, 4, seed=1)
     found = run_conv(conv, x, convs, x0)
     torch.testing.assert_close(found, conv(x, x0, graph.edge_index()), rtol=1e-10, atol=1e-12)
 
 
 def test_a_conv_without_its_input_width_gets_it_from_the_rows() -> None:
     convs, graph = small()
-    conv, x = pyg.SAGEConv(-1, 3), randn(40, 4, dtype=torch.float32)
+    conv = pyg.SAGEConv(-1, 3)
+    x = randn(40, 4, dtype=torch.float32)
     torch.testing.assert_close(run_conv(conv, x, convs), conv(x, graph.edge_index()))
 
 
@@ -261,7 +271,8 @@ def test_a_block_goes_to_a_device_with_its_layout() -> None:
 
 def test_blocks_of_other_draws_share_what_was_found_out_about_the_edges() -> None:
     convs, _ = small()
-    first, second = convs.block(key=1), replace(convs.block(key=1), key=2)
+    first = convs.block(key=1)
+    second = replace(convs.block(key=1), key=2)
     convolve(pyg.GCNConv(4, 4).double(), randn(40, 4), first)
     convolve(pyg.GCNConv(4, 4).double(), randn(40, 4), second)
     assert convs.transport.traffic["degrees"] == 40 * 8

@@ -71,7 +71,8 @@ class Masked(pyg.SAGEConv):
 
 
 def test_a_mask_made_of_the_rows_is_seen() -> None:
-    b, conv = convs(), Masked(4, 4).double()
+    b = convs()
+    conv = Masked(4, 4).double()
     x, other = (randn(30, 4).requires_grad_() for _ in range(2))
     run_conv(conv, x, b).square().sum().backward()
     conv(other, GRAPH.edge_index()).square().sum().backward()
@@ -106,7 +107,8 @@ def kept(run: Callable[[], Tensor]) -> int:
 @pytest.mark.parametrize("make", [lambda: pyg.GATConv(4, 8, heads=2), lambda: pyg.SAGEConv(4, 8, aggr="max")])
 def test_nothing_with_a_row_per_edge_is_kept(make: Callable[[], Any]) -> None:
     """Ten times the edges: plain PyG keeps ten times as much, and the blocks the same."""
-    x, sizes = randn(30, 4).requires_grad_(), []
+    x = randn(30, 4).requires_grad_()
+    sizes = []
     for num_edges in (300, 3000):
         graph = random_graph(30, num_edges)
         b = ShardConvs.of(contiguous_layout(graph, torch.tensor([0, 9, 20, 30])), chunk_bytes=2000)
@@ -134,7 +136,8 @@ class Largest(TorchDispatchMode):
 def test_no_matrix_with_a_row_per_edge_of_a_part_is_made(aggr: str) -> None:
     graph = random_graph(30, 3000)
     b = ShardConvs.of(contiguous_layout(graph, torch.tensor([0, 15, 30])), chunk_bytes=8000)
-    conv, x = pyg.SAGEConv(4, 8, aggr=aggr, project=True).double(), randn(30, 4).requires_grad_()
+    conv = pyg.SAGEConv(4, 8, aggr=aggr, project=True).double()
+    x = randn(30, 4).requires_grad_()
     run_conv(conv, x, b)
     with Largest() as largest:
         run_conv(conv, x, b).sum().backward()
@@ -148,7 +151,8 @@ def test_dropout_draws_what_plain_pyg_draws() -> None:
     """With one part and one chunk the edges are in plain PyG's order."""
     b = ShardConvs.of(contiguous_layout(GRAPH, torch.tensor([0, 30])))
     for conv in (pyg.GATConv(4, 3, dropout=0.5, add_self_loops=False), pyg.TransformerConv(4, 3, dropout=0.5)):
-        conv, found = conv.double(), []
+        conv = conv.double()
+        found = []
         for run in (lambda x: run_conv(conv, x, b), lambda x: conv(x, GRAPH.edge_index())):  # noqa: B023
             x = randn(30, 4).requires_grad_()
             conv.zero_grad()
@@ -170,7 +174,8 @@ def test_dropout_is_the_same_in_backward_for_many_chunks() -> None:
     with torch.no_grad():
         conv.att_src.zero_()
         conv.att_dst.zero_()
-    x, w = randn(30, 4).requires_grad_(), randn(30, 3, seed=1)
+    x = randn(30, 4).requires_grad_()
+    w = randn(30, 3, seed=1)
     total = (run_conv(conv, x, convs(chunk_bytes=700)) * w).sum()
     before = torch.get_rng_state()
     total.backward()
@@ -200,7 +205,8 @@ def test_backward_is_that_of_the_mode_of_forward() -> None:
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("chunk_bytes", [1, 3000, 1 << 30])
 def test_no_result_depends_on_chunks_or_depth(depth: int, chunk_bytes: int) -> None:
-    x, results = randn(30, 4), []
+    x = randn(30, 4)
+    results = []
     conv = pyg.GATv2Conv(4, 3).double()
     for b in (convs(), convs(depth=depth, chunk_bytes=chunk_bytes)):
         h = x.clone().requires_grad_()
@@ -211,7 +217,8 @@ def test_no_result_depends_on_chunks_or_depth(depth: int, chunk_bytes: int) -> N
 
 
 def test_a_look_tells_kinds_and_bytes() -> None:
-    conv, inputs = pyg.SAGEConv(4, 4, aggr=["max", "std"]).double(), Inputs()
+    conv = pyg.SAGEConv(4, 4, aggr=["max", "std"]).double()
+    inputs = Inputs()
     x = randn(30, 4).requires_grad_()
     call = plan(conv, "message", {"x": (x, x)}, inputs, 150, 30)
     state = torch.get_rng_state()
@@ -236,7 +243,8 @@ def test_messages_in_half_precision_are_drawn_again_in_it() -> None:
 
 
 def test_aggregate_is_what_propagate_computes() -> None:
-    conv, x = pyg.SAGEConv(4, 4, aggr="max").double(), randn(30, 4)
+    conv = pyg.SAGEConv(4, 4, aggr="max").double()
+    x = randn(30, 4)
     found = aggregate(conv, {"x": (x, x)}, Edges.of(LAYOUT), LocalTransport(LAYOUT), 1, 2000)
     assert torch.equal(found, conv.propagate(GRAPH.edge_index(), x=(x, x), size=None))
 

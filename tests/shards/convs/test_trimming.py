@@ -38,7 +38,8 @@ def test_layers_have_the_edges_that_lead_to_the_seeds() -> None:
     _, graph, _ = case("gcn")
     layout = virtual_layout(graph, make_partition(graph, 3, "random"))
     runners = trimmed_convs(ShardConvs.of(layout), torch.isin(layout.own_ids, SEEDS), 3)
-    needed, (src, dst) = set(SEEDS.tolist()), graph.edge_index()
+    needed = set(SEEDS.tolist())
+    src, dst = graph.edge_index()
     for convs in reversed(runners):
         mask = torch.isin(dst, torch.tensor(sorted(needed)))
         assert torch.equal(convs.layout.edge_ids.sort().values, mask.nonzero().view(-1))

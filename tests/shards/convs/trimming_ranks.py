@@ -51,7 +51,8 @@ def found(
     whole = ShardConvs.of(layout, transport, **options)
     convs = trimmed_convs(whole, is_needed, 3, **options) if trim else (whole,) * 3
     blocks = tuple(each.block() for each in convs)
-    own, h = is_needed.nonzero().view(-1), x[layout.own_ids].requires_grad_()
+    own = is_needed.nonzero().view(-1)
+    h = x[layout.own_ids].requires_grad_()
     seeds = layout.own_ids[own]
     out = model(Batch(seeds, blocks, h, None, output_idx=own))
     out.square().sum().backward()
@@ -66,7 +67,8 @@ def error(a: Tensor, b: Tensor) -> float:
 
 def compare(name: str, layout: ShardLayout, world: World, **options: Any) -> tuple[float, dict[str, list[int]]]:
     """(the largest error, by trim the bytes that travelled)."""
-    (model, graph, x), traffic = case(name), {}
+    model, graph, x = case(name)
+    traffic = {}
     out, of_input = expected(model, graph, x)
     weights = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     for trim in (False, True):
@@ -87,6 +89,7 @@ def on_ranks(world: World) -> dict[str, Any]:
         layout = shard_layouts(graph, make_partition(graph, world.size, "random", seed=1))[world.rank]
         for mode in ("sequential", "one_shot"):
             worst, traffic = compare(name, layout, world, mode=mode)
-            whole, trimmed = world.sum(traffic["False"]), world.sum(traffic["True"])
+            whole = world.sum(traffic["False"])
+            trimmed = world.sum(traffic["True"])
             results[f"{name} {mode}"] = (world.max([worst])[0], sum(trimmed) / sum(whole))
     return results
