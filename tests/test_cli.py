@@ -190,15 +190,15 @@ def test_doctor_looks_at_the_machine():
 def test_train_takes_a_recipe_or_a_dataset_and_overrides(
     arguments: tuple[str, ...], expected: run.RunConfig, monkeypatch: pytest.MonkeyPatch
 ):
-    seen: list[run.RunConfig] = []
+    configs: list[run.RunConfig] = []
 
     def train(config: run.RunConfig) -> hl.Run:
-        seen.append(config)
+        configs.append(config)
         return hl.Run(metric="accuracy")
 
     monkeypatch.setattr(run, "train", train)
     assert command("train", *arguments).status == 0
-    assert seen == [expected]
+    assert configs == [expected]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -266,14 +266,14 @@ def test_a_model_of_the_current_folder_can_be_named(graph: Path, tmp_path: Path,
 
 
 def test_settings_with_values_of_two_kinds_are_read_and_stored(graph: Path, tmp_path: Path):
-    given = overrides(split="0.5,0.2,0.3", evaluate="async", epochs=1, out=tmp_path / "run")
-    given = [*given, "budget=1GiB", "budget.over_budget=cut_by_degree"]
-    outcome = command("train", graph, *given)
+    settings = overrides(split="0.5,0.2,0.3", evaluate="async", epochs=1, out=tmp_path / "run")
+    settings = [*settings, "budget=1GiB", "budget.over_budget=cut_by_degree"]
+    outcome = command("train", graph, *settings)
     assert outcome.status == 0, outcome.err
     config = load_config(tmp_path / "run")
     assert (config.split, config.evaluate) == ((0.5, 0.2, 0.3), "async")
     assert config.budget == hl.Budget(device="1GiB", over_budget="cut_by_degree")
-    assert command("train", graph, *given, "resume=true").status == 0
+    assert command("train", graph, *settings, "resume=true").status == 0
 
 
 # ---- bad input: one sentence, status 2

@@ -94,7 +94,9 @@ def run_command(words: list[str], folder: Path) -> None:
     """Run one command in a folder. A file that is not there is that of the repository, as in `python examples/x.py`."""
     program, *arguments = words
     is_in_repository = [not (folder / word).exists() and (ROOT / word).is_file() for word in arguments]
-    arguments = [str(ROOT / word) if found else word for word, found in zip(arguments, is_in_repository, strict=True)]
+    arguments = [
+        str(ROOT / word) if is_there else word for word, is_there in zip(arguments, is_in_repository, strict=True)
+    ]
     if program == "hopline":
         status, out, err = command(*arguments)
     else:
@@ -129,11 +131,11 @@ def test_the_readme_example_runs_as_it_stands(
 ):
     readme = ROOT / "README.md"
     assert sum(1 for line in script_of(readme).splitlines() if line.strip()) <= 10
-    left = run_page(readme, tmp_path, monkeypatch)
-    assert left["run"].test > 0.5
-    assert left["scores"].shape == (left["data"].num_nodes, left["data"].num_classes)
-    print_messages = capsys.readouterr().out
-    assert f"test accuracy   {left['run'].test:.4f}" in print_messages
+    defined = run_page(readme, tmp_path, monkeypatch)
+    assert defined["run"].test > 0.5
+    assert defined["scores"].shape == (defined["data"].num_nodes, defined["data"].num_classes)
+    printed = capsys.readouterr().out
+    assert f"test accuracy   {defined['run'].test:.4f}" in printed
 
 
 def test_the_snippets_of_the_page_of_own_loops_run_one_after_the_other(tmp_path: Path):
@@ -141,9 +143,9 @@ def test_the_snippets_of_the_page_of_own_loops_run_one_after_the_other(tmp_path:
     code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_loops.md").read_text(), flags=re.DOTALL))
     script = tmp_path / "page.py"
     script.write_text(code.replace('hl.open("demo")', f"hl.open({str(tmp_path / 'graph')!r})"))
-    left = runpy.run_path(str(script))
-    assert left["exact"].shape == left["estimate"].shape == (80, 4)
-    assert left["loss"].item() < 1.4
+    defined = runpy.run_path(str(script))
+    assert defined["exact"].shape == defined["estimate"].shape == (80, 4)
+    assert defined["loss"].item() < 1.4
 
 
 def test_the_readme_is_short_and_its_commands_take_their_settings():

@@ -36,8 +36,8 @@ def found(name: str) -> Result:
 def test_the_record_knows_this_gpu():
     if gpu_key() not in RECORD.runs:
         pytest.skip(f"the record does not know {gpu_key()}: add it by `{command('cuda')}`")
-    held = {name for runs in RECORD.runs.values() for name in runs}
-    assert held == set(case_names("cuda")), f"add or remove cases by `{command('cuda')}`"
+    recorded = {name for runs in RECORD.runs.values() for name in runs}
+    assert recorded == set(case_names("cuda")), f"add or remove cases by `{command('cuda')}`"
 
 
 @pytest.mark.parametrize("name", draw_names("cuda"))

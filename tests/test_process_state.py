@@ -21,8 +21,8 @@ def changes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     environment |= {"FORCE_COLOR": "1"}  # progress as on a terminal, whose display is shared by the process
     command = [sys.executable, "-m", "tests.process_state", str(folder)]
     root = Path(__file__).resolve().parents[1]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
     return json.loads((folder / "changes.json").read_text())
 
 

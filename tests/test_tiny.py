@@ -73,11 +73,11 @@ def test_trains_and_tests(name: str):
 def test_a_budget_splits_batches_and_changes_no_gradient():
     data = small()
     method = hl.Sampled(fanouts=(4, 3), batch_size=150)
-    free = fit(data, how=method)
-    kept = fit(data, how=method, budget="150KiB")
+    unlimited = fit(data, how=method)
+    budgeted = fit(data, how=method, budget="150KiB")
 
-    assert [epoch.counters["budget.batches_split"] for epoch in kept.history] == [1, 1]
-    assert losses(kept) == pytest.approx(losses(free), rel=1e-5)
+    assert [epoch.counters["budget.batches_split"] for epoch in budgeted.history] == [1, 1]
+    assert losses(budgeted) == pytest.approx(losses(unlimited), rel=1e-5)
 
 
 def test_asynchronous_evaluation_is_the_blocking_one():

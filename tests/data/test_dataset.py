@@ -85,9 +85,9 @@ def test_every_node_can_have_a_column_of_its_own(tiny: Dataset) -> None:
 def test_columns_can_be_standardized(tiny: Dataset) -> None:
     rows = torch.rand(40, 5) * torch.arange(5)
     data = replace(tiny, tables={**tiny.tables, "x": TensorTable(rows)}).standardized()
-    found = data.x.read(torch.arange(40))
-    assert torch.allclose(found.mean(0), torch.zeros(5), atol=1e-5)
-    assert torch.allclose(found.std(0), torch.tensor([0.0, 1, 1, 1, 1]), atol=1e-5)
+    rows_out = data.x.read(torch.arange(40))
+    assert torch.allclose(rows_out.mean(0), torch.zeros(5), atol=1e-5)
+    assert torch.allclose(rows_out.std(0), torch.tensor([0.0, 1, 1, 1, 1]), atol=1e-5)
     words = tiny.standardized("words").tables["words"].read(torch.arange(40))
     assert words.isfinite().all()
 

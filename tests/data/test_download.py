@@ -102,17 +102,17 @@ def test_an_ogb_archive_is_fetched_unpacked_and_converted(
 ) -> None:
     make_ogb_folder(tmp_path / "served" / "arxiv")
     archive = shutil.make_archive(str(tmp_path / "arxiv"), "zip", tmp_path / "served")
-    asked = []
+    urls = []
 
     def serve(url: str, folder: str) -> str:
-        asked.append(url)
+        urls.append(url)
         return shutil.copy(archive, folder)
 
     monkeypatch.setattr(torch_geometric.data, "download_url", serve)
     source = download.SOURCES["ogbn-arxiv"]
     source.fetch(tmp_path / "raw", tmp_path / "ogbn-arxiv", {})
     assert open_folder(tmp_path / "ogbn-arxiv").name == "ogbn-arxiv"
-    assert asked == ["http://snap.stanford.edu/ogb/data/nodeproppred/arxiv.zip"]
+    assert urls == ["http://snap.stanford.edu/ogb/data/nodeproppred/arxiv.zip"]
     assert [p.name for p in (tmp_path / "raw").iterdir()] == ["ogbn_arxiv"]
     source.fetch(tmp_path / "raw", tmp_path / "again", {})
-    assert len(asked) == 1, "what is on disk is not downloaded again"
+    assert len(urls) == 1, "what is on disk is not downloaded again"

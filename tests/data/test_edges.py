@@ -70,9 +70,9 @@ def pairs(edges: Edges) -> list[tuple[int, int]]:
 
 def test_reversed_edges_follow_their_edge_and_loops_are_not_doubled() -> None:
     index = torch.tensor([[0, 1, 2], [1, 1, 0]])
-    made = prepare(index, {"weight": torch.tensor([5.0, 6.0, 7.0])}, 3, 0, EdgeOptions(symmetrize=True))
-    assert pairs(made) == [(0, 1), (1, 0), (1, 1), (2, 0), (0, 2)]
-    assert made.edge["weight"].tolist() == [5, 5, 6, 7, 7]
+    edges = prepare(index, {"weight": torch.tensor([5.0, 6.0, 7.0])}, 3, 0, EdgeOptions(symmetrize=True))
+    assert pairs(edges) == [(0, 1), (1, 0), (1, 1), (2, 0), (0, 2)]
+    assert edges.edge["weight"].tolist() == [5, 5, 6, 7, 7]
     assert pairs(prepare(index, {}, 3, 0, EdgeOptions(self_loops="remove"))) == [(0, 1), (2, 0)]
 
 
@@ -80,15 +80,15 @@ def test_grouping_is_stable_and_follows_the_options() -> None:
     edges = prepare(
         torch.tensor([[3, 1, 3, 2, 3], [4, 3, 4, 4, 3]]), {"weight": torch.arange(5.0)}, 5, 0, EdgeOptions()
     )
-    degrees, kept = group(edges, 3, 5, EdgeOptions())
+    degrees, grouped = group(edges, 3, 5, EdgeOptions())
     assert degrees.tolist() == [2, 3]
-    assert (kept.src.tolist(), kept.edge["weight"].tolist()) == ([1, 3, 3, 3, 2], [1, 4, 0, 2, 3])
-    degrees, kept = group(edges, 3, 5, EdgeOptions(duplicates="remove"))
+    assert (grouped.src.tolist(), grouped.edge["weight"].tolist()) == ([1, 3, 3, 3, 2], [1, 4, 0, 2, 3])
+    degrees, grouped = group(edges, 3, 5, EdgeOptions(duplicates="remove"))
     assert degrees.tolist() == [2, 2]
-    assert (kept.src.tolist(), kept.edge["weight"].tolist()) == ([1, 3, 3, 2], [1, 4, 0, 3])
-    degrees, kept = group(edges, 3, 5, EdgeOptions(self_loops="add"))
+    assert (grouped.src.tolist(), grouped.edge["weight"].tolist()) == ([1, 3, 3, 2], [1, 4, 0, 3])
+    degrees, grouped = group(edges, 3, 5, EdgeOptions(self_loops="add"))
     assert degrees.tolist() == [2, 4]
-    assert (kept.src.tolist()[-1], kept.edge["weight"].tolist()[-1]) == (4, 1)
+    assert (grouped.src.tolist()[-1], grouped.edge["weight"].tolist()[-1]) == (4, 1)
 
 
 def test_chunks_must_carry_the_same_arrays() -> None:

@@ -144,9 +144,9 @@ def test_models_that_compute_otherwise_with_the_same_weights_have_another_struct
         hl.nn.GNN([Own(2.0)]),
         hl.nn.GNN([Other()]),
     ]
-    found = [structure_of(model) for model in models]
-    assert len(set(found)) == len(models)
-    assert found[0] == structure_of(hl.nn.GNN([SAGEConv(5, 4), SAGEConv(4, 3)]).eval())
+    structures = [structure_of(model) for model in models]
+    assert len(set(structures)) == len(models)
+    assert structures[0] == structure_of(hl.nn.GNN([SAGEConv(5, 4), SAGEConv(4, 3)]).eval())
 
 
 # ---- inference in a folder
@@ -221,9 +221,9 @@ def test_a_module_that_counts_its_calls_goes_on(tmp_path: Path):
     class Counting(hl.nn.GNN):
         calls = 0
 
-        def encode(self, *given: Any) -> Any:
+        def encode(self, *args: Any) -> Any:
             self.calls += 1
-            return super().encode(*given)
+            return super().encode(*args)
 
     data = small()
 

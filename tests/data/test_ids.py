@@ -40,15 +40,15 @@ def test_edges_join_the_nodes_that_the_file_names(
     rows = list(zip(ends, draw.sample(ends, len(ends)), weights, strict=True))
     path = tmp_path / "e.csv"
     path.write_text("\n".join(["src,dst,w", *(",".join(row) for row in rows)]))
-    wanted = sorted((_node(kind, src), _node(kind, dst), float(w)) for src, dst, w in rows)
+    expected = sorted((_node(kind, src), _node(kind, dst), float(w)) for src, dst, w in rows)
 
     for folder in (None, tmp_path / "out"):
         data = from_csv(path, ids="map", columns=Columns(edge=("w",)), folder=folder)
         names = original_ids(data.tables["node_ids"]).tolist()
         src, dst = data.graph.edge_index().tolist()
         weights = data.graph.edge["w"].tolist()
-        assert sorted((names[s], names[d], w) for s, d, w in zip(src, dst, weights, strict=True)) == wanted
-        assert len(set(names)) == data.num_nodes == len({name for row in wanted for name in row[:2]})
+        assert sorted((names[s], names[d], w) for s, d, w in zip(src, dst, weights, strict=True)) == expected
+        assert len(set(names)) == data.num_nodes == len({name for row in expected for name in row[:2]})
 
 
 def _node(kind: str, written: str) -> int | str:

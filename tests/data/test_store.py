@@ -19,10 +19,10 @@ from hopline.tables import SparseTable, Table, TensorTable
 
 def arrays_of(dataset: Dataset) -> dict[str, Tensor]:
     everyone = torch.arange(dataset.num_nodes)
-    found = {"indptr": dataset.graph.indptr, "indices": dataset.graph.indices, **dataset.graph.edge}
-    found |= {name: table.read(everyone) for name, table in dataset.tables.items()}
-    found |= {f"{k}.{n}": ids for k, splits in enumerate(dataset.all_splits) for n, ids in splits.items()}
-    return found | ({} if dataset.y is None else {"y": dataset.y})
+    arrays = {"indptr": dataset.graph.indptr, "indices": dataset.graph.indices, **dataset.graph.edge}
+    arrays |= {name: table.read(everyone) for name, table in dataset.tables.items()}
+    arrays |= {f"{k}.{n}": ids for k, splits in enumerate(dataset.all_splits) for n, ids in splits.items()}
+    return arrays | ({} if dataset.y is None else {"y": dataset.y})
 
 
 def assert_same(a: Dataset, b: Dataset) -> None:
@@ -91,9 +91,9 @@ def test_opening_does_not_read_the_data(tmp_path: Path) -> None:
 
 def test_verify_says_what_it_did(tiny: Dataset, tmp_path: Path) -> None:
     tiny.save(tmp_path / "a")
-    done = store.verify(tmp_path / "a")
-    assert done[:2] == ["15 arrays have their sizes and headers", "15 arrays have their checksums"]
-    assert "labels are classes" in done
+    messages = store.verify(tmp_path / "a")
+    assert messages[:2] == ["15 arrays have their sizes and headers", "15 arrays have their checksums"]
+    assert "labels are classes" in messages
 
 
 @pytest.fixture

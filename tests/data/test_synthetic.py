@@ -164,10 +164,10 @@ def test_the_named_shapes_are_those_of_the_benchmarks() -> None:
 def test_a_symmetric_graph_has_every_edge_twice(tmp_path: Path) -> None:
     dataset = planted_partition(replace(SMALL, symmetric=True), folder=tmp_path / "d")
     src, dst = dataset.graph.edge_index()
-    there = (src * 5000 + dst).sort().values
-    back = (dst * 5000 + src).sort().values
+    edges = (src * 5000 + dst).sort().values
+    reversed_edges = (dst * 5000 + src).sort().values
     assert dataset.num_edges == 100_000
-    assert torch.equal(there, back)
+    assert torch.equal(edges, reversed_edges)
 
 
 @pytest.mark.parametrize(

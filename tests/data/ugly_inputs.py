@@ -733,8 +733,8 @@ def _bytes(path: Path, content: bytes) -> Path:
 def outcome(case: Case, folder: Path) -> tuple[str, str]:
     """("right", what was read), ("refused", the sentence), or ("WRONG", what came instead)."""
     try:
-        found = case.read(folder)
-        words = f"read: {found}"
+        value = case.read(folder)
+        words = f"read: {value}"
     except ValueError as error:
         sentence = str(error).replace(f"{folder}/", "")
         return ("refused" if case.refused and case.refused in sentence else "WRONG", f"refused: {sentence}")
@@ -742,7 +742,7 @@ def outcome(case: Case, folder: Path) -> tuple[str, str]:
         return ("refused" if case.refused and case.refused in str(error) else "WRONG", f"IndexError: {error}")
     except Exception as error:
         return "WRONG", f"{type(error).__name__}: {error}"
-    return ("right" if not case.refused and found == case.right else "WRONG"), words
+    return ("right" if not case.refused and value == case.right else "WRONG"), words
 
 
 def main() -> None:

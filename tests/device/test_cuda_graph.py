@@ -26,17 +26,17 @@ def captured_of(lines: list[str] | None = None, **options: Any) -> CapturedCall[
 
 def is_free() -> bool:
     """Whether another thread could take the capture lock."""
-    found: list[bool] = []
+    acquired: list[bool] = []
 
     def ask() -> None:
-        found.append(streams.capture_lock.acquire(blocking=False))
-        if found[0]:
+        acquired.append(streams.capture_lock.acquire(blocking=False))
+        if acquired[0]:
             streams.capture_lock.release()
 
     thread = threading.Thread(target=ask)
     thread.start()
     thread.join()
-    return found[0]
+    return acquired[0]
 
 
 def test_it_is_due_after_the_warm_up_and_captured_so_often_at_most(fake_cuda: FakeCuda):
@@ -94,8 +94,8 @@ def test_after_a_failure_nothing_is_left_and_nobody_tries_again(where: str, erro
     lines: list[str] = []
     captured = captured_of(lines, max_captures=3)
 
-    def fails(here: str) -> None:
-        if here == where:
+    def fails(moment: str) -> None:
+        if moment == where:
             raise error
 
     @contextmanager
@@ -185,10 +185,10 @@ def test_a_call_computes_in_the_memory_of_one_that_never_runs_at_the_same_time(f
 
 
 def test_kernels_have_the_priority_of_the_current_stream_or_of_the_one_that_is_given(fake_cuda: FakeCuda):
-    found: list[tuple[str, int]] = []
+    streams_used: list[tuple[str, int]] = []
 
     def note() -> None:
-        found.append((fake_cuda.current[-1].name, fake_cuda.current[-1].priority))
+        streams_used.append((fake_cuda.current[-1].name, fake_cuda.current[-1].priority))
 
     captured_of().capture(nullcontext(note))
     first = Stream(fake_cuda.log, "first", -1)
@@ -196,7 +196,7 @@ def test_kernels_have_the_priority_of_the_current_stream_or_of_the_one_that_is_g
         captured_of().capture(nullcontext(note))
         captured_of().capture(nullcontext(note))
         captured_of().capture(nullcontext(note), stream=Stream(fake_cuda.log, "given"))  # type: ignore[arg-type]
-    assert found == [("side 1", 0), ("side 2", -1), ("side 2", -1), ("given", 0)]
+    assert streams_used == [("side 1", 0), ("side 2", -1), ("side 2", -1), ("given", 0)]
 
 
 def test_who_owns_a_graph_goes_without_the_collector(fake_cuda: FakeCuda):
@@ -214,9 +214,9 @@ def test_who_owns_a_graph_goes_without_the_collector(fake_cuda: FakeCuda):
     gc.disable()
     try:
         owner = Owner()
-        known = weakref.ref(owner)
+        reference = weakref.ref(owner)
         del owner
-        assert known() is None
+        assert reference() is None
     finally:
         gc.enable()
 

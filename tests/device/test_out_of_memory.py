@@ -54,37 +54,40 @@ def test_a_step_that_is_put_back_never_was(begun: bool):
     if begun:
         model(torch.arange(6)).backward()
     expected = dense(model)
-    kept = [p.grad for p in model.parameters()]
+    gradients = [p.grad for p in model.parameters()]
     buffers = [b.clone() for b in model.buffers()]
     draws = torch.get_rng_state()
-    before = rescue.StepSnapshot(model, CPU)
-    assert (before.gradient_bytes > 0) == begun
+    snapshot = rescue.StepSnapshot(model, CPU)
+    assert (snapshot.gradient_bytes > 0) == begun
     model(torch.arange(2, 8)).backward()
-    before.restore()
-    found = dense(model)
+    snapshot.restore()
+    ours = dense(model)
     for name, grad in expected.items():
-        assert (grad is None) == (found[name] is None)
-        assert grad is None or torch.equal(grad, found[name])  # type: ignore[arg-type]
-    assert all(ours is theirs for ours, theirs in zip(kept, [p.grad for p in model.parameters()], strict=True))
+        assert (grad is None) == (ours[name] is None)
+        assert grad is None or torch.equal(grad, ours[name])  # type: ignore[arg-type]
+    assert all(
+        gradient_before is gradient_after
+        for gradient_before, gradient_after in zip(gradients, [p.grad for p in model.parameters()], strict=True)
+    )
     assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
     assert torch.equal(draws, torch.get_rng_state())
 
 
 def test_a_step_that_is_added_is_one_of_autograds():
-    found = []
+    gradients = []
     for guarded in (False, True):
         torch.manual_seed(2)
         model = Model()
         for first in (0, 2, 1):
-            before = rescue.StepSnapshot(model, CPU) if guarded else None
+            snapshot = rescue.StepSnapshot(model, CPU) if guarded else None
             model(torch.arange(first, first + 6)).backward()
-            if before is not None:
-                before.accept()
-        found.append(dense(model))
-    assert found[0]["unused"] is None
-    assert found[1]["unused"] is None
+            if snapshot is not None:
+                snapshot.accept()
+        gradients.append(dense(model))
+    assert gradients[0]["unused"] is None
+    assert gradients[1]["unused"] is None
     for name in ("rows.weight", "lin.weight", "norm.weight"):
-        assert torch.equal(found[0][name], found[1][name])  # type: ignore[arg-type]
+        assert torch.equal(gradients[0][name], gradients[1][name])  # type: ignore[arg-type]
 
 
 def test_sparse_and_dense_gradients_add_up_in_either_order():

@@ -83,18 +83,18 @@ def test_a_tensor_that_begins_on_a_page_of_another_is_not_pinned(monkeypatch: py
     page = pinned.PAGE
     memory = torch.zeros(8 * page, dtype=torch.uint8)
     first = -memory.data_ptr() % page
-    left, across, within, beyond = (
+    before, across, within, beyond = (
         memory[first + start : first + stop]
         for start, stop in ((0, page + 100), (page + 100, 3 * page), (page + 200, page + 300), (4 * page, 5 * page))
     )
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
-    assert all(pinned.is_readable(tensor) for tensor in (left, across, within, beyond))  # as torch's own memory is
-    assert pinned.register(left, Driver()) is None
-    assert pinned.is_readable(left)
+    assert all(pinned.is_readable(tensor) for tensor in (before, across, within, beyond))  # as torch's own memory is
+    assert pinned.register(before, Driver()) is None
+    assert pinned.is_readable(before)
     assert not pinned.is_readable(across)
     assert pinned.is_readable(within)
     assert pinned.is_readable(beyond)
-    del left
+    del before
     gc.collect()
     assert pinned.is_readable(across)
 
@@ -149,7 +149,7 @@ def test_a_gpu_reads_registered_memory() -> None:
 def test_a_mapped_file_is_pinned_in_place_or_copied_when_asked(tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", np.arange(1 << 20, dtype=np.float32))
     mapped = torch.from_numpy(np.load(tmp_path / "rows.npy", mmap_mode="c"))
-    found = pinned.pin(mapped, copy=True)
-    assert found.is_pinned()
-    assert torch.equal(found, mapped)
+    copied = pinned.pin(mapped, copy=True)
+    assert copied.is_pinned()
+    assert torch.equal(copied, mapped)
     assert torch.zeros(3, device="cuda").sum().item() == 0

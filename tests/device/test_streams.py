@@ -18,12 +18,12 @@ from tests.runs import losses, sage, small
 
 
 def test_who_has_the_turn_has_it_alone_and_may_ask_again():
-    others: list[bool] = []
+    acquired: list[bool] = []
 
     def ask() -> None:
-        taken = streams.capture_lock.acquire(blocking=False)
-        others.append(taken)
-        if taken:
+        is_acquired = streams.capture_lock.acquire(blocking=False)
+        acquired.append(is_acquired)
+        if is_acquired:
             streams.capture_lock.release()
 
     with streams.capture_lock, streams.capture_lock:
@@ -31,38 +31,38 @@ def test_who_has_the_turn_has_it_alone_and_may_ask_again():
         thread.start()
         thread.join()
     ask()
-    assert others == [False, True]
+    assert acquired == [False, True]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it runs kernels on CPU tensors, which Triton interprets")
-@pytest.mark.parametrize("others_turn", [False, True])
+@pytest.mark.parametrize("evaluation_holds_lock", [False, True])
 def test_which_steps_are_captured_follows_from_the_epoch_and_not_from_who_has_the_turn(
-    others_turn: bool, monkeypatch: pytest.MonkeyPatch
+    evaluation_holds_lock: bool, monkeypatch: pytest.MonkeyPatch
 ):
     data = small()  # 150 seeds: two full steps and one of 30
     model = sage(data)
     trainer = hl.Trainer(model, data, hl.Sampled(fanouts=(4, 3), batch_size=60, layout="tree"), show=False)
     loader = trainer.work.loader  # type: ignore[attr-defined]
     work = CapturedWork(trainer.job, loader)
-    taken = threading.Event()
+    locked = threading.Event()
     ended = threading.Event()
 
     def evaluate() -> None:
         with streams.capture_lock:
-            taken.set()
+            locked.set()
             ended.wait()
 
     evaluation = threading.Thread(target=evaluate)
-    if others_turn:
+    if evaluation_holds_lock:
         evaluation.start()
-        taken.wait()
-    monkeypatch.setattr(captured_step, "capture", lambda *given: given)  # it would wait for its turn
+        locked.wait()
+    monkeypatch.setattr(captured_step, "capture", lambda *args: args)  # it would wait for its turn
     try:
         first, second = ([type(unit) for unit in work.units(epoch)] for epoch in (1, 2))
         resumed = [type(unit) for unit in CapturedWork(trainer.job, loader).units(2, 1, 60)]
     finally:
         ended.set()
-        if others_turn:
+        if evaluation_holds_lock:
             evaluation.join()
     assert first == [CapturedUnit, CapturedUnit, EagerUnit]
     assert second == [CapturedUnit] * 3
@@ -72,7 +72,7 @@ def test_which_steps_are_captured_follows_from_the_epoch_and_not_from_who_has_th
 def test_gradients_arrive_at_new_nodes_whoever_holds_the_old_ones():
     parameter = torch.nn.Parameter(torch.ones(3))
     address = parameter.data_ptr()
-    held = (parameter * 2).sum()
+    old_graph = (parameter * 2).sum()
     before = torch.autograd.graph.get_gradient_edge(parameter).node
     captured_step.renew_accumulators([parameter])
     assert torch.autograd.graph.get_gradient_edge(parameter).node is not before
@@ -80,7 +80,7 @@ def test_gradients_arrive_at_new_nodes_whoever_holds_the_old_ones():
     (parameter * 3).sum().backward()
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [3.0] * 3
-    held.backward()
+    old_graph.backward()
 
 
 def outcome_of(data: hl.Dataset, evaluate: str, **options: Any) -> tuple[Any, ...]:
@@ -94,19 +94,19 @@ def outcome_of(data: hl.Dataset, evaluate: str, **options: Any) -> tuple[Any, ..
     return losses(run), metrics, [p.detach().cpu() for p in model.parameters()]
 
 
-def assert_same_outcome(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
-    assert found[:2] == expected[:2]
-    assert all(torch.equal(a, b) for a, b in zip(found[2], expected[2], strict=True))
+def assert_same_outcome(ours: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+    assert ours[:2] == expected[:2]
+    assert all(torch.equal(a, b) for a, b in zip(ours[2], expected[2], strict=True))
 
 
 def hold_up(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Have evaluations beside training that are not replayed keep their turn for longer."""
-    evaluated = EvaluationThread._evaluate
+    evaluate = EvaluationThread._evaluate
 
-    def slowly(thread: EvaluationThread, room: Any) -> Any:
+    def slowly(thread: EvaluationThread, buffer: Any) -> Any:
         with streams.capture_lock:
             time.sleep(seconds)
-            return evaluated(thread, room)
+            return evaluate(thread, buffer)
 
     monkeypatch.setattr(EvaluationThread, "_evaluate", slowly)
 
@@ -137,7 +137,7 @@ def test_evaluation_in_its_own_stream_ends_with_the_run_that_waited(layout: str,
     data = planted_partition(num_nodes=20_000, num_edges=200_000, num_train=4096)
     if layout == "tree" and where.get("graph") == "host":
         pytest.skip("trees are drawn on the GPU")
-    found = {}
+    outcomes = {}
     for how in ("blocking", "async"):
         torch.manual_seed(0)
         model = sage(data, dropout=0.5)
@@ -146,10 +146,10 @@ def test_evaluation_in_its_own_stream_ends_with_the_run_that_waited(layout: str,
         options = {"epochs": 6, "evaluate": how, "device": "cuda", "show": False, "patience": 2, "lr": 0.05}
         run = hl.Trainer(model, data, method, placement=placement, **options).fit()
         evaluations = [(e.epoch, e.split, e.metrics) for e in run.evaluations]
-        found[how] = losses(run), evaluations, run.epochs, run.best_epoch, run.test
-        found[how, "weights"] = model.state_dict()
-    assert found["blocking"] == found["async"]
-    pairs = zip(found["blocking", "weights"].values(), found["async", "weights"].values(), strict=True)
+        outcomes[how] = losses(run), evaluations, run.epochs, run.best_epoch, run.test
+        outcomes[how, "weights"] = model.state_dict()
+    assert outcomes["blocking"] == outcomes["async"]
+    pairs = zip(outcomes["blocking", "weights"].values(), outcomes["async", "weights"].values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
@@ -159,7 +159,7 @@ def test_evaluation_in_its_own_stream_ends_with_the_run_that_waited(layout: str,
 @pytest.mark.parametrize("layout", ["tree", "block"])
 def test_a_run_leaves_no_more_on_a_gpu_than_the_one_before(layout: str, evaluate: str):
     data = planted_partition(num_nodes=20_000, num_edges=200_000, num_train=4096)
-    left = []
+    bytes_left = []
     for _ in range(4):
         model = sage(data, dropout=0.5)
         method = hl.Sampled(fanouts=(5, 5), batch_size=256, layout=layout)  # type: ignore[arg-type]
@@ -167,5 +167,5 @@ def test_a_run_leaves_no_more_on_a_gpu_than_the_one_before(layout: str, evaluate
         del model
         gc.collect()
         torch.cuda.empty_cache()
-        left.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
-    assert left[1] == left[3]
+        bytes_left.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert bytes_left[1] == bytes_left[3]

@@ -56,9 +56,9 @@ def test_hosts_of_any_size_have_different_numbers_without_a_word_of_the_launcher
     rank = 0
     for host, local_size in enumerate(sizes):
         for local_rank in range(local_size):
-            told = {"RANK": str(rank), "WORLD_SIZE": str(sum(sizes))}
-            told |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_size)}
-            place = detect(without(TORCHRUN | told, "GROUP_RANK", "GROUP_WORLD_SIZE"))
+            variables = {"RANK": str(rank), "WORLD_SIZE": str(sum(sizes))}
+            variables |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_size)}
+            place = detect(without(TORCHRUN | variables, "GROUP_RANK", "GROUP_WORLD_SIZE"))
             assert place is not None
             nodes.append((host, place.node))
             rank += 1

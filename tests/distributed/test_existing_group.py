@@ -50,11 +50,11 @@ def in_group(name: str, folder: Path, size: int, *, by_file: bool = False, dies:
     return [json.loads(file.read_text()) if rank != dies else None for rank, file in enumerate(files)]
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found["losses"] == pytest.approx(expected["losses"], abs=1e-9)
-    assert found["metrics"] == expected["metrics"]
+def assert_same(ours: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert ours["losses"] == pytest.approx(expected["losses"], abs=1e-9)
+    assert ours["metrics"] == expected["metrics"]
     for name, numbers in expected["weights"].items():
-        assert found["weights"][name] == pytest.approx(numbers, abs=1e-6), name
+        assert ours["weights"][name] == pytest.approx(numbers, abs=1e-6), name
 
 
 def train_both(world: World) -> dict[str, Any]:
@@ -65,17 +65,17 @@ def train_both(world: World) -> dict[str, Any]:
 
 
 def test_ranks_of_a_users_group_train_every_method_as_launched_ones(tmp_path: Path):
-    found = in_group("train_everything", tmp_path, 2)
+    results = in_group("train_everything", tmp_path, 2)
     alone = train(World.alone(), "sage")
     launched = run(train_both, LaunchSettings(devices=2, timeout_s=30))
-    for one in found:
-        assert one["plain"]["size"] == 2
-        assert_same(one["plain"], alone)
-        assert one["given"] == one["plain"]  # bit for bit
-        assert one["historical"] == launched["historical"]
-        assert one["full_batch"]["losses"] == launched["full_batch"]["losses"]
-        assert one["full_batch"]["weights"] == launched["full_batch"]["weights"]
-        assert "no process is started under it: leave out devices=3" in one["refused"]
+    for result in results:
+        assert result["plain"]["size"] == 2
+        assert_same(result["plain"], alone)
+        assert result["given"] == result["plain"]  # bit for bit
+        assert result["historical"] == launched["historical"]
+        assert result["full_batch"]["losses"] == launched["full_batch"]["losses"]
+        assert result["full_batch"]["weights"] == launched["full_batch"]["weights"]
+        assert "no process is started under it: leave out devices=3" in result["refused"]
     seats = [json.loads((tmp_path / f"seat{rank}").read_text()) for rank in range(2)]
     assert [(s["rank"], s["size"], s["local_rank"], s["local_size"], s["node"]) for s in seats] == [
         (0, 2, 0, 2, 0),
@@ -85,40 +85,40 @@ def test_ranks_of_a_users_group_train_every_method_as_launched_ones(tmp_path: Pa
 
 
 def test_after_an_error_on_one_rank_the_others_are_told_and_the_group_trains_again(tmp_path: Path):
-    found = in_group("fail_and_train_again", tmp_path, 2)
-    assert found[1]["first"]["kind"] == "ValueError"
-    assert found[0]["first"]["kind"] == "PeerError"
-    assert "rank 1 stopped with ValueError: the labels of rank 1 are wrong" in found[0]["first"]["error"]
-    assert found[0]["first"]["seconds"] < 20
-    assert "rank 1 stopped with ValueError" in found[0]["again"]["error"]
-    assert "make a new Trainer" in found[1]["again"]["error"]
-    for one in found:
-        assert one["again"]["kind"] == "PeerError"
-        assert_same(one["after"], train(World.alone(), "sage"))
+    results = in_group("fail_and_train_again", tmp_path, 2)
+    assert results[1]["first"]["kind"] == "ValueError"
+    assert results[0]["first"]["kind"] == "PeerError"
+    assert "rank 1 stopped with ValueError: the labels of rank 1 are wrong" in results[0]["first"]["error"]
+    assert results[0]["first"]["seconds"] < 20
+    assert "rank 1 stopped with ValueError" in results[0]["again"]["error"]
+    assert "make a new Trainer" in results[1]["again"]["error"]
+    for result in results:
+        assert result["again"]["kind"] == "PeerError"
+        assert_same(result["after"], train(World.alone(), "sage"))
 
 
 def test_a_rank_that_is_killed_is_named_and_the_group_and_its_store_stay(tmp_path: Path):
-    found = in_group("lose_a_rank", tmp_path, 3, dies=1)
+    results = in_group("lose_a_rank", tmp_path, 3, dies=1)
     for rank in (0, 2):
-        assert "rank 1 stopped answering" in found[rank]["error"], found[rank]
-        assert found[rank]["seconds"] < 30
+        assert "rank 1 stopped answering" in results[rank]["error"], results[rank]
+        assert results[rank]["seconds"] < 30
 
 
 def test_hosts_may_have_different_numbers_of_ranks(tmp_path: Path):
-    found = in_group("train_on_uneven_hosts", tmp_path, 3)
+    results = in_group("train_on_uneven_hosts", tmp_path, 3)
     seats = [json.loads((tmp_path / f"seat{rank}").read_text()) for rank in range(3)]
     assert [(s["local_rank"], s["local_size"], s["node"]) for s in seats] == [(0, 1, 0), (0, 2, 1), (1, 2, 1)]
     alone = train(World.alone(), "sage")
     exact = full_batch.train(World.alone(), "sage", {"num_shards": 1}, **NORMED)
-    for one in found:
-        assert_same(one["sampled"], alone)
-        assert one["full_batch"]["losses"] == pytest.approx(exact["losses"], abs=1e-9)
+    for result in results:
+        assert_same(result["sampled"], alone)
+        assert result["full_batch"]["losses"] == pytest.approx(exact["losses"], abs=1e-9)
 
 
 def test_a_group_that_met_in_a_file(tmp_path: Path):
-    found = in_group("fail_and_train_again", tmp_path, 2, by_file=True)
-    assert "rank 1 stopped with ValueError: the labels of rank 1 are wrong" in found[0]["first"]["error"]
-    assert_same(found[0]["after"], train(World.alone(), "sage"))
+    results = in_group("fail_and_train_again", tmp_path, 2, by_file=True)
+    assert "rank 1 stopped with ValueError: the labels of rank 1 are wrong" in results[0]["first"]["error"]
+    assert_same(results[0]["after"], train(World.alone(), "sage"))
 
 
 @pytest.mark.gpu
@@ -127,11 +127,11 @@ def test_a_group_that_met_in_a_file(tmp_path: Path):
     ("name", "device"), [("train_cpu_model_in_nccl_group", "cpu"), ("train_gpu_model_in_gloo_group", "cuda:0")]
 )
 def test_the_backend_of_the_group_need_not_be_that_of_the_model(name: str, device: str, tmp_path: Path):
-    found = in_group(name, tmp_path, 2)
+    results = in_group(name, tmp_path, 2)
     alone = train(World.alone(device), "sage", device=device)
-    for one in found:
-        assert one["size"] == 2
-        assert one["losses"] == pytest.approx(alone["losses"], abs=1e-9)
+    for result in results:
+        assert result["size"] == 2
+        assert result["losses"] == pytest.approx(alone["losses"], abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -162,14 +162,14 @@ def test_a_group_without_a_store_is_refused(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_rank_that_makes_a_world_alone_is_told_what_to_type(tmp_path: Path):
-    found = in_group("come_alone", tmp_path, 2)
-    assert "not all 2 ranks of the process group came together within 2 s" in found[0]["error"]
-    assert "world=hl.World.alone()" in found[0]["error"]
+    results = in_group("come_alone", tmp_path, 2)
+    assert "not all 2 ranks of the process group came together within 2 s" in results[0]["error"]
+    assert "world=hl.World.alone()" in results[0]["error"]
 
 
 def test_a_store_that_serves_one_connection_still_ends_an_exchange_with_an_error(tmp_path: Path):
-    found = in_group("die", tmp_path, 2, dies=1)
-    assert "a rank stopped answering, and the store of this process group cannot tell which" in found[0]["error"]
+    results = in_group("die", tmp_path, 2, dies=1)
+    assert "a rank stopped answering, and the store of this process group cannot tell which" in results[0]["error"]
 
 
 def test_a_heart_that_cannot_beat_is_none():
@@ -210,8 +210,8 @@ def test_places_are_those_of_the_launcher_or_counted_by_hosts():
     counted = [place(0, 2, 0, 2), place(0, 1, 1, 1), place(1, 2, 0, 2)]
     assert find_host_ranks([said("a"), said("b"), said("a")]) == counted
     # The launcher says it all: other local ranks, other numbers of hosts.
-    told = [said("a", 1, 5), said("b", 0, 2), said("a", 0, 5)]
-    assert find_host_ranks(told) == [place(1, 2, 5, 2), place(0, 1, 2, 1), place(0, 2, 5, 2)]
+    by_launcher = [said("a", 1, 5), said("b", 0, 2), said("a", 0, 5)]
+    assert find_host_ranks(by_launcher) == [place(1, 2, 5, 2), place(0, 1, 2, 1), place(0, 2, 5, 2)]
     # What cannot be right is counted: a local rank twice, one host with two numbers, two hosts with one.
     assert find_host_ranks([said("a", 0, 0), said("b", 0, 0), said("a", 0, 1)]) == counted
     assert find_host_ranks([said("a", 0, 7), said("b", 0, 7), said("a", 1, 7)]) == counted
@@ -235,10 +235,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
     return group
 
 
-def gpu(current: int, local_rank: int, others: list[int], device: str = "cuda") -> str:
-    spec = RankSpec(rank=local_rank, size=1 + len(others), local_rank=local_rank, local_size=1 + len(others))
-    beside = [Introduction(host="a", current_gpu=number) for number in [current, *others]]
-    return str(find_gpu(torch.device(device), spec, beside))
+def gpu(current: int, local_rank: int, other_gpus: list[int], device: str = "cuda") -> str:
+    spec = RankSpec(rank=local_rank, size=1 + len(other_gpus), local_rank=local_rank, local_size=1 + len(other_gpus))
+    introductions = [Introduction(host="a", current_gpu=number) for number in [current, *other_gpus]]
+    return str(find_gpu(torch.device(device), spec, introductions))
 
 
 def test_the_gpu_of_a_rank_is_the_one_that_its_engine_has_chosen(gpus: Any, monkeypatch: pytest.MonkeyPatch):

@@ -205,8 +205,8 @@ def test_under_torchrun(tmp_path: Path):
     with started((command, environment(OMP_NUM_THREADS="1"))) as [process]:
         output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
-    found = [(s["rank"], s["size"], s["local_rank"], s["local_size"], s["node"]) for s in seats(tmp_path)]
-    assert found == [(0, 2, 0, 2, 0), (1, 2, 1, 2, 0)]
+    places = [(s["rank"], s["size"], s["local_rank"], s["local_size"], s["node"]) for s in seats(tmp_path)]
+    assert places == [(0, 2, 0, 2, 0), (1, 2, 1, 2, 0)]
 
 
 @pytest.mark.process
@@ -234,8 +234,8 @@ def test_one_task_per_node_starts_its_ranks(tmp_path: Path, monkeypatch: pytest.
         assert run(everything, LaunchSettings(devices=2, timeout_s=30), str(tmp_path)) == {"size": 4}
         output = process.communicate(timeout=90)[0]
     assert process.returncode == 0, output
-    found = [(s["rank"], s["size"], s["local_rank"], s["local_size"], s["node"]) for s in seats(tmp_path)]
-    assert found == [(0, 4, 0, 2, 0), (1, 4, 1, 2, 0), (2, 4, 0, 2, 1), (3, 4, 1, 2, 1)]
+    places = [(s["rank"], s["size"], s["local_rank"], s["local_size"], s["node"]) for s in seats(tmp_path)]
+    assert places == [(0, 4, 0, 2, 0), (1, 4, 1, 2, 0), (2, 4, 0, 2, 1), (3, 4, 1, 2, 1)]
 
 
 @pytest.mark.process

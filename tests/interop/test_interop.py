@@ -138,18 +138,18 @@ def test_many_threads_draw_each_step_once(data: hl.Dataset):
     alone = Sampler(data, (3, 3))
     expected = {tuple(alone.sample(seeds).adjs[1].e_id.tolist()) for _ in range(12)}
     sampler = Sampler(data, (3, 3))
-    found = set()
+    ours = set()
 
     def work() -> None:
         for _ in range(3):
-            found.add(tuple(sampler.sample(seeds).adjs[1].e_id.tolist()))
+            ours.add(tuple(sampler.sample(seeds).adjs[1].e_id.tolist()))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == expected
+    assert ours == expected
 
 
 def test_features_take_ids_of_any_kind_and_share_the_array():
@@ -251,15 +251,15 @@ def test_another_process_gets_the_same_memory_by_a_small_pickle():
     assert len(pickle.dumps((sampler, features))) < 4_000
     assert data.graph.num_bytes > 1_000_000
     context: Any = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=other, args=(there, sampler, features))
+    our_end, their_end = context.Pipe()
+    process = context.Process(target=other, args=(their_end, sampler, features))
     process.start()
-    assert equal(here.recv(), expected)
+    assert equal(our_end.recv(), expected)
     sampler.graph.indices[7] = 123  # written here, after the other process has opened it
     features.write([7], torch.full((1, data.num_features), 0.5))
-    here.send(7)
-    assert here.recv() == (123, [[0.5] * data.num_features])
-    here.send(None)
+    our_end.send(7)
+    assert our_end.recv() == (123, [[0.5] * data.num_features])
+    our_end.send(None)
     process.join(20)
     interop.release()
 

@@ -92,25 +92,25 @@ def on_slots(conv: nn.Module, x: Tensor, block: Block) -> Tensor:
 
 def backward(out: Tensor, block: Block) -> None:
     """Gradients of a random projection of the outputs that are there."""
-    there = torch.ones(block.num_dst, 1) > 0 if block.present is None else block.present[: block.num_dst]
+    is_present = torch.ones(block.num_dst, 1) > 0 if block.present is None else block.present[: block.num_dst]
     projection = randn(*out.shape, seed=7).to(out)
-    (out * projection * there.view(-1, 1).to(out)).sum().backward()
+    (out * projection * is_present.view(-1, 1).to(out)).sum().backward()
 
 
 def assert_equals_stock(name: str, block: Block, dtype: torch.dtype, tolerance: float) -> None:
     conv = conv_of(name, dtype)
-    other = twin(conv)
-    ours, theirs = (randn(block.num_src, WIDTH, seed=3).to(dtype).to(DEVICE).requires_grad_() for _ in range(2))
-    found = attention(conv, ours, block)
-    expected = on_slots(other, theirs, block)
-    there = slice(None) if block.present is None else block.present[: block.num_dst]
-    assert_close(found[there], expected[there], tolerance)
-    backward(found, block)
+    stock_conv = twin(conv)
+    x, stock_x = (randn(block.num_src, WIDTH, seed=3).to(dtype).to(DEVICE).requires_grad_() for _ in range(2))
+    ours = attention(conv, x, block)
+    expected = on_slots(stock_conv, stock_x, block)
+    is_present = slice(None) if block.present is None else block.present[: block.num_dst]
+    assert_close(ours[is_present], expected[is_present], tolerance)
+    backward(ours, block)
     backward(expected, block)
-    assert_same_gradients(conv, other, tolerance)
-    assert ours.grad is not None
-    assert theirs.grad is not None
-    assert_close(ours.grad, theirs.grad, tolerance)
+    assert_same_gradients(conv, stock_conv, tolerance)
+    assert x.grad is not None
+    assert stock_x.grad is not None
+    assert_close(x.grad, stock_x.grad, tolerance)
 
 
 @parametrize_kernel(
@@ -136,18 +136,18 @@ def test_autocast_is_near_by_relative_norm(name: str, layout: str):
     """To PyG under autocast: in other precisions scores near 0 take the other side of leaky ReLU."""
     block = block_of() if layout == "block" else tree_of()
     conv = conv_of(name, torch.float32)
-    other = twin(conv)
+    stock_conv = twin(conv)
     x = randn(block.num_src, WIDTH, seed=3, dtype=torch.float32).to(DEVICE)
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-        found = attention(conv, x, block)
-        expected = on_slots(other, x, block)
-    assert found.dtype == torch.bfloat16
-    backward(found.float(), block)
+        ours = attention(conv, x, block)
+        expected = on_slots(stock_conv, x, block)
+    assert ours.dtype == torch.bfloat16
+    backward(ours.float(), block)
     backward(expected, block)
-    there = slice(None) if block.present is None else block.present[: block.num_dst]
-    assert (found - expected)[there].norm() < 1e-2 * expected[there].norm()
-    ours, theirs = (torch.cat([g.flatten() for g in gradients(c).values()]) for c in (conv, other))
-    assert (ours - theirs).norm() < 1e-2 * theirs.norm()
+    is_present = slice(None) if block.present is None else block.present[: block.num_dst]
+    assert (ours - expected)[is_present].norm() < 1e-2 * expected[is_present].norm()
+    our_gradient, stock_gradient = (torch.cat([g.flatten() for g in gradients(c).values()]) for c in (conv, stock_conv))
+    assert (our_gradient - stock_gradient).norm() < 1e-2 * stock_gradient.norm()
 
 
 def test_nothing_has_a_row_per_edge():
@@ -164,12 +164,12 @@ def test_convolve_takes_the_kernels_where_the_block_is_on_a_gpu(layout: str, mon
     conv = conv_of("gat")
     calls = []
     as_on_a_gpu(monkeypatch)
-    monkeypatch.setattr(conv_adapter, "attention", lambda *given: calls.append(given) or attention(*given))
+    monkeypatch.setattr(conv_adapter, "attention", lambda *args: calls.append(args) or attention(*args))
     x = randn(50, WIDTH).to(DEVICE)
-    found = convolve(conv, Rows(TensorTable(x), block.src_ids), block, None, 2)
+    ours = convolve(conv, Rows(TensorTable(x), block.src_ids), block, None, 2)
     assert len(calls) == 1
     assert calls[0][-1] == 2
-    assert_close(found, attention(conv, x[block.src_ids], block))
+    assert_close(ours, attention(conv, x[block.src_ids], block))
 
 
 def test_on_the_cpu_pyg_runs_it(monkeypatch: pytest.MonkeyPatch):
@@ -189,7 +189,7 @@ def test_what_is_not_fused():
     assert not is_fused_attention(type("Other", (pyg.GATConv,), {})(4, 4))
     for listen in ("register_forward_hook", "register_message_forward_hook", "register_edge_update_forward_hook"):
         conv = pyg.GATv2Conv(4, 4)
-        handle = getattr(conv, listen)(lambda *given: None)
+        handle = getattr(conv, listen)(lambda *args: None)
         assert not is_fused_attention(conv)
         handle.remove()
         assert is_fused_attention(conv)
@@ -203,9 +203,9 @@ def test_dropout_of_the_weights(layout: str):
     x = randn(block.num_src, WIDTH).to(DEVICE)
     keys = torch.arange(100, 133, device=DEVICE)
     for key in (7, keys):
-        one = attention(conv, x, replace(block, key=key), 0)
-        assert torch.equal(one, attention(conv, x, replace(block, key=key), 0))
-        assert not torch.equal(one, attention(conv, x, replace(block, key=key), 1))
+        out = attention(conv, x, replace(block, key=key), 0)
+        assert torch.equal(out, attention(conv, x, replace(block, key=key), 0))
+        assert not torch.equal(out, attention(conv, x, replace(block, key=key), 1))
     unkeyed = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -213,8 +213,8 @@ def test_dropout_of_the_weights(layout: str):
     assert torch.equal(unkeyed[0], unkeyed[1])
     assert not torch.equal(unkeyed[0], unkeyed[2])
     conv.eval()
-    there = slice(None) if block.present is None else block.present[: block.num_dst]
-    assert_close(attention(conv, x, replace(block, key=7))[there], on_slots(conv, x, block)[there])
+    is_present = slice(None) if block.present is None else block.present[: block.num_dst]
+    assert_close(attention(conv, x, replace(block, key=7))[is_present], on_slots(conv, x, block)[is_present])
 
 
 @parametrize_kernel([("tree",)], layout=LAYOUTS)

@@ -83,19 +83,19 @@ def test_equals_stock_gcn_with_explicit_weights(name: str, kind: str, fanout: in
     block = batch_of(graph, None, (fanout,), SEEDS, replacement=replacement).blocks[0]
     conv = conv_of(name, 4, 3)
     assert isinstance(conv, pyg.GCNConv)
-    other = pyg.GCNConv(4, 3, normalize=False).double()
-    other.load_state_dict(conv.state_dict())
+    stock_conv = pyg.GCNConv(4, 3, normalize=False).double()
+    stock_conv.load_state_dict(conv.state_dict())
     edge_index, weight = explicit_edges(conv, graph, block)
-    ours, theirs = (randn(block.num_src, 4).requires_grad_() for _ in range(2))
-    found = convolve(conv, ours, block)
-    expected = other(theirs, edge_index, weight)[: block.num_dst]
-    assert_close(found, expected)
-    backward(found)
+    x, stock_x = (randn(block.num_src, 4).requires_grad_() for _ in range(2))
+    ours = convolve(conv, x, block)
+    expected = stock_conv(stock_x, edge_index, weight)[: block.num_dst]
+    assert_close(ours, expected)
+    backward(ours)
     backward(expected)
-    assert_same_gradients(conv, other)
-    assert ours.grad is not None
-    assert theirs.grad is not None
-    assert_close(ours.grad, theirs.grad)
+    assert_same_gradients(conv, stock_conv)
+    assert x.grad is not None
+    assert stock_x.grad is not None
+    assert_close(x.grad, stock_x.grad)
 
 
 @parametrize_pairwise(name=NAMES, kind=KINDS, dtype=[torch.int32, torch.int64])
@@ -120,12 +120,12 @@ def test_one_layer_is_unbiased(kind: str, replacement: bool) -> None:
             block = batch_of(graph, None, (3,), key=key, replacement=replacement).blocks[0]
             outputs.append(convolve(conv, x[block.src_ids], block))
     stacked = torch.stack(outputs)
-    spread = stacked.std(0) / 200**0.5
+    standard_error = stacked.std(0) / 200**0.5
     error = (stacked.mean(0) - full).abs()
-    drawn = spread > 1e-9
-    assert float(drawn.double().mean()) > 0.4
-    assert float((error[drawn] / spread[drawn]).max()) < 5
-    assert float(error[~drawn].max()) < 1e-9
+    is_random = standard_error > 1e-9
+    assert float(is_random.double().mean()) > 0.4
+    assert float((error[is_random] / standard_error[is_random]).max()) < 5
+    assert float(error[~is_random].max()) < 1e-9
 
 
 def hubs_with_leaves(num_copies: int, one_way: bool = False) -> Graph:
@@ -212,8 +212,8 @@ def test_gcn2_equals_stock() -> None:
     torch.manual_seed(0)
     conv = pyg.GCN2Conv(4, alpha=0.2, theta=0.5, layer=2).double()
     block = batch_of(graph, None, (-1,), SEEDS).blocks[0]
-    found = convolve(conv, x[block.src_ids], block, x0[block.dst_ids])
-    assert_close(found, conv(x, x0, graph.edge_index())[SEEDS])
+    ours = convolve(conv, x[block.src_ids], block, x0[block.dst_ids])
+    assert_close(ours, conv(x, x0, graph.edge_index())[SEEDS])
 
 
 def test_a_cached_gcn_does_not_keep_the_edges_of_a_block() -> None:

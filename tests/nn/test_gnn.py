@@ -45,10 +45,10 @@ def test_every_option_is_its_documented_maths(name: str, handle: bool) -> None:
     model = warmed(gnn_of(name))
     other = twin(model)
     batch = batch_of(GRAPH, X, (-1,) * model.num_layers, SEEDS, handle=handle)
-    found = model(batch)
+    ours = model(batch)
     expected = plain_gnn(other, X, GRAPH)[SEEDS]  # type: ignore[arg-type]
-    assert_close(found, expected)
-    backward(found)
+    assert_close(ours, expected)
+    backward(ours)
     backward(expected)
     assert_same_gradients(model, other)
 
@@ -80,13 +80,13 @@ def test_input_dropout_of_sparse_features_is_that_of_dense_ones(name: str, monke
     model.input_dropout = 0.6
     blocks = replace(batch_of(GRAPH, None, (-1,) * model.num_layers, SEEDS), key=5)
     ids = blocks.input_ids
-    found = []
+    results = []
     for rows in (x[ids], Rows(SparseTable.from_dense(x), ids)):
         model.zero_grad()
         backward(out := model(replace(blocks, x=rows)))
-        found.append([out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+        results.append([out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
         monkeypatch.setattr(SparseTable, "read", None)  # what is stored sparse is never made dense
-    for dense, sparse in zip(*found, strict=True):
+    for dense, sparse in zip(*results, strict=True):
         assert_close(sparse, dense)
 
 
@@ -123,10 +123,10 @@ def basic(name: str) -> nn.Module:
 def test_a_pyg_model_equals_its_own_forward(name: str) -> None:
     model = basic(name).eval()
     other = twin(model)
-    found = as_walkable(model)(batch_of(GRAPH, X, (-1, -1, -1), SEEDS))
+    ours = as_walkable(model)(batch_of(GRAPH, X, (-1, -1, -1), SEEDS))
     expected = other(X, GRAPH.edge_index())[SEEDS]
-    assert_close(found, expected)
-    backward(found)
+    assert_close(ours, expected)
+    backward(ours)
     backward(expected)
     assert_same_gradients(model, other)
 
@@ -262,9 +262,9 @@ def test_the_rest_is_encoder_and_head_or_the_last_conv() -> None:
     assert {n.rpartition(".lin_")[0] for n in names(gnn_of("plain"))} == {"convs.2"}
     assert names(gnn_of("gcn2")) == {"encoder.weight", "encoder.bias", "lin.weight", "lin.bias"}
     assert names(gnn_of("appnp")) == {"encoder.2.weight", "encoder.2.bias"}
-    seen = as_walkable(pyg.GCN(6, 8, 2, 3))
-    assert isinstance(seen, GNN)
-    assert names(seen) == {"convs.1.bias", "convs.1.lin.weight"}
+    walkable = as_walkable(pyg.GCN(6, 8, 2, 3))
+    assert isinstance(walkable, GNN)
+    assert names(walkable) == {"convs.1.bias", "convs.1.lin.weight"}
 
 
 def test_parameter_names_are_pygs_own() -> None:

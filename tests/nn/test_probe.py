@@ -49,11 +49,11 @@ def test_the_reverse_order_is_of_each_nodes_edges() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
 def test_edge_arrays_are_of_the_same_kind(dtype: torch.dtype) -> None:
-    found = probe_graph({"weight": torch.ones(5).to(dtype), "attr": torch.full((5, 2), 3).to(dtype)}).edge
-    assert found["weight"].is_floating_point() == dtype.is_floating_point
-    assert found["attr"].shape[1:] == (2,)
+    edge = probe_graph({"weight": torch.ones(5).to(dtype), "attr": torch.full((5, 2), 3).to(dtype)}).edge
+    assert edge["weight"].is_floating_point() == dtype.is_floating_point
+    assert edge["attr"].shape[1:] == (2,)
     if dtype == torch.int64:
-        assert (found["attr"] == 3).all(), "whole numbers are those of the graph"
+        assert (edge["attr"] == 3).all(), "whole numbers are those of the graph"
 
 
 def test_a_conv_of_two_hops_is_found_out_through_whole_number_features() -> None:
@@ -96,19 +96,19 @@ def test_what_was_found_out_is_forgotten_when_a_setting_changes() -> None:
 
 
 def test_findings_are_for_the_settings_at_which_they_were_found():
-    found = Findings()
+    findings = Findings()
     conv = pyg.SAGEConv(2, 2)
-    found.put(conv, "way", ("mean", 1), "pair")
-    assert found.get(conv, "way", ("mean", 1)) == "pair"
-    assert found.get(conv, "way", ("max", 1)) is None
-    assert found.get(conv, "rule", ("mean", 1)) is None
-    assert found.get(pyg.SAGEConv(2, 2), "way", ("mean", 1)) is None
+    findings.put(conv, "way", ("mean", 1), "pair")
+    assert findings.get(conv, "way", ("mean", 1)) == "pair"
+    assert findings.get(conv, "way", ("max", 1)) is None
+    assert findings.get(conv, "rule", ("mean", 1)) is None
+    assert findings.get(pyg.SAGEConv(2, 2), "way", ("mean", 1)) is None
 
 
 def test_findings_go_with_their_module():
-    found = Findings()
+    findings = Findings()
     conv = pyg.SAGEConv(2, 2)
-    found.put(conv, "way", (), "pair")
+    findings.put(conv, "way", (), "pair")
     del conv
     gc.collect()
-    assert not found._answers
+    assert not findings._answers

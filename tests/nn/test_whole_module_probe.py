@@ -77,15 +77,18 @@ def test_exact_inference_uses_no_cache_of_another_graph_and_leaves_the_caches_al
     data = small()
     other = small(num_nodes=300, num_edges=2000)
     model = cached_model(name, data).eval()
-    expected = [cached_model(name, data).eval()(one.to_pyg().x, one.to_pyg().edge_index) for one in (data, other)]
+    expected = [
+        cached_model(name, data).eval()(graph_data.to_pyg().x, graph_data.to_pyg().edge_index)
+        for graph_data in (data, other)
+    ]
     model(other.to_pyg().x, other.to_pyg().edge_index)  # fills the caches
     before = caches_of(model)
     assert any(value is not None for value in before)
 
-    found = [infer.exact(model, one) for one in (data, other)]
+    ours = [infer.exact(model, graph_data) for graph_data in (data, other)]
 
-    for rows, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(rows, wanted.detach())
+    for rows, expected_rows in zip(ours, expected, strict=True):
+        torch.testing.assert_close(rows, expected_rows.detach())
     assert [a is b for a, b in zip(caches_of(model), before, strict=True)] == [True] * len(before)
 
 
@@ -225,9 +228,9 @@ def test_a_module_that_means_nothing_in_batches_is_refused(name: str):
 
 def test_linkx_is_inferred_on_the_whole_graph():
     data = small()
-    given = small().to_pyg()
+    pyg_data = small().to_pyg()
     model = pyg.LINKX(400, 8, 16, 4, 2).eval()
-    torch.testing.assert_close(infer.exact(model, data), model(given.x, given.edge_index).detach())
+    torch.testing.assert_close(infer.exact(model, data), model(pyg_data.x, pyg_data.edge_index).detach())
 
 
 # ---- what a run says
@@ -270,21 +273,21 @@ def test_a_run_says_once_that_batches_are_an_approximation(
     data = small()
     with caplog.at_level(logging.INFO):
         fit(data, make(data), method(fanouts=fanouts), out=tmp_path / "run")
-    about = [text for text in caplog.messages if "approximation" in text or "at once" in text]
-    assert len(about) == len(lines)
-    for text, wanted in zip(about, lines, strict=True):
-        assert re.match(wanted, text)
+    messages = [text for text in caplog.messages if "approximation" in text or "at once" in text]
+    assert len(messages) == len(lines)
+    for text, expected in zip(messages, lines, strict=True):
+        assert re.match(expected, text)
         assert text in (tmp_path / "run" / "run.log").read_text()
 
 
 def test_what_is_said_is_so():
     """At full fan-out a SAGE module gives the whole graph's outputs, and a GCN module does not."""
     data = small(num_nodes=2000, num_edges=4000)
-    given = small(num_nodes=2000, num_edges=4000).to_pyg()
+    pyg_data = small(num_nodes=2000, num_edges=4000).to_pyg()
     ids = data.splits["train"][:20]
     for make, is_equal in ((pyg.SAGEConv, True), (pyg.GCNConv, False)):
         model = Net(make, data).double().eval()
         (batch,) = hl.Sampled(fanouts=(-1, -1), batch_size=20, shuffle=False).loader(data, ids)
-        found = hl.nn.as_walkable(model)(batch)
-        wanted = model(features_of(data).double(), given.edge_index)[ids]
-        assert torch.allclose(found, wanted, rtol=1e-8) == is_equal
+        ours = hl.nn.as_walkable(model)(batch)
+        expected = model(features_of(data).double(), pyg_data.edge_index)[ids]
+        assert torch.allclose(ours, expected, rtol=1e-8) == is_equal

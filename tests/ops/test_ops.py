@@ -49,8 +49,8 @@ def test_ids_on_a_gpu_choose_the_triton_kernel_if_triton_is_there(
     has_triton: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ops, "_has_triton", lambda: has_triton)
-    there = SimpleNamespace(device=torch.device("cuda"), is_cuda=True)
-    assert ops._twin(there, cpu_sampling, "sampling").__name__ == expected  # type: ignore[arg-type]
+    gpu_ids = SimpleNamespace(device=torch.device("cuda"), is_cuda=True)
+    assert ops._twin(gpu_ids, cpu_sampling, "sampling").__name__ == expected  # type: ignore[arg-type]
 
 
 def test_an_id_map_for_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,8 +63,8 @@ def test_an_id_map_for_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_key_in_a_tensor_is_a_key() -> None:
     key = torch.tensor([5])
-    for found, expected in zip(ops.sample_neighbors(*SAMPLE, key), ops.sample_neighbors(*SAMPLE, 5), strict=True):
-        assert torch.equal(found, expected)
+    for ours, expected in zip(ops.sample_neighbors(*SAMPLE, key), ops.sample_neighbors(*SAMPLE, 5), strict=True):
+        assert torch.equal(ours, expected)
     x = torch.ones(9, 3)
     ids = torch.arange(9)
     assert torch.equal(ops.keyed_dropout(x, 0.5, key, ids), ops.keyed_dropout(x, 0.5, 5, ids))

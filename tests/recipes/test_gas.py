@@ -96,10 +96,10 @@ def test_with_exact_tables_outputs_are_those_of_the_full_batch(name: str):
     expected = infer.exact(model, trainer.data)
     with torch.no_grad():
         for group in work.parts.sweep:
-            made = work.batch(group, None)
-            assert made is not None
-            found = model(dataclasses.replace(made.batch, output_idx=None))
-            torch.testing.assert_close(found, expected[made.nodes], rtol=1e-6, atol=1e-6)
+            hist_batch = work.batch(group, None)
+            assert hist_batch is not None
+            ours = model(dataclasses.replace(hist_batch.batch, output_idx=None))
+            torch.testing.assert_close(ours, expected[hist_batch.nodes], rtol=1e-6, atol=1e-6)
 
 
 @each_run
@@ -107,8 +107,8 @@ def test_a_run_survives_the_run_folder_and_names_a_dataset_that_can_be_opened(na
     config = history(name)
     assert trainer_of(name).data.name == ROWS[name].data  # it can be built
     assert from_dict(RunConfig, to_dict(config)) == config
-    known = {info.name.lower() for info in names(data_root=tmp_path)} | {"cluster"}
-    assert config.data in known
+    openable = {info.name.lower() for info in names(data_root=tmp_path)} | {"cluster"}
+    assert config.data in openable
 
 
 def test_the_tables_are_complete():

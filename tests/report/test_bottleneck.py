@@ -37,9 +37,9 @@ TWO_CORES = Setup(workers=2, look_ahead=4, max_workers=2, num_cores=2, sampled=T
 
 def explained(setup: Setup = TWO_CORES, alone: Any = None, **stages: float) -> Explanation:
     """An epoch of 10 s and 20 batches."""
-    found = explain(stages, 10.0, 20, setup, alone)
-    assert found is not None
-    return found
+    explanation = explain(stages, 10.0, 20, setup, alone)
+    assert explanation is not None
+    return explanation
 
 
 def with_changes(**changes: Any) -> Setup:
@@ -47,14 +47,16 @@ def with_changes(**changes: Any) -> Setup:
 
 
 def test_shares_are_of_the_serial_sum_and_the_ratio_is_the_epochs():
-    found = explained(sample=30.0, gather=1.0, wait=0.5, forward=4.0, backward=5.0, alone={"sample": 6.0})
-    assert found.stages == {"sample": 6.0, "gather": 1.0, "forward": 4.0, "backward": 5.0}, "waiting is no work"
-    assert found.serial_s == 16.0
-    assert found.shares["sample"] == pytest.approx(6 / 16)
-    assert sum(found.shares.values()) == pytest.approx(1)
-    assert found.achieved == pytest.approx(10 / 16)
-    assert found.bound == pytest.approx(1 / 20 + 19 / 20 * 9 / 16), "training is longer than a half of the preparation"
-    assert found.waited == pytest.approx(0.05)
+    explanation = explained(sample=30.0, gather=1.0, wait=0.5, forward=4.0, backward=5.0, alone={"sample": 6.0})
+    assert explanation.stages == {"sample": 6.0, "gather": 1.0, "forward": 4.0, "backward": 5.0}, "waiting is no work"
+    assert explanation.serial_s == 16.0
+    assert explanation.shares["sample"] == pytest.approx(6 / 16)
+    assert sum(explanation.shares.values()) == pytest.approx(1)
+    assert explanation.achieved == pytest.approx(10 / 16)
+    assert explanation.bound == pytest.approx(1 / 20 + 19 / 20 * 9 / 16), (
+        "training is longer than a half of the preparation"
+    )
+    assert explanation.waited == pytest.approx(0.05)
 
 
 def test_nothing_timed_is_nothing_explained():
@@ -82,16 +84,16 @@ QUICK = {"sample": 1.0, "gather": 2.0, "wait": 0.1, "forward": 4.0, "backward": 
     ],
 )
 def test_training_that_waits(changes: dict[str, Any], words: str):
-    found = explained(with_changes(**changes), **SLOW)
-    assert found.bottleneck == ("look_ahead" if "prefetch" in words else "sample")
-    assert re.search(words, found.sentence), found.sentence
+    explanation = explained(with_changes(**changes), **SLOW)
+    assert explanation.bottleneck == ("look_ahead" if "prefetch" in words else "sample")
+    assert re.search(words, explanation.sentence), explanation.sentence
 
 
 def test_threads_that_mostly_wait_for_cores_would_gain_nothing_by_more_threads():
-    found = explained(with_changes(max_workers=8, num_cores=2), alone={"sample": 3.0, "gather": 1.0}, **SLOW)
-    assert found.bottleneck == "cores"
-    assert "too few cores (2)" in found.sentence
-    assert "method.workers" not in found.sentence
+    explanation = explained(with_changes(max_workers=8, num_cores=2), alone={"sample": 3.0, "gather": 1.0}, **SLOW)
+    assert explanation.bottleneck == "cores"
+    assert "too few cores (2)" in explanation.sentence
+    assert "method.workers" not in explanation.sentence
 
 
 @pytest.mark.parametrize(
@@ -105,15 +107,15 @@ def test_threads_that_mostly_wait_for_cores_would_gain_nothing_by_more_threads()
     ],
 )
 def test_training_that_never_waits(changes: dict[str, Any], words: str):
-    found = explained(with_changes(**changes), **QUICK)
-    assert found.bottleneck == "backward"
-    assert re.search(words, found.sentence), found.sentence
+    explanation = explained(with_changes(**changes), **QUICK)
+    assert explanation.bottleneck == "backward"
+    assert re.search(words, explanation.sentence), explanation.sentence
 
 
 def test_a_host_that_waits_while_its_gpu_is_busy_holds_up_nothing():
-    found = explained(with_changes(on_gpu=True), sample=12.0, gather=6.0, wait=7.0, forward=4.0, backward=5.6)
-    assert found.waited == pytest.approx(0.04)
-    assert found.bottleneck == "backward"
+    explanation = explained(with_changes(on_gpu=True), sample=12.0, gather=6.0, wait=7.0, forward=4.0, backward=5.6)
+    assert explanation.waited == pytest.approx(0.04)
+    assert explanation.bottleneck == "backward"
 
 
 def test_stages_of_the_training_thread_are_named():
@@ -126,17 +128,17 @@ def test_stages_of_the_training_thread_are_named():
 
 def test_without_threads():
     stages = {"sample": 3.0, "gather": 2.0, "forward": 2.0, "backward": 2.5}
-    found = explained(with_changes(workers=0), **stages)
-    assert found.sentence.endswith("without prefetch, 53% of the work: set method.workers=auto")
+    explanation = explained(with_changes(workers=0), **stages)
+    assert explanation.sentence.endswith("without prefetch, 53% of the work: set method.workers=auto")
     assert "raise budget=" in explained(with_changes(workers=0, planned=True), **stages).sentence
     one_core = explained(with_changes(workers=0, num_cores=1), **stages)
     assert one_core.sentence.endswith("the work: set smaller method.fanouts")
     gpu = with_changes(workers=0, on_gpu=True, drawn_on_gpu=True, max_workers=0)
     assert explained(gpu, **stages).sentence == "backward, 26% of the work: try precision=bf16"
-    drawn = explained(gpu, sample=6.0, forward=2.0, backward=1.5)
-    assert drawn.sentence == "sample, 63% of the work: set smaller method.fanouts"
-    read = explained(gpu, gather=6.0, forward=2.0, backward=1.5)
-    assert "placement.features=pinned" in read.sentence
+    sampling = explained(gpu, sample=6.0, forward=2.0, backward=1.5)
+    assert sampling.sentence == "sample, 63% of the work: set smaller method.fanouts"
+    gathering = explained(gpu, gather=6.0, forward=2.0, backward=1.5)
+    assert "placement.features=pinned" in gathering.sentence
 
 
 def test_a_verdict_is_short_and_advises_only_what_can_be_done():
@@ -149,7 +151,7 @@ def test_a_verdict_is_short_and_advises_only_what_can_be_done():
         for workers, *values in itertools.product((0, 1, 16), *[(False, True)] * len(flags))
     ]
     for stages, setup in itertools.product(timed, setups):
-        found = explained(setup, **stages)
-        assert len(f"bottleneck: {found.sentence}") <= 100, found.sentence
-        assert found.sentence.endswith(found.advice)
-        assert "model" not in found.advice
+        explanation = explained(setup, **stages)
+        assert len(f"bottleneck: {explanation.sentence}") <= 100, explanation.sentence
+        assert explanation.sentence.endswith(explanation.advice)
+        assert "model" not in explanation.advice

@@ -24,11 +24,11 @@ def titles(figure: str) -> list[str]:
     [(0, 1), (0.71, 0.73), (-5, 12), (3, 3), (0, 0), (1e-9, 2e-9), (9_999, 250_000), (-2, -2)],
 )
 def test_ticks_cover_the_range_with_few_even_steps(low: float, high: float):
-    found = ticks(low, high)
-    assert found[0] <= low + 1e-12
-    assert found[-1] >= high - 1e-12
-    assert 3 <= len(found) <= 8
-    steps = [b - a for a, b in itertools.pairwise(found)]
+    marks = ticks(low, high)
+    assert marks[0] <= low + 1e-12
+    assert marks[-1] >= high - 1e-12
+    assert 3 <= len(marks) <= 8
+    steps = [b - a for a, b in itertools.pairwise(marks)]
     assert steps == pytest.approx([steps[0]] * len(steps))
 
 

@@ -24,11 +24,11 @@ def contrast(a: str, b: str) -> float:
 
 
 @pytest.mark.parametrize(("count", "least"), [(2, 0.3), (8, 0.08), (12, 0.07), (24, 0.07), (60, 0.02)])
-def test_all_are_different_on_a_light_and_on_a_dark_page(count: int, least: float):
+def test_all_are_different_on_a_light_and_on_a_dark_page(count: int, min_distance: float):
     """0.02 is what can just be told apart."""
     colours = find_colours(count)
     assert len(colours) == count
-    assert min(distance(a, b) for a, b in itertools.combinations(colours, 2)) >= least
+    assert min(distance(a, b) for a, b in itertools.combinations(colours, 2)) >= min_distance
     assert [tuple(colour) for colour in colours[:8]] == list(CHOSEN[:count])
 
 

@@ -126,9 +126,9 @@ def test_rows_are_written_piece_by_piece(done: Path, monkeypatch: pytest.MonkeyP
         expected = predictions(done, write=write)
         with monkeypatch.context() as patched:
             patched.setattr("hopline.run.infer.CHUNK_NODES", 77)
-            found = predictions(done, write=write)
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-        np.testing.assert_array_equal(found, expected)
+            ours = predictions(done, write=write)
+        assert (ours.dtype, ours.shape) == (expected.dtype, expected.shape)
+        np.testing.assert_array_equal(ours, expected)
 
 
 def test_weights_of_a_file(config: RunConfig, done: Path, tmp_path: Path):
@@ -155,14 +155,14 @@ def test_weights_of_a_file(config: RunConfig, done: Path, tmp_path: Path):
 
 
 def test_shards_in_one_process_give_what_the_dataset_gives(config: RunConfig, done: Path, tmp_path: Path):
-    whole = hl.open(config.data)
-    cut(whole, make_partition(whole.graph, 3, "random", seed=1), tmp_path / "shards")
+    dataset = hl.open(config.data)
+    cut(dataset, make_partition(dataset.graph, 3, "random", seed=1), tmp_path / "shards")
     shards = str(tmp_path / "shards")
     for nodes in ("all", "test"):
         expected = predictions(done, nodes=nodes, write="scores")
         for folder in (None, tmp_path / nodes):
-            found = predictions(done, nodes=nodes, write="scores", data=shards, folder=folder, chunk_bytes="100KiB")
-            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+            ours = predictions(done, nodes=nodes, write="scores", data=shards, folder=folder, chunk_bytes="100KiB")
+            np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(predictions(done, data=shards), predictions(done))
     sampled = [predictions(done, data=data, write="scores", inference="sampled") for data in (shards, config.data)]
     np.testing.assert_allclose(*sampled, rtol=1e-5, atol=1e-6)
@@ -177,15 +177,15 @@ def test_shards_in_one_process_give_what_the_dataset_gives(config: RunConfig, do
 
 def on_ranks(world: World, folder: str, shards: str) -> list[Any]:
     """Predictions of several ranks, each by another set of settings, as the first rank has written them."""
-    found = []
+    by_settings = []
     for settings in SETTINGS:
         written = predict_rank(world, folder, to_dict(InferConfig(data=shards, **settings)))
-        found.append(None if written is None else np.load(written, allow_pickle=False).tolist())
+        by_settings.append(None if written is None else np.load(written, allow_pickle=False).tolist())
     with pytest.raises(ValueError, match=r"devices=2 is for a dataset in shards: .*shards=2` and give data=FOLDER"):
         predict_rank(world, folder, to_dict(InferConfig()))
     with pytest.raises(ValueError, match=r"folder= is for one process, which goes over all shards"):
         predict_rank(world, folder, to_dict(InferConfig(data=shards, folder=Path("hidden"))))
-    return found
+    return by_settings
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -199,10 +199,10 @@ SETTINGS: list[dict[str, Any]] = [
 
 def test_several_ranks_give_what_one_process_gives(tmp_path: Path):
     config = quick(tmp_path, method=method(fanouts=(-1, -1)))
-    whole = hl.open(config.data)
+    dataset = hl.open(config.data)
     folder = run.train(config).folder
     assert folder is not None
-    cut(whole, make_partition(whole.graph, 2, "random", seed=1), tmp_path / "shards")
-    found = launch.run(on_ranks, LaunchSettings(devices=2), str(folder), str(tmp_path / "shards"))
-    for settings, rows in zip(SETTINGS, found, strict=True):
+    cut(dataset, make_partition(dataset.graph, 2, "random", seed=1), tmp_path / "shards")
+    by_settings = launch.run(on_ranks, LaunchSettings(devices=2), str(folder), str(tmp_path / "shards"))
+    for settings, rows in zip(SETTINGS, by_settings, strict=True):
         np.testing.assert_allclose(np.array(rows), predictions(folder, **settings), rtol=1e-5, atol=1e-5)

@@ -19,8 +19,8 @@ from tests.runs import fit, losses, method, small
 
 def build(data: hl.Dataset, **settings: Any) -> nn.Module:
     torch.manual_seed(0)
-    given: dict[str, Any] = {"hidden": 8, "layers": 2} | settings
-    return make_model(ModelSpec(**given), data)
+    options: dict[str, Any] = {"hidden": 8, "layers": 2} | settings
+    return make_model(ModelSpec(**options), data)
 
 
 @pytest.mark.parametrize("name", NAMES)

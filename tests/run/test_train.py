@@ -48,10 +48,10 @@ def predictions(folder: Path, **settings: Any) -> np.ndarray:
 @pytest.mark.parametrize("features", ["normalized", "standardized"])
 def test_features_are_scaled_where_a_run_opens_its_data(config: RunConfig, features: Any):
     changed = dataclasses.replace(config, features=features)
-    given, found = (run.open_data(c).x.read(torch.arange(400)) for c in (config, changed))
+    unscaled, ours = (run.open_data(c).x.read(torch.arange(400)) for c in (config, changed))
     expected = getattr(small(), features)().x.read(torch.arange(400))
-    torch.testing.assert_close(found, expected)
-    assert not torch.equal(found, given)
+    torch.testing.assert_close(ours, expected)
+    assert not torch.equal(ours, unscaled)
     folder = run.train(changed).folder
     assert folder is not None
     assert predictions(folder).shape == (400,)
@@ -109,14 +109,14 @@ def unsplit(config: RunConfig, tmp_path: Path) -> RunConfig:
 
 
 def test_a_run_draws_its_split_and_predicts_the_same_nodes(unsplit: RunConfig, tmp_path: Path):
-    done = run.train(unsplit)
+    outcome = run.train(unsplit)
     data = hl.random_split(hl.open(tmp_path / "graph"), (0.5, 0.2, 0.3))
-    assert done.folder is not None
-    right = predictions(done.folder, nodes="test") == labels(data, "test").numpy()
-    assert right.mean() == pytest.approx(done.test)
+    assert outcome.folder is not None
+    is_right = predictions(outcome.folder, nodes="test") == labels(data, "test").numpy()
+    assert is_right.mean() == pytest.approx(outcome.test)
     other_seed = run.open_data(dataclasses.replace(unsplit, seed=5))
     assert torch.equal(other_seed.splits["train"], data.splits["train"])
-    assert commands.export(done.folder, tmp_path / "weights.pt", ExportConfig()).exists()
+    assert commands.export(outcome.folder, tmp_path / "weights.pt", ExportConfig()).exists()
 
 
 def test_a_run_is_resumed_on_its_own_split_alone(unsplit: RunConfig, tmp_path: Path):

@@ -92,22 +92,22 @@ def _run(
     conv.zero_grad()
     out = layer(layer(x).relu())
     (out * randn(40, 4, seed=7)[ids]).sum().backward()
-    found = {"out": out.detach(), "x": x.grad}
-    found |= {f"edge.{name}": rows.grad for name, rows in edge.items()}
-    found |= {f"parameter.{name}": p.grad for name, p in conv.named_parameters()}
-    return {name: value.clone() for name, value in found.items() if value is not None}
+    results = {"out": out.detach(), "x": x.grad}
+    results |= {f"edge.{name}": rows.grad for name, rows in edge.items()}
+    results |= {f"parameter.{name}": p.grad for name, p in conv.named_parameters()}
+    return {name: value.clone() for name, value in results.items() if value is not None}
 
 
 def error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], layout: ShardLayout) -> float:
     """The largest difference, in units of what is allowed. expected: of all nodes and edges."""
     worst = 0.0
     for name in found.keys() | expected.keys():
-        other = expected.get(name, torch.zeros(()))
+        theirs = expected.get(name, torch.zeros(()))
         if name in expected and not name.startswith("parameter"):
-            other = other[layout.edge_ids if name.startswith("edge") else layout.own_ids]
+            theirs = theirs[layout.edge_ids if name.startswith("edge") else layout.own_ids]
         ours = found.get(name, torch.zeros(()))
-        allowed = ABSOLUTE + RELATIVE * other.abs()
-        worst = max(worst, float(((ours - other).abs() / allowed).max()) if (ours - other).numel() else 0.0)
+        allowed = ABSOLUTE + RELATIVE * theirs.abs()
+        worst = max(worst, float(((ours - theirs).abs() / allowed).max()) if (ours - theirs).numel() else 0.0)
     return worst
 
 
@@ -132,10 +132,10 @@ def one_sided() -> tuple[Graph, Tensor]:
 def _on_rank(world: World, conv: nn.Module, graph: Graph, x: Tensor, how: str, **options: Any) -> float:
     expected = plain(conv, graph, x)
     layout = shard_layouts(graph, make_partition(graph, world.size, how, seed=1))[world.rank]
-    found = sharded(conv, graph, x, layout, P2PTransport(layout), **options)
+    ours = sharded(conv, graph, x, layout, P2PTransport(layout), **options)
     world.sum_gradients(conv.parameters())
-    found |= {f"parameter.{name}": p.grad for name, p in conv.named_parameters() if p.grad is not None}
-    return error(found, expected, layout)
+    ours |= {f"parameter.{name}": p.grad for name, p in conv.named_parameters() if p.grad is not None}
+    return error(ours, expected, layout)
 
 
 def _modes_and_depths(world: World, name: str) -> float:
@@ -152,7 +152,7 @@ def _modes_and_depths(world: World, name: str) -> float:
 
 def _traffic(world: World) -> dict[str, dict[str, float]]:
     """Bytes over all ranks, by conv and mode, and by what they were for; no edge array has a gradient."""
-    found = {}
+    num_bytes = {}
     for name, mode in (("sage-mean", "sequential"), ("gat", "sequential"), ("gat", "stored"), ("gat", "one_shot")):
         graph, x = case(name)
         layout = shard_layouts(graph, make_partition(graph, world.size, "random", seed=2))[world.rank]
@@ -160,7 +160,7 @@ def _traffic(world: World) -> dict[str, dict[str, float]]:
         convs = ShardConvs.of(layout, transport, mode=mode)
         run_conv(model(name), x[layout.own_ids].requires_grad_(), convs).sum().backward()
         kinds = ("forward", "refetch", "gradient")
-        found[f"{name} {mode}"] = dict(zip(kinds, world.sum([transport.traffic[k] for k in kinds]), strict=True))
+        num_bytes[f"{name} {mode}"] = dict(zip(kinds, world.sum([transport.traffic[k] for k in kinds]), strict=True))
     rows = shard_layouts(graph, make_partition(graph, world.size, "random", seed=2))[world.rank].halos
     halo = world.sum([sum(rows[k].numel() for k in range(1, world.size))])[0]
-    return {**found, "halo": {"rows": halo}}
+    return {**num_bytes, "halo": {"rows": halo}}

@@ -51,8 +51,8 @@ def assert_same_blocks(ours: tuple[Block, ...], theirs: tuple[Block, ...]) -> No
 
 def check_questions(channel: Channel, shard: Shard) -> None:
     """Any rank asks for anything, or for nothing."""
-    whole = torch.arange(shard.num_nodes)
-    table = (whole[:, None] * 10 + torch.arange(3)).to(torch.bfloat16)
+    all_nodes = torch.arange(shard.num_nodes)
+    table = (all_nodes[:, None] * 10 + torch.arange(3)).to(torch.bfloat16)
     for number in range(3):
         count = [7, 0, shard.num_nodes][(number + channel.rank) % 3]
         positions = randint(0, shard.num_nodes, count, seed=number)
@@ -61,9 +61,9 @@ def check_questions(channel: Channel, shard: Shard) -> None:
         assert torch.equal(request.reply(table[request.rows + first]), table[positions])
         counts = (request.rows + first) % 4
         entries = torch.repeat_interleave(request.rows + first, counts)
-        indptr, (got,) = request.reply_lists(counts, [entries])
+        indptr, (replied,) = request.reply_lists(counts, [entries])
         assert torch.equal(indptr.diff(), positions % 4)
-        assert torch.equal(got, torch.repeat_interleave(positions, positions % 4))
+        assert torch.equal(replied, torch.repeat_interleave(positions, positions % 4))
 
 
 def check_sampler(channel: Channel, shard: Shard, data: hl.Dataset, place: Tensor) -> None:
@@ -83,12 +83,12 @@ def check_loader(world: World, shard: Shard, data: hl.Dataset) -> list[int]:
     method = hl.Sampled(fanouts=(3, 2), batch_size=4)
     loader = method.loader(shard, "train", seed=5, world=world)
     assert isinstance(loader, CollectiveLoader)
-    whole = hl.Sampled(fanouts=(3, 2), batch_size=4 * world.size).loader(data, "train", seed=5)
+    unsharded = hl.Sampled(fanouts=(3, 2), batch_size=4 * world.size).loader(data, "train", seed=5)
     oracle = NeighborSampler(data.graph, method.fanout_per_layer)
     sizes = []
-    assert len(loader) == len(whole)
+    assert len(loader) == len(unsharded)
     for _ in range(2):
-        for batch, union in zip(loader, whole, strict=True):
+        for batch, union in zip(loader, unsharded, strict=True):
             assert isinstance(batch.key, int)
             assert (batch.key, batch.total_seeds) == (union.key, union.num_seeds)
             assert torch.isin(batch.seeds, union.seeds).all()
@@ -103,9 +103,9 @@ def check_loader(world: World, shard: Shard, data: hl.Dataset) -> list[int]:
     assert [batch.seeds.tolist() for batch in loader.epoch(1, done=1, seeds_done=4 * world.size)] == whole_epoch[1:]
     ids = torch.tensor([7, 3, 59, 20])
     in_order = hl.Sampled(fanouts=(1,), batch_size=2, shuffle=False).loader(shard, ids, world=world)
-    found = torch.cat([batch.seeds for batch in in_order])
+    seeds = torch.cat([batch.seeds for batch in in_order])
     steps = ids.split(2 * world.size)
-    assert torch.equal(found, torch.cat([share_of(step, world.rank, world.size) for step in steps]))
+    assert torch.equal(seeds, torch.cat([share_of(step, world.rank, world.size) for step in steps]))
     return sizes
 
 
@@ -188,14 +188,14 @@ def check_exact(world: World, shard: Shard, data: hl.Dataset) -> None:
             options = {"encoder": torch.nn.Linear(4, 4), "initial_residual": 0.1, "head": torch.nn.Linear(4, 5)}
         model = hl.nn.GNN([convs(4, 4), convs(4, 4), convs(4, 4)], **options).double()
         for name in ("x", "words"):
-            here = replace(shard, tables={"x": _narrow(shard.tables[name])})
-            whole = replace(data, tables={"x": _narrow(data.tables[name])})
-            found = shard_infer.exact(model, here, Channel(world), chunk_edges=50)
-            expected = hl.infer.exact(model, whole)[shard.nodes]
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            shard_of_table = replace(shard, tables={"x": _narrow(shard.tables[name])})
+            unsharded = replace(data, tables={"x": _narrow(data.tables[name])})
+            ours = shard_infer.exact(model, shard_of_table, Channel(world), chunk_edges=50)
+            expected = hl.infer.exact(model, unsharded)[shard.nodes]
+            torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
             rows = torch.tensor([2, 0, 9]) if world.rank == world.size - 1 else torch.empty(0, dtype=torch.int64)
-            found = shard_infer.exact(model, here, Channel(world), rows)
-            torch.testing.assert_close(found, expected[rows], rtol=1e-12, atol=1e-12)
+            ours = shard_infer.exact(model, shard_of_table, Channel(world), rows)
+            torch.testing.assert_close(ours, expected[rows], rtol=1e-12, atol=1e-12)
 
 
 def _narrow(table: hl.extend.Table) -> hl.extend.Table:

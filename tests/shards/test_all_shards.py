@@ -41,8 +41,8 @@ def losses_of(data: hl.Dataset, method: hl.extend.Method, kind: Any) -> list[flo
 @pytest.mark.parametrize("kind", [SAGEConv, GCNConv, GATConv])
 @pytest.mark.parametrize("method", METHODS)
 def test_losses_are_those_of_the_dataset_that_was_cut(folder: Path, method: str, kind: type):
-    found = losses_of(hl.shards.join(folder), METHODS[method], kind)
-    assert found == pytest.approx(losses_of(rich(), METHODS[method], kind), rel=1e-12)
+    ours = losses_of(hl.shards.join(folder), METHODS[method], kind)
+    assert ours == pytest.approx(losses_of(rich(), METHODS[method], kind), rel=1e-12)
 
 
 def test_its_features_stay_in_the_shards_and_its_contents_are_the_same(folder: Path):

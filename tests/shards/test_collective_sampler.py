@@ -53,12 +53,12 @@ def found_by(folder: Path) -> Callable[[int], dict[str, Any]]:
 def test_ranks_get_what_one_process_gets(
     found_by: Callable[[int], dict[str, Any]], alone: dict[str, list[float]], runs: list[dict[str, Any]], size: int
 ) -> None:
-    found = found_by(size)
-    assert found["seeds"] == [2 * 20, 1]
-    assert found["batches"] == [2 * -(-20 // (4 * size)), 1]
+    results = found_by(size)
+    assert results["seeds"] == [2 * 20, 1]
+    assert results["batches"] == [2 * -(-20 // (4 * size)), 1]
     for kind, losses in alone.items():
-        assert found["losses"][kind] == pytest.approx(losses, abs=1e-9)
-    for ours, theirs in zip(found["runs"], runs, strict=True):
+        assert results["losses"][kind] == pytest.approx(losses, abs=1e-9)
+    for ours, theirs in zip(results["runs"], runs, strict=True):
         assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-9)
         assert ours["weights"] == pytest.approx(theirs["weights"], abs=1e-6)
         assert ours["metrics"] == theirs["metrics"]

@@ -161,8 +161,8 @@ def test_so_many_rounds_of_gradients_are_under_way(depth: int) -> None:
     returns.settle()
     assert transport.under_way["gradient"] == max(0, depth - 1)
     (total,) = returns.finish()
-    wanted = torch.bincount(torch.cat(layout.sends[1:]), minlength=layout.num_own)
-    assert torch.equal(total[:, 0], wanted.double())
+    expected = torch.bincount(torch.cat(layout.sends[1:]), minlength=layout.num_own)
+    assert torch.equal(total[:, 0], expected.double())
 
 
 @pytest.mark.gpu

@@ -60,9 +60,9 @@ def altered(folder: Path, array: str, position: int, value: float) -> None:
         ("y", 2, 9, "y.npy holds label 9"),
     ],
 )
-def test_a_wrong_number_is_found(folder: Path, array: str, position: int, value: float, said: str) -> None:
+def test_a_wrong_number_is_found(folder: Path, array: str, position: int, value: float, message: str) -> None:
     altered(folder / "shard-1", array, position, value)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         verify_shards(folder)
 
 

@@ -157,10 +157,10 @@ def test_memory_does_not_grow_with_edges_and_features(tmp_path: Path, monkeypatc
     gc.collect()
     before = own_memory()
     highest = [0]
-    done = threading.Event()
+    is_done = threading.Event()
 
     def watch() -> None:
-        while not done.wait(0.001):
+        while not is_done.wait(0.001):
             highest[0] = max(highest[0], own_memory())
 
     watcher = threading.Thread(target=watch)
@@ -168,6 +168,6 @@ def test_memory_does_not_grow_with_edges_and_features(tmp_path: Path, monkeypatc
     try:
         cut(data, make_partition(data.graph, 4, "random"), tmp_path / "shards")
     finally:
-        done.set()
+        is_done.set()
         watcher.join()
     assert highest[0] - before < data.num_bytes // 4, (highest[0] - before, data.num_bytes)

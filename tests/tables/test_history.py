@@ -69,9 +69,9 @@ def test_ages_are_counted_in_steps():
     with trace.listen(counters):
         report_ages(histories.ages(torch.arange(6)))
     counters.next_epoch()
-    found = counters.last_epoch()
-    assert found["history.rows"] == 6
-    assert found["history.never_written"] == 1
-    assert found["history.age_sum"] == 2 * 81 + 2 * 77 + 2
-    assert found["history.age.to_2"] == 1
-    assert found["history.age.older"] == 4
+    counts = counters.last_epoch()
+    assert counts["history.rows"] == 6
+    assert counts["history.never_written"] == 1
+    assert counts["history.age_sum"] == 2 * 81 + 2 * 77 + 2
+    assert counts["history.age.to_2"] == 1
+    assert counts["history.age.older"] == 4

@@ -57,17 +57,17 @@ def test_rows_come_back_as_from_plain_tables(way: str, dtype: torch.dtype | None
     plain = Histories(200, dtype=dtype)
     ours = histories_at(WAYS[way], 200, dtype=dtype)
     generator = torch.Generator().manual_seed(0)
-    for turn in range(6):
+    for step in range(6):
         row_ranges = [slice(start, start + 25) for start in torch.randperm(8, generator=generator)[:3].mul(25).tolist()]
-        rows = randn(75, 5, seed=turn).float()
-        positions = randint(0, 200, 90, seed=turn)
-        if turn:
+        rows = randn(75, 5, seed=step).float()
+        positions = randint(0, 200, 90, seed=step)
+        if step:
             reader = ours.prefetch((0, 1), positions)
-            found = {l: reader.read(l, positions, rows.to(DEVICE)) for l in (0, 1)}
+            pulled = {l: reader.read(l, positions, rows.to(DEVICE)) for l in (0, 1)}
             for l in (0, 1):
-                assert torch.equal(found[l].cpu(), plain.read(l, positions, rows))
-                some = reader.read_subset(l, positions, torch.tensor([5, 2, 80]), rows.to(DEVICE))
-                assert torch.equal(some, found[l][[5, 2, 80]])
+                assert torch.equal(pulled[l].cpu(), plain.read(l, positions, rows))
+                subset = reader.read_subset(l, positions, torch.tensor([5, 2, 80]), rows.to(DEVICE))
+                assert torch.equal(subset, pulled[l][[5, 2, 80]])
             assert torch.equal(reader.ages(positions), plain.ages(positions))
         for l in (0, 1):
             plain.write(l, row_ranges, rows + l)
@@ -76,12 +76,12 @@ def test_rows_come_back_as_from_plain_tables(way: str, dtype: torch.dtype | None
             both.step += 1
             both.stamp(row_ranges, both.step)
     state = ours.state_dict()
-    again = histories_at(WAYS[way], 200, dtype=dtype)
-    again.load_state_dict(state)
+    restored = histories_at(WAYS[way], 200, dtype=dtype)
+    restored.load_state_dict(state)
     every = torch.arange(200)
     for l in (0, 1):
         assert torch.equal(state["tables"][str(l)], plain.tables[l])
-        assert torch.equal(again.rows(l, every).cpu(), plain.tables[l])
+        assert torch.equal(restored.rows(l, every).cpu(), plain.tables[l])
     ours.write(0, every[:3], torch.ones(3, 5))
     ours.write(0, every[[7, 4]], torch.full((2, 5), 2.0, device=DEVICE))
     assert ours.rows(0, every[:8])[:, 0].cpu().tolist() == [
@@ -103,14 +103,14 @@ def test_sums_begin_at_zero_and_are_added_up(where: Where):
     def keep(l: int, rows: torch.Tensor) -> None:
         gradients[l] = rows.cpu().clone()
 
-    for turn in range(2):
+    for round_number in range(2):
         between = Boundaries(ours, device=DEVICE, dtype=torch.float64, keep_gradients=keep)
         expected = torch.zeros(50, 3, dtype=torch.float64)
         for seed in range(3):
-            at = randn(50, seed=seed + turn).argsort()[:20]
+            positions = randn(50, seed=seed + round_number).argsort()[:20]
             rows = randn(20, 3, seed=seed)
-            between.add(0, at, rows.to(DEVICE))
-            expected[at] += rows
+            between.add(0, positions, rows.to(DEVICE))
+            expected[positions] += rows
         between.gradients_complete(0)
         assert torch.equal(between.gradient(0, torch.arange(40)).cpu(), expected[:40])
         assert torch.equal(gradients[0], expected)
@@ -169,10 +169,10 @@ def test_rows_may_be_freed_while_they_are_converted_for_a_table_of_another_type(
     rows = torch.ones(1000, 256, device=DEVICE)
     ours.write(0, [slice(0, 1000)], rows, ours.now())
     del rows
-    others = [torch.full((1000, 256), 2.0, device=DEVICE) for _ in range(4)]  # these take memory that is free
+    new_tensors = [torch.full((1000, 256), 2.0, device=DEVICE) for _ in range(4)]  # these take memory that is free
 
     assert ours.rows(0, every).eq(1).all()
-    assert all(bool(other.eq(2).all()) for other in others)
+    assert all(bool(other.eq(2).all()) for other in new_tensors)
 
 
 @pytest.mark.parametrize("_", [pytest.param(0, marks=NEEDS_GPU, id="gpu")])

@@ -40,19 +40,19 @@ def test_predicted_probabilities_are_the_simulated_frequencies(fanouts: tuple[in
     graph = skewed(400, 2400)
     train = torch.arange(0, 400, 4)
     expected = simulated(graph, fanouts, train, 5, 60, replace=replace)  # 1200 batches
-    found = order.access_probability(graph, fanouts, train, 5, replace)
-    assert float((found - expected).abs().mean()) < 0.01
-    assert float((found - expected).abs().max()) < 0.07  # draws of one batch are not quite independent
+    ours = order.access_probability(graph, fanouts, train, 5, replace)
+    assert float((ours - expected).abs().mean()) < 0.01
+    assert float((ours - expected).abs().max()) < 0.07  # draws of one batch are not quite independent
 
 
 def test_all_neighbours_of_all_seeds() -> None:
     graph = random_graph()
     train = torch.tensor([0, 7])
-    found = order.access_probability(graph, (-1, -1), train, batch_size=99)
+    ours = order.access_probability(graph, (-1, -1), train, batch_size=99)
     reached = NeighborSampler(graph, (-1, -1)).sample(train, 0)[0].src_ids
     expected = torch.zeros(graph.num_nodes)
     expected[reached] = 1
-    assert torch.allclose(found, expected, atol=1e-6)
+    assert torch.allclose(ours, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -92,9 +92,9 @@ def test_a_gpu_writes_to_pinned_rows_and_its_own(dtype: torch.dtype) -> None:
     ids = torch.tensor([3, 0, 70]).cuda()
     new = randn(3, 5).to(dtype).cuda()
     for table in (TensorTable(randn(90, 5).to(dtype).pin_memory()), TensorTable(randn(90, 5).to(dtype).cuda())):
-        wanted = table.rows.cpu().clone()
-        wanted[ids.cpu()] = new.cpu()
+        expected = table.rows.cpu().clone()
+        expected[ids.cpu()] = new.cpu()
         table.write(ids, new)
         assert torch.equal(table.read(ids), new)
         torch.cuda.synchronize()
-        assert torch.equal(table.rows.cpu(), wanted)
+        assert torch.equal(table.rows.cpu(), expected)

@@ -30,9 +30,9 @@ def test_reads_rows_as_they_are_stored() -> None:
     ids = torch.tensor([9, 4, 0, 9])
     indptr, columns, values = SparseTable.from_dense(rows).read_csr(ids)
     for i, node in enumerate(ids.tolist()):
-        here = slice(int(indptr[i]), int(indptr[i + 1]))
-        assert columns[here].tolist() == rows[node].nonzero().view(-1).tolist()
-        assert values[here].tolist() == rows[node][rows[node] != 0].tolist()
+        row_range = slice(int(indptr[i]), int(indptr[i + 1]))
+        assert columns[row_range].tolist() == rows[node].nonzero().view(-1).tolist()
+        assert values[row_range].tolist() == rows[node][rows[node] != 0].tolist()
 
 
 def test_repeated_entries_add_up() -> None:

@@ -169,10 +169,10 @@ def test_on_a_gpu(hot: torch.Tensor | None, sorted_from: int, monkeypatch: pytes
     try:
         with warnings.catch_warnings(action="ignore"):  # that it is a prototype
             torch.cuda.set_sync_debug_mode("error")
-        found = table.read(ids.cuda(non_blocking=True))
+        ours = table.read(ids.cuda(non_blocking=True))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(found.cpu(), ROWS[ids])
+    assert torch.equal(ours.cpu(), ROWS[ids])
     counts = table.counters()
     hits = ids.numel() if hot is None else int(torch.isin(ids, hot).sum())
     assert (counts["hits"], counts["misses"]) == (2 * hits, 2 * (ids.numel() - hits))
@@ -199,13 +199,13 @@ def test_beside_training_rows_are_read_where_they_always_are(device: str) -> Non
     # The seventh row is staged, and will be another one soon.
     hot[4] = -1.0
     hot_slot[7] = -2 - 4
-    beside = table.concurrent_view()
+    view = table.concurrent_view()
     ids = torch.tensor([7, 3])
-    assert torch.equal(beside.read(ids.to(device)).cpu(), ROWS[ids])
+    assert torch.equal(view.read(ids.to(device)).cpu(), ROWS[ids])
     if device == "cuda":  # else the host reads what is not hot
         assert table.read(ids.to(device))[0].tolist() == [-1.0] * 5
-    assert (beside.shape, beside.dtype, beside.storage()) == (table.shape, table.dtype, None)
-    assert beside.tiers(device) == (cold, None, None)
+    assert (view.shape, view.dtype, view.storage()) == (table.shape, table.dtype, None)
+    assert view.tiers(device) == (cold, None, None)
     everything = tiered(None)
     assert everything.concurrent_view().tiers() == everything.tiers()
 

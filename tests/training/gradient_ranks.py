@@ -87,10 +87,10 @@ def train(world: World, way: str, method: str, changes: dict[str, Any]) -> dict[
     trainer = hl.Trainer(
         model, data_in_float64(), METHODS[method], gradients=WAYS[way](), world=world, callbacks=callbacks, **settings
     )
-    done = trainer.fit()
+    run = trainer.fit()
     return {
-        "losses": [epoch.loss for epoch in done.history],
-        "metrics": [evaluation.metrics for evaluation in done.evaluations],
+        "losses": [epoch.loss for epoch in run.history],
+        "metrics": [evaluation.metrics for evaluation in run.evaluations],
         "weights": weights.numbers,
     }
 

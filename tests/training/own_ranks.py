@@ -40,8 +40,8 @@ class OwnWork(hl.extend.Work):
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[hl.extend.Unit]:
         generator = torch.Generator().manual_seed(epoch)
         for step in range(STEPS):
-            drawn = torch.randperm(self.job.train_ids.numel(), generator=generator)[:SEEDS]
-            seeds = self._own(step, self.job.train_ids[drawn])
+            seed_idx = torch.randperm(self.job.train_ids.numel(), generator=generator)[:SEEDS]
+            seeds = self._own(step, self.job.train_ids[seed_idx])
             if seeds is None:
                 return
             if step < done:

@@ -28,48 +28,48 @@ def trainer_of() -> hl.Trainer:
 
 def rooms_of(trainer: hl.Trainer, count: int) -> list[WeightsBuffer]:
     """Rooms with other weights each."""
-    rooms = []
+    buffers = []
     for _ in range(count):
         for p in trainer.model.parameters():
             p.data.add_(torch.randn_like(p))
-        rooms.append(WeightsBuffer(trainer.model.state_dict()))
-        rooms[-1].fill(trainer.model.state_dict())
-    return rooms
+        buffers.append(WeightsBuffer(trainer.model.state_dict()))
+        buffers[-1].fill(trainer.model.state_dict())
+    return buffers
 
 
 def test_a_room_holds_a_copy_of_every_weight_and_buffer():
     state = {"a": torch.arange(3.0), "b": torch.tensor(7), "none": torch.empty(0, 2), "c": torch.ones(2, 2).bfloat16()}
     state["turned"] = torch.arange(6.0).view(2, 3).t()
-    room = WeightsBuffer(state)
-    room.fill(state)
+    buffer = WeightsBuffer(state)
+    buffer.fill(state)
     before = {name: tensor.clone() for name, tensor in state.items()}
     for tensor in state.values():
         tensor.add_(1)
-    assert same_weights(room.weights, before)
-    assert [t.dtype for t in room.weights.values()] == [t.dtype for t in state.values()]
-    room.fill(state)
-    assert same_weights(room.weights, state)
+    assert same_weights(buffer.weights, before)
+    assert [t.dtype for t in buffer.weights.values()] == [t.dtype for t in state.values()]
+    buffer.fill(state)
+    assert same_weights(buffer.weights, state)
 
 
 def test_it_answers_in_order_with_what_training_would_find_and_leaves_the_model_alone():
     trainer = trainer_of()
     measure = Measure(trainer.method)
-    rooms = rooms_of(trainer, 3)
+    buffers = rooms_of(trainer, 3)
     threads = torch.get_num_threads()
     before = {n: t.clone() for n, t in trainer.model.state_dict().items()}
     thread = EvaluationThread(measure, trainer.job)
-    for epoch, room in enumerate(rooms, start=1):
-        thread.submit(epoch, room)
-    found = []
-    while len(found) < 3:
-        found += thread.results(wait=True)
+    for epoch, buffer in enumerate(buffers, start=1):
+        thread.submit(epoch, buffer)
+    results = []
+    while len(results) < 3:
+        results += thread.results(wait=True)
     thread.close()
-    assert [one.epoch for one in found] == [1, 2, 3]
+    assert [result.epoch for result in results] == [1, 2, 3]
     assert all(torch.equal(t, trainer.model.state_dict()[n]) for n, t in before.items())
     assert torch.get_num_threads() == threads
-    for one, room in zip(found, rooms, strict=True):
-        trainer.model.load_state_dict(room.weights)
-        assert one.metrics == measure(trainer.job)
+    for result, buffer in zip(results, buffers, strict=True):
+        trainer.model.load_state_dict(buffer.weights)
+        assert result.metrics == measure(trainer.job)
 
 
 def test_who_keeps_its_model_for_later_does_not_keep_its_job():
@@ -96,10 +96,10 @@ def test_a_failure_comes_after_the_answers_before_it_with_its_cause():
                 raise ZeroDivisionError("no\nmore")
             return super().__call__(job, keep)
 
-    rooms = rooms_of(trainer, 2)
+    buffers = rooms_of(trainer, 2)
     thread = EvaluationThread(Fails(trainer.method), trainer.job)
-    for epoch, room in enumerate(rooms, start=1):
-        thread.submit(epoch, room)
+    for epoch, buffer in enumerate(buffers, start=1):
+        thread.submit(epoch, buffer)
     thread._future.result(60)
     assert [one.epoch for one in thread.results()] == [1]
     with pytest.raises(EvaluationError, match="evaluation after epoch 2 failed: ZeroDivisionError: no more") as caught:
@@ -119,9 +119,9 @@ def test_closing_ends_an_evaluation_at_its_next_layer():
             go_on.wait()
             return super().__call__(job, keep)
 
-    (room,) = rooms_of(trainer, 1)
+    (buffer,) = rooms_of(trainer, 1)
     thread = EvaluationThread(Waits(trainer.method), trainer.job)
-    thread.submit(1, room)
+    thread.submit(1, buffer)
     begun.wait()
     thread._is_cancelled.set()
     go_on.set()
@@ -165,7 +165,7 @@ class Recorded:
 def test_what_is_recorded_is_launched_by_who_asks_and_waited_for_by_the_thread():
     trainer = trainer_of()
     measure = Measure(trainer.method)
-    rooms = rooms_of(trainer, 3)
+    buffers = rooms_of(trainer, 3)
     thread = EvaluationThread(measure, trainer.job)
     assert thread.is_ready
     thread._captured_inference = recorded = Recorded(trainer)  # type: ignore[assignment]
@@ -175,17 +175,17 @@ def test_what_is_recorded_is_launched_by_who_asks_and_waited_for_by_the_thread()
     assert thread.is_ready
     assert thread.max_pending == 2
     spans = Timers()
-    found = []
+    results = []
     with trace.listen(spans):
-        for epoch, room in enumerate(rooms, start=1):
-            thread.submit(epoch, room)
-        while len(found) < 3:
-            found += thread.results(wait=True)
+        for epoch, buffer in enumerate(buffers, start=1):
+            thread.submit(epoch, buffer)
+        while len(results) < 3:
+            results += thread.results(wait=True)
     thread.close()
     assert recorded.given == [threading.current_thread().name] * 3
     assert spans.this_epoch()["infer.layer"] >= 0.75
-    for epoch, (one, room) in enumerate(zip(found, rooms, strict=True), start=1):
-        trainer.model.load_state_dict(room.weights)
-        assert one.epoch == epoch
-        assert one.metrics == measure(trainer.job)
-        assert one.seconds >= 0.25
+    for epoch, (result, buffer) in enumerate(zip(results, buffers, strict=True), start=1):
+        trainer.model.load_state_dict(buffer.weights)
+        assert result.epoch == epoch
+        assert result.metrics == measure(trainer.job)
+        assert result.seconds >= 0.25

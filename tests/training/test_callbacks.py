@@ -128,19 +128,21 @@ def test_a_full_disk_is_named_and_leaves_the_old_weights(
 @pytest.mark.parametrize("evaluate", ["blocking", "async"])
 def test_an_epoch_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, evaluate: str):
     run = fit(small(), epochs=10, evaluate_every=3, evaluate=evaluate, show=True, out=tmp_path)
-    print_messages = capsys.readouterr().out.splitlines()
-    lines = [line for line in print_messages if "seeds/s" in line]
-    found = {e.epoch: e.metrics["accuracy"] for e in run.evaluations if e.split == "valid"}
-    assert list(found) == [3, 6, 9, 10]
+    printed = capsys.readouterr().out.splitlines()
+    lines = [line for line in printed if "seeds/s" in line]
+    accuracy_by_epoch = {e.epoch: e.metrics["accuracy"] for e in run.evaluations if e.split == "valid"}
+    assert list(accuracy_by_epoch) == [3, 6, 9, 10]
     for line, epoch in zip(lines, run.history, strict=True):
         assert line.startswith(f"epoch {epoch.epoch:>2}/10  loss {epoch.loss:.4f}  ")
-        assert ("valid" in line) == (epoch.epoch in found)
-        assert epoch.epoch not in found or f"  valid accuracy {found[epoch.epoch]:.4f}  " in line
+        assert ("valid" in line) == (epoch.epoch in accuracy_by_epoch)
+        assert (
+            epoch.epoch not in accuracy_by_epoch or f"  valid accuracy {accuracy_by_epoch[epoch.epoch]:.4f}  " in line
+        )
         assert len(line) < 100
-    assert [line for line in print_messages if line.startswith("epoch")] == lines, "nothing else is said of an epoch"
-    assert len(print_messages) == len(set(print_messages)), "nothing is said twice"
+    assert [line for line in printed if line.startswith("epoch")] == lines, "nothing else is said of an epoch"
+    assert len(printed) == len(set(printed)), "nothing is said twice"
     log = (tmp_path / "run.log").read_text()
-    assert all(line in log for line in print_messages)
+    assert all(line in log for line in printed)
     assert "done: all 10 epochs are trained" in log
 
 

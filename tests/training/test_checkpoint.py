@@ -27,10 +27,10 @@ STATE = {"weights": torch.arange(5.0), "epoch": 3, "names": ["a", "b"]}
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     checkpoint.write(tmp_path / "c", STATE)
-    found = checkpoint.read(tmp_path / "c")
-    assert torch.equal(found["weights"], STATE["weights"])
-    assert found["epoch"] == 3
-    assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    state = checkpoint.read(tmp_path / "c")
+    assert torch.equal(state["weights"], STATE["weights"])
+    assert state["epoch"] == 3
+    assert state["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert os.listdir(tmp_path) == ["c"]
 
 
@@ -101,8 +101,8 @@ def trainer(out: Path, *, hidden: int = 4, stop: int | None = None, data: Any = 
     data = data or small(num_train=48)
     method = settings.pop("method", hl.Sampled(fanouts=(3, 2), batch_size=16, workers=0))
     callbacks = [] if stop is None else [StopAfter(stop)]
-    given = {"epochs": 3, "show": False, "checkpoint_s": 0.0, **settings}
-    return hl.Trainer(sage(data, hidden, dropout=0.3), data, method, out=out, callbacks=callbacks, **given)
+    options = {"epochs": 3, "show": False, "checkpoint_s": 0.0, **settings}
+    return hl.Trainer(sage(data, hidden, dropout=0.3), data, method, out=out, callbacks=callbacks, **options)
 
 
 def same(one: hl.Trainer, other: hl.Trainer) -> bool:
@@ -120,13 +120,13 @@ def test_every_optimizer_and_schedule_goes_on_exactly(optimizer: str, schedule: 
     with pytest.raises(RuntimeError, match="enough"):
         trainer(tmp_path / "cut", stop=5, **options).fit()
     second = trainer(tmp_path / "cut", resume=True, **options)
-    found = second.fit()
+    ours = second.fit()
     assert same(whole, second)
-    assert [e.loss for e in found.history] == [e.loss for e in expected.history]
-    assert [e.lr for e in found.history] == [e.lr for e in expected.history]
-    assert [e.metrics for e in found.evaluations] == [e.metrics for e in expected.evaluations]
-    assert found.test == expected.test
-    assert found.best_epoch == expected.best_epoch
+    assert [e.loss for e in ours.history] == [e.loss for e in expected.history]
+    assert [e.lr for e in ours.history] == [e.lr for e in expected.history]
+    assert [e.metrics for e in ours.evaluations] == [e.metrics for e in expected.evaluations]
+    assert ours.test == expected.test
+    assert ours.best_epoch == expected.best_epoch
 
 
 def test_what_convs_draw_by_themselves_goes_on_exactly(tmp_path: Path) -> None:
@@ -134,24 +134,24 @@ def test_what_convs_draw_by_themselves_goes_on_exactly(tmp_path: Path) -> None:
         torch.manual_seed(0)
         model = hl.nn.GNN([GATConv(8, 4, dropout=0.5), GATConv(4, 4, dropout=0.5)])
         method = hl.Sampled(fanouts=(3, 2), batch_size=16, workers=0)
-        given = {"epochs": 2, "show": False, "checkpoint_s": 0.0, **settings}
-        return hl.Trainer(model, small(num_train=48), method, out=out, callbacks=callbacks, **given)
+        options = {"epochs": 2, "show": False, "checkpoint_s": 0.0, **settings}
+        return hl.Trainer(model, small(num_train=48), method, out=out, callbacks=callbacks, **options)
 
-    whole = attentive(tmp_path / "whole")
-    whole.fit()
+    uninterrupted = attentive(tmp_path / "whole")
+    uninterrupted.fit()
     with pytest.raises(RuntimeError, match="enough"):
         attentive(tmp_path / "cut", (StopAfter(2),)).fit()
-    second = attentive(tmp_path / "cut", resume=True)
-    second.fit()
-    assert same(whole, second)
+    resumed = attentive(tmp_path / "cut", resume=True)
+    resumed.fit()
+    assert same(uninterrupted, resumed)
 
 
 def test_a_finished_run_is_only_tested_again(tmp_path: Path) -> None:
     first = trainer(tmp_path / "run").fit()
-    again = trainer(tmp_path / "run", resume=True)
-    found = again.fit()
-    assert (found.test, found.epochs, again.num_steps) == (first.test, 3, again.num_steps)
-    assert found.reason == first.reason
+    resumed = trainer(tmp_path / "run", resume=True)
+    second = resumed.fit()
+    assert (second.test, second.epochs, resumed.num_steps) == (first.test, 3, resumed.num_steps)
+    assert second.reason == first.reason
 
 
 def test_more_epochs_go_on_from_the_last(tmp_path: Path) -> None:
@@ -171,8 +171,8 @@ def test_early_stopping_remembers_how_long_it_waited(tmp_path: Path) -> None:
     expected = trainer(tmp_path / "whole", **options).fit()
     with pytest.raises(RuntimeError, match="enough"):
         trainer(tmp_path / "cut", stop=8, **options).fit()
-    found = trainer(tmp_path / "cut", resume=True, **options).fit()
-    assert (found.epochs, found.reason) == (expected.epochs, expected.reason)
+    ours = trainer(tmp_path / "cut", resume=True, **options).fit()
+    assert (ours.epochs, ours.reason) == (expected.epochs, expected.reason)
     assert expected.epochs < 9
 
 
@@ -190,7 +190,7 @@ def test_early_stopping_remembers_how_long_it_waited(tmp_path: Path) -> None:
 )
 def test_a_checkpoint_of_another_run_is_refused_by_name(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
     trainer(tmp_path / "run", epochs=1).fit()
-    kept = (tmp_path / "run" / checkpoint.FILE).read_bytes()
+    checkpoint_before = (tmp_path / "run" / checkpoint.FILE).read_bytes()
     if changes.get("data") == "other":
         changes = {"data": small(num_train=48, num_edges=4200)}
     elif changes.get("data") == "split":
@@ -199,7 +199,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(changes: dict[str, Any],
         changes = {"data": dataclasses.replace(data, splits={**data.splits, "train": shifted})}
     with pytest.raises(ValueError, match=named):
         trainer(tmp_path / "run", resume=True, **changes).fit()
-    assert (tmp_path / "run" / checkpoint.FILE).read_bytes() == kept
+    assert (tmp_path / "run" / checkpoint.FILE).read_bytes() == checkpoint_before
 
 
 def test_workers_and_look_ahead_may_change(tmp_path: Path) -> None:
@@ -220,13 +220,13 @@ def test_a_method_that_cannot_begin_in_the_middle_goes_on_too(tmp_path: Path) ->
             return Work()
 
     method = Plain(fanouts=(3, 2), batch_size=16, workers=0)
-    whole = trainer(tmp_path / "whole", method=method)
-    whole.fit()
+    uninterrupted = trainer(tmp_path / "whole", method=method)
+    uninterrupted.fit()
     with pytest.raises(RuntimeError, match="enough"):
         trainer(tmp_path / "cut", method=method, stop=5).fit()
-    second = trainer(tmp_path / "cut", method=method, resume=True)
-    second.fit()
-    assert same(whole, second)
+    resumed = trainer(tmp_path / "cut", method=method, resume=True)
+    resumed.fit()
+    assert same(uninterrupted, resumed)
 
 
 def test_a_callback_of_the_users_keeps_its_state(tmp_path: Path) -> None:
@@ -355,11 +355,11 @@ def test_resuming_a_finished_run_changes_nothing_in_its_folder(
     first = trainer(tmp_path / "run", **options).fit()
     before = contents(tmp_path / "run")
     with caplog.at_level("INFO", logger="hopline"):
-        again = trainer(tmp_path / "run", resume=True, **options).fit()
+        resumed = trainer(tmp_path / "run", resume=True, **options).fit()
     assert contents(tmp_path / "run") == before
-    assert (again.test, again.valid, again.best_epoch) == (first.test, first.valid, first.best_epoch)
-    said = "training has ended after epoch 2: validation" if early else "all 3 epochs were trained"
-    assert said in caplog.text
+    assert (resumed.test, resumed.valid, resumed.best_epoch) == (first.test, first.valid, first.best_epoch)
+    sentence = "training has ended after epoch 2: validation" if early else "all 3 epochs were trained"
+    assert sentence in caplog.text
     assert "seeds done" not in caplog.text
 
 

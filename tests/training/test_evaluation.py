@@ -43,11 +43,11 @@ def permits(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     evaluate = EvaluationThread._evaluate
 
     def evaluate_with_permit(
-        self: EvaluationThread, room: async_evaluation.WeightsBuffer
+        self: EvaluationThread, buffer: async_evaluation.WeightsBuffer
     ) -> tuple[dict[str, float], float]:
         while not (permits.acquire(timeout=0.01) or self._is_cancelled.is_set()):
             pass
-        return evaluate(self, room)
+        return evaluate(self, buffer)
 
     monkeypatch.setattr(EvaluationThread, "_evaluate", evaluate_with_permit)
     monkeypatch.setattr(async_evaluation, "BACKLOG", 100)
@@ -109,27 +109,27 @@ def compare_with_blocking(
 ) -> None:
     """permits: results come when training is two epochs further than the blocking run was."""
     data = small()
-    found = {}
+    outcomes = {}
     weights = {}
     for how in ("blocking", "async"):
         model = model_of(kind, data)
-        late = [] if permits is None or not found else [Permit(permits, found["blocking"]["end"][0] + 2)]
+        late = [] if permits is None or not outcomes else [Permit(permits, outcomes["blocking"]["end"][0] + 2)]
         run = fit(data, model, evaluate=how, out=folder / how, callbacks=late, **settings)
-        found[how] = outcome(run, model)
+        outcomes[how] = outcome(run, model)
         weights[how] = {n: torch.load(folder / how / n, weights_only=True) for n in ("best.pt", "last.pt")}
-    assert found["async"] == found["blocking"]
+    assert outcomes["async"] == outcomes["blocking"]
     for name in ("best.pt", "last.pt"):
         assert same_weights(weights["async"][name], weights["blocking"][name])
     for event in ("epoch", "evaluate"):
-        of = {how: [r["epoch"] for r in records(folder / how, event)] for how in found}
-        assert of["async"] == of["blocking"]
+        epochs_recorded = {how: [r["epoch"] for r in records(folder / how, event)] for how in outcomes}
+        assert epochs_recorded["async"] == epochs_recorded["blocking"]
     if "patience" in settings:  # so that this looks at what it is meant to
-        assert found["blocking"]["end"][0] < 28
+        assert outcomes["blocking"]["end"][0] < 28
     ended = checkpoint.read(folder / "async" / checkpoint.FILE)
-    assert ended["position"]["epoch"] == found["blocking"]["end"][0] + 1
+    assert ended["position"]["epoch"] == outcomes["blocking"]["end"][0] + 1
     model = model_of(kind, data)
-    again = fit(data, model, evaluate="async", out=folder / "async", resume=True, **settings)  # nothing left
-    assert outcome(again, model) == found["blocking"]
+    resumed = fit(data, model, evaluate="async", out=folder / "async", resume=True, **settings)  # nothing left
+    assert outcome(resumed, model) == outcomes["blocking"]
 
 
 def test_an_error_in_epochs_that_would_not_have_been_trained_is_dropped_with_them(permits: threading.Semaphore):
@@ -239,12 +239,12 @@ def test_training_evaluates_itself_what_it_would_have_to_wait_for(
 
     monkeypatch.setattr(AsyncEvaluator, "_evaluate_in_trainer", noted)
     data = small()
-    found = []
+    outcomes = []
     for how in ("blocking", "async"):
         model = model_of("sage", data)
-        found.append(outcome(fit(data, model, epochs=5, evaluate=how), model))
+        outcomes.append(outcome(fit(data, model, epochs=5, evaluate=how), model))
     assert in_trainer[0] == 3
-    assert found[0] == found[1]
+    assert outcomes[0] == outcomes[1]
 
 
 class StopAt(hl.Callback):
@@ -267,31 +267,31 @@ class StopAt(hl.Callback):
 def test_interrupted_and_resumed_is_the_run_that_never_stopped(
     later: str, tmp_path: Path, permits: threading.Semaphore
 ):
-    after = 0
+    num_evaluated = 0
     if later == "async":
-        after = 1
+        num_evaluated = 1
         permits.release()  # no more than one, so that no result ends the run before it is interrupted
     data = small()
     watch = Recorder()
     settings: dict[str, Any] = {"epochs": 30, "patience": 3, "lr": 0.1}
     model = model_of("gat", data)
-    whole = outcome(fit(data, model, **settings), model)
-    stops_after = whole["end"][0]
+    expected = outcome(fit(data, model, **settings), model)
+    stops_after = expected["end"][0]
     model = model_of("gat", data)
-    callbacks = [StopAt(stops_after + 1, after=after), watch]
+    callbacks = [StopAt(stops_after + 1, after=num_evaluated), watch]
     with pytest.raises(KeyboardInterrupt):
         fit(data, model, evaluate="async", out=tmp_path, callbacks=callbacks, checkpoint_s=0.0, **settings)
-    left = dict(checkpoint.read(tmp_path / checkpoint.FILE)["callbacks"])["Waiting"]["waiting"]
-    assert [one["epoch"] for one in left][-1] == stops_after
+    waiting = dict(checkpoint.read(tmp_path / checkpoint.FILE)["callbacks"])["Waiting"]["waiting"]
+    assert [snapshot["epoch"] for snapshot in waiting][-1] == stops_after
     (ended,) = watch.payloads("fit_end")
-    assert len(ended.evaluations) == after  # a finished one is not lost
+    assert len(ended.evaluations) == num_evaluated  # a finished one is not lost
     permits.release(100)
     model = model_of("gat", data)
     run = fit(data, model, evaluate=later, out=tmp_path, resume=True, **settings)
-    assert outcome(run, model) == whole
-    of = {event: [r["epoch"] for r in records(tmp_path, event)] for event in ("epoch", "evaluate")}
-    assert of["epoch"] == list(range(1, stops_after + 1))
-    assert of["evaluate"][:-1] == list(range(1, stops_after + 1))  # and the test
+    assert outcome(run, model) == expected
+    epochs_recorded = {event: [r["epoch"] for r in records(tmp_path, event)] for event in ("epoch", "evaluate")}
+    assert epochs_recorded["epoch"] == list(range(1, stops_after + 1))
+    assert epochs_recorded["evaluate"][:-1] == list(range(1, stops_after + 1))  # and the test
 
 
 class Own(hl.Trainer):
@@ -342,13 +342,13 @@ def test_an_end_by_ctrl_c_keeps_the_results_that_have_come(tmp_path: Path):
     assert not psutil.wait_procs(family, timeout=20)[1]
     assert "Traceback" not in errors
     assert process.returncode == 128 + signal.SIGINT, errors
-    kept = checkpoint.read(tmp_path / "run" / checkpoint.FILE)
-    assert kept["evaluations"]
-    assert [e["epoch"] for e in kept["evaluations"]] == list(range(1, len(kept["evaluations"]) + 1))
+    stored = checkpoint.read(tmp_path / "run" / checkpoint.FILE)
+    assert stored["evaluations"]
+    assert [e["epoch"] for e in stored["evaluations"]] == list(range(1, len(stored["evaluations"]) + 1))
 
 
 def test_several_ranks_end_with_the_run_that_waited(tmp_path: Path):
-    found = {}
+    outcomes = {}
     for how in ("blocking", "async"):
         settings = ["devices=2", f"evaluate={how}", f"out={how}", "epochs=8", "patience=1", "lr=1.0", "show=false"]
         process = start(tmp_path, *settings)
@@ -357,10 +357,10 @@ def test_several_ranks_end_with_the_run_that_waited(tmp_path: Path):
         evaluations = [(r["epoch"], r["split"], r["metrics"]) for r in records(tmp_path / how, "evaluate")]
         ended = {key: records(tmp_path / how, "end")[0][key] for key in ("epochs", "best_epoch", "reason", "test")}
         weights = {n: torch.load(tmp_path / how / n, weights_only=True) for n in ("best.pt", "last.pt")}
-        found[how] = (evaluations, ended, [r["loss"] for r in records(tmp_path / how, "epoch")], weights)
-    assert found["async"][:3] == found["blocking"][:3]
-    assert found["blocking"][1]["epochs"] < 8
-    assert all(same_weights(found["async"][3][name], weights) for name, weights in found["blocking"][3].items())
+        outcomes[how] = (evaluations, ended, [r["loss"] for r in records(tmp_path / how, "epoch")], weights)
+    assert outcomes["async"][:3] == outcomes["blocking"][:3]
+    assert outcomes["blocking"][1]["epochs"] < 8
+    assert all(same_weights(outcomes["async"][3][name], weights) for name, weights in outcomes["blocking"][3].items())
 
 
 def test_a_result_is_a_value_until_the_trainer_acts_on_it():

@@ -39,9 +39,9 @@ def over_ranks(way: str, how: str = "share", /, **changes: Any) -> dict[str, Any
     return run(train, TWO, way, how, changes)
 
 
-def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found["losses"] == pytest.approx(expected["losses"], abs=1e-12)
-    assert found["weights"] == pytest.approx(expected["weights"], abs=1e-12)
+def assert_close(ours: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert ours["losses"] == pytest.approx(expected["losses"], abs=1e-12)
+    assert ours["weights"] == pytest.approx(expected["weights"], abs=1e-12)
 
 
 def test_the_sum_as_a_function_is_the_default_to_the_bit() -> None:
@@ -51,9 +51,9 @@ def test_the_sum_as_a_function_is_the_default_to_the_bit() -> None:
 
 @pytest.mark.parametrize("clip_norm", [None, 0.4])
 def test_weights_averaged_every_third_step_are_those_of_plain_torch(clip_norm: float | None) -> None:
-    found = over_ranks("local 3", clip_norm=clip_norm)
-    assert_close(found, plain(twice, AverageEvery(3), average, clip_norm=clip_norm))
-    assert found["weights"] != pytest.approx(over_ranks("default", clip_norm=clip_norm)["weights"], abs=1e-6)
+    ours = over_ranks("local 3", clip_norm=clip_norm)
+    assert_close(ours, plain(twice, AverageEvery(3), average, clip_norm=clip_norm))
+    assert ours["weights"] != pytest.approx(over_ranks("default", clip_norm=clip_norm)["weights"], abs=1e-6)
 
 
 @pytest.mark.parametrize("how", ["share", "uneven"])
@@ -63,9 +63,9 @@ def test_weights_averaged_after_every_step_of_sgd_are_those_of_the_sum(how: str)
 
 @pytest.mark.parametrize("clip_norm", [None, 0.4])
 def test_largest_entries_with_feedback_are_those_of_plain_torch(clip_norm: float | None) -> None:
-    found = over_ranks("top few", clip_norm=clip_norm)  # clipped after they are combined
-    assert_close(found, plain(LargestWithFeedback(0.1), idle, idle, clip_norm=clip_norm))
-    assert found["weights"] != pytest.approx(over_ranks("default", clip_norm=clip_norm)["weights"], abs=1e-6)
+    ours = over_ranks("top few", clip_norm=clip_norm)  # clipped after they are combined
+    assert_close(ours, plain(LargestWithFeedback(0.1), idle, idle, clip_norm=clip_norm))
+    assert ours["weights"] != pytest.approx(over_ranks("default", clip_norm=clip_norm)["weights"], abs=1e-6)
 
 
 def test_all_entries_are_the_sum_also_where_a_rank_has_no_unit() -> None:
@@ -137,15 +137,15 @@ def test_one_process_that_was_resumed_remembers_what_was_left_out(tmp_path: Path
 
 
 def test_config_and_report_name_it(tmp_path: Path) -> None:
-    for name, given, expected in (
+    for name, gradients, expected in (
         ("usual", None, {"kind": "sum"}),
         ("function", summed, {"kind": "summed"}),
         ("object", LocalSGD(every=5), {"kind": "LocalSGD", "every": 5}),
     ):
-        fit(small(), gradients=given, epochs=1, out=tmp_path / name)
+        fit(small(), gradients=gradients, epochs=1, out=tmp_path / name)
         stored = json.loads((tmp_path / name / "config.json").read_text())
         assert stored["config"]["gradients"] == expected
-        assert ("gradients.kind" in stored["changed"]) == (given is not None)
+        assert ("gradients.kind" in stored["changed"]) == (gradients is not None)
         page = (tmp_path / name / "report.html").read_text()
         assert ("LocalSGD" in page) == (name == "object")
 
@@ -162,10 +162,10 @@ def test_config_and_report_name_it(tmp_path: Path) -> None:
         (3, "gradients must be a function of"),
     ],
 )
-def test_what_combines_nothing_is_refused(given: Any, sentence: str) -> None:
+def test_what_combines_nothing_is_refused(gradients: Any, sentence: str) -> None:
     data = small()
     with pytest.raises(ValueError, match=sentence):
-        hl.Trainer(sage(data), data, gradients=given)
+        hl.Trainer(sage(data), data, gradients=gradients)
 
 
 def test_ranks_of_full_batch_cannot_step_apart() -> None:

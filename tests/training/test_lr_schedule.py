@@ -19,12 +19,12 @@ def rates(
     """The rate of each epoch; `values` are the metric after each epoch, evaluated at every few of them."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     scheduler = Scheduler(spec, optimizer, epochs)
-    found = []
+    rate_by_epoch = []
     for epoch in range(1, epochs + 1):
-        found.append(optimizer.param_groups[0]["lr"])
+        rate_by_epoch.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step(values[epoch - 1] if values else 0.0, evaluated=epoch % every == 0)
-    return found
+    return rate_by_epoch
 
 
 def cosine(step: int, steps: int, floor: float = 0.0) -> float:
@@ -36,21 +36,21 @@ def test_constant_stays():
 
 
 def test_cosine_falls_from_the_rate_towards_the_floor():
-    found = rates(Schedule(name="cosine", floor=0.1), 5)
-    assert found == pytest.approx([cosine(step, 5, 0.1) for step in range(5)])
-    assert found[0] == 1.0
-    assert found[-1] > 0.1
+    ours = rates(Schedule(name="cosine", floor=0.1), 5)
+    assert ours == pytest.approx([cosine(step, 5, 0.1) for step in range(5)])
+    assert ours[0] == 1.0
+    assert ours[-1] > 0.1
 
 
 def test_step_lowers_every_few_epochs_down_to_the_floor():
-    found = rates(Schedule(name="step", every=2, factor=0.1, floor=0.05), 7)
-    assert found == pytest.approx([1, 1, 0.1, 0.1, 0.05, 0.05, 0.05])
+    ours = rates(Schedule(name="step", every=2, factor=0.1, floor=0.05), 7)
+    assert ours == pytest.approx([1, 1, 0.1, 0.1, 0.05, 0.05, 0.05])
 
 
 def test_plateau_acts_after_its_patience_and_begins_to_count_again():
     spec = Schedule(name="plateau", every=1, factor=0.5)
-    found = rates(spec, 8, values=[0.1, 0.2, 0.2, 0.1, 0.2, 0.2, 0.3, 0.3])
-    assert found == [1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25]
+    ours = rates(spec, 8, values=[0.1, 0.2, 0.2, 0.1, 0.2, 0.2, 0.3, 0.3])
+    assert ours == [1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25]
 
 
 def test_plateau_counts_evaluations_and_not_epochs():
@@ -102,7 +102,7 @@ def resumed(spec: Schedule, epochs: int, at: int, then: int, values: Sequence[fl
     """The rate of each epoch of a run of `epochs` that was stopped after `at` of them and goes on to `then`."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = Scheduler(spec, optimizer, epochs)
-    found = []
+    rate_by_epoch = []
     for epoch in range(1, then + 1):
         if epoch == at + 1:
             state = optimizer.state_dict(), scheduler.state_dict()
@@ -110,10 +110,10 @@ def resumed(spec: Schedule, epochs: int, at: int, then: int, values: Sequence[fl
             scheduler = Scheduler(spec, optimizer, then)
             optimizer.load_state_dict(state[0])
             scheduler.load_state_dict(state[1])
-        found.append(optimizer.param_groups[0]["lr"])
+        rate_by_epoch.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step(values[epoch - 1], evaluated=True)
-    return found
+    return rate_by_epoch
 
 
 @pytest.mark.parametrize("warmup", [0, 2])
@@ -124,8 +124,8 @@ def test_a_run_resumed_with_another_number_of_epochs_has_the_rates_of_a_run_of_t
     for epochs, then in [(6, 12), (6, 7), (12, 6), (6, 6), (12, 9)]:
         expected = rates(spec, then, values)
         for at in range(1, min(epochs, then) + 1):
-            found = resumed(spec, epochs, at, then, values)
-            assert found[at:] == pytest.approx(expected[at:], rel=1e-12), f"{epochs} epochs, {at} done, then {then}"
+            ours = resumed(spec, epochs, at, then, values)
+            assert ours[at:] == pytest.approx(expected[at:], rel=1e-12), f"{epochs} epochs, {at} done, then {then}"
 
 
 def test_every_is_10_epochs_of_step_and_5_evaluations_of_plateau_by_default():

@@ -26,15 +26,15 @@ def test_steps_are_torchs_with_clipping(kind: str, device: str):
     plain = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind]
     optimizer = plain(theirs.parameters(), lr=0.05, weight_decay=0.01)
     # Gradients that stay where they are are captured; those of other places must not be taken for them.
-    both = [[torch.empty_like(p) for p in ours.parameters()] for _ in range(2)]
-    for turn, here in enumerate([0] * 5 + [1] * 3 + [0, 1] * 3):
-        for p, q, place in zip(ours.parameters(), theirs.parameters(), both[here], strict=True):
-            q.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(turn)).to(device)
+    gradient_buffers = [[torch.empty_like(p) for p in ours.parameters()] for _ in range(2)]
+    for step, which in enumerate([0] * 5 + [1] * 3 + [0, 1] * 3):
+        for p, q, place in zip(ours.parameters(), theirs.parameters(), gradient_buffers[which], strict=True):
+            q.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).to(device)
             p.grad = place.copy_(q.grad)
         nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
         optimizer.step()
         update()
-        if turn == 4:  # by then it is captured
+        if step == 4:  # by then it is captured
             for group in update.optimizer.param_groups:
                 group["lr"] = group["lr"].fill_(0.01) if device == "cuda" else 0.01
             for group in optimizer.param_groups:
@@ -55,22 +55,22 @@ def test_settings_that_a_callback_changes_are_followed(kind: str, device: str):
     plain = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind]
     optimizer = plain(theirs[0].parameters(), lr=0.05, weight_decay=0.01)
     places = [torch.empty_like(p) for p in ours.parameters()]
-    for turn in range(24):
+    for step in range(24):
         for p, q, place in zip(ours.parameters(), theirs.parameters(), places, strict=True):
-            q.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(turn)).to(device)
+            q.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).to(device)
             p.grad = place.copy_(q.grad)
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         nn.utils.clip_grad_norm_(stepped, 0.5)
         optimizer.step()
         update()
-        for one in (update.optimizer, optimizer):
-            if turn == 6:
-                one.param_groups[0]["weight_decay"] = 0.3
-            if turn == 12:
-                one.param_groups[0]["lr"] = 0.01
-            if turn == 18:
-                module = ours if one is update.optimizer else theirs
-                one.add_param_group({"params": list(module[1].parameters()), "lr": 0.02, "weight_decay": 0.1})
+        for either in (update.optimizer, optimizer):
+            if step == 6:
+                either.param_groups[0]["weight_decay"] = 0.3
+            if step == 12:
+                either.param_groups[0]["lr"] = 0.01
+            if step == 18:
+                module = ours if either is update.optimizer else theirs
+                either.add_param_group({"params": list(module[1].parameters()), "lr": 0.02, "weight_decay": 0.1})
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
 
@@ -88,10 +88,10 @@ def test_captured_steps_are_to_the_bit_those_that_are_not_wherever_gradients_wer
     updates = [Update(m, make_optimizer(kind, [(list(m.parameters()), 0.01)], 0.05), clip_norm, print) for m in modules]
     updates[1].can_capture = False
     places = [[torch.empty_like(p) for p in modules[0].parameters()] for _ in range(12)]
-    for turn in range(30):
+    for step in range(30):
         for module, update in zip(modules, updates, strict=True):
-            for p, place in zip(module.parameters(), places[turn % 12], strict=True):
-                p.grad = place.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(turn)))
+            for p, place in zip(module.parameters(), places[step % 12], strict=True):
+                p.grad = place.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(step)))
             update()
     assert updates[0].num_graphs == MAX_CAPTURES
     for p, q in zip(*(module.parameters() for module in modules), strict=True):
@@ -139,7 +139,7 @@ def test_a_graph_is_replayed_for_gradients_where_it_reads_them_only(
 ):
     noted = Noted(fake_cuda, monkeypatch)
     both = [noted.place(), noted.place()]
-    did = [noted.did(both[here]) for here in [0] * 4 + [1] * 3 + [0, 1, 0]]
+    did = [noted.did(both[which]) for which in [0] * 4 + [1] * 3 + [0, 1, 0]]
     assert did[:4] == ["run", "run", CAPTURED.format(0), "replay of 0"]
     assert did[4:7] == ["run", CAPTURED.format(1), "replay of 1"]
     assert did[7:] == ["replay of 0", "replay of 1", "replay of 0"]
@@ -156,16 +156,16 @@ def test_places_that_never_come_again_are_not_remembered_but_graphs_are(
 ):
     noted = Noted(fake_cuda, monkeypatch)
     first = noted.place()
-    others = []
+    later_buffers = []
     for _ in range(3):
         noted.did(first)
     for _ in range(MAX_SEEN_KEYS + 5):
-        others.append(noted.place())  # all at once, so that each is at another place
-        noted.did(others[-1])
+        later_buffers.append(noted.place())  # all at once, so that each is at another place
+        noted.did(later_buffers[-1])
     assert len(noted.update.captured) < MAX_SEEN_KEYS
     assert noted.did(first) == "replay of 0"
-    assert noted.did(others[0]) == "run", "it was forgotten"
-    assert noted.did(others[0]) == CAPTURED.format(1)
+    assert noted.did(later_buffers[0]) == "run", "it was forgotten"
+    assert noted.did(later_buffers[0]) == CAPTURED.format(1)
 
 
 def test_a_step_that_cannot_be_captured_is_run_and_none_is_tried_again(
@@ -176,7 +176,7 @@ def test_a_step_that_cannot_be_captured_is_run_and_none_is_tried_again(
     for _ in range(3):
         noted.did(both[0])
     noted.fails = True
-    did = [noted.did(both[here]) for here in (1, 1, 1, 0)]
+    did = [noted.did(both[which]) for which in (1, 1, 1, 0)]
     assert did == ["run", "capture 1, run, end of capture 1, run", "run", "run"]
     assert noted.update.num_graphs == 0
     assert len(noted.lines) == 1

@@ -21,16 +21,16 @@ from tests.training.own_ranks import train
 TWO = LaunchSettings(devices=2, timeout_s=30)
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found["losses"] == pytest.approx(expected["losses"], abs=1e-12)
-    assert found["weights"] == pytest.approx(expected["weights"], abs=1e-12)
+def assert_same(ours: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert ours["losses"] == pytest.approx(expected["losses"], abs=1e-12)
+    assert ours["weights"] == pytest.approx(expected["weights"], abs=1e-12)
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("name", ["same", "share", "uneven", "plain", "loader", "loader of ranks"])
 def test_two_ranks_with_an_own_method_are_equal_to_one_process(name: str, accumulate: int) -> None:
-    found = run(_train, TWO, name, {"accumulate": accumulate})
-    assert_same(found, train(World.alone(), name, accumulate=accumulate))
+    ours = run(_train, TWO, name, {"accumulate": accumulate})
+    assert_same(ours, train(World.alone(), name, accumulate=accumulate))
 
 
 def _train(world: World, name: str, changes: dict[str, Any]) -> dict[str, Any]:

@@ -54,11 +54,11 @@ def test_a_budgets_record_is_in_the_report_of_its_epoch(tmp_path: Path, caplog: 
     guard = StandIn(steps=10 * MAX_POINTS, split=3, pieces=7, over=2, oom=1, cut=4, edges_cut=5000, resampled=6)
     run = hl.Trainer(sage(small()), small(), method(), callbacks=[Guarded(guard)], epochs=1, out=tmp_path).fit()
     assert run.epochs == 1
-    (found,) = records(tmp_path, "budget")
-    assert found["epoch"] == 1
-    assert (found["num_steps"], found["steps_per_point"]) == (10 * MAX_POINTS, 10)
-    assert len(found["before"]) == len(found["after"]) == MAX_POINTS
-    assert max(found["before"]) == 10 * MAX_POINTS - 1
+    (record,) = records(tmp_path, "budget")
+    assert record["epoch"] == 1
+    assert (record["num_steps"], record["steps_per_point"]) == (10 * MAX_POINTS, 10)
+    assert len(record["before"]) == len(record["after"]) == MAX_POINTS
+    assert max(record["before"]) == 10 * MAX_POINTS - 1
     (line,) = said(caplog, "promised")
     assert line.startswith("budget: ")
     for words in ("3 batches split into 7 pieces", "6 samples drawn anew", "5,000 edges cut from 4 batches"):
@@ -96,9 +96,9 @@ def test_ranks_are_put_together():
     WatchBudget(report).on_epoch_end(
         trainer, hl.extend.EpochEnd(epoch=4, **dict.fromkeys(NUMBERS, 0.0), slowest_stage="")
     )
-    found = report.record
-    assert (found["limit_bytes"], found["promised_bytes"], found["peak_bytes"]) == (70, 95, 80)
-    assert (found["split"], found["pieces"], found["oom"]) == (6, 14, 0)
+    logged = report.record
+    assert (logged["limit_bytes"], logged["promised_bytes"], logged["peak_bytes"]) == (70, 95, 80)
+    assert (logged["split"], logged["pieces"], logged["oom"]) == (6, 14, 0)
 
 
 NUMBERS = ("loss", "lr", "seconds", "seeds_per_s")
@@ -108,20 +108,20 @@ def test_a_real_guard_through_a_run_that_is_resumed(tmp_path: Path):
     data = small()
 
     def trainer(epochs: int) -> hl.Trainer:
-        found = hl.Trainer(sage(data), data, method(), epochs=epochs, out=tmp_path, resume=epochs > 1, show=False)
-        found.guard = Guard(found.job, Budget(device="8GiB"), 200_000)
-        found.work = guarded(found.work, found.method, found.guard)
-        return found
+        record = hl.Trainer(sage(data), data, method(), epochs=epochs, out=tmp_path, resume=epochs > 1, show=False)
+        record.guard = Guard(record.job, Budget(device="8GiB"), 200_000)
+        record.work = guarded(record.work, record.method, record.guard)
+        return record
 
     trainer(1).fit()
     trainer(2).fit()
     first, second = records(tmp_path, "budget")
     assert (first["epoch"], second["epoch"]) == (1, 2)
-    for found in (first, second):
-        assert found["num_steps"] == len(found["after"]) == 3
-        assert found["split"] > 0
-        assert max(found["after"]) == found["peak_bytes"] <= found["limit_bytes"] == 200_000 < max(found["before"])
-        assert found["over"] == 0
+    for record in (first, second):
+        assert record["num_steps"] == len(record["after"]) == 3
+        assert record["split"] > 0
+        assert max(record["after"]) == record["peak_bytes"] <= record["limit_bytes"] == 200_000 < max(record["before"])
+        assert record["over"] == 0
     page = render(tmp_path)
     assert "before splitting, step 1:" in page
     assert "before splitting, step 6:" in page
@@ -133,12 +133,12 @@ def test_a_plan_is_in_the_report_and_what_was_measured_beside_it(tmp_path: Path)
     trainer.fit()
     assert trainer.plan is not None
     (plan,) = records(tmp_path, "plan")
-    (found,) = records(tmp_path, "budget")
+    (record,) = records(tmp_path, "budget")
     (total,) = plan["totals"]
     assert (total["place"], total["budget_bytes"]) == ("host", 64 * 2**20)
     assert total["promised_bytes"] == trainer.plan.peak_bytes("host")
     assert {"graph", "features", "weights", "optimizer"} <= {item["name"] for item in plan["items"]}
-    assert 0 < found["peak_bytes"] <= found["promised_bytes"] <= found["limit_bytes"] < total["budget_bytes"]
+    assert 0 < record["peak_bytes"] <= record["promised_bytes"] <= record["limit_bytes"] < total["budget_bytes"]
     page = (tmp_path / "report.html").read_text()
     assert "Memory plan" in page
     assert "Memory budget" in page
@@ -148,14 +148,14 @@ def test_the_pipeline_explains_itself(tmp_path: Path, caplog: pytest.LogCaptureF
     run = fit(small(), epochs=3, out=tmp_path, show=True)
     epochs = records(tmp_path, "pipeline")
     (end,) = records(tmp_path, "explain")
-    assert [found["epoch"] for found in epochs] == [1, 2, 3]
+    assert [record["epoch"] for record in epochs] == [1, 2, 3]
     assert not records(tmp_path, "budget"), "there was none"
-    for found, epoch in zip(epochs, run.history, strict=True):
-        assert found["num_batches"] == 3
-        assert found["workers"] == 1
-        assert found["stages"]["forward"] == epoch.stages["forward"]
-        assert found["stages"]["sample"] > 0
-        assert found["achieved"] == pytest.approx(epoch.seconds / found["serial_s"])
+    for record, epoch in zip(epochs, run.history, strict=True):
+        assert record["num_batches"] == 3
+        assert record["workers"] == 1
+        assert record["stages"]["forward"] == epoch.stages["forward"]
+        assert record["stages"]["sample"] > 0
+        assert record["achieved"] == pytest.approx(epoch.seconds / record["serial_s"])
     assert end["seconds"] == pytest.approx((run.history[1].seconds + run.history[2].seconds) / 2)
     assert not said(caplog, "bottleneck:"), "there is nothing to gain in a second"
     page = (tmp_path / "report.html").read_text()
@@ -188,8 +188,8 @@ def test_an_epoch_whose_first_steps_were_elsewhere_is_not_explained(tmp_path: Pa
     with pytest.raises(KeyboardInterrupt):
         fit(data, epochs=2, out=tmp_path, callbacks=[Stop()], checkpoint_s=0.0)
     fit(data, epochs=2, out=tmp_path, resume=True)
-    assert [found["epoch"] for found in records(tmp_path, "epoch")] == [1, 2]
-    assert [found["epoch"] for found in records(tmp_path, "pipeline")] == [2]
+    assert [record["epoch"] for record in records(tmp_path, "epoch")] == [1, 2]
+    assert [record["epoch"] for record in records(tmp_path, "pipeline")] == [2]
 
 
 def test_evaluation_that_takes_longer_than_training_is_said(caplog: pytest.LogCaptureFixture):
@@ -204,14 +204,14 @@ def test_evaluation_that_takes_longer_than_training_is_said(caplog: pytest.LogCa
 
 def test_advice_is_for_what_this_run_can_change():
     data = small()
-    found = setup_of(hl.Trainer(sage(data), data, method(workers=0), show=False))
-    assert found == Setup(
+    setup = setup_of(hl.Trainer(sage(data), data, method(workers=0), show=False))
+    assert setup == Setup(
         workers=0,
         look_ahead=2,
-        max_workers=found.num_cores,
-        num_cores=found.num_cores,
+        max_workers=setup.num_cores,
+        num_cores=setup.num_cores,
         sampled=True,
-        gpu_free=found.gpu_free,
+        gpu_free=setup.gpu_free,
     )
-    whole = setup_of(hl.Trainer(sage(data), data, hl.FullBatch(num_shards=2), show=False))
-    assert (whole.workers, whole.max_workers, whole.sampled) == (0, 0, False)
+    full_batch = setup_of(hl.Trainer(sage(data), data, hl.FullBatch(num_shards=2), show=False))
+    assert (full_batch.workers, full_batch.max_workers, full_batch.sampled) == (0, 0, False)

@@ -30,8 +30,8 @@ class PlainGCN(nn.Module):
         self.convs = nn.ModuleList([GCNConv(data.num_features, 16), GCNConv(16, data.num_classes)])
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        kept = nn.functional.dropout(x.values(), 0.5, self.training)
-        x = torch.sparse_coo_tensor(x.indices(), kept, x.shape, is_coalesced=True, check_invariants=True)
+        dropped = nn.functional.dropout(x.values(), 0.5, self.training)
+        x = torch.sparse_coo_tensor(x.indices(), dropped, x.shape, is_coalesced=True, check_invariants=True)
         x = self.convs[0](x, edge_index).relu()
         return self.convs[1](nn.functional.dropout(x, 0.5, self.training), edge_index)
 
@@ -119,10 +119,10 @@ def test_trees_blocks_and_whole_neighbourhoods_are_equally_good(
     real_data: Path, name: str, epochs: int, batch_size: int
 ):
     data = hl.from_npz(real_data / f"{name}.npz").normalized()
-    found = {}
+    accuracies = {}
     for way, layout, fanouts in (("tree", "tree", (8, 8)), ("block", "block", (8, 8)), ("whole", "block", (-1, -1))):
-        found[way] = [sage(data, seed, layout, fanouts, epochs, batch_size) for seed in range(3)]
-    means = {way: statistics.fmean(values) for way, values in found.items()}
-    print(name, {way: (round(means[way], 4), round(statistics.stdev(v), 4)) for way, v in found.items()})
-    spread = max(statistics.stdev(values) for values in found.values())
+        accuracies[way] = [sage(data, seed, layout, fanouts, epochs, batch_size) for seed in range(3)]
+    means = {way: statistics.fmean(values) for way, values in accuracies.items()}
+    print(name, {way: (round(means[way], 4), round(statistics.stdev(v), 4)) for way, v in accuracies.items()})
+    spread = max(statistics.stdev(values) for values in accuracies.values())
     assert max(means.values()) - min(means.values()) < max(0.015, 3 * spread)

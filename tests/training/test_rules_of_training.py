@@ -39,10 +39,10 @@ def test_a_single_score_for_two_classes_is_trained_by_bce_and_judged_by_its_sign
     assert len({e.metrics["accuracy"] for e in run.evaluations}) > 1
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_a_single_score_for_more_classes_is_refused(own: bool):
+@pytest.mark.parametrize("has_own_step", [False, True])
+def test_a_single_score_for_more_classes_is_refused(has_own_step: bool):
     data = small()
-    step: Any = (lambda model, batch: model(batch).square().mean()) if own else None
+    step: Any = (lambda model, batch: model(batch).square().mean()) if has_own_step else None
     with pytest.raises(ValueError, match="the model puts out 1 column for 4 classes: widen its last layer"):
         fit(data, sage(data, outputs=1), epochs=1, train_step=step)
 
@@ -95,17 +95,17 @@ def test_gradients_of_parameters_that_the_optimizer_does_not_step_are_neither_ad
 
     data = small()
     norms = Norms()
-    others = list[float]()
+    unstepped_norms = list[float]()
 
     class Others(hl.Callback):
         def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
             grads = [p.grad.flatten() for p in _layers(trainer)[0].parameters() if p.grad is not None]
-            others.append(float(torch.cat(grads).norm()))
+            unstepped_norms.append(float(torch.cat(grads).norm()))
 
     how = method(batch_size=150, fanouts=(-1, -1), shuffle=False)
     Some(sage(data), data, how, epochs=4, clip_norm=0.01, callbacks=[norms, Others()], show=False).fit()
     assert norms.norms == pytest.approx([0.01] * 4, rel=1e-4)
-    assert others == pytest.approx(others[:1] * 4)  # the same weights at every step
+    assert unstepped_norms == pytest.approx(unstepped_norms[:1] * 4)  # the same weights at every step
 
 
 def test_a_parameter_that_is_not_the_models_is_refused():
@@ -171,14 +171,14 @@ def test_batches_of_compensated_histories_give_equal_shares_of_the_full_gradient
     model.zero_grad()
     for group in work.parts.groups_of(1) if max_batches is None else [(part,) for part in range(10)]:
         work.unit(work.batch(group, None)).forward_backward(num_train / 10)  # type: ignore[arg-type]
-    found = [p.grad / 10 for p in model.parameters()]  # type: ignore[operator]
+    mean_gradients = [p.grad / 10 for p in model.parameters()]  # type: ignore[operator]
     model.zero_grad()
     x = data.x.read(torch.arange(40))
     index = graph.edge_index()
     out = model.convs[1](model.convs[0](x, index).tanh(), index)
     assert data.y is not None
     nn.functional.cross_entropy(out[data.train_ids], data.y[data.train_ids]).backward()
-    for ours, p in zip(found, model.parameters(), strict=True):
+    for ours, p in zip(mean_gradients, model.parameters(), strict=True):
         assert torch.allclose(ours, p.grad, atol=1e-10)  # type: ignore[arg-type]
 
 
@@ -203,8 +203,8 @@ def test_edge_weights_that_changed_are_read_again_by_inference(kind: Any, chunk_
         return model.convs[1](h, index, weight).detach()
 
     for _ in range(3):
-        found = [infer.exact(model, data, ids, chunk_edges=chunk_edges) for _ in range(3)]
-        assert all(torch.allclose(one, plain(), atol=1e-10) for one in found)
+        outputs = [infer.exact(model, data, ids, chunk_edges=chunk_edges) for _ in range(3)]
+        assert all(torch.allclose(ours, plain(), atol=1e-10) for ours in outputs)
         data.graph.edge["weight"].mul_(randn(data.num_edges, seed=8).abs())
 
 
@@ -255,21 +255,21 @@ def test_a_hook_on_the_dropout_of_a_pyg_model_acts_in_training_and_in_evaluation
     data = weighted()
     torch.manual_seed(0)
     model = GCN(5, 4, 2, 3, dropout=0.5).double()
-    model.dropout.register_forward_hook(lambda module, given, out: out + 1)  # type: ignore[operator]
+    model.dropout.register_forward_hook(lambda module, inputs, out: out + 1)  # type: ignore[operator]
     ids = torch.arange(60)
-    found = infer.exact(model, data, ids)
+    ours = infer.exact(model, data, ids)
     weight = data.graph.edge["weight"]
-    assert torch.allclose(found, model.eval()(data.x.read(ids), data.graph.edge_index(), edge_weight=weight))
+    assert torch.allclose(ours, model.eval()(data.x.read(ids), data.graph.edge_index(), edge_weight=weight))
 
 
 def test_a_hook_that_is_put_on_a_model_after_the_trainer_was_made_is_refused():
     data = small()
     trainer = hl.Trainer(sage(data), data, hl.FullBatch(num_shards=2), show=False)
-    trainer.model.register_forward_hook(lambda module, given, out: -out)
+    trainer.model.register_forward_hook(lambda module, inputs, out: -out)
     with pytest.raises(ValueError, match="GNN has hooks"):
         trainer.fit()
     trainer = hl.Trainer(GCN(8, 4, 2, 4), data, hl.FullBatch(num_shards=2), show=False)
-    trainer.model.register_forward_hook(lambda module, given, out: -out)
+    trainer.model.register_forward_hook(lambda module, inputs, out: -out)
     with pytest.raises(ValueError, match="hooks were put on GCN after the Trainer was made: put them on before"):
         trainer.fit()
 
@@ -290,7 +290,7 @@ def test_a_hook_that_is_put_on_a_model_after_the_trainer_was_made_is_refused():
 )
 def test_two_calls_draw_the_same_dropout_unless_the_batch_is_redrawn(how: hl.extend.Method):
     data = small()
-    found = list[tuple[float, float, float, float]]()
+    distances = list[tuple[float, float, float, float]]()
 
     def distance(model: nn.Module, one: hl.Batch, other: hl.Batch) -> float:
         return float((model(one) - model(other)).norm().detach())
@@ -300,11 +300,13 @@ def test_two_calls_draw_the_same_dropout_unless_the_batch_is_redrawn(how: hl.ext
         second = batch.with_other_dropout(2)
         same = distance(model, batch, batch)
         other = distance(model, batch, first)
-        found.append((same, other, distance(model, first, second), distance(model, first, batch.with_other_dropout(1))))
+        distances.append(
+            (same, other, distance(model, first, second), distance(model, first, batch.with_other_dropout(1)))
+        )
         return nn.functional.cross_entropy(model(batch), batch.labels)
 
     fit(data, sage(data, dropout=0.5, input_dropout=0.2), how, epochs=1, train_step=step)
-    for same, other, another, again in found:
+    for same, other, another, again in distances:
         assert (same, again) == (0, 0)
         assert min(other, another) > 1e-2
 

@@ -18,8 +18,8 @@ def test_the_start_of_a_run_is_recorded_once_before_its_first_epoch(tmp_path: Pa
     data = small()
     model = sage(data)
     fit(data, model, out=tmp_path)
-    first, *others = records(tmp_path)
-    assert [r["event"] for r in others].count("start") == 0
+    first, *later = records(tmp_path)
+    assert [r["event"] for r in later].count("start") == 0
     assert first.pop("elapsed_s") >= 0
     described = first.pop("method")
     assert first == {

@@ -82,10 +82,12 @@ def test_a_run_that_is_going_on_cannot_be_resumed_and_a_killed_one_can(tmp_path:
     process = start(tmp_path, "a", 100_000)
     try:
         wait_for(tmp_path / "run" / "last.pt", process)
-        held = rf"run is being written by another run \(process {process.pid} on .*\): wait for its end, choose another"
-        with pytest.raises(ValueError, match=held):
+        message = (
+            rf"run is being written by another run \(process {process.pid} on .*\): wait for its end, choose another"
+        )
+        with pytest.raises(ValueError, match=message):
             fit(small(), out=tmp_path / "run", resume=True)
-        with pytest.raises(ValueError, match=held):
+        with pytest.raises(ValueError, match=message):
             fit(small(), out=tmp_path / "run")
     finally:
         process.kill()

@@ -162,9 +162,9 @@ def test_from_dict_refuses(data: dict[str, Any], words: str):
     ],
 )
 def test_override_reads_values_by_annotation(assignment: str, name: str, value: object):
-    got = getattr(changed(assignment), name)
-    assert got == value
-    assert type(got) is type(value)
+    ours = getattr(changed(assignment), name)
+    assert ours == value
+    assert type(ours) is type(value)
 
 
 def test_override_leaves_the_rest_and_the_original_alone():
@@ -291,15 +291,17 @@ def test_nearest_ignores_case_and_says_nothing_when_nothing_is_near():
 
 
 def test_settings_are_listed_with_group_type_default_and_sentence():
-    found = {(setting.group, setting.key): setting[2:] for setting in spec.settings_of(Run)}
-    assert found["run", "data"] == ("text", None, "Which graph.")
-    assert found["base", "seed"] == ("an integer", "0", "Where randomness starts.")
-    assert found["run", "method"] == ("sampled or full_batch", "sampled", "How it trains.")
-    assert found["method=full_batch", "method.num_shards"] == ("an integer", "8", "Shards, one resident at a time.")
-    assert found["method=sampled", "method.fanouts"][:2] == ("integers separated by commas", "15,10,5")
-    assert found["method=sampled", "method.batch_size"][1] == "1024"
-    assert found["method=full_batch", "method.batch_size"][1] == "7"
-    assert found["model", "model.hidden"] == ("an integer", "256", "Width of the hidden layers.")
-    assert found["model", "model"] == ("'gcn' or 'sage' or 'gat'", "sage", "Which convolution."), "short for model.name"
-    assert ("model", "model.name") not in found
-    assert found["run", "lr"] == ("a number", "0.003", "")
+    listed = {(setting.group, setting.key): setting[2:] for setting in spec.settings_of(Run)}
+    assert listed["run", "data"] == ("text", None, "Which graph.")
+    assert listed["base", "seed"] == ("an integer", "0", "Where randomness starts.")
+    assert listed["run", "method"] == ("sampled or full_batch", "sampled", "How it trains.")
+    assert listed["method=full_batch", "method.num_shards"] == ("an integer", "8", "Shards, one resident at a time.")
+    assert listed["method=sampled", "method.fanouts"][:2] == ("integers separated by commas", "15,10,5")
+    assert listed["method=sampled", "method.batch_size"][1] == "1024"
+    assert listed["method=full_batch", "method.batch_size"][1] == "7"
+    assert listed["model", "model.hidden"] == ("an integer", "256", "Width of the hidden layers.")
+    assert listed["model", "model"] == ("'gcn' or 'sage' or 'gat'", "sage", "Which convolution."), (
+        "short for model.name"
+    )
+    assert ("model", "model.name") not in listed
+    assert listed["run", "lr"] == ("a number", "0.003", "")

@@ -143,8 +143,8 @@ class Model:
     ],
 )  # fmt: skip
 def test_keywords_are_typed_one_by_one_and_their_text_says_their_type(text: str, value: Any):
-    found = override(Model(), [f"conv.options.key={text}"]).conv.options["key"]
-    assert (found, type(found)) == (value, type(value))
+    ours = override(Model(), [f"conv.options.key={text}"]).conv.options["key"]
+    assert (ours, type(ours)) == (value, type(value))
 
 
 def test_keywords_are_added_to_those_of_a_recipe_and_replaced_one_by_one():
@@ -167,8 +167,8 @@ def test_a_mapping_is_not_typed_as_a_whole(text: str):
 
 
 def test_keywords_come_back_from_json():
-    given = Model(conv=Conv(options={"heads": 8, "dropout": 1.0, "aggr": ["mean", "max"], "bias": False, "dim": None}))
-    assert from_dict(Model, json.loads(json.dumps(to_dict(given)))) == given
+    model = Model(conv=Conv(options={"heads": 8, "dropout": 1.0, "aggr": ["mean", "max"], "bias": False, "dim": None}))
+    assert from_dict(Model, json.loads(json.dumps(to_dict(model)))) == model
     for wrong in ({"heads": {"a": 1}}, [1], 3, {"aggr": [[1]]}):
         with pytest.raises(ValueError, match=r"conv.options=.* is not valid: expected keyword arguments by name"):
             from_dict(Model, {"conv": {"options": wrong}})

@@ -50,12 +50,12 @@ def test_how_long_a_thread_had_no_core(monkeypatch: pytest.MonkeyPatch, tmp_path
     began = time.perf_counter()
     before = queued_s()
     assert 0 <= queued_s() - before <= time.perf_counter() - began
-    told = tmp_path / "schedstat"
+    schedstat = tmp_path / "schedstat"
     open_file = os.open
-    told.write_text("700000000 2500000000 31\n")
-    monkeypatch.setattr(os, "open", lambda path, flags: open_file(told, flags))
+    schedstat.write_text("700000000 2500000000 31\n")
+    monkeypatch.setattr(os, "open", lambda path, flags: open_file(schedstat, flags))
     assert queued_s() == 2.5, "seconds, of the second number's nanoseconds"
-    told.unlink()
+    schedstat.unlink()
     assert queued_s() == 0, "a system that does not say"
 
 
@@ -95,6 +95,6 @@ def test_who_has_set_the_threads(
 
 def test_the_host_of_a_process_is_the_same_in_another_one() -> None:
     command = [sys.executable, "-c", "from hopline.util.host import host_identity; print(host_identity())"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ))
-    assert found.stdout.strip() == host_identity()
+    process = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ))
+    assert process.stdout.strip() == host_identity()
     assert platform.node() in host_identity()

@@ -24,10 +24,10 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gl
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     """What glibc was told last, by setting; nothing reaches the real one."""
-    told: dict[int, int] = {}
+    value_of: dict[int, int] = {}
 
     def mallopt(name: int, value: int) -> int:
-        told[name] = value
+        value_of[name] = value
         return 1
 
     library = SimpleNamespace(mallopt=mallopt, malloc_trim=lambda bytes_left: 1)
@@ -35,7 +35,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     monkeypatch.setattr(host, "_heap", host._Heap())
     for name in [n for n in host.os.environ if n.startswith("MALLOC_")]:
         monkeypatch.delenv(name)
-    return told
+    return value_of
 
 
 def test_freed_memory_is_kept_within_the_context(settings: dict[int, int]):

@@ -208,7 +208,7 @@ class FakeEvent:
 def test_spans_of_a_gpu_are_reported_when_they_have_ended(monkeypatch: pytest.MonkeyPatch):
     pending = deque[Any]()
     monkeypatch.setattr(trace._trace, "pending", pending)
-    here = threading.current_thread().name
+    this_thread = threading.current_thread().name
     timers = trace.Timers()
 
     def begun(name: str, thread: str, over: bool) -> None:
@@ -216,8 +216,8 @@ def test_spans_of_a_gpu_are_reported_when_they_have_ended(monkeypatch: pytest.Mo
         pending.append(trace._DeviceSpan(name=name, start_s=0.0, thread=thread, start=start, end=end))
 
     with trace.listen(timers):
-        begun("done", here, over=True)
-        begun("under way", here, over=False)
+        begun("done", this_thread, over=True)
+        begun("under way", this_thread, over=False)
         begun("another's", "another", over=False)
         for _ in range(4):
             trace._report_oldest()

@@ -68,10 +68,10 @@ def partitioned(data: Dataset, folder: Path, *, known: bool = True) -> tuple[Any
 
     def load(config: str, part: int) -> tuple[Any, ...]:
         assert Path(config) == folder / "test.json"
-        own = order[bounds[part] : bounds[part + 1]]
+        own_nodes = order[bounds[part] : bounds[part + 1]]
         touching = (part_of[dst] == part) | (part_of[src] == part)  # halo edges too
-        local = torch.cat([own, torch.cat([src, dst])[torch.cat([touching, touching])].unique()]).unique()
-        local = torch.cat([own, local[part_of[local] != part]])
+        local = torch.cat([own_nodes, torch.cat([src, dst])[torch.cat([touching, touching])].unique()]).unique()
+        local = torch.cat([own_nodes, local[part_of[local] != part]])
         place = torch.full((40,), -1)
         place[local] = torch.arange(local.numel())
         edges = touching.nonzero().view(-1)
@@ -82,10 +82,10 @@ def partitioned(data: Dataset, folder: Path, *, known: bool = True) -> tuple[Any
             ndata["orig_id"] = local
             edata["orig_id"] = edges
         graph = StandIn((place[src[edges]].int(), place[dst[edges]].int()), ndata, edata)
-        rows = {"_N/feat": data.x.read(own), "_N/label": data.labels[own], "_N/trainer_id": own}
-        rows |= {f"_N/{name}": mask[own].to(torch.uint8) for name, mask in masks.items()}
-        rows["_N/half"] = data.x.read(own).bfloat16()
-        rows["_N/year"] = data.tables["year"].read(own).view(-1)
+        rows = {"_N/feat": data.x.read(own_nodes), "_N/label": data.labels[own_nodes], "_N/trainer_id": own_nodes}
+        rows |= {f"_N/{name}": mask[own_nodes].to(torch.uint8) for name, mask in masks.items()}
+        rows["_N/half"] = data.x.read(own_nodes).bfloat16()
+        rows["_N/year"] = data.tables["year"].read(own_nodes).view(-1)
         inner = edge_order[edge_bounds[part] : edge_bounds[part + 1]]
         edge = {"_N:_E:_N/w": data.graph.edge["weight"][inner], "_N:_E:_N/feat": data.graph.edge["attr"][inner]}
         return graph, rows, edge, None, "test", ["_N"], [("_N", "_E", "_N")]
@@ -108,22 +108,22 @@ def dgl(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 @pytest.mark.parametrize("to_folder", [False, True])
 def test_the_parts_are_the_graph_again(dgl: Any, tmp_path: Path, to_folder: bool) -> None:
-    data = whole()
-    dgl.load_partition, part_of = partitioned(data, tmp_path / "dgl")
+    expected = whole()
+    dgl.load_partition, part_of = partitioned(expected, tmp_path / "dgl")
     assert is_dgl_folder(tmp_path / "dgl")
     assert is_dgl_folder(tmp_path / "dgl" / "test.json")
-    found = from_dgl(tmp_path / "dgl", **({"folder": tmp_path / "out"} if to_folder else {}))
+    ours = from_dgl(tmp_path / "dgl", **({"folder": tmp_path / "out"} if to_folder else {}))
     everyone = torch.arange(40)
-    assert torch.equal(found.graph.indptr, data.graph.indptr)
-    assert torch.equal(found.graph.indices, data.graph.indices)  # each node's in-edges in the order they had
-    for name, rows in data.graph.edge.items():
-        assert torch.equal(found.graph.edge[name], rows)
-    assert torch.equal(found.x.read(everyone), data.x.read(everyone))
-    assert torch.equal(found.labels, data.labels)
-    assert found.tables.keys() == {"x", "half", "year", "part"}
-    assert found.tables["part"].read(everyone).view(-1).tolist() == part_of.tolist()
-    assert all(torch.equal(found.splits[name], ids) for name, ids in data.splits.items())
-    assert (found.name, found.num_classes) == ("out" if to_folder else "test", 4)
+    assert torch.equal(ours.graph.indptr, expected.graph.indptr)
+    assert torch.equal(ours.graph.indices, expected.graph.indices)  # each node's in-edges in the order they had
+    for name, rows in expected.graph.edge.items():
+        assert torch.equal(ours.graph.edge[name], rows)
+    assert torch.equal(ours.x.read(everyone), expected.x.read(everyone))
+    assert torch.equal(ours.labels, expected.labels)
+    assert ours.tables.keys() == {"x", "half", "year", "part"}
+    assert ours.tables["part"].read(everyone).view(-1).tolist() == part_of.tolist()
+    assert all(torch.equal(ours.splits[name], ids) for name, ids in expected.splits.items())
+    assert (ours.name, ours.num_classes) == ("out" if to_folder else "test", 4)
     if to_folder:
         verify(tmp_path / "out")
         assert not list(tmp_path.glob(".dgl-*"))
@@ -135,8 +135,8 @@ def test_the_command_converts_and_cuts_the_same_parts(dgl: Any, tmp_path: Path) 
     assert outcome.status == 0, outcome.err
     settings = ("shards=3", "how=labels", "labels=part")
     assert command("partition", tmp_path / "out", tmp_path / "shards", *settings).status == 0
-    made = make_partition(whole().graph, 3, labels=part_of)
-    cut(whole(), made, tmp_path / "expected")
+    partition = make_partition(whole().graph, 3, labels=part_of)
+    cut(whole(), partition, tmp_path / "expected")
     for rank in range(3):
         ours, theirs = ((tmp_path / f / f"shard-{rank}" / "nodes.npy").read_bytes() for f in ("shards", "expected"))
         assert ours == theirs
@@ -151,11 +151,11 @@ def test_without_original_ids_dgls_own_stay_and_are_told(
     dgl: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     dgl.load_partition, part_of = partitioned(whole(), tmp_path / "dgl", known=False)
-    found = from_dgl(tmp_path / "dgl" / "test.json")
+    ours = from_dgl(tmp_path / "dgl" / "test.json")
     assert "do not say which ids nodes had before DGL numbered them anew" in caplog.text
     order = part_of.argsort(stable=True)
-    assert torch.equal(found.labels, whole().labels[order])
-    assert torch.equal(found.graph.in_degrees(), whole().graph.in_degrees()[order])
+    assert torch.equal(ours.labels, whole().labels[order])
+    assert torch.equal(ours.graph.in_degrees(), whole().graph.in_degrees()[order])
 
 
 def test_what_cannot_be_read_gets_a_sentence(dgl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,8 +219,8 @@ def test_without_a_split_column_nodes_are_split_as_those_of_an_npz(tmp_path: Pat
     for name, ids in arrays.splits.items():
         assert tables.splits[name].tolist() == ids.tolist()
     assert tables.meta["split"] == arrays.meta["split"]
-    drawn = from_csv(tmp_path / "e.csv", tmp_path / "n.csv", split_shares=(0.5, 0.25, 0.25))
-    assert len(drawn.splits["train"]) == round(171 / 2)
+    by_shares = from_csv(tmp_path / "e.csv", tmp_path / "n.csv", split_shares=(0.5, 0.25, 0.25))
+    assert len(by_shares.splits["train"]) == round(171 / 2)
 
 
 def test_text_where_numbers_belong_is_refused(edges: Path, tmp_path: Path) -> None:
@@ -267,8 +267,8 @@ def test_a_column_of_ids_by_another_name_is_no_feature(tmp_path: Path, caplog: p
         from_csv(tmp_path / "e.csv", tmp_path / "n.csv")
     data = from_csv(tmp_path / "e.csv", tmp_path / "n.csv", columns=Columns(id="node_id"))
     assert data.labels.tolist() == [0, 0, 1]
-    kept = from_csv(tmp_path / "e.csv", tmp_path / "n.csv", columns=Columns(features=("node_id", "f")))
-    assert kept.labels.tolist() == [1, 0, 0]
+    with_id_feature = from_csv(tmp_path / "e.csv", tmp_path / "n.csv", columns=Columns(features=("node_id", "f")))
+    assert with_id_feature.labels.tolist() == [1, 0, 0]
     assert "its rows are nodes 0, 1, 2, ..." in caplog.text
 
 

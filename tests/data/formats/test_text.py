@@ -29,11 +29,11 @@ def whole(chunks: list[Chunk]) -> Chunk:
 def test_columns_are_numbers_or_text(reader: str, tmp_path: Path) -> None:
     for name, data in (("a.csv", TABLE.encode()), ("a.csv.gz", gzip.compress(TABLE.encode()))):
         (tmp_path / name).write_bytes(data)
-        found = whole(list(read_csv(tmp_path / name)))
-        assert found["id"].tolist() == [7, 8, 9]
-        assert found["id"].dtype == np.int64
-        assert np.array_equal(found["size"], [1.5, np.nan, 2.5], equal_nan=True)
-        assert found["name"].tolist() == ["ann", "bob", ""]
+        columns = whole(list(read_csv(tmp_path / name)))
+        assert columns["id"].tolist() == [7, 8, 9]
+        assert columns["id"].dtype == np.int64
+        assert np.array_equal(columns["size"], [1.5, np.nan, 2.5], equal_nan=True)
+        assert columns["name"].tolist() == ["ann", "bob", ""]
         assert columns_of(tmp_path / name) == ["id", "size", "name"]
 
 
@@ -76,9 +76,9 @@ def test_parquet_columns_and_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     chunks = list(read_file(path))
     assert len(chunks) == 2
-    found = whole(chunks)
-    assert found["x"].tolist() == [[1, 2], [3, 4], [5, 6]]
-    assert found["s"].tolist() == ["a", "", "c"]
+    columns = whole(chunks)
+    assert columns["x"].tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert columns["s"].tolist() == ["a", "", "c"]
     assert columns_of(path) == ["id", "x", "s"]
     with pytest.raises(ValueError, match="has no column 'y'"):
         list(read_parquet(path, columns=["y"]))

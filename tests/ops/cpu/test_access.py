@@ -23,8 +23,8 @@ def test_threads_that_add_to_one_place_lose_nothing() -> None:
     indices = randint(0, 4, num_edges).int()  # all edges begin in four nodes
     ones = torch.ones(indptr.numel() - 1, dtype=torch.int64)
     with torch_threads(4):
-        found = add_to_sources(indptr, indices, ones)
-    assert torch.equal(found[:4], torch.bincount(indices))
+        sums = add_to_sources(indptr, indices, ones)
+    assert torch.equal(sums[:4], torch.bincount(indices))
 
 
 def test_a_graph_without_edges() -> None:

@@ -42,7 +42,7 @@ def test_halos_are_the_distinct_sources_outside(num_nodes: int, num_edges: int, 
     flat = np.array([p for g in groups for p in g])
     ends = np.cumsum([0, *map(len, groups)])
     with torch_threads(threads):
-        found = cpu_partition.halo_sizes(indptr, indices, part_of, order, ptr, flat, ends)
-    for group, size in zip(groups, found, strict=True):
+        halo_sizes = cpu_partition.halo_sizes(indptr, indices, part_of, order, ptr, flat, ends)
+    for group, size in zip(groups, halo_sizes, strict=True):
         inside = np.isin(part_of, group)
         assert size == np.unique(src[inside[dst] & ~inside[src]]).size

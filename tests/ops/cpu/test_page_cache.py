@@ -112,8 +112,8 @@ def test_neighbouring_pages_are_one_request(
     ids: list[int], requests: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = cpu_page_cache._PAGE
-    seen = []
-    monkeypatch.setattr(cpu_page_cache, "_madvise", lambda start, size, advice: seen.append((start, start + size)))
+    ranges = []
+    monkeypatch.setattr(cpu_page_cache, "_madvise", lambda start, size, advice: ranges.append((start, start + size)))
     monkeypatch.setattr(cpu_page_cache, "LARGEST_GAP", 4)
     cpu_page_cache._request_pages.py_func(16 * page, page // 4, np.array(ids))
-    assert [((a // page) - 16, (b // page) - 16) for a, b in seen] == requests
+    assert [((a // page) - 16, (b // page) - 16) for a, b in ranges] == requests

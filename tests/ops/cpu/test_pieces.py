@@ -43,8 +43,8 @@ def test_edges_of_some_destinations():
         dst_idx = ops.permutation(2, block.num_dst)[:size]
         indptr, edges = ops.row_positions(part.indptr, dst_idx)
         nodes, src_idx = ops.relabel(dst_idx, part.src_idx[edges])
-        found = cpu_cut_batches.take(part.indptr, part.src_idx, block.num_src, dst_idx, with_positions=True)
-        for ours, expected in zip(found, (indptr, src_idx, nodes, edges), strict=True):
+        edges_taken = cpu_cut_batches.take(part.indptr, part.src_idx, block.num_src, dst_idx, with_positions=True)
+        for ours, expected in zip(edges_taken, (indptr, src_idx, nodes, edges), strict=True):
             assert ours is not None
             assert torch.equal(ours, expected)
         assert cpu_cut_batches.take(part.indptr, part.src_idx, block.num_src, dst_idx, with_positions=False)[3] is None

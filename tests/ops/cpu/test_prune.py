@@ -28,8 +28,8 @@ def pairs(edges: cpu_cut_batches.Edges) -> list[tuple[int, int]]:
 
 def test_drawn_numbers_are_those_of_the_keyed_generator():
     first, second = cpu_cut_batches.drawn_numbers([3, 4], -5)
-    drawn = random.draw(-5, torch.arange(7), 0) & cpu_cut_batches.NEVER
-    assert np.concatenate([first, second]).tolist() == drawn.tolist()
+    expected = random.draw(-5, torch.arange(7), 0) & cpu_cut_batches.NEVER
+    assert np.concatenate([first, second]).tolist() == expected.tolist()
     assert len(first) == 3
 
 
@@ -78,12 +78,12 @@ def test_entries_say_when_edges_and_nodes_come_in(seed: int):
         assert (edge_entry <= last).tolist() == inside
         reached = present | {s for (s, _), is_in in zip(pairs(edges), inside, strict=True) if is_in}
         assert set(np.flatnonzero(src_entry <= last).tolist()) == reached
-        indptr, src_idx, kept = cpu_cut_batches.kept_edges(edges, edge_entry, dst_entry, src_entry, last)
-        assert kept.tolist() == np.flatnonzero(inside).tolist()
+        indptr, src_idx, edge_positions = cpu_cut_batches.kept_edges(edges, edge_entry, dst_entry, src_entry, last)
+        assert edge_positions.tolist() == np.flatnonzero(inside).tolist()
         chosen = np.flatnonzero(src_entry <= last)
         present_in_order = sorted(present)
-        found = [(int(chosen[s]), present_in_order[d]) for s, d in pairs((indptr, src_idx))]
-        assert found == [pair for pair, is_in in zip(pairs(edges), inside, strict=True) if is_in]
+        ours = [(int(chosen[s]), present_in_order[d]) for s, d in pairs((indptr, src_idx))]
+        assert ours == [pair for pair, is_in in zip(pairs(edges), inside, strict=True) if is_in]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -98,11 +98,11 @@ def test_the_last_that_fits_is_found(seed: int):
 
     every = sorted({-1, *np.concatenate(kinds).tolist()})
     expected = max(last for last in every if taken(last) <= limit or last == -1)
-    asked: list[int] = []
+    calls: list[int] = []
 
     def fits(counts: np.ndarray) -> bool:
-        asked.append(1)
+        calls.append(1)
         return int(counts @ price) <= limit
 
     assert cpu_cut_batches.last_that_fits([k.copy() for k in kinds], fits) == expected
-    assert len(asked) <= 40
+    assert len(calls) <= 40

@@ -41,11 +41,11 @@ def both(
 
 
 def assert_equal_results(results: list[tuple[Tensor, Tensor | None, Tensor | None]], tolerance: float) -> None:
-    for found, expected in zip(*results, strict=True):
-        assert (found is None) == (expected is None)
-        if found is not None and expected is not None:
-            assert found.dtype == expected.dtype
-            assert_close(found, expected, tolerance)
+    for ours, expected in zip(*results, strict=True):
+        assert (ours is None) == (expected is None)
+        if ours is not None and expected is not None:
+            assert ours.dtype == expected.dtype
+            assert_close(ours, expected, tolerance)
 
 
 @parametrize_pairwise(reduce=REDUCTIONS, weighted=[False, True], shape=[(), (1,), (7,), (64,), (2, 5)])
@@ -65,15 +65,15 @@ def test_edges_that_indptr_leaves_out_have_no_gradient(reduce: str, weighted: bo
 
     rows = randn(6, 3).requires_grad_()
     found_weight = None if weight is None else weight.clone().requires_grad_()
-    found = cpu_reduce.reduce_edges(rows, indptr, src_idx, reduce, found_weight)
-    (found * randn(3, 3, seed=5)).sum().backward()
+    ours = cpu_reduce.reduce_edges(rows, indptr, src_idx, reduce, found_weight)
+    (ours * randn(3, 3, seed=5)).sum().backward()
 
     expected_rows = rows.detach().clone().requires_grad_()
     expected_weight = None if weight is None else weight[1:5].clone().requires_grad_()
     expected = reference.reduce_edges(expected_rows, indptr - 1, src_idx[1:5], reduce, expected_weight)
     (expected * randn(3, 3, seed=5)).sum().backward()
 
-    assert_close(found, expected, 1e-12)
+    assert_close(ours, expected, 1e-12)
     assert rows.grad is not None
     assert expected_rows.grad is not None
     assert_close(rows.grad, expected_rows.grad, 1e-12)
@@ -87,8 +87,8 @@ def test_edges_that_indptr_leaves_out_have_no_gradient(reduce: str, weighted: bo
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_float32_outputs_equal_the_reference_bit_for_bit(reduce: str) -> None:
     rows = randn(25, 33, dtype=torch.float32)
-    (found, grad, _), (expected, expected_grad, _) = both(rows, reduce)
-    assert torch.equal(found, expected)
+    (ours, grad, _), (expected, expected_grad, _) = both(rows, reduce)
+    assert torch.equal(ours, expected)
     assert grad is not None
     assert expected_grad is not None
     assert_close(grad, expected_grad, 1e-5)
@@ -99,10 +99,10 @@ def test_half_types_are_summed_in_float32(dtype: torch.dtype, reduce: str, weigh
     rows = randn(25, 8, dtype=dtype)
     weight = torch.rand(200) if weighted else None
     indptr, src_idx = edges()
-    found = cpu_reduce.reduce_edges(rows, indptr, src_idx, reduce, weight)
-    wide = reference.reduce_edges(rows.float(), indptr, src_idx, reduce, weight)
-    assert found.dtype == dtype
-    assert_close(found.float(), wide, torch.finfo(dtype).eps)
+    ours = cpu_reduce.reduce_edges(rows, indptr, src_idx, reduce, weight)
+    expected = reference.reduce_edges(rows.float(), indptr, src_idx, reduce, weight)
+    assert ours.dtype == dtype
+    assert_close(ours.float(), expected, torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("values", [[0.0], [0.0, 1.0], [-1.0, 0.0], [-2.0, -1.0]], ids=str)
@@ -117,10 +117,10 @@ def test_max_lets_nan_and_infinity_through() -> None:
     rows[5, 1] = torch.inf
     rows[6, 2] = -torch.inf
     indptr, src_idx = edges()
-    found = cpu_reduce.reduce_edges(rows, indptr, src_idx, "max")
+    ours = cpu_reduce.reduce_edges(rows, indptr, src_idx, "max")
     expected = reference.reduce_edges(rows, indptr, src_idx, "max")
-    assert bool(found.isnan().any())
-    assert_close(found, expected, 0)
+    assert bool(ours.isnan().any())
+    assert_close(ours, expected, 0)
 
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
@@ -172,16 +172,16 @@ def test_gradients_are_those_of_finite_differences(reduce: str) -> None:
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 def test_own_rows_stand_beside_the_reduced_ones(reduce: str, weighted: bool) -> None:
     indptr, src_idx = edges()
-    own = randint(0, 25, 30, seed=7)  # some rows are the own row of several destinations
+    own_ids = randint(0, 25, 30, seed=7)  # some rows are the own row of several destinations
     results = []
     for module in (cpu_reduce, reference):
         rows = randn(25, 7).requires_grad_()
         weight = randn(200, seed=3).requires_grad_() if weighted else None
-        out = module.reduce_edges(rows, indptr, src_idx, reduce, weight, own)
+        out = module.reduce_edges(rows, indptr, src_idx, reduce, weight, own_ids)
         (out * randn(30, 14, seed=5)).sum().backward()
         results.append((out.detach(), rows.grad, None if weight is None else weight.grad))
     assert_equal_results(results, 1e-12)
-    assert torch.equal(results[0][0][:, 7:], randn(25, 7)[own])
+    assert torch.equal(results[0][0][:, 7:], randn(25, 7)[own_ids])
 
 
 @pytest.mark.parametrize(
@@ -192,15 +192,17 @@ def test_own_rows_stand_beside_the_reduced_ones(reduce: str, weighted: bool) -> 
         (randn(4), [0, 1], r"expected 2 dimensions, got shape \[4\]"),
     ],
 )
-def test_own_rows_that_do_not_fit_are_refused(rows: Tensor, own: list[int], message: str) -> None:
+def test_own_rows_that_do_not_fit_are_refused(rows: Tensor, own_ids: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        cpu_reduce.reduce_edges(rows, torch.tensor([0, 1, 1]), torch.tensor([0]), "sum", None, torch.tensor(own))
+        cpu_reduce.reduce_edges(rows, torch.tensor([0, 1, 1]), torch.tensor([0]), "sum", None, torch.tensor(own_ids))
 
 
-@pytest.mark.parametrize("own", [[0, 4], [-1, 0]])
-def test_own_rows_that_do_not_exist_are_refused(own: list[int]) -> None:
+@pytest.mark.parametrize("own_ids", [[0, 4], [-1, 0]])
+def test_own_rows_that_do_not_exist_are_refused(own_ids: list[int]) -> None:
     with pytest.raises(IndexError, match=r"outside 0 \.\. 3"):
-        cpu_reduce.reduce_edges(randn(4, 3), torch.tensor([0, 1, 1]), torch.tensor([0]), "sum", None, torch.tensor(own))
+        cpu_reduce.reduce_edges(
+            randn(4, 3), torch.tensor([0, 1, 1]), torch.tensor([0]), "sum", None, torch.tensor(own_ids)
+        )
 
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
@@ -214,8 +216,8 @@ def test_the_number_of_threads_changes_no_bit(reduce: str, dtype: torch.dtype) -
         with torch_threads(threads):
             results.append(both(rows, reduce, weight, pair)[0])
     for other in results[1:]:
-        for found, expected in zip(other, results[0], strict=True):
-            assert found is expected is None or torch.equal(found, expected)  # type: ignore[arg-type]
+        for ours, expected in zip(other, results[0], strict=True):
+            assert ours is expected is None or torch.equal(ours, expected)  # type: ignore[arg-type]
 
 
 def test_only_the_gradients_that_are_asked_for() -> None:
@@ -240,9 +242,9 @@ def test_dropout_equals_the_reference_bit_for_bit(dtype: torch.dtype, shape: tup
     x = randn(40, *shape, dtype=dtype)
     ids = randint(0, 2**40, 40)
     for key in (0, -3, 2**61):
-        found = cpu_reduce.keyed_dropout(x, p, key, ids)
-        assert found.dtype == dtype
-        assert torch.equal(found, reference.keyed_dropout(x, p, key, ids))
+        ours = cpu_reduce.keyed_dropout(x, p, key, ids)
+        assert ours.dtype == dtype
+        assert torch.equal(ours, reference.keyed_dropout(x, p, key, ids))
 
 
 def test_dropout_of_nothing_and_of_everything() -> None:
@@ -265,10 +267,10 @@ def test_dropout_keeps_the_expectation_and_drops_the_share(p: float) -> None:
 
 
 def test_dropout_columns_and_neighbouring_nodes_are_independent() -> None:
-    kept = (cpu_reduce.keyed_dropout(torch.ones(40000, 6), 0.5, 3, torch.arange(40000)) > 0).double() - 0.5
-    columns = kept.t() @ kept / 10000
+    centred = (cpu_reduce.keyed_dropout(torch.ones(40000, 6), 0.5, 3, torch.arange(40000)) > 0).double() - 0.5
+    columns = centred.t() @ centred / 10000
     assert float((columns - torch.eye(6)).abs().max()) < 4 / 200
-    assert float(((kept[1:] * kept[:-1]).mean(0) * 4).abs().max()) < 4 / 200
+    assert float(((centred[1:] * centred[:-1]).mean(0) * 4).abs().max()) < 4 / 200
 
 
 def test_a_node_has_the_same_mask_wherever_it_stands() -> None:
@@ -318,5 +320,5 @@ def test_dropout_of_stored_columns_is_that_of_whole_rows(p: float, dtype: torch.
     indptr[1:] = torch.bincount(rows, minlength=50).cumsum(0)
     expected = cpu_reduce.keyed_dropout(x, p, 9, ids)[rows, columns]
     for module in (cpu_reduce, reference):
-        found = module.keyed_dropout_stored(x[rows, columns], indptr, columns.int(), p, 9, ids)
-        torch.testing.assert_close(found, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)
+        ours = module.keyed_dropout_stored(x[rows, columns], indptr, columns.int(), p, 9, ids)
+        torch.testing.assert_close(ours, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)

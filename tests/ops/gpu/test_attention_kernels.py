@@ -28,8 +28,8 @@ def _kept_kernel(key, ids, out, HEADS: tl.constexpr, THRESHOLD: tl.constexpr, R:
     states = kernels._load_states(key, ids, d, d < R, THRESHOLD)
     number = tl.broadcast_to(e[None, :], (R, E))
     for head in tl.static_range(HEADS):
-        kept = kernels._dropout_factors(states, number, head, HEADS, THRESHOLD, 2.0, tl.float64)
-        tl.store(out + (d[:, None] * E + e[None, :]) * HEADS + head, kept)
+        factors = kernels._dropout_factors(states, number, head, HEADS, THRESHOLD, 2.0, tl.float64)
+        tl.store(out + (d[:, None] * E + e[None, :]) * HEADS + head, factors)
 
 
 def test_every_edge_and_head_has_a_draw_of_its_own():

@@ -64,27 +64,27 @@ def test_after_a_relu_it_is_as_one_after_the_other(dtype: torch.dtype, shape: tu
     ids = randint(0, 2**50, 20)
     key = 2**63 - 5
     upstream = randn(20, *shape, seed=2, dtype=dtype).to(KERNEL_DEVICE)
-    at = ids.to(KERNEL_DEVICE)
-    found: list[tuple[torch.Tensor, ...]] = []
+    device_ids = ids.to(KERNEL_DEVICE)
+    results: list[tuple[torch.Tensor, ...]] = []
     for fused in (True, False):
         leaf = x.to(KERNEL_DEVICE).requires_grad_()
         weight = upstream.clone().requires_grad_()
         if fused:
-            out = gpu_reduce.relu_dropout(leaf, p, key, at)
+            out = gpu_reduce.relu_dropout(leaf, p, key, device_ids)
         else:
-            out = gpu_reduce.keyed_dropout(torch.relu(leaf), p, key, at)
+            out = gpu_reduce.keyed_dropout(torch.relu(leaf), p, key, device_ids)
         (grad,) = torch.autograd.grad(out, leaf, weight, create_graph=True)
-        (again,) = torch.autograd.grad(grad, weight, upstream)
-        found.append((out.detach(), grad.detach(), again))
-    for ours, theirs in zip(*found, strict=True):
+        (second_grad,) = torch.autograd.grad(grad, weight, upstream)
+        results.append((out.detach(), grad.detach(), second_grad))
+    for ours, theirs in zip(*results, strict=True):
         assert ours.dtype == dtype
         assert torch.equal(ours, theirs)
 
 
 def test_what_is_no_number_shows_after_a_relu_too() -> None:
     x = torch.full((4, 8), torch.nan, device=KERNEL_DEVICE)
-    found = gpu_reduce.relu_dropout(x, 0.5, 1, torch.arange(4, device=KERNEL_DEVICE))
-    assert found.isnan().any()
+    out = gpu_reduce.relu_dropout(x, 0.5, 1, torch.arange(4, device=KERNEL_DEVICE))
+    assert out.isnan().any()
 
 
 def test_wide_rows_and_a_key_on_the_device() -> None:
@@ -92,8 +92,8 @@ def test_wide_rows_and_a_key_on_the_device() -> None:
     ids = torch.tensor([4, 0, 9], dtype=torch.int32)
     expected = reference.keyed_dropout(x, 0.5, 77, ids)
     key = torch.tensor([77], device=KERNEL_DEVICE)
-    found = gpu_reduce.keyed_dropout(x.to(KERNEL_DEVICE), 0.5, key, ids.to(KERNEL_DEVICE))
-    assert torch.equal(found.cpu(), expected)
+    ours = gpu_reduce.keyed_dropout(x.to(KERNEL_DEVICE), 0.5, key, ids.to(KERNEL_DEVICE))
+    assert torch.equal(ours.cpu(), expected)
 
 
 def test_rows_that_are_not_contiguous() -> None:
@@ -119,9 +119,9 @@ def test_dropping_does_not_wait_for_the_device() -> None:
     gpu_reduce.keyed_dropout(x, 0.5, key, ids).sum().backward()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = gpu_reduce.keyed_dropout(x, 0.5, key, ids)
-        found.sum().backward()
+        out = gpu_reduce.keyed_dropout(x, 0.5, key, ids)
+        out.sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert x.grad is not None
-    assert torch.equal(x.grad, 2 * found.detach())  # of ones, twice: the factors themselves
+    assert torch.equal(x.grad, 2 * out.detach())  # of ones, twice: the factors themselves

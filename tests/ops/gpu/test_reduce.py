@@ -53,12 +53,12 @@ def run(
     return out.detach().cpu(), r.grad.cpu(), None if w is None or w.grad is None else w.grad.cpu()
 
 
-def assert_same_results(found: Results, expected: Results, tolerance: float) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours is None) == (theirs is None)
-        if ours is not None and theirs is not None:
-            assert ours.dtype == theirs.dtype
-            assert_close(ours, theirs, tolerance)
+def assert_same_results(ours: Results, expected: Results, tolerance: float) -> None:
+    for our_tensor, expected_tensor in zip(ours, expected, strict=True):
+        assert (our_tensor is None) == (expected_tensor is None)
+        if our_tensor is not None and expected_tensor is not None:
+            assert our_tensor.dtype == expected_tensor.dtype
+            assert_close(our_tensor, expected_tensor, tolerance)
 
 
 @parametrize_kernel(
@@ -103,9 +103,9 @@ def test_half_types_are_reduced_in_float32_and_rounded_once(dtype: torch.dtype, 
     weight = randn(200, seed=3, dtype=dtype) if weighted else None
     rows = randn(25, 8, dtype=dtype)
     exact = reference.reduce_edges(rows.float(), indptr, src_idx, reduce, None if weight is None else weight.float())
-    found, _, _ = run(gpu_reduce, rows, indptr, src_idx, reduce, weight)
-    assert found.dtype == dtype
-    assert_close(found.float(), exact.to(dtype).float(), torch.finfo(dtype).eps)
+    ours, _, _ = run(gpu_reduce, rows, indptr, src_idx, reduce, weight)
+    assert ours.dtype == dtype
+    assert_close(ours.float(), exact.to(dtype).float(), torch.finfo(dtype).eps)
 
 
 @parametrize_kernel(
@@ -116,13 +116,13 @@ def test_half_types_are_reduced_in_float32_and_rounded_once(dtype: torch.dtype, 
 def test_gradients_of_half_types_are_summed_in_float32(dtype: torch.dtype, reduce: str) -> None:
     arguments = (*edges(), reduce)
     rows = randn(25, 8, dtype=dtype)
-    _, found, _ = run(gpu_reduce, rows, *arguments)
+    _, ours, _ = run(gpu_reduce, rows, *arguments)
     leaf = rows.float().requires_grad_()
     out = reference.reduce_edges(leaf, *arguments)
     (exact,) = torch.autograd.grad(out, leaf, randn(*out.shape, seed=5, dtype=dtype).float())
-    assert found is not None
-    assert found.dtype == dtype
-    assert_close(found.float(), exact.to(dtype).float(), 2 * torch.finfo(dtype).eps)
+    assert ours is not None
+    assert ours.dtype == dtype
+    assert_close(ours.float(), exact.to(dtype).float(), 2 * torch.finfo(dtype).eps)
 
 
 @parametrize_kernel(
@@ -133,8 +133,8 @@ def test_gradients_of_half_types_are_summed_in_float32(dtype: torch.dtype, reduc
 )
 def test_own_rows_stand_to_the_right(reduce: str, weighted: bool, which: str) -> None:
     weight = randn(150, seed=3) if weighted else None
-    own = torch.arange(20) if which == "first" else randint(0, 25, 20, seed=9)
-    arguments = (randn(25, 5), *edges(20, 25, 150), reduce, weight, own)
+    own_ids = torch.arange(20) if which == "first" else randint(0, 25, 20, seed=9)
+    arguments = (randn(25, 5), *edges(20, 25, 150), reduce, weight, own_ids)
     assert_same_results(run(gpu_reduce, *arguments), run(reference, *arguments), 1e-12)
 
 
@@ -149,9 +149,9 @@ def test_nan_and_infinity_come_through_a_maximum() -> None:
     rows[4, 0] = float("nan")
     rows[7, 1] = float("inf")
     rows[:, 2] = float("-inf")
-    found, expected = (run(m, rows, *edges(), "max")[0] for m in (gpu_reduce, reference))
-    assert torch.equal(found.isnan(), expected.isnan())
-    assert_close(found, expected)
+    ours, expected = (run(m, rows, *edges(), "max")[0] for m in (gpu_reduce, reference))
+    assert torch.equal(ours.isnan(), expected.isnan())
+    assert_close(ours, expected)
 
 
 @parametrize_kernel([("mean",), ("max",)], reduce=REDUCTIONS)
@@ -204,9 +204,9 @@ def test_a_damaged_indptr_is_reported(indptr: list[int]) -> None:
 
 
 def test_an_own_row_that_is_not_there_is_reported() -> None:
-    some = (randn(25, 4), torch.tensor([0, 1]), torch.tensor([1]))
-    own = torch.tensor([25], device=KERNEL_DEVICE)
-    gpu_reduce.reduce_edges(*(t.to(KERNEL_DEVICE) for t in some), "sum", own=own)
+    arguments = (randn(25, 4), torch.tensor([0, 1]), torch.tensor([1]))
+    own_ids = torch.tensor([25], device=KERNEL_DEVICE)
+    gpu_reduce.reduce_edges(*(t.to(KERNEL_DEVICE) for t in arguments), "sum", own=own_ids)
     with pytest.raises(IndexError, match="outside the rows"):
         gpu_runtime.check_device_errors()
 
@@ -234,12 +234,12 @@ def test_a_hundred_runs_give_the_same_bits_without_waiting_for_the_device(reduce
     indptr, src_idx = (t.cuda() for t in edges(3000, 2000, 100_000))
     rows = randn(2000, 64, dtype=torch.float32).cuda().requires_grad_()
     weight = None if reduce == "max" else randn(100_000, dtype=torch.float32).cuda().requires_grad_()
-    own = randint(0, 2000, 3000).cuda()
+    own_ids = randint(0, 2000, 3000).cuda()
     leaves = [rows] if weight is None else [rows, weight]
     upstream = randn(3000, 128, dtype=torch.float32).cuda()
 
     def once() -> list[Tensor]:
-        out = gpu_reduce.reduce_edges(rows, indptr, src_idx, reduce, weight, own)
+        out = gpu_reduce.reduce_edges(rows, indptr, src_idx, reduce, weight, own_ids)
         return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
     first = once()
@@ -259,7 +259,7 @@ def test_rows_in_pinned_host_memory_are_read_in_place(reduce: str) -> None:
     indptr, src_idx = edges()
     rows = randn(25, 33, dtype=torch.bfloat16)
     expected = gpu_reduce.reduce_edges(rows.cuda(), indptr.cuda(), src_idx.cuda(), reduce)
-    found = gpu_reduce.reduce_edges(rows.pin_memory(), indptr.cuda(), src_idx.cuda(), reduce)
-    assert torch.equal(found, expected)
+    ours = gpu_reduce.reduce_edges(rows.pin_memory(), indptr.cuda(), src_idx.cuda(), reduce)
+    assert torch.equal(ours, expected)
     with pytest.raises(ValueError, match="pin it"):
         gpu_reduce.reduce_edges(rows, indptr.cuda(), src_idx.cuda(), reduce)

@@ -54,15 +54,15 @@ def test_draws_are_those_of_torch(key: int) -> None:
 def test_a_shuffle_of_all_is_a_permutation_and_a_smaller_one_begins_it() -> None:
     ids = torch.arange(16, device=KERNEL_DEVICE)
     degrees = torch.full((16,), 6, device=KERNEL_DEVICE)
-    found = {}
+    picks = {}
     for fanout in (1, 4, 6):
-        found[fanout] = torch.empty(16, fanout, dtype=torch.int32, device=KERNEL_DEVICE)
+        picks[fanout] = torch.empty(16, fanout, dtype=torch.int32, device=KERNEL_DEVICE)
         key = gpu_runtime.key_on(ids.device, 7)
-        _shuffle_kernel[(1,)](key, ids, degrees.int(), found[fanout], FANOUT=fanout, T=16)
-    assert torch.equal(found[6].sort(1).values.cpu(), torch.arange(6).int().expand(16, 6))
-    assert torch.unique(found[6], dim=0).size(0) > 10
+        _shuffle_kernel[(1,)](key, ids, degrees.int(), picks[fanout], FANOUT=fanout, T=16)
+    assert torch.equal(picks[6].sort(1).values.cpu(), torch.arange(6).int().expand(16, 6))
+    assert torch.unique(picks[6], dim=0).size(0) > 10
     for fanout in (1, 4):
-        assert torch.equal(found[fanout], found[6][:, :fanout])
+        assert torch.equal(picks[fanout], picks[6][:, :fanout])
 
 
 def test_a_key_on_the_device_is_taken_as_it_is() -> None:

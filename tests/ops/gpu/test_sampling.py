@@ -23,11 +23,11 @@ def on_device(*tensors: Tensor) -> list[Tensor]:
     return [t.to(KERNEL_DEVICE) for t in tensors]
 
 
-def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.device.type == KERNEL_DEVICE
-        assert ours.dtype == theirs.dtype
-        assert torch.equal(ours.cpu(), theirs)
+def assert_same(ours: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for our_tensor, expected_tensor in zip(ours, expected, strict=True):
+        assert our_tensor.device.type == KERNEL_DEVICE
+        assert our_tensor.dtype == expected_tensor.dtype
+        assert torch.equal(our_tensor.cpu(), expected_tensor)
 
 
 def csr(dtype: torch.dtype = torch.int64, num_nodes: int = 60) -> tuple[Tensor, Tensor]:
@@ -51,31 +51,31 @@ def test_samples_are_those_of_the_reference(dtype: torch.dtype, fanout: int) -> 
     indptr, indices = csr(dtype)
     key = 3 if dtype == torch.int32 else -(2**63)
     nodes = torch.cat([torch.arange(60), torch.tensor([8, 8, 7])])
-    found = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), fanout, key)
-    assert_same(found, reference.sample_neighbors(indptr, indices, nodes, fanout, key))
+    ours = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), fanout, key)
+    assert_same(ours, reference.sample_neighbors(indptr, indices, nodes, fanout, key))
 
 
 @parametrize_kernel([(6,), (40,)], fanout=[1, 6, 40])
 def test_samples_with_replacement_are_those_of_the_reference(fanout: int) -> None:
     indptr, indices = csr(torch.int32)
     nodes = torch.arange(60)
-    found = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), fanout, -7, True)
-    assert_same(found, reference.sample_neighbors(indptr, indices, nodes, fanout, -7, True))
+    ours = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), fanout, -7, True)
+    assert_same(ours, reference.sample_neighbors(indptr, indices, nodes, fanout, -7, True))
 
 
 def test_more_nodes_than_a_program_takes() -> None:
     indptr, indices = csr()
     nodes = randint(0, 60, 1100)
-    found = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), 2, 5)
-    assert_same(found, reference.sample_neighbors(indptr, indices, nodes, 2, 5))
+    ours = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), 2, 5)
+    assert_same(ours, reference.sample_neighbors(indptr, indices, nodes, 2, 5))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_all_neighbours_come_in_order(dtype: torch.dtype) -> None:
     indptr, indices = csr(dtype)
     nodes = torch.tensor([7, 0, 3, 59, 7, 58])
-    found = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), -1, 0)
-    assert_same(found, reference.sample_neighbors(indptr, indices, nodes, -1, 0))
+    ours = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), -1, 0)
+    assert_same(ours, reference.sample_neighbors(indptr, indices, nodes, -1, 0))
     assert_same(gpu_sampling.row_positions(*on_device(indptr, nodes)), reference.row_positions(indptr, nodes))
 
 
@@ -83,10 +83,10 @@ def test_all_neighbours_come_in_order(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("nodes", [[], [0, 5]], ids=["no nodes", "no edges"])
 def test_nothing_to_sample(fanout: int, nodes: list[int]) -> None:
     indptr, indices = csr()
-    some = torch.tensor(nodes, dtype=torch.int64)
-    found = gpu_sampling.sample_neighbors(*on_device(indptr, indices, some), fanout, 1)
-    assert_same(found, reference.sample_neighbors(indptr, indices, some, fanout, 1))
-    assert found.ids.numel() == 0
+    node_ids = torch.tensor(nodes, dtype=torch.int64)
+    ours = gpu_sampling.sample_neighbors(*on_device(indptr, indices, node_ids), fanout, 1)
+    assert_same(ours, reference.sample_neighbors(indptr, indices, node_ids, fanout, 1))
+    assert ours.ids.numel() == 0
 
 
 def test_node_ids_and_keys_in_other_shapes() -> None:
@@ -104,11 +104,11 @@ def test_ids_that_are_not_contiguous(fanout: int) -> None:
     indptr, indices = csr()
     nodes = torch.tensor([7, 1, 3, 0, 58, 2])
     rows = randn(60, 3)
-    some = nodes.to(KERNEL_DEVICE)[::2]
-    found = gpu_sampling.sample_neighbors(*on_device(indptr, indices), some, fanout, 1)
-    assert_same(found, reference.sample_neighbors(indptr, indices, nodes[::2], fanout, 1))
-    assert_same((gpu_sampling.gather_rows(*on_device(rows), some),), (rows[nodes[::2]],))
-    assert gpu_sampling.DeviceIdMap(60, some.device).add(some.flip(0)[::2]).tolist() == [0, 1]
+    strided = nodes.to(KERNEL_DEVICE)[::2]
+    ours = gpu_sampling.sample_neighbors(*on_device(indptr, indices), strided, fanout, 1)
+    assert_same(ours, reference.sample_neighbors(indptr, indices, nodes[::2], fanout, 1))
+    assert_same((gpu_sampling.gather_rows(*on_device(rows), strided),), (rows[nodes[::2]],))
+    assert gpu_sampling.DeviceIdMap(60, strided.device).add(strided.flip(0)[::2]).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("fanout", [-1, 3])
@@ -132,8 +132,8 @@ def test_a_pinned_graph_is_sampled_in_place() -> None:
     indptr, indices = csr(torch.int32)
     nodes = torch.arange(60)
     for fanout in (-1, 5, 70):
-        found = gpu_sampling.sample_neighbors(indptr.pin_memory(), indices.pin_memory(), nodes.cuda(), fanout, 5)
-        assert_same(found, reference.sample_neighbors(indptr, indices, nodes, fanout, 5))
+        ours = gpu_sampling.sample_neighbors(indptr.pin_memory(), indices.pin_memory(), nodes.cuda(), fanout, 5)
+        assert_same(ours, reference.sample_neighbors(indptr, indices, nodes, fanout, 5))
     with pytest.raises(ValueError, match="the graph is in host memory"):
         gpu_sampling.sample_neighbors(indptr, indices, nodes.cuda(), 3, 5)
 
@@ -246,11 +246,11 @@ def test_gathering_does_not_wait_for_the_device() -> None:
     gpu_sampling.gather_rows(rows, ids)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = gpu_sampling.gather_rows(rows, ids)
+        ours = gpu_sampling.gather_rows(rows, ids)
         _, order = gpu_sampling.group_edges(ids, 100)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(found, rows[ids])
+    assert torch.equal(ours, rows[ids])
     assert torch.equal(ids[order], ids.sort().values)
 
 

@@ -25,12 +25,12 @@ def hot_slots() -> torch.Tensor:
 
 
 def claimed(trees: list[torch.Tensor], hot_slot: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-    found = torch.full((capacity,), gpu_tiers.unclaimed(torch.int32), dtype=torch.int32, device=DEVICE)
+    claims = torch.full((capacity,), gpu_tiers.unclaimed(torch.int32), dtype=torch.int32, device=DEVICE)
     count = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     stamp = torch.zeros(NUM_ROWS, dtype=torch.int32, device=DEVICE)
     for nodes in trees:
-        gpu_tiers.claim(nodes.to(DEVICE), hot_slot.to(DEVICE), stamp, 7, found, count)
-    return found, count
+        gpu_tiers.claim(nodes.to(DEVICE), hot_slot.to(DEVICE), stamp, 7, claims, count)
+    return claims, count
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -38,20 +38,20 @@ def test_cold_rows_are_claimed_once(dtype: torch.dtype):
     hot_slot = hot_slots()
     hot_slot[5] = -2 - (NUM_HOT + 1)  # staged at present, and wanted again
     trees = [torch.cat([randint(-1, NUM_ROWS, 400, seed=s), torch.tensor([5, 5, -1])]).to(dtype) for s in (1, 2)]
-    found, count = claimed(trees, hot_slot, NUM_ROWS)
-    wanted = torch.cat(trees).long()
-    wanted = wanted[wanted >= 0].unique()
-    wanted = wanted[hot_slot[wanted] < 0]
-    assert int(count) == wanted.numel()
-    assert torch.equal(found.sort().values[: wanted.numel()].cpu().long(), wanted)
-    assert bool((found.sort().values[wanted.numel() :] == gpu_tiers.unclaimed(torch.int32)).all())
+    claims, count = claimed(trees, hot_slot, NUM_ROWS)
+    expected = torch.cat(trees).long()
+    expected = expected[expected >= 0].unique()
+    expected = expected[hot_slot[expected] < 0]
+    assert int(count) == expected.numel()
+    assert torch.equal(claims.sort().values[: expected.numel()].cpu().long(), expected)
+    assert bool((claims.sort().values[expected.numel() :] == gpu_tiers.unclaimed(torch.int32)).all())
 
 
 def test_more_than_fit_are_counted_but_not_kept():
-    found, count = claimed([torch.arange(NUM_ROWS)], torch.full((NUM_ROWS,), -1, dtype=torch.int32), 100)
+    claims, count = claimed([torch.arange(NUM_ROWS)], torch.full((NUM_ROWS,), -1, dtype=torch.int32), 100)
     assert int(count) == NUM_ROWS
-    assert found.unique().numel() == 100
-    assert int(found.max()) < NUM_ROWS
+    assert claims.unique().numel() == 100
+    assert int(claims.max()) < NUM_ROWS
 
 
 @parametrize_kernel(
@@ -62,8 +62,8 @@ def test_more_than_fit_are_counted_but_not_kept():
 def test_rows_of_the_host_are_gathered_beside_other_work(shape: tuple[int, ...], dtype: torch.dtype):
     rows = randn(NUM_ROWS, *shape).to(dtype)
     ids = randint(0, NUM_ROWS, 250)
-    found = gpu_tiers.gather_aside(rows.pin_memory() if DEVICE.type == "cuda" else rows, ids.to(DEVICE))
-    assert torch.equal(found.cpu(), rows[ids])
+    claims = gpu_tiers.gather_aside(rows.pin_memory() if DEVICE.type == "cuda" else rows, ids.to(DEVICE))
+    assert torch.equal(claims.cpu(), rows[ids])
 
 
 @parametrize_kernel(
@@ -103,19 +103,19 @@ def test_staged_rows_are_read_where_they_stand(dtype: torch.dtype, width: int):
     hot_slot = hot_slot.to(DEVICE)
     count = torch.tensor([40], dtype=torch.int32, device=DEVICE)
     fetched = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    wanted = (hot_slot < 0).nonzero().view(-1)[:capacity].int()
-    gpu_tiers.stage(hot, cold, hot_slot, wanted, count, NUM_HOT, fetched)
-    gpu_tiers.point(hot_slot, wanted, count, NUM_HOT)
+    expected = (hot_slot < 0).nonzero().view(-1)[:capacity].int()
+    gpu_tiers.stage(hot, cold, hot_slot, expected, count, NUM_HOT, fetched)
+    gpu_tiers.point(hot_slot, expected, count, NUM_HOT)
     assert (int(fetched), int((hot_slot < -1).sum())) == (40, 40)
     # The next window takes over what both want, from the device.
-    again = torch.cat([wanted[30:40], (hot_slot == -1).nonzero().view(-1)[-20:].int()])
+    again = torch.cat([expected[30:40], (hot_slot == -1).nonzero().view(-1)[-20:].int()])
     number = torch.tensor([again.numel()], dtype=torch.int32, device=DEVICE)
     gpu_tiers.stage(
         hot, torch.zeros_like(cold) if DEVICE.type == "cpu" else cold, hot_slot, again, number, 110, fetched
     )
     assert int(fetched) == 60
-    assert torch.equal(hot[110:120].cpu(), rows[wanted[30:40].long().cpu()])
-    gpu_tiers.point(hot_slot, wanted, count, None)
+    assert torch.equal(hot[110:120].cpu(), rows[expected[30:40].long().cpu()])
+    gpu_tiers.point(hot_slot, expected, count, None)
     gpu_tiers.stage(hot, cold, hot_slot, again, number, 110, fetched)
     gpu_tiers.point(hot_slot, again, number, 110)
     counts = new_counts(DEVICE)

@@ -35,16 +35,16 @@ def cpu_ranks(first: int, count: int, key: int, half: int, num_nodes: int) -> np
 )
 def test_ranks(nodes_and_half: tuple[int, int], key: int) -> None:
     num_nodes, half = nodes_and_half
-    found = gpu_synthetic.ranks(0, num_nodes, key, half, num_nodes, DEVICE)
-    assert found.tolist() == cpu_ranks(0, num_nodes, key, half, num_nodes).tolist()
+    ours = gpu_synthetic.ranks(0, num_nodes, key, half, num_nodes, DEVICE)
+    assert ours.tolist() == cpu_ranks(0, num_nodes, key, half, num_nodes).tolist()
 
 
 def test_ranks_of_a_range_of_many_nodes() -> None:
     first = 3_000_000_000
     num_nodes = 3_000_000_300
     half = 16
-    found = gpu_synthetic.ranks(first, 300, -5, half, num_nodes, DEVICE)
-    assert found.tolist() == cpu_ranks(first, 300, -5, half, num_nodes).tolist()
+    ours = gpu_synthetic.ranks(first, 300, -5, half, num_nodes, DEVICE)
+    assert ours.tolist() == cpu_ranks(first, 300, -5, half, num_nodes).tolist()
 
 
 @parametrize_kernel(
@@ -72,12 +72,12 @@ def test_sources(sizes: tuple[int, int, int], homophily: float, dtype: torch.dty
         0, ranks, indptr, unsigned(rank_key), unsigned(draw_key), np.uint64(half), num_nodes, num_classes,
         homophily, expected,
     )  # fmt: skip
-    found = gpu_synthetic.sources(
+    ours = gpu_synthetic.sources(
         torch.from_numpy(indptr).to(DEVICE), torch.from_numpy(ranks).to(DEVICE), rank_key, draw_key, half,
         num_classes, homophily, dtype,
     )  # fmt: skip
-    assert found.dtype == dtype
-    assert torch.equal(found.cpu().long(), torch.from_numpy(expected))
+    assert ours.dtype == dtype
+    assert torch.equal(ours.cpu().long(), torch.from_numpy(expected))
 
 
 def test_no_edges_have_no_sources() -> None:
@@ -97,7 +97,7 @@ def test_features(shape: tuple[int, int], dtype: torch.dtype) -> None:
     labels = torch.arange(num_nodes) % 2
     expected = np.empty((num_nodes, num_features), dtype=np.float32)
     cpu_synthetic.fill_features(0, labels.numpy(), means.numpy(), 1.0, unsigned(-3), expected)
-    found = gpu_synthetic.features(labels.to(DEVICE), means.to(DEVICE), -3, dtype)
+    ours = gpu_synthetic.features(labels.to(DEVICE), means.to(DEVICE), -3, dtype)
     # The interpreter cuts bfloat16 off where GPUs round.
     one_bit_off = 2**-7 if dtype == torch.bfloat16 and KERNEL_DEVICE == "cpu" else 0
-    torch.testing.assert_close(found.cpu(), torch.from_numpy(expected).to(dtype), rtol=one_bit_off, atol=0)
+    torch.testing.assert_close(ours.cpu(), torch.from_numpy(expected).to(dtype), rtol=one_bit_off, atol=0)

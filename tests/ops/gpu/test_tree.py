@@ -39,12 +39,12 @@ def test_trees_are_those_of_the_reference(replace: bool, dtype: torch.dtype):
     slots = Slots(22, (5, 3), 7)
     key = random.derive_key(5, 2)
     expected = reference.sample_tree(indptr, indices, seeds, slots, key, replace, with_edges=True)
-    found = gpu_tree.sample_tree(*on_device(indptr, indices, seeds), slots, key, replace, with_edges=True)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours is not None
-        assert theirs is not None
-        assert ours.dtype == theirs.dtype
-        assert torch.equal(ours.cpu(), theirs)
+    ours = gpu_tree.sample_tree(*on_device(indptr, indices, seeds), slots, key, replace, with_edges=True)
+    for our_tensor, expected_tensor in zip(ours, expected, strict=True):
+        assert our_tensor is not None
+        assert expected_tensor is not None
+        assert our_tensor.dtype == expected_tensor.dtype
+        assert torch.equal(our_tensor.cpu(), expected_tensor)
 
 
 @parametrize_kernel([(1, 3), (50, 0), (1024, 1), (3000, 2)], num_seeds=[1, 50, 1024, 3000], seed=[0, 1, 2, 3])

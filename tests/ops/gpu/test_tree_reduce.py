@@ -67,8 +67,8 @@ def test_reducing_and_its_gradient(how: str, own: bool, width: int):
             out = gpu_tree.reduce_tree(x, slots, hop, nodes, counts, how, weight, own)
         else:
             out = reduced_in_torch(x, slots, hop, nodes, how, weight)
-            there = (nodes[: slots.up_to(hop)] >= 0)[:, None]
-            out = torch.cat([out, torch.where(there, x[: slots.up_to(hop)], 0)], dim=1) if own else out
+            is_present = (nodes[: slots.up_to(hop)] >= 0)[:, None]
+            out = torch.cat([out, torch.where(is_present, x[: slots.up_to(hop)], 0)], dim=1) if own else out
         (out * randn(*out.shape, seed=9).to(DEVICE)).sum().backward()
         assert x.grad is not None
         outs.append(out.detach())
@@ -115,10 +115,10 @@ def test_dense_rows_are_those_of_the_slots_that_are_there():
     table = randn(58, 10).to(DEVICE)
     plain = (table, slots, hop, nodes, "mean", None, True, table.dtype, True)
     by_slot = gpu_tree.reduce_rows(*plain)
-    found = gpu_tree.reduce_rows(*plain, dense_out=inner.row_of_slot)
-    there = inner.slots[: int(inner.total)].long()
-    assert torch.equal(found[: there.numel()], by_slot[there])
+    ours = gpu_tree.reduce_rows(*plain, dense_out=inner.row_of_slot)
+    present_slots = inner.slots[: int(inner.total)].long()
+    assert torch.equal(ours[: present_slots.numel()], by_slot[present_slots])
 
     below = (slots, 0, nodes, "sum", None, True, table.dtype, False)
     expected = gpu_tree.reduce_rows(by_slot, *below)
-    assert torch.equal(gpu_tree.reduce_rows(found, *below, dense_in=inner.row_of_slot), expected)
+    assert torch.equal(gpu_tree.reduce_rows(ours, *below, dense_in=inner.row_of_slot), expected)

@@ -68,8 +68,8 @@ def test_loops_and_their_rows_are_those_of_pyg(fill: object) -> None:
     edges = Edges.of(LAYOUT)
     edges_with_loops = edges.with_loops()
     attr = GRAPH.edge["attr"]
-    given = attr[LAYOUT.edge_ids]
-    values = edges_with_loops.rows_with_loops(given, loop_attributes(edges, given, fill))
+    own_attr = attr[LAYOUT.edge_ids]
+    values = edges_with_loops.rows_with_loops(own_attr, loop_attributes(edges, own_attr, fill))
     plain = add_self_loops(*remove_self_loops(GRAPH.edge_index(), attr), fill_value=fill, num_nodes=30)  # type: ignore[arg-type]
     ours = ends(edges_with_loops)
     assert torch.equal(in_order(ours)[0], in_order(plain[0])[0])
@@ -89,19 +89,19 @@ def test_the_norm_and_its_gradient_are_those_of_pyg(weighted: bool, add_loops: b
     normed: Any = plain_norm(GRAPH.edge_index(), weight, 30, improved, add_loops, dtype=torch.float64)
     edge_index, expected = normed
     edges = Edges.of(LAYOUT)
-    ours = None if weight is None else weight.detach()[LAYOUT.edge_ids].requires_grad_()
+    own_weight = None if weight is None else weight.detach()[LAYOUT.edge_ids].requires_grad_()
     edges_with_loops = edges.with_loops() if add_loops else None
-    found = gcn_norm(edges, edges_with_loops, LocalTransport(LAYOUT), ours, improved, torch.float64)
+    ours = gcn_norm(edges, edges_with_loops, LocalTransport(LAYOUT), own_weight, improved, torch.float64)
     # Summed over edges between the same nodes, since some are double.
     pairs = torch.zeros(30, 30, dtype=torch.float64)
-    by_pair = pairs.index_put(tuple(ends(edges_with_loops or edges)), found, accumulate=True)
+    by_pair = pairs.index_put(tuple(ends(edges_with_loops or edges)), ours, accumulate=True)
     plain = pairs.index_put((edge_index[0], edge_index[1]), expected, accumulate=True)
     torch.testing.assert_close(by_pair, plain, rtol=1e-10, atol=1e-12)
-    if weight is not None and ours is not None:
+    if weight is not None and own_weight is not None:
         (by_pair * randn(30, 30)).sum().backward()
         (plain * randn(30, 30)).sum().backward()
         assert weight.grad is not None
-        torch.testing.assert_close(ours.grad, weight.grad[LAYOUT.edge_ids], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(own_weight.grad, weight.grad[LAYOUT.edge_ids], rtol=1e-10, atol=1e-12)
 
 
 def test_all_edges_at_once_are_in_the_order_of_the_graph() -> None:
@@ -125,11 +125,11 @@ def test_several_tensors_travel_together_where_they_can(other: torch.dtype) -> N
     y = randn(30, dtype=other).requires_grad_()
     real = transport.fetch_all
     transport.fetch_all = lambda rows, kind: (calls.append(kind), real(rows, kind))[1]
-    found = gather_sources_together([x, y], transport, None, "forward")
-    assert torch.equal(found[0], x)
-    assert torch.equal(found[1], y)
+    gathered = gather_sources_together([x, y], transport, None, "forward")
+    assert torch.equal(gathered[0], x)
+    assert torch.equal(gathered[1], y)
     assert len(calls) == (1 if other == torch.float64 else 2)
-    (found[0].sum() + 2 * found[1].sum()).backward()
+    (gathered[0].sum() + 2 * gathered[1].sum()).backward()
     assert torch.equal(x.grad, torch.ones_like(x))  # type: ignore[arg-type]
     assert torch.equal(y.grad, 2 * torch.ones_like(y))  # type: ignore[arg-type]
 

@@ -52,14 +52,14 @@ def test_edge_updates_are_run_where_their_edges_are() -> None:
         "edge": [],
         "constant": [],
     }
-    found = replay(conv, call, rows, CHUNK, DEGREES, largest)
-    assert found.softmax_weights is not None
-    sums = [pyg_utils.scatter(t, CHUNK.dst, 0, 3, "sum") for t in (found.reductions[0].rows, found.softmax_weights)]
+    ours = replay(conv, call, rows, CHUNK, DEGREES, largest)
+    assert ours.softmax_weights is not None
+    sums = [pyg_utils.scatter(t, CHUNK.dst, 0, 3, "sum") for t in (ours.reductions[0].rows, ours.softmax_weights)]
     edge_index = torch.stack([CHUNK.src, CHUNK.dst])
     expected = conv.propagate(
         edge_index, x=(inputs.source[0], None), alpha=conv.edge_updater(edge_index, **alpha.kwargs), size=(3, 3)
     )
-    plain = finish(conv, found.reduce_order, sums[:1], sums[1], DEGREES)
+    plain = finish(conv, ours.reduce_order, sums[:1], sums[1], DEGREES)
     torch.testing.assert_close(plain, expected)
 
 
@@ -85,12 +85,14 @@ def test_an_aggregation_is_what_it_makes_of_its_reductions(aggr: Any) -> None:
     inputs = Inputs()
     call = plan(conv, "message", {"x": x}, inputs, 5, 3)
     rows: dict[Any, list[Tensor]] = {"source": [x[CHUNK.src]], "destination": [], "edge": [], "constant": []}
-    found = replay(conv, call, rows, CHUNK, DEGREES, largest)
-    reduced = [pyg_utils.scatter(r.rows, CHUNK.dst, 0, 3, r.how) for r in found.reductions]
+    recorded = replay(conv, call, rows, CHUNK, DEGREES, largest)
+    reduced = [pyg_utils.scatter(r.rows, CHUNK.dst, 0, 3, r.how) for r in recorded.reductions]
     weight_sum = (
-        None if found.softmax_weights is None else pyg_utils.scatter(found.softmax_weights, CHUNK.dst, 0, 3, "sum")
+        None
+        if recorded.softmax_weights is None
+        else pyg_utils.scatter(recorded.softmax_weights, CHUNK.dst, 0, 3, "sum")
     )
-    out = finish(conv, found.reduce_order, reduced, weight_sum, DEGREES)
+    out = finish(conv, recorded.reduce_order, reduced, weight_sum, DEGREES)
     torch.testing.assert_close(out, conv.aggr_module(x[CHUNK.src], CHUNK.dst, dim_size=3))
 
 
@@ -99,8 +101,8 @@ def test_rows_that_are_reduced_twice_alike_are_recorded_once() -> None:
     inputs = Inputs()
     call = plan(conv, "message", {"x": randn(3, 4)}, inputs, 5, 3)
     rows: dict[Any, list[Tensor]] = {"source": [randn(5, 4)], "destination": [], "edge": [], "constant": []}
-    found = replay(conv, call, rows, CHUNK, DEGREES, largest)
-    assert (len(found.reductions), found.reduce_order) == (2, [0, 0, 0, 1])
+    recorded = replay(conv, call, rows, CHUNK, DEGREES, largest)
+    assert (len(recorded.reductions), recorded.reduce_order) == (2, [0, 0, 0, 1])
 
 
 @pytest.mark.parametrize("aggr", ["mul", "median", "lstm", None])

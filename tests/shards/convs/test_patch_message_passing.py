@@ -75,19 +75,19 @@ def test_convs_inside_a_module_run_too() -> None:
 def test_propagate_is_put_back_also_after_an_error() -> None:
     conv = pyg.SAGEConv(4, 4)
     conv.decomposed_layers = 2  # PyG itself puts another propagate on such an instance
-    own = conv.__dict__["propagate"]
+    pygs_propagate = conv.__dict__["propagate"]
     with pytest.raises(RuntimeError):
         run(conv, "sequential", torch.randn(30, 5))
-    assert conv.__dict__["propagate"] is own
+    assert conv.__dict__["propagate"] is pygs_propagate
     assert "edge_updater" not in conv.__dict__
 
 
 def test_hooks_on_messages_are_refused_and_others_run() -> None:
     conv = pyg.SAGEConv(4, 4).double()
-    seen = []
-    conv.register_forward_hook(lambda *_: seen.append(True))
+    calls = []
+    conv.register_forward_hook(lambda *_: calls.append(True))
     run(conv, "sequential", randn(30, 4))
-    assert seen == [True]
+    assert calls == [True]
     conv.register_message_forward_hook(lambda module, inputs, out: out)
     with pytest.raises(CannotSplit, match="hooks"):
         run(conv, "sequential", randn(30, 4))

@@ -35,29 +35,39 @@ def test_virtual_shards_equal_plain_pyg(name: str) -> None:
         many = virtual_layout(graph, make_partition(graph, 8, "metis" if discrete else "random", seed=1))
         few = virtual_layout(graph, make_partition(graph, 3, "metis", seed=1))
         for mode, layout in (("sequential", many), ("stored", many), ("one_shot", few)):
-            found = sharded(conv, graph, x, layout, None, mode=mode)
-            assert error(found, expected, layout) <= 1, (mode, layout is many, discrete)
+            ours = sharded(conv, graph, x, layout, None, mode=mode)
+            assert error(ours, expected, layout) <= 1, (mode, layout is many, discrete)
 
 
 def test_one_rank_equals_plain_pyg() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        found = on_ranks(World.alone(), list(SUITE))
+        results = on_ranks(World.alone(), list(SUITE))
     finally:
         dist.destroy_process_group()
-    assert {name: worst for name, worst in found["errors"].items() if not worst <= 1} == {}
+    assert {name: worst for name, worst in results["errors"].items() if not worst <= 1} == {}
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.extended)])
 def test_ranks_equal_plain_pyg(size: int) -> None:
-    found = run(on_ranks, LaunchSettings(devices=size, timeout_s=60), list(SUITE))
-    assert {name: worst for name, worst in found["errors"].items() if not worst <= 1} == {}
-    traffic = found["traffic"]
-    once = traffic["halo"]["rows"] * 4 * 8
-    assert traffic["sage-mean sequential"] == {"forward": once, "refetch": 0, "gradient": once}
-    twice = traffic["halo"]["rows"] * 2 * (4 + 1) * 8  # two heads: projected rows, and their part of the logits
-    assert traffic["gat sequential"] == {"forward": twice, "refetch": twice, "gradient": twice}
-    assert traffic["gat stored"] == traffic["gat one_shot"] == {"forward": twice, "refetch": 0, "gradient": twice}
+    results = run(on_ranks, LaunchSettings(devices=size, timeout_s=60), list(SUITE))
+    assert {name: worst for name, worst in results["errors"].items() if not worst <= 1} == {}
+    traffic = results["traffic"]
+    bytes_of_rows = traffic["halo"]["rows"] * 4 * 8
+    assert traffic["sage-mean sequential"] == {"forward": bytes_of_rows, "refetch": 0, "gradient": bytes_of_rows}
+    bytes_of_heads = (
+        traffic["halo"]["rows"] * 2 * (4 + 1) * 8
+    )  # two heads: projected rows, and their part of the logits
+    assert traffic["gat sequential"] == {
+        "forward": bytes_of_heads,
+        "refetch": bytes_of_heads,
+        "gradient": bytes_of_heads,
+    }
+    assert (
+        traffic["gat stored"]
+        == traffic["gat one_shot"]
+        == {"forward": bytes_of_heads, "refetch": 0, "gradient": bytes_of_heads}
+    )
 
 
 def small(**options: Any) -> tuple[ShardConvs, Graph]:
@@ -76,8 +86,8 @@ def test_a_graph_like_those_of_sars_tests(edges: int) -> None:
     for conv in (pyg.GraphConv(10, 10).double(), pyg.GATConv(10, 10).double(), pyg.SAGEConv(10, 4, "max").double()):
         for num_shards in (1, 2, 4):
             layout = virtual_layout(graph, make_partition(graph, num_shards, "metis"))
-            found = run_conv(conv, x[layout.own_ids], ShardConvs.of(layout))
-            torch.testing.assert_close(found, conv(x, graph.edge_index())[layout.own_ids], rtol=1e-10, atol=1e-12)
+            ours = run_conv(conv, x[layout.own_ids], ShardConvs.of(layout))
+            torch.testing.assert_close(ours, conv(x, graph.edge_index())[layout.own_ids], rtol=1e-10, atol=1e-12)
 
 
 def test_the_rule_is_found_not_listed() -> None:
@@ -153,8 +163,8 @@ def test_a_batch_norm_after_the_aggregation_runs_in_training() -> None:
     conv = pyg.GINConv(nn.Sequential(nn.Linear(4, 5), norm, nn.Linear(5, 3))).double()
     other = copy.deepcopy(conv)
     x = randn(40, 4)
-    found = run_conv(conv, x, convs)
-    torch.testing.assert_close(found, other(x, graph.edge_index()), rtol=1e-10, atol=1e-12)
+    ours = run_conv(conv, x, convs)
+    torch.testing.assert_close(ours, other(x, graph.edge_index()), rtol=1e-10, atol=1e-12)
     assert torch.allclose(norm.running_mean, other.state_dict()["nn.1.running_mean"])  # type: ignore[arg-type]
 
 
@@ -221,10 +231,10 @@ def test_a_gnn_takes_the_block_like_any_other() -> None:
     expected = _gradients(gnn, whole)
     layout = virtual_layout(graph, make_partition(graph, 3, "random"))
     block = ShardConvs.of(layout, chunk_bytes=4000).block(key=5)
-    found = _gradients(gnn, Batch(layout.own_ids, (block,) * 3, x[layout.own_ids], None, key=5))
-    torch.testing.assert_close(found[0], expected[0][layout.own_ids], rtol=1e-10, atol=1e-12)
-    for ours, theirs in zip(found[1:], expected[1:], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+    ours = _gradients(gnn, Batch(layout.own_ids, (block,) * 3, x[layout.own_ids], None, key=5))
+    torch.testing.assert_close(ours[0], expected[0][layout.own_ids], rtol=1e-10, atol=1e-12)
+    for own_gradient, plain_gradient in zip(ours[1:], expected[1:], strict=True):
+        torch.testing.assert_close(own_gradient, plain_gradient, rtol=1e-9, atol=1e-11)
 
 
 def _gradients(gnn: nn.Module, batch: Batch) -> list[Tensor]:
@@ -239,8 +249,8 @@ def test_a_conv_that_takes_initial_rows() -> None:
     conv = pyg.GCN2Conv(4, 0.2).double()
     x = randn(40, 4)
     x0 = randn(40, 4, seed=1)
-    found = run_conv(conv, x, convs, x0)
-    torch.testing.assert_close(found, conv(x, x0, graph.edge_index()), rtol=1e-10, atol=1e-12)
+    ours = run_conv(conv, x, convs, x0)
+    torch.testing.assert_close(ours, conv(x, x0, graph.edge_index()), rtol=1e-10, atol=1e-12)
 
 
 def test_a_conv_without_its_input_width_gets_it_from_the_rows() -> None:

@@ -152,19 +152,19 @@ def test_dropout_draws_what_plain_pyg_draws() -> None:
     b = ShardConvs.of(contiguous_layout(GRAPH, torch.tensor([0, 30])))
     for conv in (pyg.GATConv(4, 3, dropout=0.5, add_self_loops=False), pyg.TransformerConv(4, 3, dropout=0.5)):
         conv = conv.double()
-        found = []
+        results = []
         for run in (lambda x: run_conv(conv, x, b), lambda x: conv(x, GRAPH.edge_index())):  # noqa: B023
             x = randn(30, 4).requires_grad_()
             conv.zero_grad()
             torch.manual_seed(3)
             out = run(x)
-            after = torch.rand(2)  # both have drawn as often
+            next_draws = torch.rand(2)  # both have drawn as often
             torch.rand(5)  # backward does not depend on where the generator is by then
             (out * randn(30, 3, seed=1)).sum().backward()
-            found.append(
-                [out.detach(), after, x.grad, *(p.grad.clone() for p in conv.parameters() if p.grad is not None)]
+            results.append(
+                [out.detach(), next_draws, x.grad, *(p.grad.clone() for p in conv.parameters() if p.grad is not None)]
             )
-        for ours, theirs in zip(*found, strict=True):
+        for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
@@ -186,7 +186,7 @@ def test_dropout_is_the_same_in_backward_for_many_chunks() -> None:
 
 
 def test_backward_is_that_of_the_mode_of_forward() -> None:
-    found = []
+    gradients = []
     for mode in (True, False):
         conv = pyg.EdgeConv(torch.nn.Sequential(torch.nn.Linear(8, 3), torch.nn.Dropout(0.5)), aggr="sum").double()
         with torch.no_grad():
@@ -198,8 +198,8 @@ def test_backward_is_that_of_the_mode_of_forward() -> None:
         conv.train(mode)
         out.sum().backward()
         assert conv.nn[1].training == mode  # type: ignore[index]
-        found.append(x.grad)
-    assert torch.equal(*found)
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -222,11 +222,11 @@ def test_a_look_tells_kinds_and_bytes() -> None:
     x = randn(30, 4).requires_grad_()
     call = plan(conv, "message", {"x": (x, x)}, inputs, 150, 30)
     state = torch.get_rng_state()
-    found = profile_messages(conv, call, inputs)
-    assert [kind.how for kind in found.specs] == ["max", "sum", "sum"]
-    assert found.specs[0].shape == (4,)
-    assert found.needs_sources
-    assert found.edge_bytes >= 3 * 4 * 8 / 2  # x, its square and their messages; the first may be one tensor
+    profile = profile_messages(conv, call, inputs)
+    assert [kind.how for kind in profile.specs] == ["max", "sum", "sum"]
+    assert profile.specs[0].shape == (4,)
+    assert profile.needs_sources
+    assert profile.edge_bytes >= 3 * 4 * 8 / 2  # x, its square and their messages; the first may be one tensor
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -245,8 +245,8 @@ def test_messages_in_half_precision_are_drawn_again_in_it() -> None:
 def test_aggregate_is_what_propagate_computes() -> None:
     conv = pyg.SAGEConv(4, 4, aggr="max").double()
     x = randn(30, 4)
-    found = aggregate(conv, {"x": (x, x)}, Edges.of(LAYOUT), LocalTransport(LAYOUT), 1, 2000)
-    assert torch.equal(found, conv.propagate(GRAPH.edge_index(), x=(x, x), size=None))
+    ours = aggregate(conv, {"x": (x, x)}, Edges.of(LAYOUT), LocalTransport(LAYOUT), 1, 2000)
+    assert torch.equal(ours, conv.propagate(GRAPH.edge_index(), x=(x, x), size=None))
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -264,18 +264,18 @@ def test_rows_are_asked_for_when_the_gradients_before_have_arrived(depth: int):
 
 def test_chunks_shrink_with_the_shard(monkeypatch: pytest.MonkeyPatch):
     """Half of the own rows at most, but no less than a size at which calls cost nothing."""
-    seen: list[int] = []
+    limits: list[int] = []
     plain = Edges.chunks
 
     def chunks(self: Edges, k: int, max_edges: int) -> Any:
         if (self.num_dst, k) == (30, 0):  # and not of the graph on which a conv is tried
-            seen.append(max_edges)
+            limits.append(max_edges)
         return plain(self, k, max_edges)
 
     monkeypatch.setattr(Edges, "chunks", chunks)
-    for least in (1 << 20, 100):
-        monkeypatch.setattr(sequential_aggregation, "MIN_CHUNK_BYTES", least)
+    for min_bytes in (1 << 20, 100):
+        monkeypatch.setattr(sequential_aggregation, "MIN_CHUNK_BYTES", min_bytes)
         for chunk_bytes in (200, 10000, 1 << 22):
             run_conv(pyg.SAGEConv(4, 4).double(), randn(30, 4), convs(chunk_bytes=chunk_bytes))
-    of_edge = 10000 // seen[1]
-    assert seen == [most // of_edge for most in (200, 10000, 1 << 20, 200, 480, 480)]
+    edge_bytes = 10000 // limits[1]
+    assert limits == [max_bytes // edge_bytes for max_bytes in (200, 10000, 1 << 20, 200, 480, 480)]

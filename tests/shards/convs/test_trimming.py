@@ -29,9 +29,9 @@ def test_virtual_shards_equal_plain_pyg(name: str, mode: str, num_shards: int) -
 
 
 def test_ranks_equal_plain_pyg() -> None:
-    found = run(on_ranks, LaunchSettings(devices=2, timeout_s=60))
-    assert {name: worst for name, (worst, _) in found.items() if not worst <= 1} == {}
-    assert {name: share for name, (_, share) in found.items() if not share < 0.8} == {}
+    results = run(on_ranks, LaunchSettings(devices=2, timeout_s=60))
+    assert {name: worst for name, (worst, _) in results.items() if not worst <= 1} == {}
+    assert {name: share for name, (_, share) in results.items() if not share < 0.8} == {}
 
 
 def test_layers_have_the_edges_that_lead_to_the_seeds() -> None:

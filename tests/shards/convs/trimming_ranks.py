@@ -48,13 +48,13 @@ def found(
     """(own seeds among all, their outputs, the gradient of the own input rows)."""
     model.zero_grad()
     is_needed = torch.isin(layout.own_ids, SEEDS)
-    whole = ShardConvs.of(layout, transport, **options)
-    convs = trimmed_convs(whole, is_needed, 3, **options) if trim else (whole,) * 3
+    untrimmed = ShardConvs.of(layout, transport, **options)
+    convs = trimmed_convs(untrimmed, is_needed, 3, **options) if trim else (untrimmed,) * 3
     blocks = tuple(each.block() for each in convs)
-    own = is_needed.nonzero().view(-1)
+    own_idx = is_needed.nonzero().view(-1)
     h = x[layout.own_ids].requires_grad_()
-    seeds = layout.own_ids[own]
-    out = model(Batch(seeds, blocks, h, None, output_idx=own))
+    seeds = layout.own_ids[own_idx]
+    out = model(Batch(seeds, blocks, h, None, output_idx=own_idx))
     out.square().sum().backward()
     assert h.grad is not None
     return torch.searchsorted(SEEDS, seeds), out.detach(), h.grad
