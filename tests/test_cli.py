@@ -36,7 +36,7 @@ def graph(tmp_path: Path) -> Path:
     return tmp_path / "graph"
 
 
-def altered(folder: Path, array: str, place: Any, value: float) -> Path:
+def alter_array(folder: Path, array: str, place: Any, value: float) -> Path:
     """The folder with some values of an array changed behind the manifest's back."""
     rows = np.load(folder / f"{array}.npy", mmap_mode="r+")
     rows[place] = value
@@ -393,7 +393,7 @@ def test_a_file_that_is_no_npz_is_named(tmp_path: Path):
 def test_features_that_are_not_numbers(graph: Path, tmp_path: Path):
     np.savez(tmp_path / "nan.npz", edge_index=np.array([[0], [1]]), x=np.array([[1.0], [np.nan]]), y=np.array([0, 1]))
     assert_refused(command("convert", tmp_path / "nan.npz", tmp_path / "out"), "nan in row 1, column 0", "nan_to_num")
-    altered(graph, "table.x", (slice(None), 2), np.nan)
+    alter_array(graph, "table.x", (slice(None), 2), np.nan)
     assert_refused(command("verify", graph), "table.x.npy is damaged")
     outcome = command("train", graph, *overrides(out=tmp_path / "run"))
     assert_refused(outcome, "the loss became nan in epoch 1", "check the features by `hopline verify`")
@@ -403,7 +403,7 @@ def test_features_that_are_not_numbers(graph: Path, tmp_path: Path):
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_a_label_out_of_range(graph: Path, tmp_path: Path, split: str, label: int):
     node = int(small().splits[split][5])
-    altered(graph, "y", node, label)
+    alter_array(graph, "y", node, label)
     outcome = command("train", graph, *overrides(out=tmp_path / "run"))
     assert_refused(outcome, f"node {node} of split '{split}' has label {label}, but classes go from 0 to 3")
 
@@ -416,7 +416,7 @@ def test_a_label_out_of_range_in_a_conversion(tmp_path: Path):
 
 @pytest.mark.parametrize("index", [10**6, -3])
 def test_an_edge_index_out_of_range(graph: Path, tmp_path: Path, index: int):
-    altered(graph, "indices", slice(None), index)
+    alter_array(graph, "indices", slice(None), index)
     outcome = command("train", graph, *overrides(out=tmp_path / "run"))
     assert_refused(outcome, "an edge index is out of range: check the dataset by `hopline verify FOLDER`")
 
@@ -428,7 +428,7 @@ def test_an_edge_index_out_of_range_in_a_conversion(tmp_path: Path):
 
 
 def test_a_split_out_of_range(graph: Path, tmp_path: Path):
-    altered(graph, "split.0.valid", 0, 4000)
+    alter_array(graph, "split.0.valid", 0, 4000)
     assert_refused(command("train", graph, *overrides(out=tmp_path / "run")), "Split 'valid' holds 4000")
 
 

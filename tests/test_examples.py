@@ -62,7 +62,7 @@ def test_own_loop_learns(graph: str, monkeypatch: pytest.MonkeyPatch):
     assert example("own_loop", monkeypatch).main(graph, epochs=20) > 0.4
 
 
-def assert_trainers(results: dict[str, Any]) -> None:
+def assert_losses_of_trainer(results: dict[str, Any]) -> None:
     """The losses of all steps are the Trainer's, and each but the first depends on the gradients before it."""
     assert len(results["losses"]) == len(results["trainer"]) > 3
     assert results["losses"] == pytest.approx(results["trainer"], rel=1e-10)
@@ -71,14 +71,14 @@ def assert_trainers(results: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", own_loops.NAMES)
 def test_an_own_loop_has_the_losses_of_the_trainer(name: str, graph: str, tmp_path: Path):
-    assert_trainers(own_loops.beside_the_trainer(World.alone(), name, graph, str(tmp_path / "shards")))
+    assert_losses_of_trainer(own_loops.beside_the_trainer(World.alone(), name, graph, str(tmp_path / "shards")))
 
 
 def test_own_loops_over_two_ranks_have_the_losses_of_the_trainer(graph: str, tmp_path: Path):
     settings = LaunchSettings(devices=2, timeout_s=60)
     results = run(own_loops.all_beside_the_trainer, settings, graph, str(tmp_path / "shards"))
     for name in own_loops.NAMES:
-        assert_trainers(results[name])
+        assert_losses_of_trainer(results[name])
 
 
 def test_own_loops_run_by_themselves(graph: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -177,7 +177,7 @@ def test_subclass_has_its_own_rates_and_metrics(graph: str, monkeypatch: pytest.
     assert last["error"] == pytest.approx(1 - last["accuracy"])
 
 
-class StandIn:
+class FakeNeighborLoader:
     """What PyG's NeighborLoader yields (seeds first, `batch_size`), where the library it needs is not installed."""
 
     def __init__(self, data: Data, num_neighbors: Sequence[int], input_nodes: Tensor, batch_size: int) -> None:
@@ -230,7 +230,7 @@ def test_a_pyg_script_differs_from_pygs_by_the_import_of_the_loader(
 def test_pyg_batches_train_a_pyg_model(graph: str, monkeypatch: pytest.MonkeyPatch):
     module = example("pyg_batches", monkeypatch)
     if not neighbor_loader_works():
-        monkeypatch.setattr(module, "NeighborLoader", StandIn)
+        monkeypatch.setattr(module, "NeighborLoader", FakeNeighborLoader)
     run = module.main(graph, epochs=8)
     assert losses(run)[-1] < losses(run)[0]
     assert run.test > 0.4

@@ -25,14 +25,14 @@ from tests.golden_cases import NEARLY_SAME_RUN, RANK_CASES, SAME_RUN, Result
 RECORD = Record.read("cpu")
 KEY = cpu_key()
 ADVICE = f"if this is meant, `{command('cpu')} --because WHY` shows how far and changes the record"
-_found: dict[str, Result] = {}
+_results: dict[str, Result] = {}
 """Results of the cases that were computed."""
 
 
-def found(name: str) -> Result:
-    if name not in _found:
-        _found[name] = compute(name, "cpu")
-    return _found[name]
+def result_of(name: str) -> Result:
+    if name not in _results:
+        _results[name] = compute(name, "cpu")
+    return _results[name]
 
 
 def test_the_record_knows_this_machine():
@@ -57,20 +57,20 @@ def test_a_run_is_that_of_the_record(name: str):
     expected = RECORD.expected(name, KEY, "cpu")
     if isinstance(expected, str):
         pytest.skip(expected)
-    lines = differences(found(name), expected.result, expected.tolerance)
+    lines = differences(result_of(name), expected.result, expected.tolerance)
     assert not lines, "\n".join([f"{name} changed: {ADVICE}", *lines])
 
 
 @pytest.mark.parametrize("name", SAME_RUN)
 def test_evaluation_beside_training_and_a_resumed_run_change_nothing(name: str):
     # A resumed run counts what it did itself.
-    one, other = (result | {"counts": {}} for result in (found(name), found(SAME_RUN[name])))
+    one, other = (result | {"counts": {}} for result in (result_of(name), result_of(SAME_RUN[name])))
     assert one == other
 
 
 @pytest.mark.parametrize("name", NEARLY_SAME_RUN)
 def test_trimming_and_the_way_of_aggregation_change_nothing_but_rounding(name: str):
-    one, other = (result | {"counts": {}} for result in (found(name), found(NEARLY_SAME_RUN[name])))
+    one, other = (result | {"counts": {}} for result in (result_of(name), result_of(NEARLY_SAME_RUN[name])))
     assert distance(one, other) <= TOLERANCE
 
 
@@ -85,7 +85,7 @@ def _small_record() -> Record:
     return Record(draws={"blocks": "aa"}, runs={key: deepcopy(cases) for key in keys})
 
 
-def _changed(steps: float = 1.5, rows: int = 3, bits: str = "aa") -> Result:
+def _make_result(steps: float = 1.5, rows: int = 3, bits: str = "aa") -> Result:
     return {"steps": [steps], "counts": {"rows": rows}, "bits": [bits]}
 
 
@@ -97,11 +97,11 @@ def test_a_known_machine_is_compared_to_the_bit_and_another_one_to_rounding():
     other_machine = record.expected("sampled block sage", new_torch, "cpu")
     assert not isinstance(same_machine, str)
     assert not isinstance(other_machine, str)
-    nearby = _changed(steps=1.5 + 1e-12, bits="bb")
+    nearby = _make_result(steps=1.5 + 1e-12, bits="bb")
     assert len(differences(nearby, same_machine.result, same_machine.tolerance)) == 2
     assert not differences(nearby, other_machine.result, other_machine.tolerance)
-    assert differences(_changed(rows=4), other_machine.result, other_machine.tolerance)
-    assert differences(_changed(steps=1.5 + 1e-8), other_machine.result, other_machine.tolerance)
+    assert differences(_make_result(rows=4), other_machine.result, other_machine.tolerance)
+    assert differences(_make_result(steps=1.5 + 1e-8), other_machine.result, other_machine.tolerance)
     assert isinstance(record.expected("float32 sampled block sage", new_torch, "cpu"), str)
     assert isinstance(record.expected("sampled block gat-dropout", new_torch, "cpu"), str)
     assert not isinstance(record.expected("sampled block gat-dropout", "new; torch 2.13.0", "cpu"), str)
@@ -113,13 +113,13 @@ def test_a_case_that_does_not_reproduce_is_compared_within_a_tolerance():
     record.runs[this]["sampled block sage"]["apart"] = 1e-15
     expected = record.expected("sampled block sage", this, "cpu")
     assert not isinstance(expected, str)
-    assert not differences(_changed(steps=1.5 + 1e-14, bits="bb"), expected.result, expected.tolerance)
+    assert not differences(_make_result(steps=1.5 + 1e-14, bits="bb"), expected.result, expected.tolerance)
 
 
 def test_numbers_change_only_for_a_reason_which_is_kept():
     record = _small_record()
     this, other = record.runs
-    computed = Computed(draws={"blocks": "aa"}, runs={"sampled block sage": _changed(steps=1.75, bits="bb")})
+    computed = Computed(draws={"blocks": "aa"}, runs={"sampled block sage": _make_result(steps=1.75, bits="bb")})
     before = deepcopy(record)
     with pytest.raises(ValueError, match=r"changed by 2\.5e-01|changed by 1\.7e-01"):
         update(record, computed, this, "cpu", None)
@@ -133,10 +133,10 @@ def test_numbers_change_only_for_a_reason_which_is_kept():
 
 def test_a_new_machine_must_agree_with_the_others():
     record = _small_record()
-    computed = Computed(runs={"sampled block sage": _changed(steps=1.5 + 1e-6, bits="bb")})
+    computed = Computed(runs={"sampled block sage": _make_result(steps=1.5 + 1e-6, bits="bb")})
     with pytest.raises(ValueError, match="changed by"):
         update(record, computed, "new; torch 2.13.0; numba 1", "cpu", None)
-    computed.runs["sampled block sage"] = _changed(steps=1.5 + 1e-13, bits="bb")
+    computed.runs["sampled block sage"] = _make_result(steps=1.5 + 1e-13, bits="bb")
     update(record, computed, "new; torch 2.13.0; numba 1", "cpu", None)
     assert len(record.runs) == 3
 

@@ -130,7 +130,7 @@ def test_groups_hold_no_more_than_asked_for(tmp_path: Path) -> None:
         assert max((last - first) * runs.width for first, last in groups) <= 600
 
 
-class _Counted:
+class _LazyEdges:
     """Edges made on the fly; remembers the largest number of edges that was asked to be kept at once."""
 
     def __init__(self, num_edges: int, num_nodes: int, chunk: int) -> None:
@@ -155,7 +155,7 @@ def test_memory_is_bounded_by_the_chunk_and_not_by_the_edges(tmp_path: Path, mon
     monkeypatch.setattr(convert, "group", spy)
     chunk = 50_000
     tracemalloc.start()  # sees what NumPy allocates: the chunks and the order of each group
-    dataset = convert_edges(_Counted(2_000_000, 100_000, chunk), tmp_path / "d", num_nodes=100_000, chunk_edges=chunk)
+    dataset = convert_edges(_LazyEdges(2_000_000, 100_000, chunk), tmp_path / "d", num_nodes=100_000, chunk_edges=chunk)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert dataset.num_edges == 2_000_000

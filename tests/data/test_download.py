@@ -15,14 +15,14 @@ from hopline.data import download
 from hopline.data.store import open_folder
 
 
-class Fake:
+class FakeDataset:
     """Stands for a PyG dataset class: one graph, made without a network."""
 
     calls: list[tuple[str, dict[str, Any]]]
     num_graphs = 1
 
     def __init__(self, root: str, **settings: Any) -> None:
-        Fake.calls.append((root, settings))
+        FakeDataset.calls.append((root, settings))
 
     def __len__(self) -> int:
         return self.num_graphs
@@ -33,10 +33,10 @@ class Fake:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
-    Fake.calls = []
-    monkeypatch.setattr(torch_geometric.datasets, "Amazon", Fake)
-    return Fake
+def fake_amazon(monkeypatch: pytest.MonkeyPatch) -> type[FakeDataset]:
+    FakeDataset.calls = []
+    monkeypatch.setattr(torch_geometric.datasets, "Amazon", FakeDataset)
+    return FakeDataset
 
 
 def test_names_are_found() -> None:
@@ -53,10 +53,10 @@ def test_every_pyg_source_names_a_real_class() -> None:
         assert source.is_ogb or hasattr(torch_geometric.datasets, source.kind), source.name
 
 
-def test_a_pyg_dataset_is_fetched_and_converted(fake: type[Fake], tmp_path: Path) -> None:
+def test_a_pyg_dataset_is_fetched_and_converted(fake_amazon: type[FakeDataset], tmp_path: Path) -> None:
     source = download.SOURCES["amazon-photo"]
     source.fetch(tmp_path / "raw", tmp_path / "amazon-photo", {"symmetrize": True})
-    assert fake.calls == [(str(tmp_path / "raw" / "Amazon"), {"name": "Photo"})]
+    assert fake_amazon.calls == [(str(tmp_path / "raw" / "Amazon"), {"name": "Photo"})]
     dataset = open_folder(tmp_path / "amazon-photo")
     assert (dataset.name, dataset.num_nodes) == ("amazon-photo", 200)
     assert [ids.numel() for ids in dataset.splits.values()] == [40, 60, 100]
@@ -64,7 +64,7 @@ def test_a_pyg_dataset_is_fetched_and_converted(fake: type[Fake], tmp_path: Path
 
 
 def test_failures_are_one_sentence_that_names_the_place(
-    fake: type[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_amazon: type[FakeDataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_network(*_: object, **__: object) -> None:
         raise ConnectionError("Cannot connect\nto the host")
@@ -74,7 +74,7 @@ def test_failures_are_one_sentence_that_names_the_place(
         download.SOURCES["reddit"].fetch(tmp_path / "raw", tmp_path / "reddit", {})
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "reddit").exists()
-    monkeypatch.setattr(Fake, "num_graphs", 5)
+    monkeypatch.setattr(FakeDataset, "num_graphs", 5)
     with pytest.raises(ValueError, match="holds 5 graphs"):
         download.SOURCES["amazon-photo"].fetch(tmp_path / "raw", tmp_path / "a", {})
     unknown = download.find("pyg:Planetoit")

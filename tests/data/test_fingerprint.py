@@ -31,28 +31,28 @@ from tests.runs import fit, method, sage, small
 DATA = dataset_of(random_graph(60, 300, loops=True, weight=True), randn(60, 5).float())
 
 
-def with_edges(data: hl.Dataset, **changes: Tensor) -> hl.Dataset:
+def replace_edges(data: hl.Dataset, **changes: Tensor) -> hl.Dataset:
     graph = data.graph
     edge = {name: changes.get(name, array) for name, array in graph.edge.items()}
     return dataclasses.replace(data, graph=Graph(graph.indptr, changes.get("indices", graph.indices), edge))
 
 
-def other_features(data: hl.Dataset) -> hl.Dataset:
+def change_features(data: hl.Dataset) -> hl.Dataset:
     rows = data.x.read(torch.arange(data.num_nodes)).clone()
     rows[-1, -1] += 1e-3
     return dataclasses.replace(data, tables={"x": TensorTable(rows)})
 
 
 CHANGES: dict[str, tuple[str, Callable[[hl.Dataset], hl.Dataset]]] = {
-    "features": ("table 'x'", other_features),
-    "edges": ("edges", lambda data: with_edges(data, indices=data.graph.indices.flip(0))),
-    "weights": ("edge array 'weight'", lambda data: with_edges(data, weight=data.graph.edge["weight"] * 2)),
+    "features": ("table 'x'", change_features),
+    "edges": ("edges", lambda data: replace_edges(data, indices=data.graph.indices.flip(0))),
+    "weights": ("edge array 'weight'", lambda data: replace_edges(data, weight=data.graph.edge["weight"] * 2)),
     "labels": ("labels", lambda data: dataclasses.replace(data, y=2 - data.labels)),
 }
 """By what is changed: the name of the array, and the change, which leaves names and sizes as they are."""
 
 
-def saved(data: hl.Dataset, folder: Path) -> hl.Dataset:
+def save_and_open(data: hl.Dataset, folder: Path) -> hl.Dataset:
     data.save(folder)
     return hl.open(folder)
 
@@ -74,7 +74,7 @@ def test_a_folder_has_the_checksums_of_what_was_saved_and_nothing_is_read(
     sparse = SparseTable(torch.arange(61), torch.zeros(60, dtype=torch.int64), torch.rand(60), 4)
     data = dataclasses.replace(DATA, tables={**DATA.tables, "s": sparse})
     expected = contents_of(data)
-    opened = saved(data, tmp_path / "graph")
+    opened = save_and_open(data, tmp_path / "graph")
 
     def reads(rows: Any) -> int:
         raise AssertionError("an array was read")
@@ -109,7 +109,7 @@ def test_a_table_without_one_tensor_has_the_checksum_of_its_rows():
 # ---- of models
 
 
-class Own(nn.Module):
+class ScalingConv(nn.Module):
     """A conv of the user's own."""
 
     def __init__(self, scale: float = 1.0) -> None:
@@ -121,7 +121,7 @@ class Own(nn.Module):
         return x * self.scale
 
 
-class Other(Own):
+class ShiftingConv(ScalingConv):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return x * self.scale + 1
 
@@ -140,9 +140,9 @@ def test_models_that_compute_otherwise_with_the_same_weights_have_another_struct
         hl.nn.GNN([GCNConv(5, 4, improved=True), GCNConv(4, 3)]),
         hl.nn.GNN([GATConv(5, 4, negative_slope=0.1), GATConv(4, 3)]),
         hl.nn.GNN([GATConv(5, 4), GATConv(4, 3)]),
-        hl.nn.GNN([Own()]),
-        hl.nn.GNN([Own(2.0)]),
-        hl.nn.GNN([Other()]),
+        hl.nn.GNN([ScalingConv()]),
+        hl.nn.GNN([ScalingConv(2.0)]),
+        hl.nn.GNN([ShiftingConv()]),
     ]
     structures = [structure_of(model) for model in models]
     assert len(set(structures)) == len(models)
@@ -175,15 +175,15 @@ def test_inference_does_not_go_on_with_another_model(tmp_path: Path):
         infer.exact(model.double(), DATA, folder=tmp_path / "rows")  # another precision
 
 
-def shards_of(data: hl.Dataset, folder: Path) -> Path:
+def write_shards(data: hl.Dataset, folder: Path) -> Path:
     cut.cut(data, make_partition(data.graph, 2, "range"), folder)
     return folder
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_shards_of_other_data_are_of_another_cut(name: str, tmp_path: Path):
-    one = shards_of(DATA, tmp_path / "one")
-    other = shards_of(CHANGES[name][1](DATA), tmp_path / "other")
+    one = write_shards(DATA, tmp_path / "one")
+    other = write_shards(CHANGES[name][1](DATA), tmp_path / "other")
     model = hl.nn.GNN([GCNConv(5, 4), GCNConv(4, 3)])
     exact_on_shards(model, AllShards(one), folder=tmp_path / "rows")
     with pytest.raises(ValueError, match=r"another inference \(other cut of the dataset\)"):

@@ -205,7 +205,7 @@ def test_arrays_that_do_not_fit_together_are_refused(tiny: Dataset, tmp_path: Pa
         store.open_folder(tmp_path / "a")
 
 
-def alter(folder: Path, rng: random.Random) -> str:
+def damage_one_file(folder: Path, rng: random.Random) -> str:
     """Damage one file of a folder (or swap two) in one of six ways."""
     path = rng.choice(sorted(folder.iterdir()))
     data = bytearray(path.read_bytes())
@@ -241,7 +241,7 @@ def test_a_thousand_random_alterations_give_an_error_or_a_correct_read(tiny: Dat
     for number in range(1000):
         damaged = tmp_path / "damaged"
         shutil.copytree(tmp_path / "good", damaged)
-        what = alter(damaged, rng)
+        what = damage_one_file(damaged, rng)
         with suppress(ValueError):
             store.open_folder(damaged)
         try:

@@ -24,7 +24,7 @@ def captured_of(lines: list[str] | None = None, **options: Any) -> CapturedCall[
     return CapturedCall(GPU, purpose="this", subject="steps are", say=say, **options)
 
 
-def is_free() -> bool:
+def is_lock_free() -> bool:
     """Whether another thread could take the capture lock."""
     acquired: list[bool] = []
 
@@ -66,7 +66,7 @@ def test_streams_wait_for_each_other_and_the_rest_happens_between(fake_cuda: Fak
     @contextmanager
     def prepared() -> Iterator[Callable[[], str]]:
         fake_cuda.log.append(f"warm up on {fake_cuda.current[-1].name}")
-        assert not is_free()
+        assert not is_lock_free()
         yield lambda: fake_cuda.log.append("the call") or "result"
         assert captured.graph is None, "until all is put back"
         fake_cuda.log.append(f"put back on {fake_cuda.current[-1].name}")
@@ -81,7 +81,7 @@ def test_streams_wait_for_each_other_and_the_rest_happens_between(fake_cuda: Fak
         "put back on side 1",
         "main waits for side 1",
     ]
-    assert is_free()
+    assert is_lock_free()
     captured.replay()
     assert fake_cuda.log[-1] == "replay of 0 on main"
 
@@ -112,7 +112,7 @@ def test_after_a_failure_nothing_is_left_and_nobody_tries_again(where: str, erro
     assert not captured.is_due
     assert captured.is_settled
     assert len(fake_cuda.current) == 1
-    assert is_free()
+    assert is_lock_free()
     assert fake_cuda.log[-1] == "main waits for side 1"
     assert ("put back" in fake_cuda.log) == (where != "before")
     if isinstance(error, CaptureDeclined):
@@ -130,7 +130,7 @@ def test_an_interruption_is_no_failure_of_the_capture(fake_cuda: FakeCuda):
         captured_of(lines).capture(nullcontext(interrupted))
     assert lines == []
     assert len(fake_cuda.current) == 1
-    assert is_free()
+    assert is_lock_free()
 
 
 @contextmanager

@@ -99,7 +99,7 @@ def assert_same_outcome(ours: tuple[Any, ...], expected: tuple[Any, ...]) -> Non
     assert all(torch.equal(a, b) for a, b in zip(ours[2], expected[2], strict=True))
 
 
-def hold_up(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+def delay_evaluation(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Have evaluations beside training that are not replayed keep their turn for longer."""
     evaluate = EvaluationThread._evaluate
 
@@ -123,7 +123,7 @@ def test_training_is_the_same_however_long_evaluation_beside_it_takes(
     data = replace(data, splits=data.splits | {"train": torch.arange(num_train), "test": torch.arange(15_000, 16_000)})
     expected = outcome_of(data, "blocking", clip_norm=clip_norm)
     assert_same_outcome(outcome_of(data, "async", clip_norm=clip_norm), expected)
-    hold_up(monkeypatch, 0.1)
+    delay_evaluation(monkeypatch, 0.1)
     assert_same_outcome(outcome_of(data, "async", clip_norm=clip_norm), expected)
 
 

@@ -25,7 +25,7 @@ def data() -> hl.Dataset:
     return small()
 
 
-def equal(one: Sample, other: Sample) -> bool:
+def same_samples(one: Sample, other: Sample) -> bool:
     pairs = [(one.n_id, other.n_id)]
     for a, b in zip(one.adjs, other.adjs, strict=True):
         pairs += [(a.edge_index, b.edge_index), (a.e_id, b.e_id)]
@@ -56,12 +56,12 @@ def test_every_call_draws_anew_and_equal_steps_draw_the_same(data: hl.Dataset):
     sampler = Sampler(data.graph, [4], seed=3)
     first = sampler.sample(seeds)
     second = sampler.sample(seeds)
-    assert not equal(first, second)
+    assert not same_samples(first, second)
     assert sampler.step == 2
     sampler.step = 1
-    assert equal(sampler.sample(seeds), second)
-    assert equal(Sampler(data, (4,), seed=3).sample(seeds), first)
-    assert not equal(Sampler(data, (4,), seed=4).sample(seeds), first)
+    assert same_samples(sampler.sample(seeds), second)
+    assert same_samples(Sampler(data, (4,), seed=3).sample(seeds), first)
+    assert not same_samples(Sampler(data, (4,), seed=4).sample(seeds), first)
 
 
 def test_fanouts_can_be_changed_between_calls(data: hl.Dataset):
@@ -81,7 +81,7 @@ def test_fanouts_can_be_changed_between_calls(data: hl.Dataset):
 def test_seeds_may_be_any_array(data: hl.Dataset, kind: Any):
     seeds = torch.tensor([3, 1, 2])
     expected = Sampler(data, (4, 4)).sample(seeds)
-    assert equal(Sampler(data, (4, 4)).sample(kind(seeds)), expected)
+    assert same_samples(Sampler(data, (4, 4)).sample(kind(seeds)), expected)
 
 
 def test_samples_come_in_the_framework_and_type_asked_for(data: hl.Dataset):
@@ -93,7 +93,7 @@ def test_samples_come_in_the_framework_and_type_asked_for(data: hl.Dataset):
     assert np.array_equal(Sampler(data, (4, 4)).sample([1, 2]).n_id, n_id)
     again = Sample(n_id, 2, adjs).to("torch")
     assert again.n_id.data_ptr() == n_id.ctypes.data
-    assert equal(again, Sample(n_id, 2, adjs))
+    assert same_samples(again, Sample(n_id, 2, adjs))
 
 
 def test_padded_samples_have_one_shape_and_the_same_edges(data: hl.Dataset):
@@ -235,7 +235,7 @@ def test_a_batch_becomes_a_plain_dict(data: hl.Dataset):
     assert isinstance(interop.batch_to(sample, "numpy"), Sample)
 
 
-def other(pipe: Any, sampler: Sampler, features: Features) -> None:
+def answer_in_child(pipe: Any, sampler: Sampler, features: Features) -> None:
     """Another process: samples, then says what it reads where it is told to look."""
     pipe.send(sampler.sample(torch.arange(40)).to("numpy"))
     while (place := pipe.recv()) is not None:
@@ -252,9 +252,9 @@ def test_another_process_gets_the_same_memory_by_a_small_pickle():
     assert data.graph.num_bytes > 1_000_000
     context: Any = multiprocessing.get_context("spawn")
     our_end, their_end = context.Pipe()
-    process = context.Process(target=other, args=(their_end, sampler, features))
+    process = context.Process(target=answer_in_child, args=(their_end, sampler, features))
     process.start()
-    assert equal(our_end.recv(), expected)
+    assert same_samples(our_end.recv(), expected)
     sampler.graph.indices[7] = 123  # written here, after the other process has opened it
     features.write([7], torch.full((1, data.num_features), 0.5))
     our_end.send(7)
@@ -287,7 +287,7 @@ def test_pickling_keeps_every_setting_and_the_step(data: hl.Dataset):
     sampler.sample([1])
     back = pickle.loads(pickle.dumps(sampler))
     assert (back.fanouts, back.seed, back.step, back.framework) == ((3, 2), 5, 1, "numpy")
-    assert equal(back.sample([4, 5]), sampler.sample([4, 5]))
+    assert same_samples(back.sample([4, 5]), sampler.sample([4, 5]))
     interop.release()
 
 

@@ -70,13 +70,13 @@ def tree_of() -> Block:
     return TreeSampler(random_graph(loops=True), (4, 3)).sample(SEEDS, 5)[0].to(DEVICE)
 
 
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter CPU tensors stand for a GPU's."""
     monkeypatch.setattr(Block, "on_gpu", True)
     monkeypatch.setattr(TreeBlock, "on_gpu", True)
 
 
-def on_slots(conv: nn.Module, x: Tensor, block: Block) -> Tensor:
+def stock_on_slots(conv: nn.Module, x: Tensor, block: Block) -> Tensor:
     """Stock PyG on the graph that has a node for every slot, without edges that are self-loops in the real one."""
     if not isinstance(block, TreeBlock):
         return stock(conv, x, block)
@@ -102,7 +102,7 @@ def assert_equals_stock(name: str, block: Block, dtype: torch.dtype, tolerance: 
     stock_conv = twin(conv)
     x, stock_x = (randn(block.num_src, WIDTH, seed=3).to(dtype).to(DEVICE).requires_grad_() for _ in range(2))
     ours = attention(conv, x, block)
-    expected = on_slots(stock_conv, stock_x, block)
+    expected = stock_on_slots(stock_conv, stock_x, block)
     is_present = slice(None) if block.present is None else block.present[: block.num_dst]
     assert_close(ours[is_present], expected[is_present], tolerance)
     backward(ours, block)
@@ -140,7 +140,7 @@ def test_autocast_is_near_by_relative_norm(name: str, layout: str):
     x = randn(block.num_src, WIDTH, seed=3, dtype=torch.float32).to(DEVICE)
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         ours = attention(conv, x, block)
-        expected = on_slots(stock_conv, x, block)
+        expected = stock_on_slots(stock_conv, x, block)
     assert ours.dtype == torch.bfloat16
     backward(ours.float(), block)
     backward(expected, block)
@@ -163,7 +163,7 @@ def test_convolve_takes_the_kernels_where_the_block_is_on_a_gpu(layout: str, mon
     block = block_of() if layout == "block" else tree_of()
     conv = conv_of("gat")
     calls = []
-    as_on_a_gpu(monkeypatch)
+    pretend_gpu(monkeypatch)
     monkeypatch.setattr(conv_adapter, "attention", lambda *args: calls.append(args) or attention(*args))
     x = randn(50, WIDTH).to(DEVICE)
     ours = convolve(conv, Rows(TensorTable(x), block.src_ids), block, None, 2)
@@ -214,7 +214,7 @@ def test_dropout_of_the_weights(layout: str):
     assert not torch.equal(unkeyed[0], unkeyed[2])
     conv.eval()
     is_present = slice(None) if block.present is None else block.present[: block.num_dst]
-    assert_close(attention(conv, x, replace(block, key=7))[is_present], on_slots(conv, x, block)[is_present])
+    assert_close(attention(conv, x, replace(block, key=7))[is_present], stock_on_slots(conv, x, block)[is_present])
 
 
 @parametrize_kernel([("tree",)], layout=LAYOUTS)
@@ -230,7 +230,7 @@ def test_a_model_of_several_layers(layout: str, monkeypatch: pytest.MonkeyPatch)
     else:
         blocks = TreeSampler(graph, (4, 3, 2)).sample(SEEDS, 5)
     blocks = [block.to(DEVICE) for block in blocks]
-    as_on_a_gpu(monkeypatch)
+    pretend_gpu(monkeypatch)
     for this, fused in ((model, True), (other, False)):
         assert isinstance(this, GNN)
         monkeypatch.setattr(conv_adapter, "is_fused_attention", lambda conv, fused=fused: fused)

@@ -35,7 +35,7 @@ class LargestFloats(TorchDispatchMode):
         return out
 
 
-def largest_made(name: str, *, fused: bool) -> tuple[int, int]:
+def measure_largest_tensor(name: str, *, fused: bool) -> tuple[int, int]:
     """(numbers in the largest tensor made in forward and backward, edges x features)."""
     graph = random_graph(60, 6000, weight=True)
     block = batch_of(graph, None, (-1,)).blocks[0]
@@ -50,13 +50,13 @@ def largest_made(name: str, *, fused: bool) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", FUSED)
 def test_no_tensor_has_a_row_per_edge(name: str) -> None:
-    largest, per_edge = largest_made(name, fused=True)
+    largest, per_edge = measure_largest_tensor(name, fused=True)
     assert largest < per_edge / 8
 
 
 @pytest.mark.parametrize("name", ["sage-mean", "gcn"])
 def test_stock_pyg_makes_one(name: str) -> None:
-    largest, per_edge = largest_made(name, fused=False)
+    largest, per_edge = measure_largest_tensor(name, fused=False)
     assert largest >= per_edge
 
 

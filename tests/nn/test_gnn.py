@@ -169,11 +169,13 @@ def test_a_pyg_model_with_a_norm_over_all_nodes_is_refused(norm: str) -> None:
 # ---- dropout
 
 
-def dropping(p: float = 0.5, **options: Any) -> GNN:
+def gnn_with_dropout(p: float = 0.5, **options: Any) -> GNN:
     return GNN([conv_of("sage-mean", 6, 32)], jk="last", head=nn.Identity(), dropout=p, **options).double()
 
 
-@pytest.mark.parametrize("model", [dropping(), dropping(0.0, input_dropout=0.5)], ids=["hidden", "input"])
+@pytest.mark.parametrize(
+    "model", [gnn_with_dropout(), gnn_with_dropout(0.0, input_dropout=0.5)], ids=["hidden", "input"]
+)
 def test_a_node_has_the_same_mask_in_different_batches_of_one_step(model: GNN) -> None:
     large = model(batch_of(GRAPH, X, (-1,), torch.arange(50), key=3))
     small = model(batch_of(GRAPH, X, (-1,), SEEDS, key=3))
@@ -194,13 +196,13 @@ def test_layers_and_input_drop_independently() -> None:
 
 
 def test_evaluation_drops_nothing() -> None:
-    model = dropping(input_dropout=0.5).eval()
+    model = gnn_with_dropout(input_dropout=0.5).eval()
     batch = batch_of(GRAPH, X, (-1,), SEEDS)
     assert torch.equal(model(batch), GNN(list(model.convs), jk="last", head=nn.Identity())(batch))
 
 
 def test_dropout_does_not_touch_the_global_generator_where_there_is_a_key() -> None:
-    model = dropping()
+    model = gnn_with_dropout()
     batch = batch_of(GRAPH, X, (-1,), SEEDS)
     model(batch)
     state = torch.get_rng_state()

@@ -150,7 +150,7 @@ def test_the_model_itself_is_left_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-class Observed(pyg.SAGEConv):
+class ObservingConv(pyg.SAGEConv):
     """Writes down the size of its messages in training."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
@@ -164,10 +164,10 @@ class Observed(pyg.SAGEConv):
 
 
 def test_a_module_that_changes_its_buffers_needs_all_rows_at_once() -> None:
-    assert isinstance(mixing_in_training(GNN([Observed(6, 3)]), 6, {}), Observed)
+    assert isinstance(mixing_in_training(GNN([ObservingConv(6, 3)]), 6, {}), ObservingConv)
     graph = probe_graph({})
     layout = contiguous_layout(graph, torch.tensor([0, 5, 12]))
     with pytest.raises(ValueError, match=r"Observed cannot run over shards.*changes its buffers in each call"):
-        run_conv(Observed(4, 3).double().train(), randn(12, 4), ShardConvs.of(layout))
+        run_conv(ObservingConv(4, 3).double().train(), randn(12, 4), ShardConvs.of(layout))
     at_once = ShardConvs.of(layout, mode="one_shot")
-    assert run_conv(Observed(4, 3).double().train(), randn(12, 4), at_once).shape == (12, 3)
+    assert run_conv(ObservingConv(4, 3).double().train(), randn(12, 4), at_once).shape == (12, 3)

@@ -25,7 +25,7 @@ DEVICE = torch.device(KERNEL_DEVICE)
 
 
 @pytest.fixture
-def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter CPU tensors stand for a GPU's."""
     on_device = property(lambda block: block.tree.nodes.device.type == DEVICE.type)
     monkeypatch.setattr(TreeBlock, "on_gpu", on_device)
@@ -63,7 +63,7 @@ def test_kernels_of_a_gpu_give_what_the_cpu_does(name: str, weight: bool, reques
     blocks = TreeSampler(graph, (8, 3)).sample(seeds, 5)
     expected = copy(Batch(seeds, blocks, TreeRows(TensorTable(X), blocks[0]), None, key=5))
     model(tree_batch(graph))  # finds how its convs are called, which is tried on the host
-    request.getfixturevalue("_as_on_a_gpu")
+    request.getfixturevalue("_pretend_gpu")
     ours = model(tree_batch(graph))
     torch.testing.assert_close(ours.cpu(), expected, rtol=1e-9, atol=1e-11)
     weights = randn(*expected.shape, seed=3)
@@ -74,7 +74,7 @@ def test_kernels_of_a_gpu_give_what_the_cpu_does(name: str, weight: bool, reques
         torch.testing.assert_close(parameter.grad.cpu(), copied.grad, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.usefixtures("_as_on_a_gpu")
+@pytest.mark.usefixtures("_pretend_gpu")
 def test_pending_rows_can_be_read_by_whoever_needs_them():
     torch.manual_seed(0)
     conv = pyg.SAGEConv(6, 8).bfloat16().to(DEVICE)

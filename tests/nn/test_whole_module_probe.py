@@ -40,7 +40,7 @@ CACHED: dict[str, Callable[[int, int], nn.Module]] = {
 }
 
 
-class Alone(nn.Module):
+class LinearThenConv(nn.Module):
     """A linear layer, then one conv that has no weights."""
 
     def __init__(self, data: hl.Dataset, conv: nn.Module) -> None:
@@ -54,7 +54,7 @@ class Alone(nn.Module):
 
 
 def cached_model(name: str, data: hl.Dataset) -> nn.Module:
-    return Alone(data, pyg.APPNP(2, 0.1, cached=True)) if name == "APPNP" else Net(CACHED[name], data)
+    return LinearThenConv(data, pyg.APPNP(2, 0.1, cached=True)) if name == "APPNP" else Net(CACHED[name], data)
 
 
 # ---- convs that cache the edges of a graph
@@ -114,7 +114,7 @@ def test_a_cache_that_is_switched_off_but_full_is_not_used_in_batches():
 # ---- modules whose outputs or arguments are others
 
 
-class Around(nn.Module):
+class WrappedSAGE(nn.Module):
     """A SAGE conv whose output goes through a function."""
 
     def __init__(self, data: hl.Dataset, end: Callable[[Tensor], Any]) -> None:
@@ -142,7 +142,7 @@ class Around(nn.Module):
 )
 def test_an_output_that_is_not_a_row_per_node_is_refused_before_training(end: Callable[[Tensor], Any], sentence: str):
     data = small()
-    model = Around(data, end)
+    model = WrappedSAGE(data, end)
     with pytest.raises(ValueError, match=sentence):
         hl.Trainer(model, data, method(), show=False)
     with pytest.raises(ValueError, match=sentence):

@@ -15,7 +15,7 @@ def draws(key: int, node: int, count: int) -> list[int]:
     return [v & MASK for v in random.draw(key, torch.tensor(node), torch.arange(count)).tolist()]
 
 
-def shuffled(degree: int, fanout: int, key: int, node: int) -> list[int]:
+def fisher_yates(degree: int, fanout: int, key: int, node: int) -> list[int]:
     """Fisher-Yates on a whole list."""
     order = list(range(degree))
     for j, raw in enumerate(draws(key, node, min(degree, fanout))):
@@ -32,7 +32,7 @@ def test_sample_is_a_fisher_yates_shuffle_cut_short(fanout: int, key: int) -> No
     sample = reference.sample_neighbors(graph.indptr, graph.indices, nodes, fanout, key)
     for i, node in enumerate(nodes.tolist()):
         neighbors = neighbors_of(graph, node)
-        picks = shuffled(len(neighbors), fanout, key, node)
+        picks = fisher_yates(len(neighbors), fanout, key, node)
         edge_range = slice(int(sample.indptr[i]), int(sample.indptr[i + 1]))
         assert sample.ids[edge_range].tolist() == [neighbors[p] for p in picks]
         assert sample.edge_ids[edge_range].tolist() == [int(graph.indptr[node]) + p for p in picks]

@@ -37,7 +37,7 @@ each_kind_of_run = pytest.mark.parametrize(
 """All runs on large graphs, and one per model of those on small ones, which differ in numbers only."""
 
 
-def tiny(data: str) -> hl.Dataset:
+def tiny_dataset(data: str) -> hl.Dataset:
     """60 nodes with a dataset's widths and task."""
     num_features, num_classes = WIDTHS[data]
     several = data in MULTI
@@ -52,7 +52,7 @@ def tiny(data: str) -> hl.Dataset:
     )
 
 
-def smaller(config: RunConfig) -> RunConfig:
+def shrink(config: RunConfig) -> RunConfig:
     """The same run on fewer parts, and no deeper and wider than needed."""
     hidden = config.model.hidden if config.model.name == "gat" else min(config.model.hidden, 24)
     model = dataclasses.replace(config.model, hidden=hidden, layers=min(config.model.layers, 4))
@@ -62,8 +62,8 @@ def smaller(config: RunConfig) -> RunConfig:
 
 
 def trainer_of(name: str) -> hl.Trainer:
-    config = smaller(find_recipe(name)())
-    data = tiny(ROWS[name].data)
+    config = shrink(find_recipe(name)())
+    data = tiny_dataset(ROWS[name].data)
     torch.manual_seed(0)
     model = make_model(config.model, data).double()
     settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainSettings)}

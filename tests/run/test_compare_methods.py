@@ -111,13 +111,13 @@ def trainer_of(how: str, budget: dict[str, Any]) -> Trainer:
     data = dataset_of(random_graph(600, 4800), randn(600, 6))
     torch.manual_seed(0)
     if how == "whole":
-        model: torch.nn.Module = Plain()
+        model: torch.nn.Module = UnlayeredModel()
     else:
         model = GNN(stack_of("sage-mean", 6, 16, 3), norm="batch" if how == "batch norm" else None)
     return Trainer(model.double(), data, SAMPLED, budget=budget, epochs=1, show=False)
 
 
-class Plain(torch.nn.Module):
+class UnlayeredModel(torch.nn.Module):
     """A model that is not made of layers."""
 
     def __init__(self) -> None:

@@ -119,12 +119,12 @@ def on_ranks(world: World, names: list[str]) -> dict[str, Any]:
             how = "random" if discrete else "metis"
             errors[f"{name} {how}"] = _on_rank(world, model(name, discrete), *case(name, discrete), how)
     for name in ("gat", "edge", "sage-multi", "gcn"):
-        errors[f"{name} no edges"] = _on_rank(world, model(name), *one_sided(), "range")
+        errors[f"{name} no edges"] = _on_rank(world, model(name), *one_way_case(), "range")
     errors |= {f"modes {name}": _modes_and_depths(world, name) for name in ("sage-mean", "gat", "sage-max", "gcn")}
     return {"errors": dict(zip(errors, world.max(list(errors.values())), strict=True)), "traffic": _traffic(world)}
 
 
-def one_sided() -> tuple[Graph, Tensor]:
+def one_way_case() -> tuple[Graph, Tensor]:
     """All edges lead from the second half of the nodes to the first: some shards have none, and nobody's rows."""
     return graph_of(randint(20, 40, 100), randint(0, 20, 100, seed=1), 40), randn(40, 4)
 

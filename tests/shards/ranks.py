@@ -150,7 +150,7 @@ def own_loop(world: World, data: hl.Dataset | Shard, kind: str) -> list[float]:
     return losses
 
 
-def trained(
+def train_run(
     world: World, data: hl.Dataset, kind: str, inference: str, out: str | None = None, kill: int | None = None
 ) -> dict[str, Any]:
     """A run of the Trainer: losses, metrics and weights. kill: the step after which rank 1 dies."""
@@ -172,8 +172,8 @@ def trained(
     }
 
 
-def trained_on_shards(world: World, folder: str, out: str, kill: int | None) -> dict[str, Any]:
-    return trained(world, hl.shards.open(Path(folder) / f"shards-{world.size}", world), *RUNS[0], out, kill)
+def train_on_shards(world: World, folder: str, out: str, kill: int | None) -> dict[str, Any]:
+    return train_run(world, hl.shards.open(Path(folder) / f"shards-{world.size}", world), *RUNS[0], out, kill)
 
 
 RUNS = [("sage", "exact"), ("gcn", "exact"), ("gat", "sampled")]
@@ -225,7 +225,7 @@ def check(world: World, folder: str) -> dict[str, Any]:
     alone = [batch.num_seeds for batch in few]
     return {
         "losses": {kind: own_loop(world, shard, kind) for kind in ("sage", "gcn", "gat")},
-        "runs": [trained(world, hl.shards.ShardedData(shard, world), *run) for run in RUNS],
+        "runs": [train_run(world, hl.shards.ShardedData(shard, world), *run) for run in RUNS],
         "seeds": world.sum([sum(sizes), sum(alone)]),
         "batches": [len(sizes), len(alone)],
     }

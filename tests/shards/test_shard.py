@@ -76,15 +76,15 @@ def test_what_cannot_be_opened_gets_a_sentence(folder: Path, tmp_path: Path) -> 
     (folder / "shard-2" / "halo_rows.npy").unlink()
     with pytest.raises(ValueError, match=r"halo_rows.npy is missing"):
         open_shard(folder, 2)
-    change(folder / "shard-0", "num_shards", 2)
+    change_manifest(folder / "shard-0", "num_shards", 2)
     with pytest.raises(ValueError, match=r"do not fit together.*hopline partition"):
         open_shard(folder, 0)
-    change(folder / "shard-0", "version", 7)
+    change_manifest(folder / "shard-0", "version", 7)
     with pytest.raises(ValueError, match="has version 7, this hopline reads 1"):
         open_shard(folder, 0)
 
 
-def change(folder: Path, key: str, value: int) -> None:
+def change_manifest(folder: Path, key: str, value: int) -> None:
     """Another number in what a manifest says about its shard, with a checksum that fits."""
     manifest = manifests.read_manifest(folder)
     manifest.meta["shards"][key] = value

@@ -32,7 +32,7 @@ def test_a_flipped_bit_is_found(folder: Path) -> None:
         verify_shards(folder)
 
 
-def altered(folder: Path, array: str, position: int, value: float) -> None:
+def alter_array(folder: Path, array: str, position: int, value: float) -> None:
     """One number of an array changed, with a checksum that fits: what a wrong cut would write."""
     manifest = manifests.read_manifest(folder)
     entry = manifest.arrays[array]
@@ -61,7 +61,7 @@ def altered(folder: Path, array: str, position: int, value: float) -> None:
     ],
 )
 def test_a_wrong_number_is_found(folder: Path, array: str, position: int, value: float, message: str) -> None:
-    altered(folder / "shard-1", array, position, value)
+    alter_array(folder / "shard-1", array, position, value)
     with pytest.raises(ValueError, match=message):
         verify_shards(folder)
 
@@ -70,7 +70,7 @@ def test_edges_under_another_destination_are_found(folder: Path) -> None:
     shard = open_shards(folder)[1]
     indptr = shard.layout.parts[0].indptr
     row = int(indptr.diff().argmax())
-    altered(folder / "shard-1", "part_indptr", (shard.num_own + 1) * 1 + row + 1, int(indptr[row]))
+    alter_array(folder / "shard-1", "part_indptr", (shard.num_own + 1) * 1 + row + 1, int(indptr[row]))
     with pytest.raises(ValueError, match="under another destination"):
         verify_shards(folder)
 

@@ -133,7 +133,7 @@ def test_mistakes_get_a_sentence(tmp_path: Path) -> None:
         store.open_folder(tmp_path / "shards")
 
 
-def own_memory() -> int:
+def private_bytes() -> int:
     """Bytes that are this process's own: pages of mapped files, which the system may drop, do not count."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
     return int(line.split()[1]) << 10
@@ -155,13 +155,13 @@ def test_memory_does_not_grow_with_edges_and_features(tmp_path: Path, monkeypatc
     cut(few, make_partition(few.graph, 3, "range"), tmp_path / "shards")  # what is compiled once
     data = opened(20_000, 600_000)
     gc.collect()
-    before = own_memory()
+    before = private_bytes()
     highest = [0]
     is_done = threading.Event()
 
     def watch() -> None:
         while not is_done.wait(0.001):
-            highest[0] = max(highest[0], own_memory())
+            highest[0] = max(highest[0], private_bytes())
 
     watcher = threading.Thread(target=watch)
     watcher.start()

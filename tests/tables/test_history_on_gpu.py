@@ -210,7 +210,7 @@ MODELS = {
 }
 
 
-def trained(model: str, device: str, *, norm: str | None = None, **settings: Any) -> tuple[list[float], torch.Tensor]:
+def train(model: str, device: str, *, norm: str | None = None, **settings: Any) -> tuple[list[float], torch.Tensor]:
     torch.manual_seed(0)
     data = planted_partition(**DATA)
     net = hl.nn.GNN(MODELS[model](), dropout=0.3, norm=norm).double()
@@ -220,9 +220,9 @@ def trained(model: str, device: str, *, norm: str | None = None, **settings: Any
 
 
 @cache
-def trained_with_plain_tables(*settings: tuple[str, Any]) -> tuple[list[float], torch.Tensor]:
+def train_with_plain_tables(*settings: tuple[str, Any]) -> tuple[list[float], torch.Tensor]:
     """Losses and weights on the CPU, trained once for all kinds of tables."""
-    return trained("gcn", "cpu", **dict(settings))
+    return train("gcn", "cpu", **dict(settings))
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def trained_with_plain_tables(*settings: tuple[str, Any]) -> tuple[list[float], 
 def test_training_is_the_same_with_every_kind_of_table(
     way: str, settings: dict[str, Any], small_buffers: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ):
-    expected = trained_with_plain_tables(*settings.items())
+    expected = train_with_plain_tables(*settings.items())
     if way == SMALL_BUFFERS:
         small_buffers(1024)
 
@@ -246,7 +246,7 @@ def test_training_is_the_same_with_every_kind_of_table(
         return histories_at(WAYS[way], work.partition.num_nodes, torch.device("cpu"), name=name)
 
     monkeypatch.setattr(HistoricalWork, "_new_histories", new_histories)
-    losses, weights = trained("gcn", "cpu", **settings)
+    losses, weights = train("gcn", "cpu", **settings)
     assert losses == expected[0]
     assert torch.equal(weights, expected[1])
 
@@ -268,11 +268,11 @@ def test_a_gpu_trains_as_the_cpu_does(
 ):
     if model != "gcn" and settings.keys() & {"refresh_every", "halo"}:
         pytest.skip("once is enough")
-    expected = trained(model, "cpu", **settings)
+    expected = train(model, "cpu", **settings)
     for way in WAYS if model == "gcn" else ("device", "pinned"):
         if way == SMALL_BUFFERS:
             small_buffers(64 * 16 * 8)  # 64 of the widest rows
-        losses, weights = trained(model, "cuda", **settings, tables=WAYS[way])
+        losses, weights = train(model, "cuda", **settings, tables=WAYS[way])
         assert losses == pytest.approx(expected[0], rel=1e-8)
         torch.testing.assert_close(weights, expected[1], rtol=1e-6, atol=1e-8)
         if way == "device":

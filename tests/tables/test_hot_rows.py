@@ -12,14 +12,16 @@ from hopline.tables import table
 from tests.helpers import generator, graph_of, randint, random_graph
 
 
-def skewed(num_nodes: int = 2000, num_edges: int = 20_000) -> Graph:
+def skewed_graph(num_nodes: int = 2000, num_edges: int = 20_000) -> Graph:
     """Few nodes are the source of most edges; their numbers are scattered."""
     src = (num_nodes * torch.rand(num_edges, generator=generator(1)) ** 4).long()
     names = torch.randperm(num_nodes, generator=generator(2))
     return graph_of(names[src], randint(0, num_nodes, num_edges, 3), num_nodes)
 
 
-def simulated(graph: Graph, fanouts: tuple[int, ...], train: Tensor, batch_size: int, epochs: int, **options) -> Tensor:
+def measure_access_probability(
+    graph: Graph, fanouts: tuple[int, ...], train: Tensor, batch_size: int, epochs: int, **options
+) -> Tensor:
     """How often each node was in a batch."""
     sampler = NeighborSampler(graph, fanouts, **options)
     count = torch.zeros(graph.num_nodes)
@@ -37,9 +39,9 @@ def simulated(graph: Graph, fanouts: tuple[int, ...], train: Tensor, batch_size:
     ids=str,
 )
 def test_predicted_probabilities_are_the_simulated_frequencies(fanouts: tuple[int, ...], replace: bool) -> None:
-    graph = skewed(400, 2400)
+    graph = skewed_graph(400, 2400)
     train = torch.arange(0, 400, 4)
-    expected = simulated(graph, fanouts, train, 5, 60, replace=replace)  # 1200 batches
+    expected = measure_access_probability(graph, fanouts, train, 5, 60, replace=replace)  # 1200 batches
     ours = order.access_probability(graph, fanouts, train, 5, replace)
     assert float((ours - expected).abs().mean()) < 0.01
     assert float((ours - expected).abs().max()) < 0.07  # draws of one batch are not quite independent
@@ -78,7 +80,7 @@ def test_the_hottest_are_those_of_a_stable_sort(count: int) -> None:
 
 
 def test_better_orders_hit_more() -> None:
-    graph = skewed()
+    graph = skewed_graph()
     train = torch.arange(0, 2000, 10)[:60]
     rows = torch.zeros(2000, 1)
     rates = []

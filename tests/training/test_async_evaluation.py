@@ -26,7 +26,7 @@ def trainer_of() -> hl.Trainer:
     return hl.Trainer(sage(data, norm="batch"), data, method(), show=False)
 
 
-def rooms_of(trainer: hl.Trainer, count: int) -> list[WeightsBuffer]:
+def fill_buffers(trainer: hl.Trainer, count: int) -> list[WeightsBuffer]:
     """Rooms with other weights each."""
     buffers = []
     for _ in range(count):
@@ -54,7 +54,7 @@ def test_a_room_holds_a_copy_of_every_weight_and_buffer():
 def test_it_answers_in_order_with_what_training_would_find_and_leaves_the_model_alone():
     trainer = trainer_of()
     measure = Measure(trainer.method)
-    buffers = rooms_of(trainer, 3)
+    buffers = fill_buffers(trainer, 3)
     threads = torch.get_num_threads()
     before = {n: t.clone() for n, t in trainer.model.state_dict().items()}
     thread = EvaluationThread(measure, trainer.job)
@@ -96,7 +96,7 @@ def test_a_failure_comes_after_the_answers_before_it_with_its_cause():
                 raise ZeroDivisionError("no\nmore")
             return super().__call__(job, keep)
 
-    buffers = rooms_of(trainer, 2)
+    buffers = fill_buffers(trainer, 2)
     thread = EvaluationThread(Fails(trainer.method), trainer.job)
     for epoch, buffer in enumerate(buffers, start=1):
         thread.submit(epoch, buffer)
@@ -119,7 +119,7 @@ def test_closing_ends_an_evaluation_at_its_next_layer():
             go_on.wait()
             return super().__call__(job, keep)
 
-    (buffer,) = rooms_of(trainer, 1)
+    (buffer,) = fill_buffers(trainer, 1)
     thread = EvaluationThread(Waits(trainer.method), trainer.job)
     thread.submit(1, buffer)
     begun.wait()
@@ -129,16 +129,16 @@ def test_closing_ends_an_evaluation_at_its_next_layer():
     assert thread.results() == []
 
 
-class Come:
+class PastEvent:
     """An event that has come."""
 
     def synchronize(self) -> None: ...
 
-    def elapsed_time(self, other: Come) -> float:
+    def elapsed_time(self, other: PastEvent) -> float:
         return 250.0
 
 
-class Recorded:
+class FakeCapturedInference:
     """In place of a CUDA graph: what it is given is computed at once."""
 
     is_due = True
@@ -147,28 +147,28 @@ class Recorded:
     def __init__(self, trainer: hl.Trainer) -> None:
         self.job = trainer.job
         self.ids = trainer.data.splits["valid"]
-        self.given = []
+        self.launch_threads = []
 
     def capture(self, stream: object) -> None:
         self.is_due = False
         self.is_settled = True
 
     def launch(self, weights: Any, after: object, stream: object) -> PendingInference:
-        self.given.append(threading.current_thread().name)
+        self.launch_threads.append(threading.current_thread().name)
         before = {name: t.clone() for name, t in self.job.module.state_dict().items()}
         self.job.module.load_state_dict(weights)
         rows = infer.exact(self.job.model, self.job.data, self.ids)
         self.job.module.load_state_dict(before)
-        return PendingInference(rows, Come(), Come())  # type: ignore[arg-type]
+        return PendingInference(rows, PastEvent(), PastEvent())  # type: ignore[arg-type]
 
 
 def test_what_is_recorded_is_launched_by_who_asks_and_waited_for_by_the_thread():
     trainer = trainer_of()
     measure = Measure(trainer.method)
-    buffers = rooms_of(trainer, 3)
+    buffers = fill_buffers(trainer, 3)
     thread = EvaluationThread(measure, trainer.job)
     assert thread.is_ready
-    thread._captured_inference = recorded = Recorded(trainer)  # type: ignore[assignment]
+    thread._captured_inference = recorded = FakeCapturedInference(trainer)  # type: ignore[assignment]
     assert not thread.is_ready
     assert thread.max_pending == 1, "until it is recorded, so that the same ones are replayed every time"
     thread.prepare()
@@ -182,7 +182,7 @@ def test_what_is_recorded_is_launched_by_who_asks_and_waited_for_by_the_thread()
         while len(results) < 3:
             results += thread.results(wait=True)
     thread.close()
-    assert recorded.given == [threading.current_thread().name] * 3
+    assert recorded.launch_threads == [threading.current_thread().name] * 3
     assert spans.this_epoch()["infer.layer"] >= 0.75
     for epoch, (result, buffer) in enumerate(zip(results, buffers, strict=True), start=1):
         trainer.model.load_state_dict(buffer.weights)

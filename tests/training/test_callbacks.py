@@ -18,7 +18,7 @@ from hopline.training.report_callbacks import peak_memory_bytes
 from tests.runs import evaluated, fit, method, sage, small
 
 
-class StandIn:
+class FakeTrainer:
     """As much of a trainer as a callback looks at."""
 
     metric = "accuracy"
@@ -42,9 +42,9 @@ def evaluation(epoch: int, value: float, split: str = "valid", **more: float) ->
     return hl.extend.Evaluation(epoch=epoch, split=split, metrics={"accuracy": value, **more}, seconds=0.0)
 
 
-def stops_at(stop: hl.EarlyStop, values: list[float]) -> int | None:
+def epoch_of_stop(stop: hl.EarlyStop, values: list[float]) -> int | None:
     """The epoch after which an early stop ends a run with these validation values."""
-    trainer: Any = StandIn()
+    trainer: Any = FakeTrainer()
     stop.on_fit_start(trainer)
     for epoch, value in enumerate(values, 1):
         stop.on_evaluate_end(trainer, evaluation(epoch, value))
@@ -54,20 +54,20 @@ def stops_at(stop: hl.EarlyStop, values: list[float]) -> int | None:
 
 
 def test_early_stop_waits_for_its_patience_and_begins_again_at_each_rise():
-    assert stops_at(hl.EarlyStop(2), [0.1, 0.2, 0.2, 0.3, 0.1, 0.2]) == 6
-    assert stops_at(hl.EarlyStop(1), [0.1, 0.1]) == 2
-    assert stops_at(hl.EarlyStop(3), [0.1, 0.2, 0.1, 0.1]) is None
+    assert epoch_of_stop(hl.EarlyStop(2), [0.1, 0.2, 0.2, 0.3, 0.1, 0.2]) == 6
+    assert epoch_of_stop(hl.EarlyStop(1), [0.1, 0.1]) == 2
+    assert epoch_of_stop(hl.EarlyStop(3), [0.1, 0.2, 0.1, 0.1]) is None
 
 
 def test_early_stop_starts_afresh_with_every_fit():
     stop = hl.EarlyStop(2)
-    assert stops_at(stop, [0.9, 0.1, 0.1]) == 3
-    assert stops_at(stop, [0.1, 0.2, 0.3]) is None
+    assert epoch_of_stop(stop, [0.9, 0.1, 0.1]) == 3
+    assert epoch_of_stop(stop, [0.1, 0.2, 0.3]) is None
 
 
 def test_early_stop_ignores_other_splits():
     stop = hl.EarlyStop(1)
-    trainer = StandIn()
+    trainer = FakeTrainer()
     stop.on_fit_start(trainer)  # type: ignore[arg-type]
     for epoch in range(1, 5):
         stop.on_evaluate_end(trainer, evaluation(epoch, 0.5, "test"))  # type: ignore[arg-type]
@@ -87,7 +87,7 @@ def test_early_stop_as_a_callback_ends_a_run():
 
 def test_keep_weights_keeps_the_first_of_equally_good_ones():
     keep = KeepWeights(None)
-    trainer = StandIn()
+    trainer = FakeTrainer()
     for epoch, value in enumerate([0.1, 0.4, 0.4, 0.2], 1):
         nn.init.constant_(trainer.model.weight, epoch)
         keep.on_evaluate_end(trainer, evaluation(epoch, value))  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ def test_keep_weights_keeps_the_first_of_equally_good_ones():
 
 def test_keep_weights_copies_what_training_goes_on_to_change():
     keep = KeepWeights(None)
-    trainer = StandIn()
+    trainer = FakeTrainer()
     keep.on_evaluate_end(trainer, evaluation(1, 0.5))  # type: ignore[arg-type]
     assert keep.best is not None
     before = keep.best["weight"].item()
@@ -110,7 +110,7 @@ def test_a_full_disk_is_named_and_leaves_the_old_weights(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     keep = KeepWeights(tmp_path)
-    trainer = StandIn()
+    trainer = FakeTrainer()
     keep.on_epoch_end(trainer, None)  # type: ignore[arg-type]
     before = (tmp_path / "last.pt").read_bytes()
 

@@ -98,8 +98,8 @@ def test_captured_steps_are_to_the_bit_those_that_are_not_wherever_gradients_wer
         assert torch.equal(p, q)
 
 
-class Noted:
-    """An optimizer's steps on a GPU that is stood in for: `did` says how each was done."""
+class LoggedUpdate:
+    """An optimizer on a fake GPU. `step` runs one step and returns what it did."""
 
     def __init__(self, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
         self.module = nn.Linear(2, 1)
@@ -117,13 +117,13 @@ class Noted:
         if self.fails and is_captured:
             raise ZeroDivisionError("no more")
 
-    def place(self) -> list[torch.Tensor]:
-        """Memory for gradients."""
+    def new_gradients(self) -> list[torch.Tensor]:
+        """A new tensor per parameter; steps are captured by the memory of their gradients."""
         return [torch.zeros_like(p) for p in self.module.parameters()]
 
-    def did(self, place: list[torch.Tensor]) -> str:
-        """How the step with gradients at a place was done: the words that count, with the number of the graph."""
-        for p, grad in zip(self.module.parameters(), place, strict=True):
+    def step(self, gradients: list[torch.Tensor]) -> str:
+        """Run one step with these gradients. Returns its actions, such as `replay of 0`; a number names a CUDA graph."""
+        for p, grad in zip(self.module.parameters(), gradients, strict=True):
             p.grad = grad
         self.log.clear()
         self.update()
@@ -137,58 +137,58 @@ CAPTURED = "capture {0}, run, end of capture {0}, replay of {0}"
 def test_a_graph_is_replayed_for_gradients_where_it_reads_them_only(
     fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ):
-    noted = Noted(fake_cuda, monkeypatch)
-    both = [noted.place(), noted.place()]
-    did = [noted.did(both[which]) for which in [0] * 4 + [1] * 3 + [0, 1, 0]]
-    assert did[:4] == ["run", "run", CAPTURED.format(0), "replay of 0"]
-    assert did[4:7] == ["run", CAPTURED.format(1), "replay of 1"]
-    assert did[7:] == ["replay of 0", "replay of 1", "replay of 0"]
+    logged = LoggedUpdate(fake_cuda, monkeypatch)
+    gradients = [logged.new_gradients(), logged.new_gradients()]
+    actions = [logged.step(gradients[which]) for which in [0] * 4 + [1] * 3 + [0, 1, 0]]
+    assert actions[:4] == ["run", "run", CAPTURED.format(0), "replay of 0"]
+    assert actions[4:7] == ["run", CAPTURED.format(1), "replay of 1"]
+    assert actions[7:] == ["replay of 0", "replay of 1", "replay of 0"]
     for _ in range(MAX_CAPTURES + 2):  # places that come twice, one after the other
-        both.append(noted.place())
-        did = [noted.did(both[-1]) for _ in range(2)]
-    assert noted.update.num_graphs == MAX_CAPTURES
-    assert did == ["run", "run"]
-    assert noted.did(both[0]) == "replay of 0"
+        gradients.append(logged.new_gradients())
+        actions = [logged.step(gradients[-1]) for _ in range(2)]
+    assert logged.update.num_graphs == MAX_CAPTURES
+    assert actions == ["run", "run"]
+    assert logged.step(gradients[0]) == "replay of 0"
 
 
 def test_places_that_never_come_again_are_not_remembered_but_graphs_are(
     fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ):
-    noted = Noted(fake_cuda, monkeypatch)
-    first = noted.place()
+    logged = LoggedUpdate(fake_cuda, monkeypatch)
+    first = logged.new_gradients()
     later_buffers = []
     for _ in range(3):
-        noted.did(first)
+        logged.step(first)
     for _ in range(MAX_SEEN_KEYS + 5):
-        later_buffers.append(noted.place())  # all at once, so that each is at another place
-        noted.did(later_buffers[-1])
-    assert len(noted.update.captured) < MAX_SEEN_KEYS
-    assert noted.did(first) == "replay of 0"
-    assert noted.did(later_buffers[0]) == "run", "it was forgotten"
-    assert noted.did(later_buffers[0]) == CAPTURED.format(1)
+        later_buffers.append(logged.new_gradients())  # all at once, so that each is at another place
+        logged.step(later_buffers[-1])
+    assert len(logged.update.captured) < MAX_SEEN_KEYS
+    assert logged.step(first) == "replay of 0"
+    assert logged.step(later_buffers[0]) == "run", "it was forgotten"
+    assert logged.step(later_buffers[0]) == CAPTURED.format(1)
 
 
 def test_a_step_that_cannot_be_captured_is_run_and_none_is_tried_again(
     fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ):
-    noted = Noted(fake_cuda, monkeypatch)
-    both = [noted.place(), noted.place()]
+    logged = LoggedUpdate(fake_cuda, monkeypatch)
+    gradients = [logged.new_gradients(), logged.new_gradients()]
     for _ in range(3):
-        noted.did(both[0])
-    noted.fails = True
-    did = [noted.did(both[which]) for which in (1, 1, 1, 0)]
-    assert did == ["run", "capture 1, run, end of capture 1, run", "run", "run"]
-    assert noted.update.num_graphs == 0
-    assert len(noted.lines) == 1
-    assert noted.lines[0].startswith("the optimizer's step is not captured in a CUDA graph")
-    assert noted.lines[0].endswith(": no more")
+        logged.step(gradients[0])
+    logged.fails = True
+    actions = [logged.step(gradients[which]) for which in (1, 1, 1, 0)]
+    assert actions == ["run", "capture 1, run, end of capture 1, run", "run", "run"]
+    assert logged.update.num_graphs == 0
+    assert len(logged.lines) == 1
+    assert logged.lines[0].startswith("the optimizer's step is not captured in a CUDA graph")
+    assert logged.lines[0].endswith(": no more")
 
 
 def test_a_step_is_run_while_another_thread_has_the_capture_lock_and_captured_later(
     fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ):
-    noted = Noted(fake_cuda, monkeypatch)
-    place = noted.place()
+    logged = LoggedUpdate(fake_cuda, monkeypatch)
+    gradients = logged.new_gradients()
     begun = threading.Event()
     ended = threading.Event()
 
@@ -200,11 +200,11 @@ def test_a_step_is_run_while_another_thread_has_the_capture_lock_and_captured_la
     thread = threading.Thread(target=evaluate)
     thread.start()
     begun.wait()
-    did = [noted.did(place) for _ in range(4)]
+    actions = [logged.step(gradients) for _ in range(4)]
     ended.set()
     thread.join()
-    assert did == ["run"] * 4
-    assert noted.did(place) == CAPTURED.format(0)
+    assert actions == ["run"] * 4
+    assert logged.step(gradients) == CAPTURED.format(0)
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])

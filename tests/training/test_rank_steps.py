@@ -49,7 +49,7 @@ def test_ranks_that_disagree_about_the_total_are_refused() -> None:
         run(_train, TWO, "half known", {})
 
 
-class Counted(Unit):
+class SizedUnit(Unit):
     def __init__(self, size: int, total: int | None) -> None:
         self.size = size
         self.total = total
@@ -62,7 +62,7 @@ class Counted(Unit):
         return torch.zeros(())
 
 
-class Asked(World):
+class EchoWorld(World):
     """One of two ranks, where the other one says the same; counts the exchanges."""
 
     def __init__(self) -> None:
@@ -79,8 +79,8 @@ class Asked(World):
 
 
 def test_units_that_know_the_total_cost_one_exchange_an_epoch() -> None:
-    world = Asked()
-    units = [Counted(3, 7), Counted(4, 9), Counted(0, 1)]
+    world = EchoWorld()
+    units = [SizedUnit(3, 7), SizedUnit(4, 9), SizedUnit(0, 1)]
 
     def groups() -> Generator[list[Unit], None, None]:
         yield [*units[:2]]
@@ -92,5 +92,5 @@ def test_units_that_know_the_total_cost_one_exchange_an_epoch() -> None:
 
 
 def test_sizes_are_summed_where_units_do_not_know_the_total() -> None:
-    assert total_size([Counted(3, None), Counted(4, None)], Asked()) == 14
-    assert total_size([Counted(3, None), Counted(4, None)], World.alone()) == 7
+    assert total_size([SizedUnit(3, None), SizedUnit(4, None)], EchoWorld()) == 14
+    assert total_size([SizedUnit(3, None), SizedUnit(4, None)], World.alone()) == 7

@@ -19,7 +19,7 @@ from tests.helpers import guarded
 from tests.runs import fit, method, records, sage, small
 
 
-class StandIn:
+class FakeGuard:
     """A guard that took given bytes."""
 
     def __init__(self, *, steps: int = 4, **changes: int) -> None:
@@ -31,49 +31,49 @@ class StandIn:
         return dict(self.record)
 
 
-class Guarded(hl.Callback):
+class InstallGuard(hl.Callback):
     """Puts a stand-in in place of a guard when the epoch has been trained."""
 
-    def __init__(self, guard: StandIn) -> None:
+    def __init__(self, guard: FakeGuard) -> None:
         self.guard = guard
 
     def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.extend.EpochEnd) -> None:
         trainer.guard = self.guard  # type: ignore[assignment]
 
 
-def said(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
+def messages_with(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
     return [line for line in caplog.messages if word in line]
 
 
 @pytest.fixture(autouse=True)
-def _listening(caplog: pytest.LogCaptureFixture) -> None:
+def _record_messages(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="hopline")
 
 
 def test_a_budgets_record_is_in_the_report_of_its_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    guard = StandIn(steps=10 * MAX_POINTS, split=3, pieces=7, over=2, oom=1, cut=4, edges_cut=5000, resampled=6)
-    run = hl.Trainer(sage(small()), small(), method(), callbacks=[Guarded(guard)], epochs=1, out=tmp_path).fit()
+    guard = FakeGuard(steps=10 * MAX_POINTS, split=3, pieces=7, over=2, oom=1, cut=4, edges_cut=5000, resampled=6)
+    run = hl.Trainer(sage(small()), small(), method(), callbacks=[InstallGuard(guard)], epochs=1, out=tmp_path).fit()
     assert run.epochs == 1
     (record,) = records(tmp_path, "budget")
     assert record["epoch"] == 1
     assert (record["num_steps"], record["steps_per_point"]) == (10 * MAX_POINTS, 10)
     assert len(record["before"]) == len(record["after"]) == MAX_POINTS
     assert max(record["before"]) == 10 * MAX_POINTS - 1
-    (line,) = said(caplog, "promised")
+    (line,) = messages_with(caplog, "promised")
     assert line.startswith("budget: ")
     for words in ("3 batches split into 7 pieces", "6 samples drawn anew", "5,000 edges cut from 4 batches"):
         assert words in line
     assert "up to 80 B, promised 90 B, allowed 100 B" in line
-    (line,) = said(caplog, "epoch 1: ")
+    (line,) = messages_with(caplog, "epoch 1: ")
     assert "memory ran out in 1 steps" in line
     assert "2 steps were over the limit" in line
     assert "Memory budget" in (tmp_path / "report.html").read_text()
 
 
 def test_an_epoch_that_fitted_says_nothing(caplog: pytest.LogCaptureFixture):
-    trainer = hl.Trainer(sage(small()), small(), method(), callbacks=[Guarded(StandIn())], epochs=1)
+    trainer = hl.Trainer(sage(small()), small(), method(), callbacks=[InstallGuard(FakeGuard())], epochs=1)
     trainer.fit()
-    assert not said(caplog, "promised")
+    assert not messages_with(caplog, "promised")
 
 
 def test_ranks_are_put_together():
@@ -91,7 +91,7 @@ def test_ranks_are_put_together():
             self.record = record
 
     trainer: Any = type("T", (), {"world": Two(), "say": staticmethod(print)})()
-    trainer.guard = StandIn(split=3, pieces=7)
+    trainer.guard = FakeGuard(split=3, pieces=7)
     report: Any = Report()
     WatchBudget(report).on_epoch_end(
         trainer, hl.extend.EpochEnd(epoch=4, **dict.fromkeys(NUMBERS, 0.0), slowest_stage="")
@@ -157,7 +157,7 @@ def test_the_pipeline_explains_itself(tmp_path: Path, caplog: pytest.LogCaptureF
         assert record["stages"]["sample"] > 0
         assert record["achieved"] == pytest.approx(epoch.seconds / record["serial_s"])
     assert end["seconds"] == pytest.approx((run.history[1].seconds + run.history[2].seconds) / 2)
-    assert not said(caplog, "bottleneck:"), "there is nothing to gain in a second"
+    assert not messages_with(caplog, "bottleneck:"), "there is nothing to gain in a second"
     page = (tmp_path / "report.html").read_text()
     assert "<h2>Pipeline</h2>" in page
     assert "Memory budget" not in page
@@ -174,7 +174,7 @@ def test_a_bottleneck_is_said_where_something_can_be_done(
     monkeypatch.setattr("hopline.training.report_callbacks.explain", found)
     monkeypatch.setattr("hopline.training.report_callbacks.LONG_S", 0.0)
     fit(small(), epochs=2)
-    assert said(caplog, "bottleneck") == ([f"bottleneck: gather: {advice}"] if advice else [])
+    assert messages_with(caplog, "bottleneck") == ([f"bottleneck: gather: {advice}"] if advice else [])
 
 
 def test_an_epoch_whose_first_steps_were_elsewhere_is_not_explained(tmp_path: Path):
@@ -199,7 +199,7 @@ def test_evaluation_that_takes_longer_than_training_is_said(caplog: pytest.LogCa
             run.history = [run.history[0]] * 2
 
     fit(small(), epochs=2, show=True, callbacks=[Slow()])
-    assert said(caplog, "evaluation") == ["evaluation: 75% of the run: set evaluate_every=5 or evaluate=async"]
+    assert messages_with(caplog, "evaluation") == ["evaluation: 75% of the run: set evaluate_every=5 or evaluate=async"]
 
 
 def test_advice_is_for_what_this_run_can_change():

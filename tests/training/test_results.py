@@ -36,7 +36,7 @@ class PlainGCN(nn.Module):
         return self.convs[1](nn.functional.dropout(x, 0.5, self.training), edge_index)
 
 
-def full_batch(data: hl.Dataset, seed: int) -> float:
+def full_batch_accuracy(data: hl.Dataset, seed: int) -> float:
     """Test accuracy of the weights that are best on validation, by a plain PyG loop over the whole graph."""
     torch.manual_seed(seed)
     pyg = data.to_pyg()
@@ -59,7 +59,7 @@ def full_batch(data: hl.Dataset, seed: int) -> float:
     return best[1]
 
 
-def by_sampling(data: hl.Dataset, seed: int) -> float:
+def sampled_accuracy(data: hl.Dataset, seed: int) -> float:
     """The same by neighbour sampling: 5 in-edges a layer, 32 seeds a batch.
 
     80 epochs bring the training loss to where 200 full-batch steps bring it; after 50 it is still falling. That was
@@ -77,7 +77,7 @@ def by_sampling(data: hl.Dataset, seed: int) -> float:
 @pytest.mark.slow
 def test_cora_by_sampling_is_as_good_as_by_full_batch_pyg(real_data: Path):
     data = hl.from_npz(real_data / "cora.npz").normalized()
-    ours, theirs = ([train(data, seed) for seed in SEEDS] for train in (by_sampling, full_batch))
+    ours, theirs = ([train(data, seed) for seed in SEEDS] for train in (sampled_accuracy, full_batch_accuracy))
     ours = sum(ours) / len(ours)
     theirs = sum(theirs) / len(theirs)
     print(f"cora: sampled {ours:.4f}, full batch {theirs:.4f}")
@@ -102,7 +102,9 @@ def test_on_the_demo_graph_a_gnn_is_far_above_an_mlp():
     assert gnn > mlp + 0.15
 
 
-def sage(data: hl.Dataset, seed: int, layout: Any, fanouts: tuple[int, ...], epochs: int, batch_size: int) -> float:
+def sage_accuracy(
+    data: hl.Dataset, seed: int, layout: Any, fanouts: tuple[int, ...], epochs: int, batch_size: int
+) -> float:
     torch.manual_seed(seed)
     model = hl.nn.GNN([SAGEConv(data.num_features, 32), SAGEConv(32, data.num_classes)], dropout=0.5)
     method = hl.Sampled(fanouts=fanouts, batch_size=batch_size, layout=layout)
@@ -121,7 +123,7 @@ def test_trees_blocks_and_whole_neighbourhoods_are_equally_good(
     data = hl.from_npz(real_data / f"{name}.npz").normalized()
     accuracies = {}
     for way, layout, fanouts in (("tree", "tree", (8, 8)), ("block", "block", (8, 8)), ("whole", "block", (-1, -1))):
-        accuracies[way] = [sage(data, seed, layout, fanouts, epochs, batch_size) for seed in range(3)]
+        accuracies[way] = [sage_accuracy(data, seed, layout, fanouts, epochs, batch_size) for seed in range(3)]
     means = {way: statistics.fmean(values) for way, values in accuracies.items()}
     print(name, {way: (round(means[way], 4), round(statistics.stdev(v), 4)) for way, v in accuracies.items()})
     spread = max(statistics.stdev(values) for values in accuracies.values())

@@ -55,7 +55,7 @@ def _layers(trainer: hl.Trainer) -> nn.ModuleList:
     return trainer.model.convs
 
 
-class Norms(hl.Callback):
+class GradientNorms(hl.Callback):
     """The norm of the gradient after each step, of what the optimizer steps."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Unfreeze(hl.Callback):
 
 def test_parameters_that_are_unfrozen_are_clipped_with_the_others():
     data = small()
-    norms = Norms()
+    norms = GradientNorms()
     model = sage(data)
     model.convs[0].requires_grad_(False)
     first = copied(model.convs[0].state_dict())
@@ -94,7 +94,7 @@ def test_gradients_of_parameters_that_the_optimizer_does_not_step_are_neither_ad
             return torch.optim.SGD(_layers(self)[1].parameters(), lr=0.0)
 
     data = small()
-    norms = Norms()
+    norms = GradientNorms()
     unstepped_norms = list[float]()
 
     class Others(hl.Callback):
@@ -185,14 +185,14 @@ def test_batches_of_compensated_histories_give_equal_shares_of_the_full_gradient
 # ---- arrays that are changed in place
 
 
-def weighted() -> hl.Dataset:
+def weighted_dataset() -> hl.Dataset:
     return dataset_of(random_graph(60, 300, loops=True, weight=True), randn(60, 5))
 
 
 @pytest.mark.parametrize("kind", [GCNConv, GraphConv])
 @pytest.mark.parametrize("chunk_edges", [None, 50])
 def test_edge_weights_that_changed_are_read_again_by_inference(kind: Any, chunk_edges: int | None):
-    data = weighted()
+    data = weighted_dataset()
     ids = torch.arange(60)
     model = hl.nn.GNN([kind(5, 4), kind(4, 3)]).double().eval()
 
@@ -209,7 +209,7 @@ def test_edge_weights_that_changed_are_read_again_by_inference(kind: Any, chunk_
 
 
 def test_edge_weights_that_changed_are_read_again_by_batches():
-    data = weighted()
+    data = weighted_dataset()
     model = hl.nn.GNN([GCNConv(5, 4), GCNConv(4, 3)]).double().eval()
     ids = torch.arange(60)
     loader = hl.Sampled(fanouts=(-1, -1), batch_size=60, shuffle=False).loader(data, ids, model=model)
@@ -222,7 +222,7 @@ def test_edge_weights_that_changed_are_read_again_by_batches():
 @pytest.mark.parametrize("how", [method(), HISTORICAL, hl.FullBatch(num_shards=2)], ids=name_of)
 @pytest.mark.parametrize("name", ["edge array 'weight'", "table 'x'"])
 def test_a_dataset_that_changes_under_a_trainer_is_refused(how: hl.extend.Method, name: str):
-    data = weighted()
+    data = weighted_dataset()
 
     class Change(hl.Callback):
         def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.extend.EpochEnd) -> None:
@@ -252,7 +252,7 @@ def test_hooks_that_layers_would_pass_by_are_refused_or_run(listen: str):
 
 
 def test_a_hook_on_the_dropout_of_a_pyg_model_acts_in_training_and_in_evaluation():
-    data = weighted()
+    data = weighted_dataset()
     torch.manual_seed(0)
     model = GCN(5, 4, 2, 3, dropout=0.5).double()
     model.dropout.register_forward_hook(lambda module, inputs, out: out + 1)  # type: ignore[operator]

@@ -15,11 +15,11 @@ from hopline.util.host import host_identity, num_cores, queued_s, who_set_thread
 
 
 @pytest.fixture
-def sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
+def sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
 
 
-@pytest.mark.usefixtures("sixteen")
+@pytest.mark.usefixtures("sixteen_cores")
 @pytest.mark.parametrize(
     ("files", "cores"),
     [

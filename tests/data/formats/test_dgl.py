@@ -23,7 +23,7 @@ from tests.helpers import randint, randn, random_graph
 from tests.runs import assert_refused, command
 
 
-class StandIn:
+class FakePartitionGraph:
     """A partition's graph, as far as it is looked at."""
 
     def __init__(self, ends: tuple[Tensor, Tensor], ndata: dict[str, Tensor], edata: dict[str, Tensor]) -> None:
@@ -35,7 +35,7 @@ class StandIn:
         return self.ends
 
 
-def whole() -> Dataset:
+def make_dataset() -> Dataset:
     graph = random_graph(40, 200, weight=True, attr=3, dtype=torch.int32)
     ids = torch.arange(40)
     return Dataset(
@@ -48,7 +48,7 @@ def whole() -> Dataset:
     )
 
 
-def partitioned(data: Dataset, folder: Path, *, known: bool = True) -> tuple[Any, Tensor]:
+def make_dgl_partitions(data: Dataset, folder: Path, *, with_original_ids: bool = True) -> tuple[Any, Tensor]:
     """(load_partition, the part of each node): nodes and edges renumbered part by part, with halo nodes and edges."""
     part_of = make_partition(data.graph, 3, "random").part_of.long()
     order = part_of.argsort(stable=True)
@@ -78,10 +78,10 @@ def partitioned(data: Dataset, folder: Path, *, known: bool = True) -> tuple[Any
         edges = edges[torch.randperm(edges.numel(), generator=torch.Generator().manual_seed(part))]
         ndata = {"_ID": new[local], "inner_node": (part_of[local] == part).to(torch.uint8)}
         edata = {"_ID": new_edge[edges], "inner_edge": (part_of[dst[edges]] == part).to(torch.uint8)}
-        if known:
+        if with_original_ids:
             ndata["orig_id"] = local
             edata["orig_id"] = edges
-        graph = StandIn((place[src[edges]].int(), place[dst[edges]].int()), ndata, edata)
+        graph = FakePartitionGraph((place[src[edges]].int(), place[dst[edges]].int()), ndata, edata)
         rows = {"_N/feat": data.x.read(own_nodes), "_N/label": data.labels[own_nodes], "_N/trainer_id": own_nodes}
         rows |= {f"_N/{name}": mask[own_nodes].to(torch.uint8) for name, mask in masks.items()}
         rows["_N/half"] = data.x.read(own_nodes).bfloat16()
@@ -108,8 +108,8 @@ def dgl(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 @pytest.mark.parametrize("to_folder", [False, True])
 def test_the_parts_are_the_graph_again(dgl: Any, tmp_path: Path, to_folder: bool) -> None:
-    expected = whole()
-    dgl.load_partition, part_of = partitioned(expected, tmp_path / "dgl")
+    expected = make_dataset()
+    dgl.load_partition, part_of = make_dgl_partitions(expected, tmp_path / "dgl")
     assert is_dgl_folder(tmp_path / "dgl")
     assert is_dgl_folder(tmp_path / "dgl" / "test.json")
     ours = from_dgl(tmp_path / "dgl", **({"folder": tmp_path / "out"} if to_folder else {}))
@@ -130,13 +130,13 @@ def test_the_parts_are_the_graph_again(dgl: Any, tmp_path: Path, to_folder: bool
 
 
 def test_the_command_converts_and_cuts_the_same_parts(dgl: Any, tmp_path: Path) -> None:
-    dgl.load_partition, part_of = partitioned(whole(), tmp_path / "dgl")
+    dgl.load_partition, part_of = make_dgl_partitions(make_dataset(), tmp_path / "dgl")
     outcome = command("convert", tmp_path / "dgl", tmp_path / "out")
     assert outcome.status == 0, outcome.err
     settings = ("shards=3", "how=labels", "labels=part")
     assert command("partition", tmp_path / "out", tmp_path / "shards", *settings).status == 0
-    partition = make_partition(whole().graph, 3, labels=part_of)
-    cut(whole(), partition, tmp_path / "expected")
+    partition = make_partition(make_dataset().graph, 3, labels=part_of)
+    cut(make_dataset(), partition, tmp_path / "expected")
     for rank in range(3):
         ours, theirs = ((tmp_path / f / f"shard-{rank}" / "nodes.npy").read_bytes() for f in ("shards", "expected"))
         assert ours == theirs
@@ -150,12 +150,12 @@ def test_the_command_converts_and_cuts_the_same_parts(dgl: Any, tmp_path: Path) 
 def test_without_original_ids_dgls_own_stay_and_are_told(
     dgl: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    dgl.load_partition, part_of = partitioned(whole(), tmp_path / "dgl", known=False)
+    dgl.load_partition, part_of = make_dgl_partitions(make_dataset(), tmp_path / "dgl", with_original_ids=False)
     ours = from_dgl(tmp_path / "dgl" / "test.json")
     assert "do not say which ids nodes had before DGL numbered them anew" in caplog.text
     order = part_of.argsort(stable=True)
-    assert torch.equal(ours.labels, whole().labels[order])
-    assert torch.equal(ours.graph.in_degrees(), whole().graph.in_degrees()[order])
+    assert torch.equal(ours.labels, make_dataset().labels[order])
+    assert torch.equal(ours.graph.in_degrees(), make_dataset().graph.in_degrees()[order])
 
 
 def test_what_cannot_be_read_gets_a_sentence(dgl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,7 @@ def test_what_cannot_be_read_gets_a_sentence(dgl: Any, tmp_path: Path, monkeypat
     assert not is_dgl_folder(tmp_path)
     with pytest.raises(ValueError, match="no graph partitioned by DGL"):
         from_dgl(tmp_path)
-    dgl.load_partition, _ = partitioned(whole(), tmp_path / "dgl")
+    dgl.load_partition, _ = make_dgl_partitions(make_dataset(), tmp_path / "dgl")
     config = tmp_path / "dgl" / "test.json"
     fields = json.loads(config.read_text())
     config.write_text(json.dumps(fields | {"node_map": {"a": [[0, 1]], "b": [[1, 2]]}}))

@@ -11,7 +11,7 @@ from hopline.data.formats.pyg import from_pyg, from_scipy, to_pyg
 from hopline.tables import SparseTable
 
 
-def sample() -> Data:
+def make_pyg_data() -> Data:
     generator = torch.Generator().manual_seed(0)
     mask = torch.zeros(30, dtype=torch.bool)
     mask[:10] = True
@@ -29,7 +29,7 @@ def sample() -> Data:
 
 
 def test_everything_goes_there_and_back() -> None:
-    data = sample()
+    data = make_pyg_data()
     dataset = from_pyg(data, name="there")
     assert (dataset.name, dataset.num_classes) == ("there", 3)
     assert set(dataset.graph.edge) == {"weight", "attr"}
@@ -48,7 +48,7 @@ def test_everything_goes_there_and_back() -> None:
 
 
 def test_sparse_features_stay_sparse() -> None:
-    data = sample()
+    data = make_pyg_data()
     dense = torch.eye(30)
     data.x = dense.to_sparse_coo()
     dataset = from_pyg(data)
@@ -57,7 +57,7 @@ def test_sparse_features_stay_sparse() -> None:
 
 
 def test_several_masks_and_other_labels() -> None:
-    data = sample()
+    data = make_pyg_data()
     masks = torch.zeros(30, 3, dtype=torch.bool)
     masks[5:8] = torch.eye(3, dtype=torch.bool)
     data.train_mask = masks

@@ -22,14 +22,14 @@ def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return request.param
 
 
-def whole(chunks: list[Chunk]) -> Chunk:
+def join_chunks(chunks: list[Chunk]) -> Chunk:
     return {name: np.concatenate([c[name] for c in chunks]) for name in chunks[0]}
 
 
 def test_columns_are_numbers_or_text(reader: str, tmp_path: Path) -> None:
     for name, data in (("a.csv", TABLE.encode()), ("a.csv.gz", gzip.compress(TABLE.encode()))):
         (tmp_path / name).write_bytes(data)
-        columns = whole(list(read_csv(tmp_path / name)))
+        columns = join_chunks(list(read_csv(tmp_path / name)))
         assert columns["id"].tolist() == [7, 8, 9]
         assert columns["id"].dtype == np.int64
         assert np.array_equal(columns["size"], [1.5, np.nan, 2.5], equal_nan=True)
@@ -39,11 +39,11 @@ def test_columns_are_numbers_or_text(reader: str, tmp_path: Path) -> None:
 
 def test_columns_can_be_chosen_named_and_numbered(reader: str, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(TABLE)
-    assert list(whole(list(read_csv(tmp_path / "a.csv", columns=["name", "id"])))) == ["name", "id"]
+    assert list(join_chunks(list(read_csv(tmp_path / "a.csv", columns=["name", "id"])))) == ["name", "id"]
     (tmp_path / "b.csv").write_text("1;2\n3;4\n")
-    named = whole(list(read_csv(tmp_path / "b.csv", header=("s", "d"), delimiter=";")))
+    named = join_chunks(list(read_csv(tmp_path / "b.csv", header=("s", "d"), delimiter=";")))
     assert named["d"].tolist() == [2, 4]
-    with_index = whole(list(read_csv(tmp_path / "b.csv", header=(), delimiter=";")))
+    with_index = join_chunks(list(read_csv(tmp_path / "b.csv", header=(), delimiter=";")))
     assert {k: v.tolist() for k, v in with_index.items()} == {"0": [1, 3], "1": [2, 4]}
     with pytest.raises(ValueError, match=r"has no column 'nam', only id, size, name.*Did you mean 'name'"):
         list(read_csv(tmp_path / "a.csv", columns=["nam"]))
@@ -76,7 +76,7 @@ def test_parquet_columns_and_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     chunks = list(read_file(path))
     assert len(chunks) == 2
-    columns = whole(chunks)
+    columns = join_chunks(chunks)
     assert columns["x"].tolist() == [[1, 2], [3, 4], [5, 6]]
     assert columns["s"].tolist() == ["a", "", "c"]
     assert columns_of(path) == ["id", "x", "s"]

@@ -22,7 +22,7 @@ from tests.helpers import assert_close, batch_of, randint, randn, random_graph
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the Linux kernel")
 
 
-def mapped(path: Path, rows: Tensor) -> Tensor:
+def map_file(path: Path, rows: Tensor) -> Tensor:
     rows.numpy().tofile(path)
     return torch.from_numpy(np.memmap(path, mode="c", dtype=rows.numpy().dtype, shape=tuple(rows.shape)))
 
@@ -41,7 +41,7 @@ def everything_is_cold(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cold_rows_are_told_from_warm_ones(tmp_path: Path) -> None:
     rows = torch.arange(20_000 * 1000, dtype=torch.int32).view(20_000, 1000)
-    file = mapped(tmp_path / "rows", rows)
+    file = map_file(tmp_path / "rows", rows)
     ids = randint(0, 20_000, 500)
     drop_from_memory(tmp_path / "rows")
     if not ops.is_cold(file, ids):
@@ -66,7 +66,7 @@ def test_cold_rows_are_read_right(
     monkeypatch.setattr(cpu_page_cache, "BYTES_AT_ONCE", piece_bytes)
     rows = randn(900, *shape)
     ids = randint(0, 900, 300).to(dtype)  # in no order, some of them twice
-    assert torch.equal(ops.gather_rows(mapped(tmp_path / "rows", rows), ids), rows[ids.long()])
+    assert torch.equal(ops.gather_rows(map_file(tmp_path / "rows", rows), ids), rows[ids.long()])
 
 
 @pytest.mark.usefixtures("everything_is_cold")

@@ -11,7 +11,7 @@ from hopline.ops.cpu.partition import _even_out, _pack, cut_edges, stream_parts,
 from tests.helpers import graph_of, randint, random_graph, torch_threads
 
 
-def communities(num_nodes: int = 2000, size: int = 100, num_edges: int = 12_000) -> Graph:
+def community_graph(num_nodes: int = 2000, size: int = 100, num_edges: int = 12_000) -> Graph:
     """Nine edges of ten inside of communities, whose nodes are shuffled."""
     src = randint(0, num_nodes, num_edges)
     dst = src // size * size + randint(0, size, num_edges, seed=1)
@@ -20,7 +20,9 @@ def communities(num_nodes: int = 2000, size: int = 100, num_edges: int = 12_000)
     return graph_of(shuffled[src], shuffled[dst], num_nodes)
 
 
-def streamed(graph: Graph, num_parts: int, slack: float = 0.1, key: int = 0, passes: int = 20) -> np.ndarray:
+def partition_by_streaming(
+    graph: Graph, num_parts: int, slack: float = 0.1, key: int = 0, passes: int = 20
+) -> np.ndarray:
     return stream_parts(graph.indptr.numpy(), graph.indices.numpy(), num_parts, slack, key, passes, lambda _: None)
 
 
@@ -57,7 +59,7 @@ def test_undirected_does_not_depend_on_the_threads() -> None:
 @pytest.mark.parametrize("num_parts", [2, 7, 20, 33])
 @pytest.mark.parametrize("slack", [0.0, 0.1])
 def test_streamed_parts_have_the_sizes_asked_for(num_parts: int, slack: float) -> None:
-    sizes = np.bincount(streamed(communities(), num_parts, slack), minlength=num_parts)
+    sizes = np.bincount(partition_by_streaming(community_graph(), num_parts, slack), minlength=num_parts)
     mean = 2000 / num_parts
     assert sizes.min() >= max(1, int(mean * (1 - slack)))
     assert sizes.max() <= max(np.ceil(mean), mean * (1 + slack))
@@ -65,18 +67,18 @@ def test_streamed_parts_have_the_sizes_asked_for(num_parts: int, slack: float) -
 
 @pytest.mark.parametrize("both_ways", [False, True])
 def test_streaming_finds_communities(both_ways: bool) -> None:
-    graph = communities()
+    graph = community_graph()
     if both_ways:
         src, dst = graph.edge_index()
         graph = graph_of(torch.cat([src, dst]), torch.cat([dst, src]), graph.num_nodes)
-    parts = streamed(graph, 20)
+    parts = partition_by_streaming(graph, 20)
     assert cut_edges(graph.indptr.numpy(), graph.indices.numpy(), parts) < 0.2 * graph.num_edges
 
 
 def test_streaming_depends_on_the_key_alone() -> None:
-    graph = communities()
-    assert np.array_equal(streamed(graph, 20, key=3), streamed(graph, 20, key=3))
-    assert not np.array_equal(streamed(graph, 20, key=3), streamed(graph, 20, key=4))
+    graph = community_graph()
+    assert np.array_equal(partition_by_streaming(graph, 20, key=3), partition_by_streaming(graph, 20, key=3))
+    assert not np.array_equal(partition_by_streaming(graph, 20, key=3), partition_by_streaming(graph, 20, key=4))
 
 
 @pytest.mark.parametrize("num_nodes", [1, 5, 40])
@@ -84,14 +86,14 @@ def test_streaming_without_edges_and_with_a_part_per_node(num_nodes: int) -> Non
     none = graph_of(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), num_nodes)
     star = graph_of(torch.arange(num_nodes), torch.zeros(num_nodes, dtype=torch.int64), num_nodes)
     for graph in (none, star):
-        assert np.bincount(streamed(graph, num_nodes), minlength=num_nodes).tolist() == [1] * num_nodes
-        sizes = np.bincount(streamed(graph, (num_nodes + 1) // 2), minlength=(num_nodes + 1) // 2)
+        assert np.bincount(partition_by_streaming(graph, num_nodes), minlength=num_nodes).tolist() == [1] * num_nodes
+        sizes = np.bincount(partition_by_streaming(graph, (num_nodes + 1) // 2), minlength=(num_nodes + 1) // 2)
         assert 1 <= sizes.min() <= sizes.max() <= 2
 
 
 def test_every_range_of_nodes_is_reported() -> None:
     heard: list[int] = []
-    graph = communities()
+    graph = community_graph()
     stream_parts(graph.indptr.numpy(), graph.indices.numpy(), 4, 0.1, 0, 3, heard.append)
     assert 3 <= len(heard) <= 6
     assert set(heard) == {2000}

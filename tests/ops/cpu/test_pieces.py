@@ -11,7 +11,7 @@ from tests.helpers import batch_of, random_graph
 BATCH = batch_of(random_graph(300, 3000), None, (4, 3, -1), torch.arange(0, 300, 2))
 
 
-def reached(seeds: np.ndarray) -> list[int]:
+def count_by_sets(seeds: np.ndarray) -> list[int]:
     """Nodes of each layer, then edges of each block, that lead to the seeds: by sets."""
     nodes = [len(seeds)]
     edges = []
@@ -31,9 +31,9 @@ def test_counts_are_those_of_sets(num_groups: int):
     groups = [ids.numpy() for ids in ops.permutation(1, 150).tensor_split(num_groups)]
     blocks = [(b.part.indptr.numpy(), b.part.src_idx.numpy()) for b in BATCH.blocks]
     num_nodes = [*[b.num_src for b in BATCH.blocks], 150]
-    assert cpu_cut_batches.count(blocks, num_nodes, groups).tolist() == [reached(group) for group in groups]
+    assert cpu_cut_batches.count(blocks, num_nodes, groups).tolist() == [count_by_sets(group) for group in groups]
     some = groups[:-1]  # seeds that are in no group
-    assert cpu_cut_batches.count(blocks, num_nodes, some).tolist() == [reached(group) for group in some]
+    assert cpu_cut_batches.count(blocks, num_nodes, some).tolist() == [count_by_sets(group) for group in some]
 
 
 def test_edges_of_some_destinations():

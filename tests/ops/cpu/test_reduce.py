@@ -25,7 +25,7 @@ def edges(num_dst: int = 30, num_rows: int = 25, num_edges: int = 200, seed: int
     return indptr, randint(0, num_rows, num_edges, seed + 1).int()
 
 
-def both(
+def run_both(
     rows: Tensor, reduce: str, weight: Tensor | None = None, indptr_src: tuple[Tensor, Tensor] | None = None
 ) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
     """(output, gradient of rows, gradient of weights) of the kernel and of the reference."""
@@ -51,7 +51,7 @@ def assert_equal_results(results: list[tuple[Tensor, Tensor | None, Tensor | Non
 @parametrize_pairwise(reduce=REDUCTIONS, weighted=[False, True], shape=[(), (1,), (7,), (64,), (2, 5)])
 def test_equals_the_reference_in_float64(reduce: str, weighted: bool, shape: tuple[int, ...]) -> None:
     rows = randn(25, *shape)
-    assert_equal_results(both(rows, reduce, randn(200, seed=3) if weighted else None), 1e-12)
+    assert_equal_results(run_both(rows, reduce, randn(200, seed=3) if weighted else None), 1e-12)
 
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
@@ -87,7 +87,7 @@ def test_edges_that_indptr_leaves_out_have_no_gradient(reduce: str, weighted: bo
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_float32_outputs_equal_the_reference_bit_for_bit(reduce: str) -> None:
     rows = randn(25, 33, dtype=torch.float32)
-    (ours, grad, _), (expected, expected_grad, _) = both(rows, reduce)
+    (ours, grad, _), (expected, expected_grad, _) = run_both(rows, reduce)
     assert torch.equal(ours, expected)
     assert grad is not None
     assert expected_grad is not None
@@ -108,7 +108,7 @@ def test_half_types_are_summed_in_float32(dtype: torch.dtype, reduce: str, weigh
 @pytest.mark.parametrize("values", [[0.0], [0.0, 1.0], [-1.0, 0.0], [-2.0, -1.0]], ids=str)
 def test_max_shares_its_gradient_among_ties_as_torch_does(values: list[float]) -> None:
     rows = torch.tensor(values, dtype=torch.float64)[randint(0, len(values), 25 * 4, seed=2)].view(25, 4)
-    assert_equal_results(both(rows, "max"), 1e-12)
+    assert_equal_results(run_both(rows, "max"), 1e-12)
 
 
 def test_max_lets_nan_and_infinity_through() -> None:
@@ -214,7 +214,7 @@ def test_the_number_of_threads_changes_no_bit(reduce: str, dtype: torch.dtype) -
     results = []
     for threads in (1, 2, 5):
         with torch_threads(threads):
-            results.append(both(rows, reduce, weight, pair)[0])
+            results.append(run_both(rows, reduce, weight, pair)[0])
     for other in results[1:]:
         for ours, expected in zip(other, results[0], strict=True):
             assert ours is expected is None or torch.equal(ours, expected)  # type: ignore[arg-type]

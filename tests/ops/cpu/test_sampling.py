@@ -22,7 +22,7 @@ SHAPES = [(2, 1), (3, 1), (3, 2), (5, 4), (20, 5), (21, 5), (41, 10), (64, 15), 
 
 
 @cache
-def over_nodes(degree: int, fanout: int, count: int, replace: bool = False) -> Tensor:
+def positions_over_nodes(degree: int, fanout: int, count: int, replace: bool = False) -> Tensor:
     """Positions picked by many nodes under one key: [count, fanout]."""
     indptr = torch.arange(count + 1) * degree
     indices = torch.arange(degree, dtype=torch.int32).repeat(count)
@@ -31,7 +31,7 @@ def over_nodes(degree: int, fanout: int, count: int, replace: bool = False) -> T
 
 
 @cache
-def over_keys(degree: int, fanout: int, count: int, replace: bool = False) -> Tensor:
+def positions_over_keys(degree: int, fanout: int, count: int, replace: bool = False) -> Tensor:
     """Positions picked by one node under many keys: [count, fanout]."""
     indptr = torch.tensor([0, 0, degree])
     indices = torch.arange(degree)
@@ -41,12 +41,12 @@ def over_keys(degree: int, fanout: int, count: int, replace: bool = False) -> Te
 
 
 Picks = Callable[[int, int, int], Tensor]
-MANY = pytest.mark.parametrize("picks", [over_nodes, over_keys], ids=["nodes", "keys"])
+MANY = pytest.mark.parametrize("picks", [positions_over_nodes, positions_over_keys], ids=["nodes", "keys"])
 
 
 def many_of(shapes: list[tuple[int, int]], of_keys: list[tuple[int, int]]) -> pytest.MarkDecorator:
     """Many nodes for all shapes; many keys, which take a call each, for some: an array and a hash table."""
-    cases = [(over_nodes, *shape) for shape in shapes] + [(over_keys, *shape) for shape in of_keys]
+    cases = [(positions_over_nodes, *shape) for shape in shapes] + [(positions_over_keys, *shape) for shape in of_keys]
     return pytest.mark.parametrize(("picks", "degree", "fanout"), cases)
 
 
@@ -100,12 +100,12 @@ def test_two_neighbours_are_included_together_as_often_as_they_should(picks: Pic
 
 
 def test_nodes_with_consecutive_ids_pick_independently() -> None:
-    picks = over_nodes(8, 1, 40000).view(-1, 2)
+    picks = positions_over_nodes(8, 1, 40000).view(-1, 2)
     assert_chi_square(torch.bincount(picks[:, 0] * 8 + picks[:, 1], minlength=64), 20000 / 64, 63)
 
 
 def test_consecutive_steps_pick_independently() -> None:
-    picks = over_keys(4, 1, 8000).view(-1, 2)
+    picks = positions_over_keys(4, 1, 8000).view(-1, 2)
     assert_chi_square(torch.bincount(picks[:, 0] * 4 + picks[:, 1], minlength=16), 4000 / 16, 15)
 
 

@@ -70,7 +70,7 @@ def pairs(edges: Edges, loops: bool) -> tuple[Tensor, Tensor, Tensor]:
     return dst, src, place
 
 
-def attended(
+def attend_by_definition(
     x: Tensor, own: Tensor | None, att: Tensor, att_own: Tensor | None, edges: Edges, loops: bool,
     factors: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -135,7 +135,7 @@ def assert_equal(ours: Any, expected: Any, tolerance: float) -> None:
 )
 def test_attention_and_its_gradients(layout: str, v2: bool, loops: bool, shared: bool):
     edges = LAYOUTS[layout]()
-    expected = run(attended, inputs(edges, 2, 5, v2, shared), edges, loops)
+    expected = run(attend_by_definition, inputs(edges, 2, 5, v2, shared), edges, loops)
     ours = run(gpu_attention.attend, inputs(edges, 2, 5, v2, shared), edges, slope=SLOPE, loops=loops)
     assert_equal(ours, expected, 1e-10)
     check_device_errors()
@@ -151,14 +151,19 @@ def test_any_number_and_width_of_heads(layout: str, v2: bool, shape: tuple[int, 
     edges = LAYOUTS[layout]()
     heads, columns = shape
     inputs_of_definition, inputs_of_kernel = (inputs(edges, heads, columns, v2, shared=True) for _ in range(2))
-    expected = run(attended, [t if i < 2 else scaled(t) for i, t in enumerate(inputs_of_definition)], edges, True)
+    expected = run(
+        attend_by_definition, [t if i < 2 else scale_down(t) for i, t in enumerate(inputs_of_definition)], edges, True
+    )
     ours = run(
-        gpu_attention.attend, [t if i < 2 else scaled(t) for i, t in enumerate(inputs_of_kernel)], edges, slope=SLOPE
+        gpu_attention.attend,
+        [t if i < 2 else scale_down(t) for i, t in enumerate(inputs_of_kernel)],
+        edges,
+        slope=SLOPE,
     )
     assert_equal(ours, expected, 1e-9)
 
 
-def scaled(att: Tensor | None) -> Tensor | None:
+def scale_down(att: Tensor | None) -> Tensor | None:
     """Scores that plain `exp` can take for rows of any width."""
     return None if att is None else (att.detach() / 20).requires_grad_()
 
@@ -170,7 +175,7 @@ def test_single_precision(layout: str, v2: bool):
         inputs(edges, 2, 8, v2, shared=True, dtype=torch.float32) for _ in range(2)
     )
     exact = [None if t is None else t.detach().double().requires_grad_() for t in inputs_of_definition]
-    out, grads = run(attended, exact, edges, True)
+    out, grads = run(attend_by_definition, exact, edges, True)
     expected = out.float(), [None if g is None else g.float() for g in grads]
     assert_equal(run(gpu_attention.attend, inputs_of_kernel, edges, slope=SLOPE), expected, 1e-5)
 
@@ -180,7 +185,7 @@ def test_half_precision_is_summed_in_single(layout: str, v2: bool):
     edges = LAYOUTS[layout]()
     tensors = inputs(edges, 2, 8, v2, shared=True, dtype=torch.bfloat16)
     exact = [None if t is None else t.detach().double().requires_grad_() for t in tensors]
-    expected, grads = run(attended, exact, edges, True)
+    expected, grads = run(attend_by_definition, exact, edges, True)
     ours, our_grads = run(gpu_attention.attend, tensors, edges, slope=SLOPE)
     assert ours.dtype == torch.bfloat16
     for our_tensor, exact_tensor in zip([ours, *our_grads], [expected, *grads], strict=True):
@@ -210,7 +215,7 @@ def test_dropout_is_drawn_from_the_key_and_again_in_backward(layout: str, v2: bo
     p = 0.4
     factors = factors_of(edges, True, 2, p, key)
     assert 0.3 < float((factors == 0).double().mean()) < 0.5
-    expected = run(attended, inputs(edges, 2, 5, v2, False), edges, True, factors)
+    expected = run(attend_by_definition, inputs(edges, 2, 5, v2, False), edges, True, factors)
     key_argument = torch.tensor([key], device=DEVICE) if key_on_device else key
     ours = run(gpu_attention.attend, inputs(edges, 2, 5, v2, False), edges, slope=SLOPE, p=p, key=key_argument)
     assert_equal(ours, expected, 1e-10)
@@ -290,7 +295,7 @@ def test_edges_that_do_not_fit_raise_later(damage: str):
 def test_the_tiles_do_not_matter(layout: str, v2: bool, monkeypatch: pytest.MonkeyPatch):
     """Many programs, each with several rounds of edges; in the interpreter tiles are large otherwise."""
     edges = LAYOUTS[layout]()
-    expected = run(attended, inputs(edges, 2, 5, v2, True), edges, True)
+    expected = run(attend_by_definition, inputs(edges, 2, 5, v2, True), edges, True)
     monkeypatch.setattr(gpu_attention, "_tile", lambda columns, edges: {"R": 16, "E": 4})
     ours = run(gpu_attention.attend, inputs(edges, 2, 5, v2, True), edges, slope=SLOPE)
     assert_equal(ours, expected, 1e-10)

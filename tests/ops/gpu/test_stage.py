@@ -24,7 +24,7 @@ def hot_slots() -> torch.Tensor:
     return hot_slot
 
 
-def claimed(trees: list[torch.Tensor], hot_slot: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+def claim_rows(trees: list[torch.Tensor], hot_slot: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
     claims = torch.full((capacity,), gpu_tiers.unclaimed(torch.int32), dtype=torch.int32, device=DEVICE)
     count = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     stamp = torch.zeros(NUM_ROWS, dtype=torch.int32, device=DEVICE)
@@ -38,7 +38,7 @@ def test_cold_rows_are_claimed_once(dtype: torch.dtype):
     hot_slot = hot_slots()
     hot_slot[5] = -2 - (NUM_HOT + 1)  # staged at present, and wanted again
     trees = [torch.cat([randint(-1, NUM_ROWS, 400, seed=s), torch.tensor([5, 5, -1])]).to(dtype) for s in (1, 2)]
-    claims, count = claimed(trees, hot_slot, NUM_ROWS)
+    claims, count = claim_rows(trees, hot_slot, NUM_ROWS)
     expected = torch.cat(trees).long()
     expected = expected[expected >= 0].unique()
     expected = expected[hot_slot[expected] < 0]
@@ -48,7 +48,7 @@ def test_cold_rows_are_claimed_once(dtype: torch.dtype):
 
 
 def test_more_than_fit_are_counted_but_not_kept():
-    claims, count = claimed([torch.arange(NUM_ROWS)], torch.full((NUM_ROWS,), -1, dtype=torch.int32), 100)
+    claims, count = claim_rows([torch.arange(NUM_ROWS)], torch.full((NUM_ROWS,), -1, dtype=torch.int32), 100)
     assert int(count) == NUM_ROWS
     assert claims.unique().numel() == 100
     assert int(claims.max()) < NUM_ROWS

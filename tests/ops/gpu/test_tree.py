@@ -18,8 +18,8 @@ pytestmark = RUNS_ON_GPU
 DEVICE = torch.device(KERNEL_DEVICE)
 
 
-def csr(dtype: torch.dtype = torch.int32, most: int = 300) -> tuple[Tensor, Tensor]:
-    degrees = torch.cat([torch.tensor([0, 1, 2, 5, 15, 16, most, 0]), randint(0, 40, 50)])
+def csr(dtype: torch.dtype = torch.int32, max_degree: int = 300) -> tuple[Tensor, Tensor]:
+    degrees = torch.cat([torch.tensor([0, 1, 2, 5, 15, 16, max_degree, 0]), randint(0, 40, 50)])
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degrees.cumsum(0)])
     return indptr, randint(0, degrees.numel(), int(indptr[-1])).to(dtype)
 
@@ -34,7 +34,7 @@ def on_device(indptr: Tensor, indices: Tensor, seeds: Tensor) -> tuple[Tensor, T
     dtype=[torch.int32, torch.int64],
 )
 def test_trees_are_those_of_the_reference(replace: bool, dtype: torch.dtype):
-    indptr, indices = csr(dtype, most=1_000_000)
+    indptr, indices = csr(dtype, max_degree=1_000_000)
     seeds = torch.cat([torch.arange(20), torch.tensor([-1, 6])])
     slots = Slots(22, (5, 3), 7)
     key = random.derive_key(5, 2)

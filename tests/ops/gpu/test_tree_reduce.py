@@ -20,7 +20,7 @@ pytestmark = RUNS_ON_GPU
 DEVICE = torch.device(KERNEL_DEVICE)
 
 
-def reduced_in_torch(x: Tensor, slots: Slots, hop: int, nodes: Tensor, how: str, weight: Tensor | None) -> Tensor:
+def reduce_in_torch(x: Tensor, slots: Slots, hop: int, nodes: Tensor, how: str, weight: Tensor | None) -> Tensor:
     num_dst = slots.up_to(hop)
     num_src = slots.up_to(hop + 1)
     parents = slots.parents(nodes.device)[:num_src]
@@ -66,7 +66,7 @@ def test_reducing_and_its_gradient(how: str, own: bool, width: int):
         if ours:
             out = gpu_tree.reduce_tree(x, slots, hop, nodes, counts, how, weight, own)
         else:
-            out = reduced_in_torch(x, slots, hop, nodes, how, weight)
+            out = reduce_in_torch(x, slots, hop, nodes, how, weight)
             is_present = (nodes[: slots.up_to(hop)] >= 0)[:, None]
             out = torch.cat([out, torch.where(is_present, x[: slots.up_to(hop)], 0)], dim=1) if own else out
         (out * randn(*out.shape, seed=9).to(DEVICE)).sum().backward()
@@ -97,7 +97,7 @@ def test_a_table_is_read_straight_into_the_reduction(dtype: torch.dtype, tiered:
     out = gpu_tree.reduce_rows(x, slots, hop, nodes, "mean", None, True, dtype, True, tiers)
     rows = torch.where((nodes >= 0)[:, None], table[nodes.long().clamp(min=0)], 0)
     exact = rows.to(torch.promote_types(dtype, torch.float32))
-    expected = torch.cat([reduced_in_torch(exact, slots, hop, nodes, "mean", None), exact[: slots.up_to(hop)]], dim=1)
+    expected = torch.cat([reduce_in_torch(exact, slots, hop, nodes, "mean", None), exact[: slots.up_to(hop)]], dim=1)
     torch.testing.assert_close(out, expected.to(dtype))
     if tiered:
         read = torch.cat([nodes[: slots.up_to(hop)], nodes[slots.num_seeds :]])

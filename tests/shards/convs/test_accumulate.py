@@ -18,7 +18,7 @@ DST = EDGES.destinations()
 CPU = torch.device("cpu")
 
 
-def accumulated(how: str, rows: Tensor, max_edges: int = 9) -> Accumulators:
+def accumulate_in_chunks(how: str, rows: Tensor, max_edges: int = 9) -> Accumulators:
     accumulators = Accumulators([ReductionSpec(how, tuple(rows.shape[1:]), rows.dtype)], None, 30, CPU)
     for k in range(3):
         for chunk in EDGES.chunks(k, max_edges):
@@ -31,7 +31,7 @@ def accumulated(how: str, rows: Tensor, max_edges: int = 9) -> Accumulators:
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3)], ids=str)
 def test_reductions_in_pieces_are_those_of_all_edges(how: str, shape: tuple[int, ...]) -> None:
     rows = randn(150, *shape)
-    torch.testing.assert_close(accumulated(how, rows).reduced[0], scatter(rows, DST, 0, 30, how))
+    torch.testing.assert_close(accumulate_in_chunks(how, rows).reduced[0], scatter(rows, DST, 0, 30, how))
 
 
 @pytest.mark.parametrize("how", ["sum", "max", "min"])
@@ -40,7 +40,7 @@ def test_gradients_are_torchs_with_ties_at_zero_too(how: str, low: int) -> None:
     rows = (randint(0, 3, 150 * 4, seed=2) + low).view(150, 4).double().requires_grad_()
     gradient = randn(30, 4)
     (scatter(rows, DST, 0, 30, how) * gradient).sum().backward()
-    accumulators = accumulated(how, rows.detach())
+    accumulators = accumulate_in_chunks(how, rows.detach())
     ties = accumulators.ties[0]
     ours = torch.empty_like(rows)
     for k in range(3):

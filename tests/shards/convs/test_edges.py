@@ -19,13 +19,13 @@ PARTITION = make_partition(GRAPH, 3, "random", seed=1)
 LAYOUT = virtual_layout(GRAPH, PARTITION)
 
 
-def ends(edges: Edges) -> Tensor:
+def global_ends(edges: Edges) -> Tensor:
     """[2, num_edges] the graph's ids at both ends, part after part."""
     src = [LAYOUT.own_ids[part.src_idx.long() + edges.layout.own_range(k)[0]] for k, part in enumerate(edges.parts)]
     return torch.stack([torch.cat(src), LAYOUT.own_ids[edges.destinations()]])
 
 
-def in_order(edge_index: Tensor, *values: Tensor) -> list[Tensor]:
+def sort_edges(edge_index: Tensor, *values: Tensor) -> list[Tensor]:
     """Edges sorted by both ends, and their values; only for edges of which none is double."""
     order = torch.argsort(edge_index[0] * 1000 + edge_index[1], stable=True)
     return [edge_index[:, order], *(v[order] for v in values)]
@@ -71,12 +71,12 @@ def test_loops_and_their_rows_are_those_of_pyg(fill: object) -> None:
     own_attr = attr[LAYOUT.edge_ids]
     values = edges_with_loops.rows_with_loops(own_attr, loop_attributes(edges, own_attr, fill))
     plain = add_self_loops(*remove_self_loops(GRAPH.edge_index(), attr), fill_value=fill, num_nodes=30)  # type: ignore[arg-type]
-    ours = ends(edges_with_loops)
-    assert torch.equal(in_order(ours)[0], in_order(plain[0])[0])
+    ours = global_ends(edges_with_loops)
+    assert torch.equal(sort_edges(ours)[0], sort_edges(plain[0])[0])
     is_loop = ours[0] == ours[1]
     was_loop = plain[0][0] == plain[0][1]
     torch.testing.assert_close(
-        in_order(ours[:, is_loop], values[is_loop])[1], in_order(plain[0][:, was_loop], plain[1][was_loop])[1]
+        sort_edges(ours[:, is_loop], values[is_loop])[1], sort_edges(plain[0][:, was_loop], plain[1][was_loop])[1]
     )
     assert torch.equal(values[~is_loop].sort(0).values, plain[1][~was_loop].sort(0).values)
 
@@ -94,7 +94,7 @@ def test_the_norm_and_its_gradient_are_those_of_pyg(weighted: bool, add_loops: b
     ours = gcn_norm(edges, edges_with_loops, LocalTransport(LAYOUT), own_weight, improved, torch.float64)
     # Summed over edges between the same nodes, since some are double.
     pairs = torch.zeros(30, 30, dtype=torch.float64)
-    by_pair = pairs.index_put(tuple(ends(edges_with_loops or edges)), ours, accumulate=True)
+    by_pair = pairs.index_put(tuple(global_ends(edges_with_loops or edges)), ours, accumulate=True)
     plain = pairs.index_put((edge_index[0], edge_index[1]), expected, accumulate=True)
     torch.testing.assert_close(by_pair, plain, rtol=1e-10, atol=1e-12)
     if weight is not None and own_weight is not None:

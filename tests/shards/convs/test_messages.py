@@ -17,11 +17,11 @@ CHUNK = Chunk(slice(0, 5), slice(0, 3), torch.tensor([0, 1, 2, 1, 0]), torch.ten
 DEGREES = torch.tensor([2, 2, 1])
 
 
-class Plain(pyg.MessagePassing):
+class CopyConv(pyg.MessagePassing):
     """Sends rows as they are."""
 
 
-def largest(logits: Tensor) -> Tensor:
+def max_logits(logits: Tensor) -> Tensor:
     return pyg_utils.scatter(logits, CHUNK.dst, 0, 3, "max")
 
 
@@ -52,7 +52,7 @@ def test_edge_updates_are_run_where_their_edges_are() -> None:
         "edge": [],
         "constant": [],
     }
-    ours = replay(conv, call, rows, CHUNK, DEGREES, largest)
+    ours = replay(conv, call, rows, CHUNK, DEGREES, max_logits)
     assert ours.softmax_weights is not None
     sums = [pyg_utils.scatter(t, CHUNK.dst, 0, 3, "sum") for t in (ours.reductions[0].rows, ours.softmax_weights)]
     edge_index = torch.stack([CHUNK.src, CHUNK.dst])
@@ -80,12 +80,12 @@ AGGREGATIONS: list[Any] = [
 
 @pytest.mark.parametrize("aggr", AGGREGATIONS, ids=str)
 def test_an_aggregation_is_what_it_makes_of_its_reductions(aggr: Any) -> None:
-    conv = Plain(aggr).double()
+    conv = CopyConv(aggr).double()
     x = randn(3, 4)
     inputs = Inputs()
     call = plan(conv, "message", {"x": x}, inputs, 5, 3)
     rows: dict[Any, list[Tensor]] = {"source": [x[CHUNK.src]], "destination": [], "edge": [], "constant": []}
-    recorded = replay(conv, call, rows, CHUNK, DEGREES, largest)
+    recorded = replay(conv, call, rows, CHUNK, DEGREES, max_logits)
     reduced = [pyg_utils.scatter(r.rows, CHUNK.dst, 0, 3, r.how) for r in recorded.reductions]
     weight_sum = (
         None
@@ -97,36 +97,36 @@ def test_an_aggregation_is_what_it_makes_of_its_reductions(aggr: Any) -> None:
 
 
 def test_rows_that_are_reduced_twice_alike_are_recorded_once() -> None:
-    conv = Plain(["mean", "sum", "std"]).double()
+    conv = CopyConv(["mean", "sum", "std"]).double()
     inputs = Inputs()
     call = plan(conv, "message", {"x": randn(3, 4)}, inputs, 5, 3)
     rows: dict[Any, list[Tensor]] = {"source": [randn(5, 4)], "destination": [], "edge": [], "constant": []}
-    recorded = replay(conv, call, rows, CHUNK, DEGREES, largest)
+    recorded = replay(conv, call, rows, CHUNK, DEGREES, max_logits)
     assert (len(recorded.reductions), recorded.reduce_order) == (2, [0, 0, 0, 1])
 
 
 @pytest.mark.parametrize("aggr", ["mul", "median", "lstm", None])
 def test_what_cannot_be_split_says_so(aggr: str | None) -> None:
-    conv = Plain(aggr, aggr_kwargs={"in_channels": 4, "out_channels": 4} if aggr == "lstm" else None).double()
+    conv = CopyConv(aggr, aggr_kwargs={"in_channels": 4, "out_channels": 4} if aggr == "lstm" else None).double()
     call = plan(conv, "message", {"x": randn(3, 4)}, Inputs(), 5, 3)
     rows: dict[Any, list[Tensor]] = {"source": [randn(5, 4)], "destination": [], "edge": [], "constant": []}
     with pytest.raises(CannotSplit, match=r"all edges of a node at once|reduces by 'mul'"):
-        replay(conv, call, rows, CHUNK, DEGREES, largest)
+        replay(conv, call, rows, CHUNK, DEGREES, max_logits)
 
 
 def test_an_argument_that_nobody_gives_is_named() -> None:
     with pytest.raises(CannotSplit, match="message asks for x_j"):
-        plan(Plain(), "message", {}, Inputs(), 5, 3)
+        plan(CopyConv(), "message", {}, Inputs(), 5, 3)
     with pytest.raises(CannotSplit, match=r"x_j has shape \[1, 3, 4\]"):
-        plan(Plain(), "message", {"x": randn(1, 3, 4)}, Inputs(), 5, 3)
+        plan(CopyConv(), "message", {"x": randn(1, 3, 4)}, Inputs(), 5, 3)
 
 
 def test_pyg_itself_is_left_alone() -> None:
-    conv = Plain(SoftmaxAggregation())
+    conv = CopyConv(SoftmaxAggregation())
     before = dict(conv.aggr_module.__dict__)
     call = plan(conv, "message", {"x": randn(3, 4)}, Inputs(), 5, 3)
     rows: dict[Any, list[Tensor]] = {"source": [randn(5, 4)], "destination": [], "edge": [], "constant": []}
-    replay(conv, call, rows, CHUNK, DEGREES, largest)
+    replay(conv, call, rows, CHUNK, DEGREES, max_logits)
     assert dict(conv.aggr_module.__dict__) == before
     assert type(conv.aggr_module).forward.__globals__["softmax"] is pyg_utils.softmax
 

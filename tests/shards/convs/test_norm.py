@@ -17,7 +17,7 @@ ROWS = (5, 0, 12)
 """Of each rank; one has none."""
 
 
-def norm() -> nn.BatchNorm1d:
+def new_batch_norm() -> nn.BatchNorm1d:
     batch_norm = nn.BatchNorm1d(4).double()
     with torch.no_grad():
         batch_norm.weight.copy_(randn(4, seed=5))
@@ -25,7 +25,7 @@ def norm() -> nn.BatchNorm1d:
     return batch_norm
 
 
-def through(batch_norm: nn.BatchNorm1d, x: torch.Tensor, weight: torch.Tensor) -> dict[str, Any]:
+def run_batch_norm(batch_norm: nn.BatchNorm1d, x: torch.Tensor, weight: torch.Tensor) -> dict[str, Any]:
     x = x.clone().requires_grad_()
     for _ in range(2):
         batch_norm.zero_grad()
@@ -49,12 +49,12 @@ def through(batch_norm: nn.BatchNorm1d, x: torch.Tensor, weight: torch.Tensor) -
     }
 
 
-def one_rank(world: World) -> dict[str, list[Any]]:
+def run_on_rank(world: World) -> dict[str, list[Any]]:
     first = sum(ROWS[: world.rank])
     mine = slice(first, first + ROWS[world.rank])
-    batch_norm = norm()
+    batch_norm = new_batch_norm()
     with norms_over_ranks(world):
-        own_results = through(batch_norm, randn(sum(ROWS), 4)[mine], randn(sum(ROWS), 4, seed=1)[mine])
+        own_results = run_batch_norm(batch_norm, randn(sum(ROWS), 4)[mine], randn(sum(ROWS), 4, seed=1)[mine])
     world.sum_gradients(batch_norm.parameters())  # as the trainer does
     results = {}
     for name, value in own_results.items():
@@ -65,12 +65,12 @@ def one_rank(world: World) -> dict[str, list[Any]]:
 
 
 def test_rows_gradients_and_running_statistics():
-    ours = run(one_rank, LaunchSettings(devices=3, timeout_s=60))
-    expected = through(norm(), randn(sum(ROWS), 4), randn(sum(ROWS), 4, seed=1))
+    ours = run(run_on_rank, LaunchSettings(devices=3, timeout_s=60))
+    expected = run_batch_norm(new_batch_norm(), randn(sum(ROWS), 4), randn(sum(ROWS), 4, seed=1))
     for name, value in expected.items():
         torch.testing.assert_close(torch.tensor(ours[name], dtype=torch.float64), value, rtol=1e-10, atol=1e-12)
 
 
 def test_one_process_is_left_alone():
     with norms_over_ranks(World.alone()):
-        assert torch.equal(norm()(randn(6, 4)), norm()(randn(6, 4)))
+        assert torch.equal(new_batch_norm()(randn(6, 4)), new_batch_norm()(randn(6, 4)))

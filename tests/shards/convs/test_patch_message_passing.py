@@ -23,7 +23,7 @@ def run(module: nn.Module, mode: Mode, *args: Any) -> Any:
         return module(*args, None)
 
 
-class Updated(pyg.MessagePassing):
+class UpdateConv(pyg.MessagePassing):
     """Looks at rows and the number of nodes in `update`, and at edges in `aggregate` where asked to."""
 
     def forward(self, x: Tensor, edge_index: Any) -> Tensor:
@@ -36,14 +36,14 @@ class Updated(pyg.MessagePassing):
         return inputs + y / dim_size
 
 
-class Aggregated(Updated):
+class Aggregated(UpdateConv):
     def aggregate(self, inputs: Tensor, index: Tensor, x_j: Tensor, dim_size: int) -> Tensor:  # type: ignore[override]
         return torch.zeros(dim_size, 4, dtype=inputs.dtype).index_add(0, index, inputs * x_j.cos())
 
 
 @pytest.mark.parametrize("mode", ["sequential", "stored", "one_shot"])
 def test_update_gets_what_it_asks_for(mode: Mode) -> None:
-    conv = Updated()
+    conv = UpdateConv()
     x = randn(30, 4)
     torch.testing.assert_close(run(conv, mode, x), conv(x, GRAPH.edge_index()))
 

@@ -63,7 +63,7 @@ def test_a_weight_with_a_gradient_needs_the_rows() -> None:
         assert (b.transport.traffic["refetch"] > 0) == needs
 
 
-class Masked(pyg.SAGEConv):
+class MaskConv(pyg.SAGEConv):
     """Keeps only a mask of its source rows for backward."""
 
     def message(self, x_j: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Masked(pyg.SAGEConv):
 
 def test_a_mask_made_of_the_rows_is_seen() -> None:
     b = convs()
-    conv = Masked(4, 4).double()
+    conv = MaskConv(4, 4).double()
     x, other = (randn(30, 4).requires_grad_() for _ in range(2))
     run_conv(conv, x, b).square().sum().backward()
     conv(other, GRAPH.edge_index()).square().sum().backward()
@@ -91,7 +91,7 @@ def test_a_frozen_layer_sends_no_gradients() -> None:
     assert not out.requires_grad
 
 
-def kept(run: Callable[[], Tensor]) -> int:
+def count_saved_bytes(run: Callable[[], Tensor]) -> int:
     """Bytes that autograd keeps for a computation."""
     sizes: dict[int, int] = {}
 
@@ -114,21 +114,23 @@ def test_nothing_with_a_row_per_edge_is_kept(make: Callable[[], Any]) -> None:
         b = ShardConvs.of(contiguous_layout(graph, torch.tensor([0, 9, 20, 30])), chunk_bytes=2000)
         conv = make().double()
         run_conv(conv, x, b)
-        sizes.append((kept(lambda: run_conv(conv, x, b)), kept(lambda: conv(x, graph.edge_index()))))  # noqa: B023
+        ours = count_saved_bytes(lambda: run_conv(conv, x, b))  # noqa: B023
+        plain = count_saved_bytes(lambda: conv(x, graph.edge_index()))  # noqa: B023
+        sizes.append((ours, plain))
     assert sizes[0][0] == sizes[1][0]
     assert sizes[1][1] > 5 * sizes[0][1]
 
 
-class Largest(TorchDispatchMode):
+class LargestTensor(TorchDispatchMode):
     """The most numbers in one tensor that is made within."""
 
-    most = 0
+    num_numbers = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for t in out if isinstance(out, tuple | list) else (out,):
             if isinstance(t, Tensor) and t.is_floating_point():
-                self.most = max(self.most, t.untyped_storage().nbytes() // t.element_size())
+                self.num_numbers = max(self.num_numbers, t.untyped_storage().nbytes() // t.element_size())
         return out
 
 
@@ -139,12 +141,12 @@ def test_no_matrix_with_a_row_per_edge_of_a_part_is_made(aggr: str) -> None:
     conv = pyg.SAGEConv(4, 8, aggr=aggr, project=True).double()
     x = randn(30, 4).requires_grad_()
     run_conv(conv, x, b)
-    with Largest() as largest:
+    with LargestTensor() as largest:
         run_conv(conv, x, b).sum().backward()
-    assert 30 * 8 <= largest.most <= 8000 / 8  # own rows, or a chunk
-    with Largest() as largest:
+    assert 30 * 8 <= largest.num_numbers <= 8000 / 8  # own rows, or a chunk
+    with LargestTensor() as largest:
         conv(x, graph.edge_index()).sum().backward()
-    assert largest.most >= 3000 * 4
+    assert largest.num_numbers >= 3000 * 4
 
 
 def test_dropout_draws_what_plain_pyg_draws() -> None:

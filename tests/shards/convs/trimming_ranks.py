@@ -32,7 +32,7 @@ def case(name: str) -> tuple[hl.nn.GNN, Graph, Tensor]:
     return hl.nn.GNN(convs, residual=True).double(), graph, randn(60, 4)
 
 
-def expected(model: hl.nn.GNN, graph: Graph, x: Tensor) -> tuple[Tensor, Tensor]:
+def run_plain(model: hl.nn.GNN, graph: Graph, x: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs at the seeds and the input's gradient by plain PyG; those of parameters are in the model."""
     model.zero_grad()
     h = x.clone().requires_grad_()
@@ -42,7 +42,7 @@ def expected(model: hl.nn.GNN, graph: Graph, x: Tensor) -> tuple[Tensor, Tensor]
     return out.detach(), h.grad
 
 
-def found(
+def run_on_layout(
     model: hl.nn.GNN, x: Tensor, layout: ShardLayout, transport: Transport, trim: bool, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(own seeds among all, their outputs, the gradient of the own input rows)."""
@@ -60,7 +60,7 @@ def found(
     return torch.searchsorted(SEEDS, seeds), out.detach(), h.grad
 
 
-def error(a: Tensor, b: Tensor) -> float:
+def relative_error(a: Tensor, b: Tensor) -> float:
     """In units of what is allowed."""
     return float(((a - b).abs() / (1e-12 + 1e-10 * b.abs())).max()) if a.numel() else 0.0
 
@@ -69,16 +69,16 @@ def compare(name: str, layout: ShardLayout, world: World, **options: Any) -> tup
     """(the largest error, by trim the bytes that travelled)."""
     model, graph, x = case(name)
     traffic = {}
-    out, of_input = expected(model, graph, x)
+    out, of_input = run_plain(model, graph, x)
     weights = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     for trim in (False, True):
         transport = LocalTransport(layout) if layout.virtual else P2PTransport(layout, world=world)
-        seeds, ours, gradient = found(model, x, layout, transport, trim, **options)
+        seeds, ours, gradient = run_on_layout(model, x, layout, transport, trim, **options)
         traffic[str(trim)] = [transport.traffic[kind] for kind in BYTES]
     world.sum_gradients(model.parameters())
-    worst = max(error(ours, out[seeds]), error(gradient, of_input[layout.own_ids]))
+    worst = max(relative_error(ours, out[seeds]), relative_error(gradient, of_input[layout.own_ids]))
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    return max([worst, *(error(a, b) for a, b in zip(grads, weights, strict=True))]), traffic
+    return max([worst, *(relative_error(a, b) for a, b in zip(grads, weights, strict=True))]), traffic
 
 
 def on_ranks(world: World) -> dict[str, Any]:
