@@ -95,7 +95,7 @@ def test_a_run_is_reported_and_exported(files: Path):
     assert all(torch.equal(exported[name], best[name]) for name in best)
 
 
-def test_a_run_is_resumed_and_goes_on_as_it_would_have(files: Path):
+def test_a_run_is_resumed_with_the_losses_of_an_uninterrupted_one(files: Path):
     before = [record["loss"] for record in records(files / "run") if "loss" in record]
     succeed("train", files / "dataset", *OVERRIDES, "epochs=4", f"out={files / 'run'}", "resume=true")
     losses = [record["loss"] for record in records(files / "run") if "loss" in record]
@@ -103,7 +103,7 @@ def test_a_run_is_resumed_and_goes_on_as_it_would_have(files: Path):
     assert losses == pytest.approx(read_expected(files, "losses"), rel=FLOAT32)
 
 
-def test_a_historical_run_that_failed_goes_on_as_it_would_have_or_is_refused_by_name(files: Path):
+def test_a_failed_historical_run_is_resumed_exactly_or_refused_by_name(files: Path):
     trainer = historical_trainer(made_dataset(), files / "historical", resume=True)
     if files.name == "62f3d73":  # it was trained with a setting that hopline no longer has
         with pytest.raises(ValueError, match=r"momentum=0\.25\. momentum was removed: set refresh_every=1"):

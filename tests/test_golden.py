@@ -62,7 +62,7 @@ def test_a_run_is_that_of_the_record(name: str):
 
 
 @pytest.mark.parametrize("name", SAME_RUN)
-def test_evaluation_beside_training_and_a_resumed_run_change_nothing(name: str):
+def test_asynchronous_evaluation_and_resuming_change_nothing(name: str):
     # A resumed run counts what it did itself.
     one, other = (result | {"counts": {}} for result in (result_of(name), result_of(SAME_RUN[name])))
     assert one == other

@@ -64,7 +64,7 @@ def test_steps_of_captured_cases_are_captured(name: str):
 
 
 @pytest.mark.parametrize("name", GPU_SAME_RUN)
-def test_evaluation_beside_training_changes_nothing(name: str):
+def test_asynchronous_evaluation_changes_nothing(name: str):
     # To rounding: the last step of an epoch may be captured in one of the runs and not in the other.
     one, other = (result | {"counts": {}} for result in (result_of(name), result_of(GPU_SAME_RUN[name])))
     assert distance(one, other) <= TOLERANCE

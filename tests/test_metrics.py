@@ -74,7 +74,7 @@ def test_low_precision_scores_are_counted_exactly():
     assert roc_auc(many, y) == 0.5
 
 
-def test_names():
+def test_metrics_are_found_by_name():
     assert {"accuracy": accuracy, "micro_f1": micro_f1, "roc_auc": roc_auc, "mrr": mrr} == METRICS
 
 

@@ -38,7 +38,7 @@ def edges_at(block: hl.extend.Block, node: int) -> list[int]:
     return sorted(block.src_ids[sources[block.dst_ids[targets] == node]].tolist())
 
 
-def test_it_is_short() -> None:
+def test_the_example_is_short() -> None:
     assert sum(len(path.read_text().splitlines()) for path in FOLDER.glob("*.py")) < 120
 
 
@@ -99,7 +99,7 @@ def test_an_option_of_the_subclass_changes_what_is_drawn() -> None:
     assert torch.equal(example.HubsFirst(fanouts=(3,), power=0.0).sample(graph, seeds, 0)[0].src_ids, plain.src_ids)
 
 
-def test_a_rank_that_was_killed_goes_on(tmp_path: Path) -> None:
+def test_a_run_whose_rank_was_killed_is_resumed(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"checkpoint_s": 0.0, "out": str(tmp_path / "run")}
     with pytest.raises(RankError, match="rank 1"):
         run(train, TWO, "hubs", {**changes, "kill": [1, 6]})
@@ -139,7 +139,7 @@ def test_torchrun_and_devices_print_the_same(graph: str) -> None:
     assert printed[0] == printed[1]
 
 
-def test_the_command_trains_by_it(graph: str, tmp_path: Path) -> None:
+def test_the_command_trains_by_the_example(graph: str, tmp_path: Path) -> None:
     method = f"method={FOLDER}/sampler.py:HubsFirst"
     text = command("train", "--keys", method).out
     assert (

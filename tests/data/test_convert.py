@@ -64,7 +64,7 @@ def test_chunks_through_a_folder_give_the_graph_made_in_memory(
         assert torch.equal(ours.graph.edge[name], array)
 
 
-def test_options_do_what_a_matrix_would() -> None:
+def test_edge_options_equal_operations_on_the_adjacency_matrix() -> None:
     edges = random_edges(40, 600)
     dense = torch.zeros(40, 40, dtype=torch.int64)
     dense.index_put_((edges[1], edges[0]), torch.ones(600, dtype=torch.int64), accumulate=True)
@@ -83,7 +83,7 @@ def test_options_do_what_a_matrix_would() -> None:
     assert torch.equal(added, dense + torch.diag((dense.diagonal() == 0).long()))
 
 
-def test_the_number_of_nodes_is_found_where_it_can_be() -> None:
+def test_the_number_of_nodes_is_derived_from_features_labels_or_ids() -> None:
     edges = torch.tensor([[0, 4], [1, 2]])
     assert from_edges(edges).num_nodes == 5
     assert from_edges([edges, edges]).num_edges == 4

@@ -39,7 +39,7 @@ def fake_amazon(monkeypatch: pytest.MonkeyPatch) -> type[FakeDataset]:
     return FakeDataset
 
 
-def test_names_are_found() -> None:
+def test_a_source_is_found_by_any_spelling_of_its_name() -> None:
     for name in ("cora", "Cora", "amazon_photo", "ogbn-products", "OGBN-papers100M"):
         assert download.find(name) is not None
     assert download.find("nothing") is None

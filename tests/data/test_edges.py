@@ -41,7 +41,7 @@ def test_a_file_of_edges_is_read_in_chunks(tmp_path: Path, layout: str, dtype: t
         list(npy_edges(tmp_path / "bad.npy", 5))
 
 
-def test_chunks_are_cut_with_their_arrays() -> None:
+def test_chunks_are_split_together_with_their_edge_arrays() -> None:
     edges = torch.arange(20).reshape(2, 10)
     weight = torch.arange(10.0)
     cut = list(edge_chunks([(edges, {"weight": weight}), (edges.numpy(), {"weight": weight})], None, 4))

@@ -126,7 +126,7 @@ class ShiftingConv(ScalingConv):
         return x * self.scale + 1
 
 
-def test_models_that_compute_otherwise_with_the_same_weights_have_another_structure():
+def test_models_that_differ_in_more_than_weights_have_different_structures():
     models = [
         hl.nn.GNN([SAGEConv(5, 4), SAGEConv(4, 3)]),
         hl.nn.GNN([SAGEConv(5, 4, aggr="max"), SAGEConv(4, 3)]),
@@ -153,7 +153,7 @@ def test_models_that_compute_otherwise_with_the_same_weights_have_another_struct
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_inference_does_not_go_on_over_other_data(name: str, tmp_path: Path):
+def test_inference_is_not_resumed_with_other_data(name: str, tmp_path: Path):
     model = hl.nn.GNN([GCNConv(5, 4), GCNConv(4, 3)])
     expected = infer.exact(model, DATA, folder=tmp_path / "rows")
     assert torch.equal(infer.exact(model, DATA, folder=tmp_path / "rows"), expected)
@@ -162,7 +162,7 @@ def test_inference_does_not_go_on_over_other_data(name: str, tmp_path: Path):
         infer.exact(model, change(DATA), folder=tmp_path / "rows")
 
 
-def test_inference_does_not_go_on_with_another_model(tmp_path: Path):
+def test_inference_is_not_resumed_with_another_model(tmp_path: Path):
     model = hl.nn.GNN([SAGEConv(5, 4), SAGEConv(4, 3)])
     infer.exact(model, DATA, folder=tmp_path / "rows")
     for change in ({"act": "elu"}, {"residual": True}, {"convs": [SAGEConv(5, 4, aggr="max"), SAGEConv(4, 3)]}):
@@ -198,7 +198,7 @@ def test_shards_of_other_data_are_of_another_cut(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_run_does_not_go_on_over_other_data(name: str, tmp_path: Path):
+def test_a_run_is_not_resumed_with_other_data(name: str, tmp_path: Path):
     data = small()
     weight = torch.ones(data.num_edges)
     data = dataclasses.replace(data, graph=Graph(data.graph.indptr, data.graph.indices, {"weight": weight}))
@@ -210,14 +210,14 @@ def test_a_run_does_not_go_on_over_other_data(name: str, tmp_path: Path):
     assert fit(data, out=tmp_path / "run", resume=True, epochs=3).epochs == 3
 
 
-def test_a_run_does_not_go_on_with_another_model_of_the_same_shapes(tmp_path: Path):
+def test_a_run_is_not_resumed_with_another_model_of_the_same_shapes(tmp_path: Path):
     data = small()
     fit(data, out=tmp_path / "run")
     with pytest.raises(ValueError, match="its settings or its code have changed; take the model it was made with"):
         fit(data, sage(data, act="elu"), out=tmp_path / "run", resume=True, epochs=3)
 
 
-def test_a_module_that_counts_its_calls_goes_on(tmp_path: Path):
+def test_a_run_of_a_module_that_counts_its_calls_is_resumed(tmp_path: Path):
     class Counting(hl.nn.GNN):
         calls = 0
 

@@ -93,7 +93,7 @@ def test_what_cannot_be_an_id_is_refused_with_its_row(values: np.ndarray, messag
         checked_ids(values, "row", 7, numbers=True)
 
 
-def test_of_numbers_a_fraction_is_refused_and_beside_texts_it_is_a_text() -> None:
+def test_a_fraction_among_number_ids_is_refused_and_among_text_ids_is_a_text() -> None:
     assert settled(np.array(["1.0", "2"]), "row").tolist() == [1, 2]
     assert settled(np.array(["1.5", "a"]), "row").tolist() == ["1.5", "a"]
     for written in ("1.5", "1e5", ".5", "-2.25"):

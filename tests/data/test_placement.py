@@ -42,7 +42,7 @@ def test_what_fits_goes_to_the_device_the_graph_first(
     assert (layout.graph, layout.features, layout.cache, layout.labels) == (graph, features, cache, labels)
 
 
-def test_what_is_asked_for_is_done() -> None:
+def test_a_placement_that_is_asked_for_is_followed() -> None:
     layout = make_layout(SIZES, 10_000, Placement(features="pinned", graph="pinned", cache="1K"))
     assert (layout.graph, layout.features, layout.cache) == ("pinned", "pinned", 1024)
     assert make_layout(SIZES, 10_000, Placement(cache=0)).features == "pinned"
@@ -75,7 +75,7 @@ def test_settings_are_checked() -> None:
         Placement(features="device", cache="1G")
 
 
-def test_on_the_cpu_a_dataset_stays() -> None:
+def test_on_the_cpu_a_dataset_stays_where_it_is() -> None:
     dataset = data()
     assert place(dataset, device="cpu") is dataset
     assert describe(dataset) == "graph 2.7 KiB on the host; x 800 B on the host; labels 400 B on the host"
@@ -111,7 +111,7 @@ def test_a_plan_is_carried_out() -> None:
     assert "x 800 B pinned, with 160 B (20% of the rows) on cpu" in describe(placed)
 
 
-def test_other_tables_follow_while_there_is_room() -> None:
+def test_other_tables_are_placed_while_spare_bytes_last() -> None:
     dataset = data()
     dataset.tables |= {"a": TensorTable(randn(50, 1)), "b": TensorTable(randn(50, 1))}
     plan = Layout(graph="host", features="device", cache=0, labels=False, spare_bytes=500)
@@ -147,7 +147,9 @@ def test_without_fan_outs_the_order_is_by_degree() -> None:
     [{}, {"graph": "pinned"}, {"features": "pinned"}, {"cache": 160}, {"features": "host", "graph": "host"}],
     ids=str,
 )
-def test_on_a_gpu(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_placed_dataset_reads_the_same_rows_and_edges_on_a_gpu(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dataset = dataset_of(random_graph(500, 9000), randn(500, 8, dtype=torch.float32))
     dataset.save(tmp_path / "data")
     for source in (dataset, hl.open(tmp_path / "data")):  # in memory, and mapped from files
@@ -162,7 +164,7 @@ def test_on_a_gpu(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.M
         assert describe(placed)
 
 
-def test_rows_that_cannot_be_pinned_are_copied_if_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_cannot_be_pinned_are_copied_if_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.pinned, "register", lambda tensor: "CUDA error 1")
     table = TensorTable(randn(50, 4))
     assert module._host_cache(table, torch.device("cuda")) == "all"

@@ -16,7 +16,7 @@ from hopline.distributed.world import World
 from tests.launched import same_dataset, tiny
 
 
-def test_alone_the_dataset_stays_as_it_is():
+def test_with_one_rank_the_dataset_is_not_copied():
     dataset = tiny()
     assert sharing.share(dataset, World.alone()) is dataset
     with pytest.raises(ValueError, match="needs the dataset in the first rank of every host"):

@@ -62,7 +62,7 @@ def test_shares_of_one_together_leave_no_node_out(shares: tuple[float, ...], cou
     assert sorted(node for nodes in data.splits.values() for node in nodes.tolist()) == list(range(count))
 
 
-def test_shares_may_leave_nodes_out_and_a_part_without_nodes_is_not_there() -> None:
+def test_shares_may_leave_nodes_out_and_an_empty_part_is_no_split() -> None:
     data = random_split(dataset_with_labels(labels_with_gaps()), (0.5, 0, 0.1))
     assert {name: nodes.numel() for name, nodes in data.splits.items()} == {"train": 121, "test": 24}
 
@@ -94,7 +94,7 @@ def test_missing_labels_of_a_binary_task_are_left_out() -> None:
     assert split_ids(data) == {"train": [0, 1, 3, 4, 5, 6, 7, 8]}
 
 
-def test_all_splits_that_there_were_are_replaced_in_a_new_dataset(tiny: Dataset, tmp_path: Path) -> None:
+def test_random_split_returns_a_new_dataset_without_the_published_splits(tiny: Dataset, tmp_path: Path) -> None:
     before = split_ids(tiny)
     published = len(tiny.alternatives)
     data = random_split(tiny, (0.5, 0.25, 0.25), seed=3)
@@ -136,7 +136,7 @@ def test_without_labels_the_refusal_says_how_to_give_some() -> None:
 # ---- training nodes, where there must be some
 
 
-def test_training_nodes_that_are_missing_are_said_with_what_to_type() -> None:
+def test_a_dataset_without_training_nodes_is_refused_with_what_to_type() -> None:
     data = small()
     assert data.train_ids is data.splits["train"]
     with pytest.raises(ValueError, match=r"no training nodes: .*split=0.6,0.2,0.2 .*hl\.random_split\(data\)"):

@@ -108,7 +108,7 @@ def overwrite(path: Path, offset: int, data: bytes) -> None:
         file.write(data)
 
 
-def test_missing_things_are_named(folder: Path) -> None:
+def test_a_missing_file_or_entry_is_named(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"There is no dataset folder .*nowhere: check the path"):
         store.open_folder(folder / "nowhere")
     (folder / "y.npy").unlink()

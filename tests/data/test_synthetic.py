@@ -56,7 +56,7 @@ def test_chunks_threads_and_folders_change_nothing(tmp_path: Path, monkeypatch: 
     verify(tmp_path / "d")
 
 
-def test_the_seed_decides() -> None:
+def test_another_seed_makes_another_graph() -> None:
     a = planted_partition(SMALL)
     b = planted_partition(SMALL, seed=1)
     assert not torch.equal(a.graph.indices[:1000], b.graph.indices[:1000])
@@ -88,7 +88,7 @@ def test_a_device_makes_the_same_graph(changes: dict, monkeypatch: pytest.Monkey
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_a_dataset_on_the_gpu(symmetric: bool) -> None:
+def test_a_dataset_made_on_a_gpu_equals_one_made_on_the_cpu(symmetric: bool) -> None:
     settings = replace(SMALL, symmetric=symmetric)
     expected = planted_partition(settings)
     dataset = planted_partition(settings, device="cuda")
@@ -102,7 +102,7 @@ def test_a_dataset_on_the_gpu(symmetric: bool) -> None:
     assert all(torch.equal(ids, expected.splits[name]) for name, ids in dataset.splits.items())
 
 
-def test_a_device_is_checked(tmp_path: Path) -> None:
+def test_a_device_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="leave out device='cuda' or folder="):
         planted_partition(SMALL, device="cuda", folder=tmp_path / "d")
     with pytest.raises(ValueError, match="not a device"):

@@ -39,7 +39,7 @@ def is_lock_free() -> bool:
     return acquired[0]
 
 
-def test_it_is_due_after_the_warm_up_and_captured_so_often_at_most(fake_cuda: FakeCuda):
+def test_capture_is_due_after_the_warm_up_at_most_max_captures_times(fake_cuda: FakeCuda):
     captured = captured_of(warm_up=2, max_captures=2)
     history = []
     for _ in range(2):
@@ -154,7 +154,7 @@ def evaluation_elsewhere() -> Iterator[threading.Event]:
         thread.join()
 
 
-def test_what_can_wait_for_another_time_does_not_wait_for_its_turn(fake_cuda: FakeCuda):
+def test_an_optional_capture_does_not_wait_for_the_lock(fake_cuda: FakeCuda):
     captured = captured_of()
     with evaluation_elsewhere():
         assert not captured.capture(nullcontext(lambda: None), wait=False)
@@ -163,7 +163,7 @@ def test_what_can_wait_for_another_time_does_not_wait_for_its_turn(fake_cuda: Fa
     assert captured.capture(nullcontext(lambda: None), wait=False)
 
 
-def test_what_cannot_wait_for_another_time_waits_for_its_turn(fake_cuda: FakeCuda):
+def test_a_required_capture_waits_for_the_lock(fake_cuda: FakeCuda):
     captured = captured_of()
     log = fake_cuda.log
     with evaluation_elsewhere() as ended:
@@ -199,7 +199,7 @@ def test_kernels_have_the_priority_of_the_current_stream_or_of_the_one_that_is_g
     assert streams_used == [("side 1", 0), ("side 2", -1), ("side 2", -1), ("given", 0)]
 
 
-def test_who_owns_a_graph_goes_without_the_collector(fake_cuda: FakeCuda):
+def test_the_owner_of_a_graph_is_freed_without_the_garbage_collector(fake_cuda: FakeCuda):
     class Owner:
         def __init__(self) -> None:
             self.captured = captured_of()

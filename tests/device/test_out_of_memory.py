@@ -30,7 +30,7 @@ def dense(model: nn.Module) -> dict[str, torch.Tensor | None]:
     }
 
 
-def test_what_says_that_memory_ran_out():
+def test_out_of_memory_errors_are_recognised_by_type_and_text():
     for error in (
         torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
         MemoryError(),
@@ -48,7 +48,7 @@ def test_what_says_that_memory_ran_out():
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_step_that_is_put_back_never_was(begun: bool):
+def test_restoring_a_snapshot_undoes_the_step(begun: bool):
     torch.manual_seed(1)
     model = Model()
     if begun:
@@ -73,7 +73,7 @@ def test_a_step_that_is_put_back_never_was(begun: bool):
     assert torch.equal(draws, torch.get_rng_state())
 
 
-def test_a_step_that_is_added_is_one_of_autograds():
+def test_accepting_a_snapshot_adds_gradients_as_autograd_does():
     gradients = []
     for guarded in (False, True):
         torch.manual_seed(2)
@@ -103,7 +103,7 @@ def test_sparse_and_dense_gradients_add_up_in_either_order():
         assert model.weight.grad.to_dense().tolist() == [[0, 0], [4, 4], [0, 0], [2, 2]]
 
 
-def test_what_is_kept_beside_a_step():
+def test_state_bytes_counts_gradients_and_buffers():
     gradients, buffers = rescue.state_bytes(Model())
     assert gradients == 8 * (8 * 4 + 4 + 4 + 8 + 2 + 3)
     assert buffers == 8 * (4 + 4 + 1)

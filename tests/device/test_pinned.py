@@ -112,7 +112,7 @@ def test_new_memory_has_pages_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_without_a_gpu_that_is_said() -> None:
+def test_pinning_without_a_gpu_is_refused() -> None:
     with pytest.raises(ValueError, match="no CUDA device"):
         pinned.pin(randn(3, 4))
 

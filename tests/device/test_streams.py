@@ -17,7 +17,7 @@ from hopline.training.async_evaluation import EvaluationThread
 from tests.runs import losses, sage, small
 
 
-def test_who_has_the_turn_has_it_alone_and_may_ask_again():
+def test_the_capture_lock_is_exclusive_and_reentrant():
     acquired: list[bool] = []
 
     def ask() -> None:
@@ -36,7 +36,7 @@ def test_who_has_the_turn_has_it_alone_and_may_ask_again():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it runs kernels on CPU tensors, which Triton interprets")
 @pytest.mark.parametrize("evaluation_holds_lock", [False, True])
-def test_which_steps_are_captured_follows_from_the_epoch_and_not_from_who_has_the_turn(
+def test_which_steps_are_captured_depends_on_the_epoch_and_not_on_the_lock(
     evaluation_holds_lock: bool, monkeypatch: pytest.MonkeyPatch
 ):
     data = small()  # 150 seeds: two full steps and one of 30
@@ -69,7 +69,7 @@ def test_which_steps_are_captured_follows_from_the_epoch_and_not_from_who_has_th
     assert resumed == second[1:]
 
 
-def test_gradients_arrive_at_new_nodes_whoever_holds_the_old_ones():
+def test_renewed_accumulators_get_gradients_while_an_old_graph_lives():
     parameter = torch.nn.Parameter(torch.ones(3))
     address = parameter.data_ptr()
     old_graph = (parameter * 2).sum()
@@ -115,7 +115,7 @@ def delay_evaluation(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 5])
-def test_training_is_the_same_however_long_evaluation_beside_it_takes(
+def test_training_is_the_same_however_long_asynchronous_evaluation_takes(
     num_steps: int, clip_norm: float | None, monkeypatch: pytest.MonkeyPatch
 ):
     data = planted_partition(num_nodes=20_000, num_edges=400_000, num_classes=16, num_features=100, num_valid=2000)
@@ -133,7 +133,7 @@ def test_training_is_the_same_however_long_evaluation_beside_it_takes(
 @pytest.mark.parametrize(
     "where", [{"graph": "device"}, {"graph": "host"}, {"features": "pinned", "cache": "200kB"}], ids=str
 )
-def test_evaluation_in_its_own_stream_ends_with_the_run_that_waited(layout: str, where: dict[str, Any]):
+def test_evaluation_in_its_own_stream_ends_with_the_blocking_run(layout: str, where: dict[str, Any]):
     data = planted_partition(num_nodes=20_000, num_edges=200_000, num_train=4096)
     if layout == "tree" and where.get("graph") == "host":
         pytest.skip("trees are drawn on the GPU")

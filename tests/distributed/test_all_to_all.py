@@ -9,7 +9,7 @@ from hopline.distributed.world import World
 from tests.helpers import randint, randn
 
 
-def test_alone_a_rank_answers_itself() -> None:
+def test_one_rank_receives_what_it_sends_itself() -> None:
     for channel in (Channel(), Channel(World.alone())):
         assert (channel.rank, channel.size) == (0, 1)
         rows = randn(20, 3)
@@ -27,6 +27,6 @@ def test_alone_a_rank_answers_itself() -> None:
         channel.check_same(b"anything", "nothing")
 
 
-def test_nothing_can_be_asked() -> None:
+def test_a_request_for_no_rows_is_answered() -> None:
     request = RowRequest(Channel(), torch.tensor([0, 20]), torch.empty(0, dtype=torch.int64))
     assert request.reply(randn(20, 3)[request.rows]).shape == (0, 3)

@@ -115,7 +115,7 @@ def test_hosts_may_have_different_numbers_of_ranks(tmp_path: Path):
         assert result["full_batch"]["losses"] == pytest.approx(exact["losses"], abs=1e-9)
 
 
-def test_a_group_that_met_in_a_file(tmp_path: Path):
+def test_a_group_that_met_in_a_file_trains_too(tmp_path: Path):
     results = run_in_group("fail_and_train_again", tmp_path, 2, by_file=True)
     assert "rank 1 stopped with ValueError: the labels of rank 1 are wrong" in results[0]["first"]["error"]
     assert_same(results[0]["after"], train(World.alone(), "sage"))
@@ -172,7 +172,7 @@ def test_a_store_that_serves_one_connection_still_ends_an_exchange_with_an_error
     assert "a rank stopped answering, and the store of this process group cannot tell which" in results[0]["error"]
 
 
-def test_a_heart_that_cannot_beat_is_none():
+def test_a_group_whose_store_cannot_be_cloned_has_no_heartbeat():
     class NoClone:
         pass
 
@@ -261,7 +261,7 @@ def test_the_gpu_of_a_rank_is_the_one_that_its_engine_has_chosen(gpus: Any, monk
     assert choose_gpu(0, 1, [0]) == "cuda:0"
 
 
-def test_a_launchers_variables_without_a_group_are_spoken_of(
+def test_a_launchers_variables_without_a_group_are_warned_about(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -270,7 +270,7 @@ def test_a_launchers_variables_without_a_group_are_spoken_of(
     assert "RANK" not in os.environ
 
 
-def test_a_world_that_is_none_is_refused():
+def test_a_world_of_another_type_is_refused():
     with pytest.raises(ValueError, match=r"world must be a World such as hl.World.current\(\), not str 'all'"):
         hl.Trainer(sage(small()), small(), world="all", show=False)  # type: ignore[arg-type]
 

@@ -90,7 +90,7 @@ def test_a_rank_that_is_behind_is_named(heartbeat: Heartbeat, store: dist.Store)
         peer.stop("left")
 
 
-def test_ranks_that_ended_or_never_came(heartbeat: Heartbeat, store: dist.Store):
+def test_ranks_that_ended_or_never_came_are_named(heartbeat: Heartbeat, store: dist.Store):
     store.set("alive/1", "left")
     assert heartbeat.find_lost() == "rank 2 did not start"
     store.set("alive/2", "left")

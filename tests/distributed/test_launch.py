@@ -62,7 +62,7 @@ def test_a_setting_that_means_nothing_is_refused(wrong: dict[str, Any], message:
         LaunchSettings(**wrong)
 
 
-def test_good_settings_are_taken():
+def test_valid_settings_are_accepted():
     assert LaunchSettings(devices="auto", address="fe80::1").timeout_s == 600
 
 
@@ -91,7 +91,7 @@ def test_settings_that_were_removed_say_what_to_do():
         override(RunConfig(), ["backend=gloo"])
 
 
-def test_how_many_processes_are_started_here(monkeypatch: pytest.MonkeyPatch):
+def test_devices_decides_how_many_processes_a_host_starts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     two = LaunchSettings(devices=2)
     auto = LaunchSettings(devices="auto")
@@ -107,7 +107,7 @@ def test_how_many_processes_are_started_here(monkeypatch: pytest.MonkeyPatch):
         _count_processes(LaunchSettings(devices=3), LAUNCHED, "cpu")
 
 
-def test_where_ranks_sit():
+def test_ranks_are_numbered_host_by_host():
     spec = _first_rank_spec(LaunchSettings(), LAUNCHED, 1, "cpu")
     assert (spec.rank, spec.size, spec.local_rank, spec.local_size, spec.node) == (1, 4, 1, 2, 0)
     assert (spec.address, spec.port, spec.backend, spec.keeps_store) == ("node1", 12345, "gloo", False)
@@ -146,7 +146,7 @@ def test_which_gpu_a_rank_takes(monkeypatch: pytest.MonkeyPatch):
     assert device_of_rank(RankSpec(local_rank=1, local_size=2), "cuda", spawned=True) == "cuda:0"
 
 
-def test_one_process_runs_here():
+def test_one_process_is_not_spawned():
     def function(world: World, *args: int) -> tuple[int, int, list[int]]:
         return os.getpid(), world.size, list(args)
 

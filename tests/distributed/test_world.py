@@ -116,7 +116,7 @@ def test_a_store_listens_only_where_ranks_reach_it(local: bool):
     assert other.get("a") == b"b"
 
 
-def test_the_interface_that_ranks_use(monkeypatch: pytest.MonkeyPatch):
+def test_own_address_is_that_of_an_interface_of_this_host(monkeypatch: pytest.MonkeyPatch):
     addresses: dict[str, list[str]] = {
         "node1": ["127.0.1.1", "10.0.0.5"],
         "debian": ["127.0.1.1"],
@@ -140,7 +140,9 @@ def test_the_interface_that_ranks_use(monkeypatch: pytest.MonkeyPatch):
     }
 
 
-def test_an_address_that_is_another_machines_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+def test_a_store_without_an_own_address_listens_on_all_interfaces_and_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("hopline.distributed.world._own_address", lambda address, local: None)
     store = serve("127.0.0.1", 0, 5, local=False)
     assert store.port > 0

@@ -23,7 +23,7 @@ def run(*command: str) -> str:
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("framework", ["numpy", "jax", "tensorflow", "paddle"])
-def test_framework(framework: str, check: str):
+def test_a_framework_passes_the_check(framework: str, check: str):
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed: type make test-interop")
     print(framework, check, run("-m", "tests.interop.checks", framework, check).strip())

@@ -123,7 +123,7 @@ def test_outputs_and_gradients_are_those_of_stock_pyg(name: str, layout: str):
 
 
 @parametrize_kernel([("gat", "tree"), ("gatv2", "block")], name=["gat", "gatv2"], layout=LAYOUTS)
-def test_in_single_precision_too(name: str, layout: str):
+def test_outputs_and_gradients_are_those_of_stock_pyg_in_float32(name: str, layout: str):
     assert_equals_stock(name, block_of() if layout == "block" else tree_of(), torch.float32, 1e-5)
 
 
@@ -180,7 +180,7 @@ def test_on_the_cpu_pyg_runs_it(monkeypatch: pytest.MonkeyPatch):
     assert_close(convolve(conv, x, block), stock(conv, x, block))
 
 
-def test_what_is_not_fused():
+def test_convs_with_edge_features_other_aggregations_or_hooks_are_not_fused():
     assert all(is_fused_attention(make()) for make in CONVS.values())
     assert not is_fused_attention(pyg.SAGEConv(4, 4))
     assert not is_fused_attention(pyg.GATConv(4, 4, edge_dim=2))
@@ -196,7 +196,7 @@ def test_what_is_not_fused():
 
 
 @parametrize_kernel([("block",)], layout=LAYOUTS)
-def test_dropout_of_the_weights(layout: str):
+def test_attention_dropout_is_keyed_and_off_in_evaluation(layout: str):
     """Drawn by key and layer, from torch's generator where there is no key, and not at all in evaluation."""
     block = block_of() if layout == "block" else tree_of()
     conv = pyg.GATConv(WIDTH, 3, heads=2, dropout=0.5).double().to(DEVICE)
@@ -218,7 +218,7 @@ def test_dropout_of_the_weights(layout: str):
 
 
 @parametrize_kernel([("tree",)], layout=LAYOUTS)
-def test_a_model_of_several_layers(layout: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_gnn_of_attention_layers_equals_stock_pyg(layout: str, monkeypatch: pytest.MonkeyPatch):
     """Its gradients pass through kernel after kernel: the same as by PyG's own code on the same batch."""
     graph = random_graph(loops=True)
     x = randn(50, WIDTH).to(DEVICE)

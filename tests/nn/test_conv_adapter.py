@@ -190,7 +190,7 @@ def test_the_conv_itself_is_left_as_it_was() -> None:
         ("edge", "pair"),
     ],
 )
-def test_the_way_a_conv_is_called(name: str, convention: str) -> None:
+def test_each_conv_has_its_calling_convention(name: str, convention: str) -> None:
     block = batch_of(random_graph(), None, (3,)).blocks[0]
     assert calling_convention(conv_of(name, 4, 3), 4, block.edge).convention == convention
 

@@ -55,7 +55,7 @@ def test_no_tensor_has_a_row_per_edge(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sage-mean", "gcn"])
-def test_stock_pyg_makes_one(name: str) -> None:
+def test_stock_pyg_has_a_tensor_with_a_row_per_edge(name: str) -> None:
     largest, per_edge = measure_largest_tensor(name, fused=False)
     assert largest >= per_edge
 
@@ -90,7 +90,7 @@ def test_a_handle_is_read_straight_from_the_table(name: str) -> None:
     assert_close(ours, convolve(conv, x[block.src_ids], block), 1e-14)
 
 
-def test_which_convs_are_fused() -> None:
+def test_sage_gcn_gin_and_graph_convs_are_fused() -> None:
     fused = {name for name in CONVS if is_fused(conv_of(name, 4, 3))}
     assert fused == {name for name in CONVS if name.split("-")[0] in ("sage", "gcn", "gin", "graph")} - {"sage-std"}
     assert is_fused(pyg.GCN2Conv(4, 0.1))
@@ -205,7 +205,7 @@ def test_what_depends_on_weights_or_scaling_is_not_read_ahead() -> None:
     assert read_ahead(conv_of("sage-sum", 6, 4), handle, replace(block, scale_sums=True)) is handle
 
 
-@pytest.mark.parametrize(("before", "after", "reduces_first"), [(WIDTH, WIDTH, True), (8 * WIDTH, 2, False)])
+@pytest.mark.parametrize(("width_in", "width_out", "reduces_first"), [(WIDTH, WIDTH, True), (8 * WIDTH, 2, False)])
 def test_a_gcn_multiplies_where_it_is_cheaper_and_gives_what_pyg_does(
     width_in: int, width_out: int, reduces_first: bool
 ) -> None:

@@ -231,7 +231,7 @@ def pyg_copy(conv: pyg.GCNConv) -> pyg.GCNConv:
     return other
 
 
-def test_a_graph_without_edges() -> None:
+def test_on_a_graph_without_edges_equals_stock_gcn() -> None:
     nothing = torch.empty(0, dtype=torch.int64)
     graph = graph_of(nothing, nothing, 5)
     x = randn(5, 4)

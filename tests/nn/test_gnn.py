@@ -55,7 +55,7 @@ def test_every_option_is_its_documented_maths(name: str, handle: bool) -> None:
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["plain", "encoder", "gcn2", "residual-at-the-input", "everything"])
-def test_features_of_any_precision(name: str, stored: torch.dtype) -> None:
+def test_features_of_any_precision_are_converted_to_that_of_the_model(name: str, stored: torch.dtype) -> None:
     model = gnn_of(name).float().eval()
     x = X.to(stored)
     for handle in (True, False):
@@ -287,11 +287,11 @@ def test_parameter_names_are_pygs_own() -> None:
     ],
     ids=["sage", "gat-concat", "gat-mean", "gcn2", "gin"],
 )
-def test_the_width_of_a_conv(conv: nn.Module, width: int) -> None:
+def test_the_output_width_of_a_conv_is_found(conv: nn.Module, width: int) -> None:
     assert out_width(conv) == width
 
 
-def test_convs_without_input_widths() -> None:
+def test_convs_without_input_widths_are_initialised_by_the_first_batch() -> None:
     model = GNN([pyg.SAGEConv(-1, 8), pyg.GATConv(-1, 3)])
     batch = batch_of(GRAPH, X.float(), (-1, -1), SEEDS)
     assert_close(model(batch), plain_gnn(model, X.float(), GRAPH)[SEEDS], 1e-5)

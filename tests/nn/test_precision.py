@@ -49,7 +49,7 @@ def gradients_of(model: hl.nn.GNN, data: hl.Dataset, method: hl.extend.Method) -
 
 
 @pytest.mark.parametrize("aggregation", ["sequential", "stored", "one_shot"])
-def test_a_conv_that_runs_over_shards_alone(aggregation: Any):
+def test_full_batch_of_a_conv_without_weights_equals_pyg(aggregation: Any):
     torch.manual_seed(0)
     model = hl.nn.GNN([pyg.LGConv(), pyg.SAGEConv(6, 3)]).double()
     method = hl.FullBatch(num_shards=4, partition="random", aggregation=aggregation)

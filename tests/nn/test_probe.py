@@ -14,7 +14,7 @@ from hopline.nn.probe import Findings, block_of, options_of, probe_graph, revers
 from tests.helpers import randn
 
 
-def test_it_is_ugly() -> None:
+def test_the_probe_graph_has_loops_double_edges_and_isolated_nodes() -> None:
     graph = probe_graph({})
     src, dst = graph.edge_index()
     degrees = graph.in_degrees()

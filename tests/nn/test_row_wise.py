@@ -81,7 +81,7 @@ def test_a_norm_of_one_node_at_a_time_is_taken(norm: nn.Module) -> None:
     check_row_wise(gnn(norm), 6, {})
 
 
-def test_other_places_are_looked_at_too() -> None:
+def test_encoders_heads_and_activations_are_checked_too() -> None:
     places = [
         {"encoder": nn.Sequential(nn.Linear(6, 6), Centring())},
         {"act": lambda x: x - x.mean(0)},
@@ -122,7 +122,7 @@ def test_a_norm_that_cannot_be_called_with_rows_is_named() -> None:
         (OwnLayerNorm(8), False, False),
     ],
 )
-def test_what_mixes_rows_in_training(norm: nn.Module, alone: bool, over_ranks: bool) -> None:
+def test_norms_that_mix_rows_in_training_are_found(norm: nn.Module, alone: bool, over_ranks: bool) -> None:
     assert (mixing_in_training(gnn(norm), 6, {}) is not None) == alone
     assert (mixing_in_training(gnn(norm), 6, {}, over_ranks=True) is not None) == over_ranks
 

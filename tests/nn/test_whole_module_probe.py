@@ -280,7 +280,7 @@ def test_a_run_says_once_that_batches_are_an_approximation(
         assert text in (tmp_path / "run" / "run.log").read_text()
 
 
-def test_what_is_said_is_so():
+def test_the_message_about_approximation_is_true():
     """At full fan-out a SAGE module gives the whole graph's outputs, and a GCN module does not."""
     data = small(num_nodes=2000, num_edges=4000)
     pyg_data = small(num_nodes=2000, num_edges=4000).to_pyg()

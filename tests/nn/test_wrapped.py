@@ -89,7 +89,7 @@ def test_fabric_and_compiled_models_are_taken_out(package: str, monkeypatch: pyt
 
 
 @patch.dict(os.environ)  # which Fabric adds to
-def test_a_model_of_lightning_fabric():
+def test_a_model_set_up_by_lightning_fabric_is_unwrapped():
     fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
     model = sage(small())
     assert hl.nn.as_walkable(fabric.setup(model)) is model

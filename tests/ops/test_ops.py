@@ -109,13 +109,13 @@ def test_relabel_refuses_negative_ids() -> None:
         ops.relabel(ONE, torch.tensor([-2, 3]))
 
 
-def test_relabel_of_nothing() -> None:
+def test_relabel_accepts_no_ids() -> None:
     nobody = torch.empty(0, dtype=torch.int64)
     ids, idx = ops.relabel(nobody, nobody)
     assert ids.numel() == idx.numel() == 0
 
 
-def test_relabel_of_far_apart_ids() -> None:
+def test_relabel_accepts_ids_that_are_far_apart() -> None:
     ids, idx = ops.relabel(torch.tensor([2**50]), torch.tensor([3, 2**50, 7, 3]))
     assert ids.tolist() == [2**50, 3, 7]
     assert idx.tolist() == [1, 0, 2, 1]

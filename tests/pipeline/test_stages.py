@@ -40,7 +40,7 @@ def test_results_come_in_the_order_of_the_requests(workers: int, look_ahead: int
 
 
 @WORKERS
-def test_no_requests_and_no_stages(workers: int) -> None:
+def test_pipelines_without_requests_or_stages_run(workers: int) -> None:
     assert list(Pipeline([Stage("same", jitter)], workers=workers).run([])) == []
     assert list(Pipeline([], workers=workers).run("ab")) == ["a", "b"]
 
@@ -236,7 +236,7 @@ def test_preparing_threads_give_way_to_training() -> None:
     assert os.getpriority(os.PRIO_PROCESS, 0) == own_priority
 
 
-def test_in_step_every_request_that_was_begun_is_brought_to_its_end() -> None:
+def test_in_step_every_request_that_was_begun_is_finished() -> None:
     finished: list[int] = []
     threads: set[str] = set()
 

@@ -86,7 +86,7 @@ def test_batches_arrive_as_they_were(look_ahead: int) -> None:
     assert copies.waited == sum(len(ours.tensors) for ours in moved if isinstance(ours, PendingBatch))
 
 
-def test_from_several_threads() -> None:
+def test_batches_of_several_threads_arrive_as_they_were() -> None:
     mover = Mover(ELSEWHERE, 2, EagerCopies())
     sent = batches(20)
     with ThreadPoolExecutor(4) as pool:
@@ -94,7 +94,7 @@ def test_from_several_threads() -> None:
             assert_same_batches(mover.ready(ours), expected)
 
 
-def test_a_batch_without_room_is_moved_when_its_turn_comes() -> None:
+def test_a_batch_that_runs_out_of_memory_is_moved_when_it_is_needed() -> None:
     class Full(LateCopies):
         def copy(self, staged: Tensor) -> Tensor:
             if self.full:
@@ -122,7 +122,7 @@ class EagerCopies(LateCopies):
         return staged.clone()
 
 
-def test_handles_and_what_is_there_already_stay() -> None:
+def test_handles_and_tensors_on_the_device_stay() -> None:
     (batch,) = batches(1)
     handle = Rows(TensorTable(randn(50, 3)), batch.input_ids)
     mover = Mover(ELSEWHERE, 2, LateCopies())
@@ -132,7 +132,7 @@ def test_handles_and_what_is_there_already_stay() -> None:
     assert moved.y.device == ELSEWHERE
 
 
-def test_a_tensor_that_does_not_fit_is_moved_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_that_does_not_fit_the_buffer_is_moved_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hopline.pipeline.transfer.GAP_BYTES", -1000)
     (batch,) = batches(1)
     copies = LateCopies()
@@ -166,7 +166,7 @@ def test_on_the_cpu_batches_stay() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_on_a_gpu_equal_to_the_blocking_path() -> None:
+def test_on_a_gpu_batches_equal_those_of_a_blocking_copy() -> None:
     mover = Mover("cuda:0", 2)
     sent = batches(40)
     with ThreadPoolExecutor(3) as pool:

@@ -57,7 +57,7 @@ def test_training_that_waits_gets_more_threads_within_the_cores_and_the_bound():
     assert tune(simulate_machine(30.0, 1.0), cores=16, max_look_ahead=3).threads == (8, 3)
 
 
-def test_the_first_epoch_and_short_ones_tell_nothing():
+def test_the_first_epoch_and_short_ones_change_nothing():
     epoch = simulate_machine(0.1, 1.0)
     assert tune(epoch, 1).threads == (8, 16)
     assert tune(epoch, 2).threads == (1, 2)

@@ -165,7 +165,7 @@ def test_a_pair_that_does_not_exist_is_refused_with_those_that_do(name: str, wor
     assert all(word in str(error.value) for word in words)
 
 
-def test_it_begins_with_its_command():
+def test_the_docstring_of_a_run_begins_with_its_command():
     command, blank, *more = (inspect.getdoc(history) or "").splitlines()
     assert (command, blank) == ("hopline train gas-MODEL-DATASET", "")
     assert " ".join(more).endswith(".")

@@ -85,7 +85,7 @@ QUICK = {"sample": 1.0, "gather": 2.0, "wait": 0.1, "forward": 4.0, "backward": 
         ({"workers": 1, "max_workers": 1, "sampled": False}, "^sample, waited for 60% of the time$"),
     ],
 )
-def test_training_that_waits(changes: dict[str, Any], words: str):
+def test_training_that_waits_is_told_what_to_change(changes: dict[str, Any], words: str):
     explanation = explain_epoch(change_setup(**changes), **SLOW)
     assert explanation.bottleneck == ("look_ahead" if "prefetch" in words else "sample")
     assert re.search(words, explanation.sentence), explanation.sentence
@@ -108,7 +108,7 @@ def test_threads_that_mostly_wait_for_cores_would_gain_nothing_by_more_threads()
         ({"sampled": False}, "work$"),
     ],
 )
-def test_training_that_never_waits(changes: dict[str, Any], words: str):
+def test_training_that_never_waits_is_told_how_to_compute_faster(changes: dict[str, Any], words: str):
     explanation = explain_epoch(change_setup(**changes), **QUICK)
     assert explanation.bottleneck == "backward"
     assert re.search(words, explanation.sentence), explanation.sentence
@@ -128,7 +128,7 @@ def test_stages_of_the_training_thread_are_named():
     assert on_gpu.sentence == "launch overhead, 75% of an epoch: set a larger method.batch_size"
 
 
-def test_without_threads():
+def test_without_prefetch_the_largest_stage_is_the_bottleneck():
     stages = {"sample": 3.0, "gather": 2.0, "forward": 2.0, "backward": 2.5}
     explanation = explain_epoch(change_setup(workers=0), **stages)
     assert explanation.sentence.endswith("without prefetch, 53% of the work: set method.workers=auto")

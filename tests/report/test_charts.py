@@ -36,7 +36,7 @@ def test_ticks_cover_the_range_with_few_even_steps(low: float, high: float):
     ("value", "text"),
     [(0, "0"), (0.73125, "0.7312"), (9999, "9999"), (45_200, "45.2k"), (1.5e6, "1.5M"), (3e9, "3G")],
 )
-def test_short_numbers(value: float, text: str):
+def test_labels_are_short_numbers(value: float, text: str):
     assert format_short(value) == text
 
 
@@ -76,7 +76,7 @@ def test_long_runs_stay_small():
     assert len(titles(bar_chart("Stages", ["sample", "step"], bars, SECONDS))) <= 2 * MAX_BARS
 
 
-def test_a_chart_over_something_else_than_epochs_with_its_axis_from_zero():
+def test_a_chart_may_have_another_x_axis_and_start_at_zero():
     figure = line_chart("Bytes", {"bytes": [(1, 40.0), (9, 50.0)]}, over="step", always_shown=0.0, width=900)
     assert titles(figure) == ["bytes, step 1: 40", "bytes, step 9: 50"]
     texts = [element.text for element in drawing(figure).iter("text")]

@@ -23,7 +23,7 @@ def contrast(a: str, b: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-@pytest.mark.parametrize(("count", "least"), [(2, 0.3), (8, 0.08), (12, 0.07), (24, 0.07), (60, 0.02)])
+@pytest.mark.parametrize(("count", "min_distance"), [(2, 0.3), (8, 0.08), (12, 0.07), (24, 0.07), (60, 0.02)])
 def test_all_are_different_on_a_light_and_on_a_dark_page(count: int, min_distance: float):
     """0.02 is what can just be told apart."""
     colours = find_colours(count)

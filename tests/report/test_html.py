@@ -154,7 +154,7 @@ def test_the_time_of_an_epoch_that_was_killed_and_resumed_counts(tmp_path: Path)
 
 
 @pytest.mark.parametrize("config", [{"evaluate": "async_cpu"}, {"train": {"evaluate": "async"}}])
-def test_evaluations_beside_training_are_no_part_of_the_total(tmp_path: Path, config: dict[str, Any]):
+def test_asynchronous_evaluations_are_no_part_of_the_total(tmp_path: Path, config: dict[str, Any]):
     records = [epoch(1), evaluation(1, "valid", 0.5), epoch(2), evaluation(2, "test", 0.5), CLOSE | {"elapsed_s": 5.0}]
     write(tmp_path, records)
     (tmp_path / "config.json").write_text(json.dumps({"config": config}))
@@ -173,7 +173,7 @@ def test_the_bottleneck_is_that_of_the_sentence_and_is_said_once(tmp_path: Path)
     assert "Stage times" not in shown_text
 
 
-def test_a_constant_is_not_drawn_unless_beside_a_curve(tmp_path: Path):
+def test_a_constant_is_drawn_only_next_to_a_curve(tmp_path: Path):
     records = [epoch(n, loss=0.5, lr=0.1 / n, seeds_per_s=7.0) for n in (1, 2, 3)]
     tested = evaluation(3, "test", 0.7)
     page = render(write(tmp_path, [*records, *(evaluation(n, "valid", 0.6) for n in (1, 2)), tested]))
@@ -265,7 +265,7 @@ def test_one_epoch_says_that_there_is_no_mean(tmp_path: Path):
     assert "stage epoch (s) sample 0.50 gather 1.00" in shown_text
 
 
-def test_no_metrics_at_all(tmp_path: Path):
+def test_a_run_without_metrics_has_a_page(tmp_path: Path):
     write(tmp_path, [])
     (tmp_path / "metrics.jsonl").unlink()
     page = render(tmp_path)

@@ -34,7 +34,7 @@ def test_thinning_keeps_the_largest_of_every_stretch():
     assert thin_out([], 300) == ([], 1)
 
 
-def test_predicted_and_measured_bytes_by_epoch():
+def test_the_budget_table_has_predicted_and_measured_bytes_by_epoch():
     html = budget_section([record(1), record(2, num_steps=1200, split=0, pieces=0, oom=0)])
     assert "1 3 64 MiB 60.5 MiB 58 MiB 2 5 0 0 0 1" in text(html)
     assert "2 1,200 64 MiB 60.5 MiB 58 MiB 0 0 0 0 0 0" in text(html)
@@ -52,7 +52,7 @@ def test_a_plan_is_summed_up_by_place():
     assert plan_section({}) == ""
 
 
-def test_bytes_per_step_under_the_line_of_the_budget():
+def test_the_budget_chart_has_bytes_per_step_and_the_limit():
     html = budget_section([record(1), record(2, steps_per_point=2, num_steps=6)])
     hovers = re.findall(r"<title>([^<]+)</title>", html)
     assert "Bytes per step, in MiB" in html

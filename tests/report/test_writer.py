@@ -133,7 +133,7 @@ def test_a_new_run_in_an_old_folder_starts_afresh(tmp_path: Path):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_resumed_run_goes_on_after_the_last_whole_line(tmp_path: Path):
+def test_a_resumed_run_appends_after_the_last_whole_line(tmp_path: Path):
     first = Report(tmp_path, {})
     first.log({"n": 1})
     first.note("first")

@@ -71,7 +71,7 @@ def test_the_fastest_step_is_recommended_of_those_that_fit():
     assert table_of([refused]) == [["historical", *["-"] * 5, "it does not fit"]]
 
 
-def test_auto_says_why_and_refuses_what_nothing_fits(monkeypatch: pytest.MonkeyPatch):
+def test_auto_says_why_it_chose_and_refuses_a_budget_that_no_method_fits(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(choosing, "NUM_TIMED_STEPS", 1)
     method, why = choose(outline_of(), Budget(host="1GiB"))
     assert why.startswith(f"method={choosing.kind_of(type(method))}: an epoch takes about ")

@@ -17,7 +17,7 @@ def findings() -> dict[str, tuple[str, bool]]:
     return {what: (finding, fine) for what, finding, fine in doctor.examine()}
 
 
-def test_a_machine_that_runs_these_tests_is_fine():
+def test_doctor_finds_nothing_wrong_on_this_machine():
     report = findings()
     assert all(fine for _, fine in report.values()), report
     assert report["torch"][0].split("+")[0] == torch.__version__.split("+")[0]  # one of them may leave out "+cu128"

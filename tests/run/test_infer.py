@@ -66,7 +66,7 @@ def test_predictions_of_the_test_nodes_have_the_accuracy_of_the_run(config: RunC
     assert right.mean() == pytest.approx(finished.test)
 
 
-def test_predictions_by_sampling_and_by_the_last_weights(run_folder: Path, tmp_path: Path):
+def test_predictions_can_be_by_sampling_and_by_the_last_weights(run_folder: Path, tmp_path: Path):
     out = tmp_path / "new" / "scores.npy"
     sampled = predictions(run_folder, inference="sampled", weights="last", write="scores", nodes="valid", out=out)
     assert out.exists()
@@ -135,7 +135,7 @@ def test_rows_are_written_piece_by_piece(run_folder: Path, monkeypatch: pytest.M
         np.testing.assert_array_equal(ours, expected)
 
 
-def test_weights_of_a_file(config: RunConfig, run_folder: Path, tmp_path: Path):
+def test_weights_can_be_read_from_a_file(config: RunConfig, run_folder: Path, tmp_path: Path):
     """PyG's own, and those saved from within DDP."""
     data = hl.open(config.data)
     torch.manual_seed(5)

@@ -77,7 +77,7 @@ def test_appnp_is_pygs_own_after_two_linear_layers():
 
 @pytest.mark.parametrize("name", ["gcn", "pna", "gat"])
 @pytest.mark.parametrize("jk", ["none", "cat", "max"])
-def test_linear_layers_around_the_convs(name: str, jk: str):
+def test_linear_layers_can_stand_before_and_after_the_convs(name: str, jk: str):
     data = small()
     model = build_model(data, name=name, linear=True, jk=jk, norm="batch", residual="before")
     assert model.lin.in_features == 8 * (3 if jk == "cat" else 1)  # type: ignore[union-attr]

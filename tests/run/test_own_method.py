@@ -179,7 +179,7 @@ def test_a_run_is_resumed_with_and_without_its_folder() -> None:
     assert len(list(Path("runs").iterdir())) == 2, "other settings are another run"
 
 
-def test_two_ranks_train_by_it(tmp_path: Path) -> None:
+def test_two_ranks_train_by_an_own_method(tmp_path: Path) -> None:
     """The method knows nothing of ranks: each has all seeds, and trains as one process does."""
     typed = ["method=own_turns.py:InTurn", "data=graph", "model.dropout=0", *QUICK]
     one = run.train(override(RunConfig(), [*typed, "out=one"]))
@@ -208,7 +208,7 @@ def test_a_method_that_was_not_imported_cannot_train(tmp_path: Path) -> None:
         NotImported(name="own_turns:InTurn").bind(None)  # type: ignore[arg-type]
 
 
-def test_plan_has_a_row_for_it(tmp_path: Path) -> None:
+def test_plan_has_a_row_for_an_own_method(tmp_path: Path) -> None:
     outcome = command("plan", "graph", "method=own_turns:InTurn", *QUICK[1:])
     assert outcome.status == 0, outcome.err
     assert "in_turn" in outcome.out
@@ -217,7 +217,7 @@ def test_plan_has_a_row_for_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before", [["train"], ["train", "demo"], ["plan"]])
-def test_keys_shows_its_settings(before: list[str]) -> None:
+def test_keys_shows_the_settings_of_an_own_method(before: list[str]) -> None:
     title = "method=own_turns.py:InTurn"
     for arguments in ([*before, "--keys", title], [*before, title, "--keys", title]):
         status, text, err = command(*arguments)
@@ -277,7 +277,7 @@ def test_what_is_no_method_is_refused_by_name(typed: list[str], words: list[str]
     assert not Path("run").exists()
 
 
-def test_a_file_finds_the_modules_beside_it(tmp_path: Path) -> None:
+def test_a_method_file_imports_modules_of_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "own_turns_more.py").write_text("from own_turns_base import InTurn as More\n")
     (tmp_path / "there" / "own_turns_base.py").write_text(MODULE)

@@ -330,7 +330,7 @@ def test_a_conversion_without_labels_cannot_be_split(tmp_path: Path):
 # ---- going on, and weights in and out
 
 
-def test_without_out_a_run_goes_on_in_the_newest_folder_of_its_settings(
+def test_without_out_resume_takes_the_newest_folder_of_the_same_settings(
     config: RunConfig, tmp_path: Path, monkeypatch: Any
 ):
     monkeypatch.chdir(tmp_path)

@@ -45,7 +45,7 @@ def test_losses_are_those_of_the_dataset_that_was_cut(folder: Path, method: str,
     assert ours == pytest.approx(losses_of(rich(), METHODS[method], kind), rel=1e-12)
 
 
-def test_its_features_stay_in_the_shards_and_its_contents_are_the_same(folder: Path):
+def test_joined_features_stay_in_the_shards_and_have_the_same_contents(folder: Path):
     data = rich()
     joined = hl.shards.join(folder)
     # Graphs in folders have 32-bit indices where these are enough.
@@ -98,7 +98,7 @@ def test_the_command_line_trains_shards_in_one_process(tmp_path: Path, settings:
     assert len(records(tmp_path / "runs" / "shards", "epoch")) == 3
 
 
-def test_a_plan_and_evaluation_beside_training_take_shards_too(folder: Path):
+def test_a_plan_and_asynchronous_evaluation_take_shards_too(folder: Path):
     status, text, err = command("plan", folder, "model.layers=2", "model.hidden=8", "budget=1GiB")
     assert (status, err) == (0, "")
     assert "recommended: method=" in text

@@ -67,7 +67,7 @@ def test_ranks_get_what_one_process_gets(
         assert ours["metrics"] == theirs["metrics"]
 
 
-def test_a_rank_that_dies_is_named_and_the_run_goes_on_exactly(
+def test_a_rank_that_dies_is_named_and_the_run_is_resumed_exactly(
     folder: Path, results_by_size: Callable[[int], dict[str, Any]], tmp_path: Path
 ) -> None:
     settings = LaunchSettings(devices=2, timeout_s=20)
@@ -78,7 +78,7 @@ def test_a_rank_that_dies_is_named_and_the_run_goes_on_exactly(
     )  # bit for bit
 
 
-def test_mistakes_get_a_sentence(folder: Path) -> None:
+def test_mistakes_are_refused_with_a_sentence(folder: Path) -> None:
     shard = hl.shards.open_shard(folder / "shards-1", 0)
     method = hl.Sampled(fanouts=(2,))
     with pytest.raises(ValueError, match="there are 2 shards and 1 processes: start one process per shard"):

@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_knows_the_sizes_and_splits_of_the_whole(folder: Path) -> None:
+def test_sharded_data_has_the_sizes_and_splits_of_the_whole_dataset(folder: Path) -> None:
     data = hl.shards.open(folder / "shards-1")
     whole = rich()
     assert (data.num_nodes, data.num_edges, data.num_features, data.num_outputs) == (60, whole.num_edges, 4, 5)

@@ -52,7 +52,7 @@ def test_in_edges_are_found_in_the_datasets_order(folder: Path) -> None:
     assert torch.equal(shard.edge["attr"][at], data.graph.edge["attr"][expected])
 
 
-def test_what_cannot_be_opened_gets_a_sentence(folder: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_opened_is_refused_with_a_sentence(folder: Path, tmp_path: Path) -> None:
     assert is_shards(folder)
     assert is_shards(folder / "shard-0")
     assert not is_shards(tmp_path / "none")

@@ -120,7 +120,7 @@ class Wires(P2PTransport):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 9])
-def test_so_many_rounds_are_asked_for_ahead(depth: int) -> None:
+def test_depth_rounds_of_rows_are_requested_ahead(depth: int) -> None:
     layout = shard_layouts(*graph_and_parts(5))[1]
     transport = Wires(layout)
     rows = randn(layout.num_own, 2)
@@ -134,7 +134,7 @@ def test_so_many_rounds_are_asked_for_ahead(depth: int) -> None:
     assert transport.most_alive == min(4, depth + 1)
 
 
-def test_rows_are_asked_for_ahead_when_the_caller_has_room() -> None:
+def test_rows_are_requested_ahead_when_the_caller_has_memory() -> None:
     layout = shard_layouts(*graph_and_parts(4))[1]
     transport = Wires(layout)
     later = list[Callable[[], None]]()
@@ -149,7 +149,7 @@ def test_rows_are_asked_for_ahead_when_the_caller_has_room() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_so_many_rounds_of_gradients_are_under_way(depth: int) -> None:
+def test_depth_rounds_of_gradients_are_under_way(depth: int) -> None:
     layout = shard_layouts(*graph_and_parts(5))[1]
     transport = Wires(layout)
     returns = transport.start_return([randn(layout.num_own, 2)], depth)

@@ -46,7 +46,7 @@ def alter_array(folder: Path, array: str, position: int, value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("array", "position", "value", "said"),
+    ("array", "position", "value", "message"),
     [
         ("nodes", 0, 59, "a node is there twice"),
         ("edge_ids", 5, 0, "an edge is missing or there twice"),

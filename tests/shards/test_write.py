@@ -91,7 +91,7 @@ def test_shards_on_disk_are_those_in_memory(tmp_path: Path) -> None:
             assert torch.equal(ours, theirs)
 
 
-def test_nodes_alone_in_a_shard_and_no_edges_at_all(tmp_path: Path) -> None:
+def test_shards_of_one_node_and_graphs_without_edges_are_written(tmp_path: Path) -> None:
     data = rich(12, 30)
     cut(data, make_partition(data.graph, 12, "range"), tmp_path / "shards")
     assert_same(join_shards(tmp_path / "shards"), data)
@@ -120,7 +120,7 @@ def test_a_cut_that_fails_leaves_the_old_shards(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.glob(".*"))
 
 
-def test_mistakes_get_a_sentence(tmp_path: Path) -> None:
+def test_mistakes_are_refused_with_a_sentence(tmp_path: Path) -> None:
     data = rich()
     with pytest.raises(ValueError, match="the partition is of 12 nodes"):
         cut(data, make_partition(rich(12, 30).graph, 2, "range"), tmp_path / "shards")

@@ -39,14 +39,14 @@ def test_tables_can_be_kept_in_half_precision_and_in_files(tmp_path: Path):
     assert torch.equal(map_tensor.read(0, torch.arange(10), rows), rows)
 
 
-def test_another_width_is_a_mistake_of_ours():
+def test_rows_of_another_width_raise_an_assertion():
     histories = Histories(10)
     histories.write(0, [slice(0, 2)], randn(2, 4))
     with pytest.raises(AssertionError, match="layer 0"):
         histories.write(0, [slice(0, 2)], randn(2, 5))
 
 
-def test_the_state_is_everything():
+def test_the_state_dict_restores_rows_ages_and_steps():
     one = Histories(6)
     other = Histories(6)
     one.write(0, [slice(0, 6)], randn(6, 2))

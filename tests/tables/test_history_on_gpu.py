@@ -130,7 +130,7 @@ def test_a_pull_sees_what_was_pushed_before_it_and_nothing_after(where: Where, s
     assert after.stamps(positions).tolist() == [-1] * 10
 
 
-def test_a_mover_has_no_more_buffers_than_it_may(small_buffers: Callable[[int], None]):
+def test_a_mover_has_at_most_its_limit_of_buffers(small_buffers: Callable[[int], None]):
     small_buffers(4 * 12)  # four rows of three float32
     mover = RowMover(DEVICE)
     table = torch.zeros(50, 3)
@@ -192,7 +192,7 @@ def test_rows_that_have_waited_are_not_written_over_rows_that_are_being_read(_: 
     assert ours.rows(0, every).eq(2).all()
 
 
-def test_where_tables_go(tmp_path: Path):
+def test_auto_puts_tables_on_the_device_if_they_fit_and_have_no_folder(tmp_path: Path):
     cpu = torch.device("cpu")
     assert choose_where(1, cpu, "auto", None) == "host"
     assert choose_where(1, cpu, "pinned", None) == "pinned"
@@ -281,7 +281,7 @@ def test_a_gpu_trains_as_the_cpu_does(
 
 
 @pytest.mark.parametrize("_", [pytest.param(0, marks=NEEDS_GPU, id="gpu")])
-def test_a_run_on_a_gpu_goes_on_from_its_checkpoint_and_files_serve_too(_: int, tmp_path: Path):
+def test_a_run_on_a_gpu_is_resumed_from_its_checkpoint_also_with_tables_in_files(_: int, tmp_path: Path):
     def run(epochs: int, out: Path, resume: bool = False, **settings: Any) -> list[float]:
         torch.manual_seed(0)
         net = hl.nn.GNN(MODELS["gcn"](), dropout=0.3)

@@ -36,7 +36,7 @@ def test_alone_one_rank_keeps_everything():
     assert torch.equal(owners.collect(positions, rows), expected)
 
 
-def test_a_snapshot_finds_rows_by_their_places():
+def test_a_snapshot_finds_rows_by_their_positions():
     rows = randn(3, 2)
     snapshot = Snapshot(torch.tensor([2, 5, 9]), {1: rows}, torch.tensor([4, -1, 7]), step=9)
     assert torch.equal(snapshot.rows(1, torch.tensor([9, 2, 9])), rows[[2, 0, 2]])

@@ -47,7 +47,7 @@ def test_predicted_probabilities_are_the_simulated_frequencies(fanouts: tuple[in
     assert float((ours - expected).abs().max()) < 0.07  # draws of one batch are not quite independent
 
 
-def test_all_neighbours_of_all_seeds() -> None:
+def test_with_all_neighbours_and_all_seeds_every_reachable_node_is_certain() -> None:
     graph = random_graph()
     train = torch.tensor([0, 7])
     ours = order.access_probability(graph, (-1, -1), train, batch_size=99)
@@ -79,7 +79,7 @@ def test_the_hottest_are_those_of_a_stable_sort(count: int) -> None:
     assert torch.equal(order.hottest(score.float(), count), expected)
 
 
-def test_better_orders_hit_more() -> None:
+def test_orders_that_know_more_of_the_sampling_have_more_hits() -> None:
     graph = skewed_graph()
     train = torch.arange(0, 2000, 10)[:60]
     rows = torch.zeros(2000, 1)

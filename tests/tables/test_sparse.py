@@ -40,14 +40,14 @@ def test_repeated_entries_add_up() -> None:
     assert table.read(torch.tensor([0])).tolist() == [[1.0, 5.0, 0.0]]
 
 
-def test_counts_what_it_keeps_and_not_the_zeros() -> None:
+def test_num_bytes_counts_stored_entries_and_not_zeros() -> None:
     table = SparseTable.from_dense(sparse_rows())
     stored = table.values.numel()
     assert table.num_bytes == 31 * 8 + stored * (4 + 8)
     assert table.storage() is None
 
 
-def test_is_read_only() -> None:
+def test_a_sparse_table_is_read_only() -> None:
     with pytest.raises(TypeError, match="SparseTable is read-only"):
         SparseTable.from_dense(sparse_rows()).write(torch.tensor([0]), torch.zeros(1, 12))
 

@@ -50,7 +50,7 @@ def test_every_read_is_reported_once() -> None:
     }
 
 
-def test_what_kernels_are_given() -> None:
+def test_tiers_gives_kernels_hot_rows_cold_rows_and_slots() -> None:
     table = tiered()
     tiers = table.tiers()
     assert tiers is not None
@@ -125,7 +125,7 @@ def test_rows_read_equally_often_stay() -> None:
     assert len(set(table.hot_ids.tolist()) & set(HOT.tolist())) == 3  # type: ignore[union-attr]
 
 
-def test_a_cache_over_a_cache() -> None:
+def test_a_cache_over_a_cache_reads_the_same_rows() -> None:
     counters = trace.Counters()
     below = CachedTable(TensorTable(ROWS), torch.tensor([1, 2]), counter="rows.host")
     table = TieredTable(below, HOT, "cpu")
@@ -140,7 +140,7 @@ def test_a_cache_over_a_cache() -> None:
     assert table.storage() is None
 
 
-def test_threads_read_side_by_side() -> None:
+def test_threads_read_concurrently() -> None:
     table = tiered(observe=True)
     batches = [randint(0, 60, 500, seed) for seed in range(40)]
     with ThreadPoolExecutor(8) as pool:
@@ -161,7 +161,9 @@ def test_ids_on_another_device_are_read_below() -> None:
 @needs_gpu
 @pytest.mark.parametrize("hot", [None, HOT, HOT[:0]], ids=["all", "some", "none"])
 @pytest.mark.parametrize("sorted_from", [1, 1 << 14])
-def test_on_a_gpu(hot: torch.Tensor | None, sorted_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_reads_writes_and_counts_as_the_cpu_does(
+    hot: torch.Tensor | None, sorted_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hopline.tables.tiered.SORTED_FROM", sorted_from)
     table = TieredTable(TensorTable(ROWS.clone()), hot, "cuda", observe=True)
     ids = torch.cat([randint(0, 60, 100), HOT])
@@ -192,7 +194,7 @@ def test_on_a_gpu_over_rows_that_only_the_host_reads() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
-def test_beside_training_rows_are_read_where_they_always_are(device: str) -> None:
+def test_a_concurrent_view_reads_cold_memory_and_no_staged_row(device: str) -> None:
     table = TieredTable(TensorTable(ROWS.clone()), HOT, device)
     hot, cold, hot_slot = table.reserve(torch.device(device), 1).tiers
     assert hot_slot is not None
@@ -210,7 +212,7 @@ def test_beside_training_rows_are_read_where_they_always_are(device: str) -> Non
     assert everything.concurrent_view().tiers() == everything.tiers()
 
 
-def test_room_behind_the_hot_rows() -> None:
+def test_staging_memory_is_reserved_behind_the_hot_rows() -> None:
     table = tiered()
     hot, _, hot_slot = table.reserve(torch.device("cpu"), 3).tiers
     assert hot.shape == (7, 5)

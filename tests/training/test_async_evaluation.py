@@ -37,7 +37,7 @@ def fill_buffers(trainer: hl.Trainer, count: int) -> list[WeightsBuffer]:
     return buffers
 
 
-def test_a_room_holds_a_copy_of_every_weight_and_buffer():
+def test_a_weights_buffer_holds_a_copy_of_every_weight_and_buffer():
     state = {"a": torch.arange(3.0), "b": torch.tensor(7), "none": torch.empty(0, 2), "c": torch.ones(2, 2).bfloat16()}
     state["turned"] = torch.arange(6.0).view(2, 3).t()
     buffer = WeightsBuffer(state)
@@ -51,7 +51,7 @@ def test_a_room_holds_a_copy_of_every_weight_and_buffer():
     assert same_weights(buffer.weights, state)
 
 
-def test_it_answers_in_order_with_what_training_would_find_and_leaves_the_model_alone():
+def test_results_come_in_order_equal_blocking_ones_and_the_model_is_left_alone():
     trainer = trainer_of()
     measure = Measure(trainer.method)
     buffers = fill_buffers(trainer, 3)
@@ -72,7 +72,7 @@ def test_it_answers_in_order_with_what_training_would_find_and_leaves_the_model_
         assert result.metrics == measure(trainer.job)
 
 
-def test_who_keeps_its_model_for_later_does_not_keep_its_job():
+def test_the_model_of_an_evaluation_thread_does_not_keep_its_job():
     """As what is recorded of a job does, which is known for as long as the job is."""
     trainer = trainer_of()
     thread = EvaluationThread(Measure(trainer.method), trainer.job)
@@ -85,7 +85,7 @@ def test_who_keeps_its_model_for_later_does_not_keep_its_job():
     assert job() is None
 
 
-def test_a_failure_comes_after_the_answers_before_it_with_its_cause():
+def test_a_failure_is_raised_after_earlier_results_with_its_cause():
     trainer = trainer_of()
     calls = [0]
 
@@ -162,7 +162,7 @@ class FakeCapturedInference:
         return PendingInference(rows, PastEvent(), PastEvent())  # type: ignore[arg-type]
 
 
-def test_what_is_recorded_is_launched_by_who_asks_and_waited_for_by_the_thread():
+def test_captured_inference_is_launched_by_the_caller_and_awaited_by_the_thread():
     trainer = trainer_of()
     measure = Measure(trainer.method)
     buffers = fill_buffers(trainer, 3)

@@ -95,7 +95,7 @@ def test_keep_weights_keeps_the_first_of_equally_good_ones():
     assert trainer.model.weight.item() == 2
 
 
-def test_keep_weights_copies_what_training_goes_on_to_change():
+def test_keep_weights_copies_weights_that_training_changes_later():
     keep = KeepWeights(None)
     trainer = FakeTrainer()
     keep.on_evaluate_end(trainer, evaluation(1, 0.5))  # type: ignore[arg-type]
@@ -190,7 +190,7 @@ def test_a_run_is_shown_in_a_few_lines(tmp_path: Path):
     assert resumed.seconds > run.seconds - parts["rest"], "what it took before counts"
 
 
-def test_work_is_without_waiting():
+def test_the_work_of_a_stage_leaves_out_waiting():
     run = fit(small(), epochs=2)
     for epoch in run.history:
         assert "wait" in epoch.stages

@@ -48,7 +48,7 @@ def test_a_changed_byte_is_noticed(place: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"hopline-checkpoint", b"x" * 500, b"hopline-checkpoint zz 0\n", b"hopline-checkpoint zz z\n"]
 )
-def test_another_file_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_no_checkpoint_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "c").write_bytes(content)
     with pytest.raises(ValueError, match=r"c is damaged \(its|c is not a hopline checkpoint"):
         checkpoint.read(tmp_path / "c")
@@ -131,7 +131,7 @@ def test_every_optimizer_and_schedule_goes_on_exactly(optimizer: str, schedule: 
     assert ours.best_epoch == expected.best_epoch
 
 
-def test_what_convs_draw_by_themselves_goes_on_exactly(tmp_path: Path) -> None:
+def test_random_draws_inside_convs_are_resumed_exactly(tmp_path: Path) -> None:
     def attentive(out: Path, callbacks: tuple[StopAfter, ...] = (), **settings: Any) -> hl.Trainer:
         torch.manual_seed(0)
         model = hl.nn.GNN([GATConv(8, 4, dropout=0.5), GATConv(4, 4, dropout=0.5)])
@@ -156,7 +156,7 @@ def test_a_finished_run_is_only_tested_again(tmp_path: Path) -> None:
     assert second.reason == first.reason
 
 
-def test_more_epochs_go_on_from_the_last(tmp_path: Path) -> None:
+def test_more_epochs_continue_from_the_last(tmp_path: Path) -> None:
     make_trainer(tmp_path / "run", epochs=2).fit()
     whole = make_trainer(tmp_path / "whole", epochs=4)
     whole.fit()
@@ -210,7 +210,7 @@ def test_workers_and_look_ahead_may_change(tmp_path: Path) -> None:
     assert make_trainer(tmp_path / "run", resume=True, method=other).fit().epochs == 3
 
 
-def test_a_method_that_cannot_begin_in_the_middle_goes_on_too(tmp_path: Path) -> None:
+def test_a_method_that_skips_units_to_resume_is_resumed_exactly(tmp_path: Path) -> None:
     class Plain(hl.Sampled):
         def bind(self, job: Any) -> Any:
             work = super().bind(job)

@@ -90,15 +90,15 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("helps", [False, True])
 @pytest.mark.parametrize("name", RUNS)
-def test_it_is_the_run_that_would_have_waited(name: str, helps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_asynchronous_evaluation_ends_with_the_blocking_run(
+    name: str, helps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(AsyncEvaluator, "can_help", helps)
     compare_with_blocking(*RUNS[name], tmp_path)
 
 
 @pytest.mark.parametrize("name", ["patience", "every third"])
-def test_it_is_that_run_too_where_training_had_gone_on_when_the_last_result_came(
-    name: str, tmp_path: Path, permits: threading.Semaphore
-):
+def test_late_results_end_with_the_blocking_run_too(name: str, tmp_path: Path, permits: threading.Semaphore):
     compare_with_blocking(*RUNS[name], tmp_path, permits)
     (end,) = records(tmp_path / "async", "end")
     assert end["dropped"] >= 2
@@ -225,7 +225,7 @@ def test_a_crash_in_evaluation_surfaces_with_its_traceback(tmp_path: Path, monke
         fit(small(), epochs=1, evaluate="async")
 
 
-def test_training_evaluates_itself_what_it_would_have_to_wait_for(
+def test_training_evaluates_a_snapshot_itself_when_the_backlog_is_full(
     monkeypatch: pytest.MonkeyPatch, permits: threading.Semaphore
 ):
     monkeypatch.setattr(async_evaluation, "BACKLOG", 3)  # two that the thread has been asked for, and one more
@@ -299,7 +299,7 @@ class Own(hl.Trainer):
         return super().evaluate(split, exact=exact)
 
 
-def test_what_could_not_be_the_same_is_refused():
+def test_asynchronous_evaluation_that_could_differ_is_refused():
     data = small()
     with pytest.raises(ValueError, match=r"a copy of the model, without Own\.evaluate: set evaluate=blocking"):
         Own(sage(data), data, method(), evaluate="async")
@@ -347,7 +347,7 @@ def test_an_end_by_ctrl_c_keeps_the_results_that_have_come(tmp_path: Path):
     assert [e["epoch"] for e in stored["evaluations"]] == list(range(1, len(stored["evaluations"]) + 1))
 
 
-def test_several_ranks_end_with_the_run_that_waited(tmp_path: Path):
+def test_several_ranks_end_with_the_blocking_run(tmp_path: Path):
     outcomes = {}
     for how in ("blocking", "async"):
         settings = ["devices=2", f"evaluate={how}", f"out={how}", "epochs=8", "patience=1", "lr=1.0", "show=false"]

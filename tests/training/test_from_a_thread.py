@@ -71,7 +71,7 @@ def test_a_run_is_the_same_in_a_thread_with_and_without_a_folder(settings: dict[
     assert torch.get_num_threads() == threads
 
 
-def test_a_run_that_failed_in_a_thread_goes_on_in_another_one(tmp_path: Path):
+def test_a_run_that_failed_in_a_thread_is_resumed_in_another_one(tmp_path: Path):
     expected = fit()
     with pytest.raises(OSError, match="the disk is gone"):
         in_a_thread(lambda: fit(tmp_path / "run", (Fail(),)))

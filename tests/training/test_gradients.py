@@ -73,7 +73,7 @@ def test_all_entries_are_the_sum_also_where_a_rank_has_no_unit() -> None:
 
 
 @pytest.mark.parametrize("way", ["local 3", "top few"])
-def test_a_run_that_was_killed_goes_on_to_the_bit(way: str, tmp_path: Path) -> None:
+def test_a_killed_run_is_resumed_to_the_bit(way: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"accumulate": 2, "clip_norm": 0.5, "optimizer": "adam", "checkpoint_s": 0.0}
     whole = over_ranks(way, **changes, out=str(tmp_path / "whole"))
     with pytest.raises(RankError, match="rank 1"):  # step 5 of 6: one after the second epoch has begun
@@ -86,7 +86,7 @@ def test_a_run_that_was_killed_goes_on_to_the_bit(way: str, tmp_path: Path) -> N
         train(ALONE, way, "share", {**changes, "out": str(tmp_path / "cut")})
 
 
-def test_a_function_remembers_nothing_so_that_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
+def test_a_function_has_no_state_so_another_number_of_ranks_resumes(tmp_path: Path) -> None:
     out = str(tmp_path / "run")
     over_ranks("function", epochs=1, out=out)
     assert_close(train(ALONE, "function", "share", {"out": out}), train(ALONE, "default", "share", {}))
@@ -106,7 +106,7 @@ def test_a_state_that_no_checkpoint_can_keep_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["function", "local 3", "top all"])
-def test_one_process_is_trained_as_without_it(way: str) -> None:
+def test_combining_gradients_changes_nothing_in_one_process(way: str) -> None:
     assert_close(train(ALONE, way, "share", {}), train(ALONE, "default", "share", {}))
 
 
@@ -136,7 +136,7 @@ def test_one_process_that_was_resumed_remembers_what_was_left_out(tmp_path: Path
     assert train(ALONE, "top few", "share", {**changes, "out": str(tmp_path)}) == whole
 
 
-def test_config_and_report_name_it(tmp_path: Path) -> None:
+def test_config_and_report_name_the_gradients_setting(tmp_path: Path) -> None:
     for name, gradients, expected in (
         ("usual", None, {"kind": "sum"}),
         ("function", summed, {"kind": "summed"}),
@@ -154,7 +154,7 @@ def test_config_and_report_name_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("gradients", "sentence"),
     [
         ("mean", r"gradients must be a function of \(parameters, world\), or an object of .*, not 'mean'"),
         (LocalSGD, r"gradients must be an object, not the class LocalSGD: write LocalSGD\(...\)"),

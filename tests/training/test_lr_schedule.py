@@ -31,7 +31,7 @@ def cosine_rate(step: int, steps: int, floor: float = 0.0) -> float:
     return floor + (1 - floor) * (1 + math.cos(math.pi * step / steps)) / 2
 
 
-def test_constant_stays():
+def test_a_constant_schedule_keeps_its_rate():
     assert rates_of_run(Schedule(), 4, lr=0.3) == [0.3] * 4
 
 

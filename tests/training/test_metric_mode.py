@@ -24,7 +24,7 @@ from tests.runs import evaluated, fit, records, small, without
         *[(name, None) for name in ("neg_mse", "negative log loss", "brier_score", "size", "", "flossing")],
     ],
 )
-def test_what_a_name_tells(name: str, mode: str | None):
+def test_the_name_of_a_metric_tells_its_mode(name: str, mode: str | None):
     assert mode_of(name) == mode
 
 
@@ -46,24 +46,24 @@ def scripted(name: str, *values: float, **settings: Any) -> hl.Run:
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "best"), [("mse", {}, 3), ("accuracy", {}, 1), ("size", {"metric_mode": "min"}, 3)]
+    ("name", "settings", "best"), [("mse", {}, 3), ("accuracy", {}, 1), ("size", {"metric_mode": "min"}, 3)]
 )
 def test_the_best_epoch_is_the_lowest_of_what_falls(name: str, settings: dict[str, Any], best: int):
     run = scripted(name, 3.0, 2.0, 1.0, 1.5, **settings)
     assert (run.best_epoch, run.valid) == (best, {1: 3.0, 3: 1.0}[best])
 
 
-def test_the_user_has_the_last_word():
+def test_metric_mode_overrides_what_the_name_tells():
     assert scripted("loss", 3.0, 2.0, 1.0, metric_mode="max").best_epoch == 1
 
 
-def test_patience_waits_for_a_fall():
+def test_patience_counts_evaluations_without_a_fall():
     run = scripted("mse", 3.0, 2.0, 2.5, 2.0, 0.1, patience=2)
     assert (run.epochs, run.best_epoch) == (4, 2)
     assert run.reason == "validation mse has not fallen below 2.0000 (epoch 2) for 2 evaluations"
 
 
-def test_a_plateau_is_where_it_no_longer_falls():
+def test_a_plateau_schedule_acts_when_the_metric_no_longer_falls():
     schedule = hl.Schedule(name="plateau", every=0, factor=0.1)
     run = scripted("mse", 3.0, 2.0, 1.0, 2.0, 2.0, schedule=schedule, lr=1.0, optimizer="sgd")
     assert [epoch.lr for epoch in run.history] == pytest.approx([1.0, 1.0, 1.0, 1.0, 0.1])

@@ -78,7 +78,7 @@ def test_settings_that_a_callback_changes_are_followed(kind: str, device: str):
 @pytest.mark.parametrize("_", [pytest.param(0, marks=GPU.marks, id="gpu")])
 @pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
-def test_captured_steps_are_to_the_bit_those_that_are_not_wherever_gradients_were(
+def test_captured_steps_equal_eager_steps_to_the_bit_for_gradients_in_any_memory(
     kind: str, clip_norm: float | None, _: int
 ):
     """Gradients come by turns at more places than the optimizer's kernel remembers."""
@@ -122,7 +122,7 @@ class LoggedUpdate:
         return [torch.zeros_like(p) for p in self.module.parameters()]
 
     def step(self, gradients: list[torch.Tensor]) -> str:
-        """Run one step with these gradients. Returns its actions, such as `replay of 0`; a number names a CUDA graph."""
+        """Run one step with these gradients. Returns its actions, such as `replay of 0` for CUDA graph 0."""
         for p, grad in zip(self.module.parameters(), gradients, strict=True):
             p.grad = grad
         self.log.clear()
@@ -134,7 +134,7 @@ class LoggedUpdate:
 CAPTURED = "capture {0}, run, end of capture {0}, replay of {0}"
 
 
-def test_a_graph_is_replayed_for_gradients_where_it_reads_them_only(
+def test_a_graph_is_replayed_only_for_gradients_in_the_memory_it_reads(
     fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ):
     logged = LoggedUpdate(fake_cuda, monkeypatch)
@@ -151,7 +151,7 @@ def test_a_graph_is_replayed_for_gradients_where_it_reads_them_only(
     assert logged.step(gradients[0]) == "replay of 0"
 
 
-def test_places_that_never_come_again_are_not_remembered_but_graphs_are(
+def test_gradient_memory_that_never_comes_again_is_forgotten_but_graphs_are_kept(
     fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ):
     logged = LoggedUpdate(fake_cuda, monkeypatch)
@@ -223,7 +223,7 @@ def test_the_rest_has_a_weight_decay_of_its_own(kind: str, device: str):
     assert device == "cpu" or first.data_ptr() != second.data_ptr()
 
 
-def test_without_one_all_parameters_are_in_one_group():
+def test_without_another_weight_decay_all_parameters_are_in_one_group():
     model = nn.Linear(3, 3)
     optimizer = make_optimizer("adam", split_decay(model, [model.bias], 0.5, None), 0.1)
     assert [len(group["params"]) for group in optimizer.param_groups] == [2]

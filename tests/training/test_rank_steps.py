@@ -37,7 +37,7 @@ def _train(world: World, name: str, changes: dict[str, Any]) -> dict[str, Any]:
     return train(world, name, **changes)
 
 
-def test_uneven_ranks_go_on_from_the_middle_of_an_epoch(tmp_path: Path) -> None:
+def test_uneven_ranks_resume_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"accumulate": 4, "checkpoint_s": 0.0, "out": str(tmp_path / "run")}
     with pytest.raises(RankError, match="rank 1"):  # in step 4, the end of the second epoch, where rank 0 has no unit
         run(_train, TWO, "uneven", {**changes, "kill": [1, 4]})

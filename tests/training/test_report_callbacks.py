@@ -76,7 +76,7 @@ def test_an_epoch_that_fitted_says_nothing(caplog: pytest.LogCaptureFixture):
     assert not messages_with(caplog, "promised")
 
 
-def test_ranks_are_put_together():
+def test_the_budget_record_combines_all_ranks():
     class Two:
         size = 2
 
@@ -104,14 +104,16 @@ def test_ranks_are_put_together():
 NUMBERS = ("loss", "lr", "seconds", "seeds_per_s")
 
 
-def test_a_real_guard_through_a_run_that_is_resumed(tmp_path: Path):
+def test_a_resumed_run_records_each_epochs_budget_once(tmp_path: Path):
     data = small()
 
     def trainer(epochs: int) -> hl.Trainer:
-        record = hl.Trainer(sage(data), data, method(), epochs=epochs, out=tmp_path, resume=epochs > 1, show=False)
-        record.guard = Guard(record.job, Budget(device="8GiB"), 200_000)
-        record.work = guarded(record.work, record.method, record.guard)
-        return record
+        guarded_trainer = hl.Trainer(
+            sage(data), data, method(), epochs=epochs, out=tmp_path, resume=epochs > 1, show=False
+        )
+        guarded_trainer.guard = Guard(guarded_trainer.job, Budget(device="8GiB"), 200_000)
+        guarded_trainer.work = guarded(guarded_trainer.work, guarded_trainer.method, guarded_trainer.guard)
+        return guarded_trainer
 
     trainer(1).fit()
     trainer(2).fit()
@@ -127,7 +129,7 @@ def test_a_real_guard_through_a_run_that_is_resumed(tmp_path: Path):
     assert "before splitting, step 6:" in page
 
 
-def test_a_plan_is_in_the_report_and_what_was_measured_beside_it(tmp_path: Path):
+def test_a_plan_is_in_the_report_next_to_the_measured_bytes(tmp_path: Path):
     data = small()
     trainer = hl.Trainer(sage(data), data, method(), epochs=1, out=tmp_path, show=False, budget="64MiB")
     trainer.fit()
@@ -177,7 +179,7 @@ def test_a_bottleneck_is_said_where_something_can_be_done(
     assert messages_with(caplog, "bottleneck") == ([f"bottleneck: gather: {advice}"] if advice else [])
 
 
-def test_an_epoch_whose_first_steps_were_elsewhere_is_not_explained(tmp_path: Path):
+def test_an_epoch_that_was_resumed_midway_is_not_explained(tmp_path: Path):
     data = small()
 
     class Stop(hl.Callback):

@@ -81,7 +81,7 @@ class Mine(hl.extend.Method):
         return method().bind(job)
 
 
-def test_models_of_pyg_and_methods_of_the_users_own(tmp_path: Path):
+def test_models_of_pyg_and_methods_of_the_users_own_are_described(tmp_path: Path):
     data = small()
     fit(data, GCN(8, 6, 2, 4), Mine(), epochs=1, out=tmp_path)
     (start,) = records(tmp_path, "start")

@@ -159,7 +159,7 @@ def test_a_file_that_was_removed_meanwhile_is_no_lock(tmp_path: Path, monkeypatc
         pass
 
 
-def test_where_nothing_can_be_locked_the_run_goes_on_and_says_so(
+def test_where_nothing_can_be_locked_the_run_trains_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     def unsupported(file: int, how: int) -> None:

@@ -314,7 +314,7 @@ def test_another_seed_gives_another_run():
     assert losses(fit(data, seed=1)) != losses(fit(data, seed=2))
 
 
-def test_fitting_again_goes_on_from_the_best_weights():
+def test_fitting_again_starts_from_the_best_weights():
     data = small()
     trainer = hl.Trainer(sage(data), data, method(), epochs=2, lr=0.02, patience=5, show=False)
     first = trainer.fit()
@@ -449,7 +449,7 @@ def test_the_last_layer_has_a_weight_decay_of_its_own(kind: str):
     assert len(main["params"]) + len(rest["params"]) == len(list(model.parameters()))
 
 
-def test_what_has_no_layers_has_no_rest():
+def test_a_model_without_layers_refuses_a_weight_decay_of_the_rest():
     data = small()
 
     class Own(nn.Module):

@@ -35,18 +35,20 @@ def sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 16),
     ],
 )
-def test_the_smaller_of_affinity_and_share(files: dict[str, str], cores: int, tmp_path: Path) -> None:
+def test_the_number_of_cores_is_the_smaller_of_affinity_and_share(
+    files: dict[str, str], cores: int, tmp_path: Path
+) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert num_cores(tmp_path) == cores
 
 
-def test_here_there_is_at_least_one() -> None:
+def test_a_machine_has_at_least_one_core() -> None:
     assert 1 <= num_cores() <= (os.cpu_count() or 1)
 
 
-def test_how_long_a_thread_had_no_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_queued_s_is_the_time_a_thread_waited_for_a_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     began = time.perf_counter()
     before = queued_s()
     assert 0 <= queued_s() - before <= time.perf_counter() - began
@@ -74,7 +76,7 @@ def test_how_long_a_thread_had_no_core(monkeypatch: pytest.MonkeyPatch, tmp_path
     ],
     ids=str,
 )
-def test_who_has_set_the_threads(
+def test_threads_set_by_the_user_are_told_from_those_of_a_launcher(
     variables: dict[str, str],
     launcher_started_with: str | None,
     expected: str | None,

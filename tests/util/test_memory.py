@@ -50,7 +50,7 @@ def test_freed_memory_is_not_kept_after_an_error(settings: dict[int, int]):
     assert settings == GLIBC
 
 
-def test_the_last_of_several_contexts_ends_it(settings: dict[int, int]):
+def test_freed_memory_is_kept_until_the_last_context_ends(settings: dict[int, int]):
     with host.keep_freed_memory_within():
         with host.keep_freed_memory_within():
             pass
@@ -73,7 +73,7 @@ def test_settings_of_the_user_are_left_alone(settings: dict[int, int], monkeypat
     assert settings == {}
 
 
-def test_elsewhere_nothing_is_touched(settings: dict[int, int], monkeypatch: pytest.MonkeyPatch):
+def test_without_glibc_nothing_is_touched(settings: dict[int, int], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not host.keep_freed_memory()
     with host.keep_freed_memory_within():

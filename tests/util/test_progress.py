@@ -161,7 +161,7 @@ def test_disabled_shows_nothing(make):
     assert file.getvalue() == ""
 
 
-def test_standard_error_is_where_it_goes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_progress_is_written_to_standard_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TTY_COMPATIBLE", "0")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     with progress("load", 1) as shown:

@@ -54,7 +54,7 @@ def test_a_handler_that_python_did_not_install_is_left_alone(monkeypatch: pytest
     assert signal.SIGUSR1 in set_numbers
 
 
-def test_where_nothing_would_be_lost_the_first_raises() -> None:
+def test_the_first_signal_raises_where_nothing_would_be_lost() -> None:
     with Signals(), pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGUSR1)
 
@@ -74,7 +74,7 @@ class Broken:
         raise ValueError("broken")
 
 
-def test_one_that_python_drops_is_not_forgotten_and_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_python_drops_is_remembered_without_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[str] = []
     monkeypatch.setattr("sys.unraisablehook", lambda what: reported.append(str(what.exc_value)))
     with Signals() as signals:
@@ -131,7 +131,7 @@ def test_a_signal_during_an_evaluation_waits_for_it_and_loses_nothing(evaluate: 
     assert [epoch.loss for epoch in trainer.fit().history] == [epoch.loss for epoch in uninterrupted.history]
 
 
-def test_what_was_ignored_stays_ignored() -> None:
+def test_a_signal_that_was_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         with Signals() as signals:
@@ -141,7 +141,7 @@ def test_what_was_ignored_stays_ignored() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_in_another_thread_nothing_is_installed() -> None:
+def test_outside_the_main_thread_no_handler_is_installed() -> None:
     handlers = []
 
     def work() -> None:

@@ -29,7 +29,7 @@ class Recorder:
         self.counts.append((name, amount))
 
 
-def names_timed(timers: Timers, **seconds: float) -> None:
+def add_times(timers: Timers, **seconds: float) -> None:
     for name, duration_s in seconds.items():
         timers.on_span(Span(name, 0.0, duration_s, "main"))
 
@@ -53,7 +53,7 @@ def test_spans_and_counts_reach_listeners_only_while_they_listen():
     assert ended.thread == threading.current_thread().name
 
 
-def test_a_span_that_raises_is_reported_and_the_error_goes_on():
+def test_a_span_that_raises_is_reported_and_the_error_is_raised():
     recorder = Recorder()
     with listen(recorder), pytest.raises(KeyError), span("fails"):
         raise KeyError
@@ -97,8 +97,8 @@ def test_statistics_set_the_first_epoch_apart():
     timers = Timers()
     later = [1.0, 2.0, 4.0]
     for seconds in [9.0, *later]:
-        names_timed(timers, sample=seconds / 2, gather=0.5)
-        names_timed(timers, sample=seconds / 2)
+        add_times(timers, sample=seconds / 2, gather=0.5)
+        add_times(timers, sample=seconds / 2)
         timers.next_epoch()
     sample, gather = timers.statistics()
     assert (sample.name, sample.calls, sample.first_epoch_s) == ("sample", 8, 9.0)
@@ -109,13 +109,13 @@ def test_statistics_set_the_first_epoch_apart():
 
 def test_one_epoch_has_no_mean_and_two_have_no_spread():
     timers = Timers()
-    names_timed(timers, step=3.0)
+    add_times(timers, step=3.0)
     assert timers.statistics()[0].first_epoch_s == 3.0, "an epoch never closed is the first"
     timers.next_epoch()
     only = timers.statistics()[0]
     assert only.first_epoch_s == 3.0
     assert math.isnan(only.mean_s)
-    names_timed(timers, step=1.0)
+    add_times(timers, step=1.0)
     timers.next_epoch()
     both = timers.statistics()[0]
     assert both.mean_s == 1.0
@@ -125,19 +125,19 @@ def test_one_epoch_has_no_mean_and_two_have_no_spread():
 def test_an_epoch_without_a_region_counts_as_zero_seconds():
     timers = Timers()
     for seconds in ({"step": 1.0}, {"step": 1.0, "evaluate": 4.0}, {"step": 1.0}):
-        names_timed(timers, **seconds)
+        add_times(timers, **seconds)
         timers.next_epoch()
     evaluate = timers.statistics()[1]
     assert (evaluate.first_epoch_s, evaluate.mean_s, evaluate.calls) == (0.0, 2.0, 1)
 
 
-def test_last_epoch_and_slowest():
+def test_last_epoch_and_slowest_are_of_the_last_completed_epoch():
     timers = Timers()
     assert timers.last_epoch() == {}
     assert timers.slowest() is None
-    names_timed(timers, sample=1.0, gather=3.0, step=2.0)
+    add_times(timers, sample=1.0, gather=3.0, step=2.0)
     timers.next_epoch()
-    names_timed(timers, sample=100.0)
+    add_times(timers, sample=100.0)
     assert timers.last_epoch() == {"sample": 1.0, "gather": 3.0, "step": 2.0}
     assert timers.slowest() == "gather"
     assert timers.slowest(among=["sample", "step"]) == "step"

@@ -107,7 +107,7 @@ def dgl(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 
 @pytest.mark.parametrize("to_folder", [False, True])
-def test_the_parts_are_the_graph_again(dgl: Any, tmp_path: Path, to_folder: bool) -> None:
+def test_joining_the_parts_gives_the_graph_that_was_partitioned(dgl: Any, tmp_path: Path, to_folder: bool) -> None:
     expected = make_dataset()
     dgl.load_partition, part_of = make_dgl_partitions(expected, tmp_path / "dgl")
     assert is_dgl_folder(tmp_path / "dgl")
@@ -147,7 +147,7 @@ def test_the_command_converts_and_cuts_the_same_parts(dgl: Any, tmp_path: Path) 
     )
 
 
-def test_without_original_ids_dgls_own_stay_and_are_told(
+def test_without_original_ids_nodes_keep_dgls_ids_and_a_warning_says_so(
     dgl: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     dgl.load_partition, part_of = make_dgl_partitions(make_dataset(), tmp_path / "dgl", with_original_ids=False)
@@ -158,7 +158,9 @@ def test_without_original_ids_dgls_own_stay_and_are_told(
     assert torch.equal(ours.graph.in_degrees(), make_dataset().graph.in_degrees()[order])
 
 
-def test_what_cannot_be_read_gets_a_sentence(dgl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_is_refused_with_a_sentence(
+    dgl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not is_dgl_folder(tmp_path)
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "torn.json").write_text("{")

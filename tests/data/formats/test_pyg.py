@@ -28,7 +28,7 @@ def make_pyg_data() -> Data:
     )
 
 
-def test_everything_goes_there_and_back() -> None:
+def test_a_pyg_graph_survives_conversion_and_back() -> None:
     data = make_pyg_data()
     dataset = from_pyg(data, name="there")
     assert (dataset.name, dataset.num_classes) == ("there", 3)
@@ -56,7 +56,7 @@ def test_sparse_features_stay_sparse() -> None:
     assert torch.equal(to_pyg(dataset).x, dense)  # type: ignore[arg-type]
 
 
-def test_several_masks_and_other_labels() -> None:
+def test_several_masks_are_several_splits_and_other_labels_are_read() -> None:
     data = make_pyg_data()
     masks = torch.zeros(30, 3, dtype=torch.bool)
     masks[5:8] = torch.eye(3, dtype=torch.bool)

@@ -32,7 +32,7 @@ def edges(tmp_path: Path) -> Path:
     return tmp_path / "edges.csv"
 
 
-def test_an_edge_list_alone(edges: Path, tmp_path: Path) -> None:
+def test_an_edge_list_alone_makes_a_graph(edges: Path, tmp_path: Path) -> None:
     dataset = from_csv(edges)
     assert (dataset.name, dataset.num_nodes) == ("edges", 4)
     assert dataset.graph.indices.tolist() == [3, 0, 2]
@@ -94,7 +94,7 @@ def test_bad_ids_say_where_and_what_to_do(edges: Path, tmp_path: Path) -> None:
         IdMap(np.array([4, 3, 4]))
 
 
-def test_of_a_column_of_texts_the_one_that_is_no_number_is_named(tmp_path: Path) -> None:
+def test_the_text_in_a_column_of_numbers_is_named(tmp_path: Path) -> None:
     path = tmp_path / "e.csv"
     path.write_text("src,dst\n0,1\n1,2\n2,-7x\n")
     with pytest.raises(ValueError, match=r"e\.csv, edge 2: node id '-7x' is not a number"):

@@ -58,7 +58,9 @@ def test_bad_files_are_named(reader: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_plain_reading_goes_in_chunks_and_names_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plain_reader_reads_in_chunks_and_names_the_line_of_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(csv_parquet.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(csv_parquet, "CHUNK_ROWS", 2)
     (tmp_path / "a.csv").write_text("a,b\n1,2\n3,4\n5,6\n7\n")
@@ -68,7 +70,7 @@ def test_plain_reading_goes_in_chunks_and_names_the_line(tmp_path: Path, monkeyp
         next(chunks)
 
 
-def test_parquet_columns_and_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_columns_and_lists_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(csv_parquet, "CHUNK_ROWS", 2)
     path = tmp_path / "a.parquet"
     parquet.write_table(

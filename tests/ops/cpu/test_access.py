@@ -27,7 +27,7 @@ def test_threads_that_add_to_one_place_lose_nothing() -> None:
     assert torch.equal(sums[:4], torch.bincount(indices))
 
 
-def test_a_graph_without_edges() -> None:
+def test_a_graph_without_edges_adds_nothing() -> None:
     none = torch.empty(0, dtype=torch.int32)
     assert add_to_sources(torch.zeros(4, dtype=torch.int64), none, torch.ones(3, dtype=torch.int64)).tolist() == [0] * 3
 

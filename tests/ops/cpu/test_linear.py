@@ -45,7 +45,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(other, by_threads[0], strict=True))
 
 
-def test_columns_of_a_wider_matrix_and_no_gradient_of_the_input() -> None:
+def test_strided_columns_and_inputs_without_gradient_equal_torch() -> None:
     wide = randn(SIZES[-1], 9)
     weight = randn(4, 3).requires_grad_()
     out = cpu_linear.linear(wide[:, 2:5], weight)
@@ -55,7 +55,7 @@ def test_columns_of_a_wider_matrix_and_no_gradient_of_the_input() -> None:
     assert_close(weight.grad, wide[:, 2:5].sum(0).expand(4, 3), 1e-9)
 
 
-def test_a_gradient_that_is_an_expanded_number() -> None:
+def test_an_expanded_upstream_gradient_equals_torch() -> None:
     x = randn(SIZES[-1], 3).requires_grad_()
     weight = randn(2, 3)
     cpu_linear.linear(x, weight).sum().backward()  # the gradient of sum has strides of 0

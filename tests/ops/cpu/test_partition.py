@@ -82,7 +82,7 @@ def test_streaming_depends_on_the_key_alone() -> None:
 
 
 @pytest.mark.parametrize("num_nodes", [1, 5, 40])
-def test_streaming_without_edges_and_with_a_part_per_node(num_nodes: int) -> None:
+def test_streaming_works_without_edges_and_with_a_part_per_node(num_nodes: int) -> None:
     none = graph_of(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), num_nodes)
     star = graph_of(torch.arange(num_nodes), torch.zeros(num_nodes, dtype=torch.int64), num_nodes)
     for graph in (none, star):

@@ -27,7 +27,7 @@ def count_by_sets(seeds: np.ndarray) -> list[int]:
 
 
 @pytest.mark.parametrize("num_groups", [1, 3, 64, 150])
-def test_counts_are_those_of_sets(num_groups: int):
+def test_counts_of_nodes_and_edges_are_those_of_sets(num_groups: int):
     groups = [ids.numpy() for ids in ops.permutation(1, 150).tensor_split(num_groups)]
     blocks = [(b.part.indptr.numpy(), b.part.src_idx.numpy()) for b in BATCH.blocks]
     num_nodes = [*[b.num_src for b in BATCH.blocks], 150]
@@ -36,7 +36,7 @@ def test_counts_are_those_of_sets(num_groups: int):
     assert cpu_cut_batches.count(blocks, num_nodes, some).tolist() == [count_by_sets(group) for group in some]
 
 
-def test_edges_of_some_destinations():
+def test_take_gives_the_edges_of_some_destinations():
     block = BATCH.blocks[0]
     part = block.part
     for size in (0, 1, 20):

@@ -140,7 +140,7 @@ def test_a_destination_without_edges_gets_zeros_and_gives_no_gradient(reduce: st
 @pytest.mark.parametrize(
     "rows", [torch.zeros(0, 3), torch.zeros(4, 0), torch.zeros(0, 2, 2)], ids=lambda r: str(r.shape)
 )
-def test_nothing_to_reduce(reduce: str, rows: Tensor) -> None:
+def test_without_edges_outputs_and_gradients_have_the_right_shapes(reduce: str, rows: Tensor) -> None:
     no_edges = torch.empty(0, dtype=torch.int32)
     for num_dst in (0, 2):
         r = rows.clone().requires_grad_()
@@ -170,7 +170,7 @@ def test_gradients_are_those_of_finite_differences(reduce: str) -> None:
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-def test_own_rows_stand_beside_the_reduced_ones(reduce: str, weighted: bool) -> None:
+def test_own_rows_stand_to_the_right_of_the_reduced_ones(reduce: str, weighted: bool) -> None:
     indptr, src_idx = edges()
     own_ids = randint(0, 25, 30, seed=7)  # some rows are the own row of several destinations
     results = []
@@ -185,7 +185,7 @@ def test_own_rows_stand_beside_the_reduced_ones(reduce: str, weighted: bool) -> 
 
 
 @pytest.mark.parametrize(
-    ("rows", "own", "message"),
+    ("rows", "own_ids", "message"),
     [
         (randn(4, 3), [0], r"one row id per destination: expected shape \[2\], got \[1\]"),
         (randn(4, 3, 2), [0, 1], r"expected 2 dimensions, got shape \[4, 3, 2\]"),
@@ -220,7 +220,7 @@ def test_the_number_of_threads_changes_no_bit(reduce: str, dtype: torch.dtype) -
             assert ours is expected is None or torch.equal(ours, expected)  # type: ignore[arg-type]
 
 
-def test_only_the_gradients_that_are_asked_for() -> None:
+def test_only_the_gradients_that_are_needed_are_computed() -> None:
     indptr, src_idx = edges()
     weight = randn(200, seed=3).requires_grad_()
     rows = randn(25, 4)

@@ -94,7 +94,7 @@ def test_an_error_in_any_range_reaches_the_caller() -> None:
         cpu_runtime.over_ranges(fail_at_the_end, 100, work=1 << 24)
 
 
-def test_a_thread_that_works_beside_others_starts_no_more_threads() -> None:
+def test_a_serial_thread_starts_no_more_threads() -> None:
     ranges: list[tuple[int, int]] = []
 
     def work() -> None:

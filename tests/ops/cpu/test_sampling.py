@@ -164,7 +164,7 @@ def test_with_replacement_fills_the_fanout_except_where_there_is_nothing() -> No
 
 @pytest.mark.parametrize("fanout", [-1, 1, 4])
 @pytest.mark.parametrize("replace", [False, True])
-def test_no_nodes_and_no_edges(fanout: int, replace: bool) -> None:
+def test_no_nodes_or_no_edges_give_an_empty_sample(fanout: int, replace: bool) -> None:
     replace = replace and fanout > 0
     indptr = torch.zeros(4, dtype=torch.int64)
     indices = torch.empty(0, dtype=torch.int32)
@@ -176,7 +176,7 @@ def test_no_nodes_and_no_edges(fanout: int, replace: bool) -> None:
 
 
 @pytest.mark.parametrize("fanout", [5, 300])
-def test_a_million_neighbours(fanout: int) -> None:
+def test_a_million_neighbours_are_sampled_uniformly(fanout: int) -> None:
     degree = 10**6
     indptr = torch.tensor([0, 3, 3 + degree])
     indices = torch.arange(degree + 3, dtype=torch.int32)
@@ -226,7 +226,7 @@ def test_id_map_numbers_by_first_occurrence_over_many_rounds(dense: bool, dtype:
 
 
 @pytest.mark.parametrize("dense", [True, False], ids=["dense", "hash"])
-def test_id_map_takes_nothing(dense: bool) -> None:
+def test_id_map_accepts_an_empty_list(dense: bool) -> None:
     id_map = cpu_sampling.IdMap(5, dense=dense)
     assert id_map.add(torch.empty(0, dtype=torch.int64)).numel() == 0
     assert id_map.add(torch.tensor([4])).tolist() == [0]

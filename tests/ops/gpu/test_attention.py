@@ -133,7 +133,7 @@ def assert_equal(ours: Any, expected: Any, tolerance: float) -> None:
     loops=[False, True],
     shared=[False, True],
 )
-def test_attention_and_its_gradients(layout: str, v2: bool, loops: bool, shared: bool):
+def test_outputs_and_gradients_are_those_of_the_definition(layout: str, v2: bool, loops: bool, shared: bool):
     edges = LAYOUTS[layout]()
     expected = run(attend_by_definition, inputs(edges, 2, 5, v2, shared), edges, loops)
     ours = run(gpu_attention.attend, inputs(edges, 2, 5, v2, shared), edges, slope=SLOPE, loops=loops)
@@ -147,7 +147,7 @@ def test_attention_and_its_gradients(layout: str, v2: bool, loops: bool, shared:
     v2=[False, True],
     shape=[(1, 1), (3, 40), (4, 8), (1, 300)],
 )
-def test_any_number_and_width_of_heads(layout: str, v2: bool, shape: tuple[int, int]):
+def test_any_number_and_width_of_heads_equals_the_definition(layout: str, v2: bool, shape: tuple[int, int]):
     edges = LAYOUTS[layout]()
     heads, columns = shape
     inputs_of_definition, inputs_of_kernel = (inputs(edges, heads, columns, v2, shared=True) for _ in range(2))
@@ -169,7 +169,7 @@ def scale_down(att: Tensor | None) -> Tensor | None:
 
 
 @parametrize_kernel([("tree", False), ("block", True)], layout=[*LAYOUTS], v2=[False, True])
-def test_single_precision(layout: str, v2: bool):
+def test_single_precision_is_near_the_definition_in_double(layout: str, v2: bool):
     edges = LAYOUTS[layout]()
     inputs_of_kernel, inputs_of_definition = (
         inputs(edges, 2, 8, v2, shared=True, dtype=torch.float32) for _ in range(2)
@@ -221,7 +221,7 @@ def test_dropout_is_drawn_from_the_key_and_again_in_backward(layout: str, v2: bo
     assert_equal(ours, expected, 1e-10)
 
 
-def test_all_is_dropped_at_one():
+def test_dropout_of_one_gives_zeros():
     edges = block()
     out, (grad, *_) = run(gpu_attention.attend, inputs(edges, 2, 5, False, True), edges, p=1.0, key=1)
     assert not out.any()
@@ -230,7 +230,7 @@ def test_all_is_dropped_at_one():
 
 
 @parametrize_kernel([(True,)], v2=[False, True])
-def test_empty_slots_matter_to_nobody(v2: bool):
+def test_rows_of_empty_slots_are_not_read(v2: bool):
     edges = tree()
     is_empty = edges.sources[: edges.num_src] < 0
     clean, spoilt = (inputs(edges, 2, 5, v2, shared=True) for _ in range(2))
@@ -267,7 +267,7 @@ def test_large_scores_do_not_overflow():
     assert all(g is None or bool(g.isfinite().all()) for g in grads)
 
 
-def test_nothing_to_attend_to():
+def test_destinations_without_edges_get_zeros():
     none = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     edges = gpu_attention.block_edges(none, none[:0].int(), 3, none[:0])
     x = torch.ones(3, 4, device=DEVICE, requires_grad=True)
@@ -292,7 +292,7 @@ def test_edges_that_do_not_fit_raise_later(damage: str):
 
 
 @both_of_each
-def test_the_tiles_do_not_matter(layout: str, v2: bool, monkeypatch: pytest.MonkeyPatch):
+def test_the_tile_sizes_change_no_result(layout: str, v2: bool, monkeypatch: pytest.MonkeyPatch):
     """Many programs, each with several rounds of edges; in the interpreter tiles are large otherwise."""
     edges = LAYOUTS[layout]()
     expected = run(attend_by_definition, inputs(edges, 2, 5, v2, True), edges, True)

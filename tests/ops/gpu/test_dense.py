@@ -102,7 +102,7 @@ def test_a_linear_layer_of_two_weights_is_torchs():
 
 
 @parametrize_kernel([(3, False), (1025, True), (1025, False)], num=[3, 1024, 1025, 5000], reads_rows=[False, True])
-def test_a_linear_layer_of_both_in_single_precision(num: int, reads_rows: bool):
+def test_a_linear_layer_of_two_weights_in_float32_is_torchs(num: int, reads_rows: bool):
     values = [randn(num, 12), randn(6, 8, seed=1), randn(6, 4, seed=2), randn(6, seed=3)]
     upstream = randn(num, 6, seed=5)
     a, left, right, bias = (v.requires_grad_(i > 0 or not reads_rows) for i, v in enumerate(values))

@@ -59,7 +59,7 @@ def test_values_and_gradients_are_those_of_the_reference(dtype: torch.dtype, sha
     shape=[(), (6,), (64,), (3, 5)],
     p=[0.0, 0.3, 1.0],
 )
-def test_after_a_relu_it_is_as_one_after_the_other(dtype: torch.dtype, shape: tuple[int, ...], p: float) -> None:
+def test_relu_dropout_equals_relu_then_dropout(dtype: torch.dtype, shape: tuple[int, ...], p: float) -> None:
     x = randn(20, *shape, dtype=dtype)
     ids = randint(0, 2**50, 20)
     key = 2**63 - 5
@@ -81,13 +81,13 @@ def test_after_a_relu_it_is_as_one_after_the_other(dtype: torch.dtype, shape: tu
         assert torch.equal(ours, theirs)
 
 
-def test_what_is_no_number_shows_after_a_relu_too() -> None:
+def test_relu_dropout_keeps_nan() -> None:
     x = torch.full((4, 8), torch.nan, device=KERNEL_DEVICE)
     out = gpu_reduce.relu_dropout(x, 0.5, 1, torch.arange(4, device=KERNEL_DEVICE))
     assert out.isnan().any()
 
 
-def test_wide_rows_and_a_key_on_the_device() -> None:
+def test_wide_rows_and_a_key_on_the_device_equal_the_reference() -> None:
     x = randn(3, 2501, dtype=torch.float32)
     ids = torch.tensor([4, 0, 9], dtype=torch.int32)
     expected = reference.keyed_dropout(x, 0.5, 77, ids)
@@ -96,7 +96,7 @@ def test_wide_rows_and_a_key_on_the_device() -> None:
     assert torch.equal(ours.cpu(), expected)
 
 
-def test_rows_that_are_not_contiguous() -> None:
+def test_rows_that_are_not_contiguous_equal_the_reference() -> None:
     x = randn(6, 8).to(KERNEL_DEVICE)
     ids = torch.arange(8, device=KERNEL_DEVICE)
     assert torch.equal(
@@ -104,7 +104,7 @@ def test_rows_that_are_not_contiguous() -> None:
     )
 
 
-def test_nothing_to_drop() -> None:
+def test_rows_of_no_elements_are_returned() -> None:
     ids = torch.empty(0, dtype=torch.int64, device=KERNEL_DEVICE)
     assert gpu_reduce.keyed_dropout(torch.empty(0, 4, device=KERNEL_DEVICE), 0.5, 1, ids).shape == (0, 4)
     assert gpu_reduce.keyed_dropout(torch.empty(2, 0, device=KERNEL_DEVICE), 0.5, 1, ids.new_zeros(2)).shape == (2, 0)

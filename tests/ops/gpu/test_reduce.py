@@ -155,7 +155,7 @@ def test_nan_and_infinity_come_through_a_maximum() -> None:
 
 
 @parametrize_kernel([("mean",), ("max",)], reduce=REDUCTIONS)
-def test_a_destination_with_a_million_edges(reduce: str) -> None:
+def test_a_destination_with_a_million_edges_equals_the_reference(reduce: str) -> None:
     indptr = torch.tensor([0, 2, 10**6, 10**6, 10**6 + 3])
     src_idx = randint(0, 9, 10**6 + 3)
     if not CUDA:  # interpreted loops are slow: the same row, shorter
@@ -168,7 +168,7 @@ def test_a_destination_with_a_million_edges(reduce: str) -> None:
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 @pytest.mark.parametrize(("num_dst", "num_edges", "width"), [(0, 0, 4), (3, 0, 4), (3, 5, 0)], ids=str)
-def test_nothing_to_reduce(reduce: str, num_dst: int, num_edges: int, width: int) -> None:
+def test_no_edges_and_empty_rows_equal_the_reference(reduce: str, num_dst: int, num_edges: int, width: int) -> None:
     indptr = torch.tensor([0, *[num_edges] * num_dst])
     src_idx = torch.zeros(num_edges, dtype=torch.int32)
     weight = randn(num_edges)
@@ -212,7 +212,7 @@ def test_an_own_row_that_is_not_there_is_reported() -> None:
 
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
-def test_arguments_that_are_not_contiguous(reduce: str) -> None:
+def test_arguments_that_are_not_contiguous_equal_the_reference(reduce: str) -> None:
     indptr, src_idx = edges(20, 25, 150)
     plain = (randn(25, 6), indptr, src_idx, reduce, None, torch.arange(20))
     spread = [torch.stack([t, t], -1)[..., 0] if isinstance(t, Tensor) else t for t in plain]

@@ -63,7 +63,7 @@ def test_samples_with_replacement_are_those_of_the_reference(fanout: int) -> Non
     assert_same(ours, reference.sample_neighbors(indptr, indices, nodes, fanout, -7, True))
 
 
-def test_more_nodes_than_a_program_takes() -> None:
+def test_more_nodes_than_one_program_takes_are_sampled() -> None:
     indptr, indices = csr()
     nodes = randint(0, 60, 1100)
     ours = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), 2, 5)
@@ -81,7 +81,7 @@ def test_all_neighbours_come_in_order(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("fanout", [-1, 3, 40])
 @pytest.mark.parametrize("nodes", [[], [0, 5]], ids=["no nodes", "no edges"])
-def test_nothing_to_sample(fanout: int, nodes: list[int]) -> None:
+def test_no_nodes_or_no_edges_give_an_empty_sample(fanout: int, nodes: list[int]) -> None:
     indptr, indices = csr()
     node_ids = torch.tensor(nodes, dtype=torch.int64)
     ours = gpu_sampling.sample_neighbors(*on_device(indptr, indices, node_ids), fanout, 1)
@@ -89,7 +89,7 @@ def test_nothing_to_sample(fanout: int, nodes: list[int]) -> None:
     assert ours.ids.numel() == 0
 
 
-def test_node_ids_and_keys_in_other_shapes() -> None:
+def test_node_ids_and_keys_of_other_types_equal_the_reference() -> None:
     indptr, indices = csr()
     nodes = torch.arange(60)
     key = torch.tensor([9])
@@ -100,7 +100,7 @@ def test_node_ids_and_keys_in_other_shapes() -> None:
 
 
 @pytest.mark.parametrize("fanout", [-1, 3])
-def test_ids_that_are_not_contiguous(fanout: int) -> None:
+def test_ids_that_are_not_contiguous_equal_the_reference(fanout: int) -> None:
     indptr, indices = csr()
     nodes = torch.tensor([7, 1, 3, 0, 58, 2])
     rows = randn(60, 3)
@@ -161,7 +161,7 @@ def test_relabelling_equals_the_reference(top: int, dtype: torch.dtype) -> None:
     assert_same(gpu_sampling.relabel(*on_device(seeds, neighbors)), reference.relabel(seeds, neighbors))
 
 
-def test_relabelling_nothing_and_what_is_no_node() -> None:
+def test_relabelling_accepts_no_ids_and_refuses_negative_ones() -> None:
     nobody = torch.empty(0, dtype=torch.int64, device=KERNEL_DEVICE)
     ids, idx = gpu_sampling.relabel(nobody, nobody)
     assert ids.numel() == idx.numel() == 0
@@ -186,13 +186,13 @@ def test_relabelling_nothing_and_what_is_no_node() -> None:
     dtype=[torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool],
     shape=[(), (1,), (3,), (16,), (2, 5), (1433,)],
 )
-def test_rows_of_any_type_and_width(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_rows_of_any_type_and_width_are_gathered(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     rows = (50 * randn(30, *shape)).to(dtype)
     for ids in (randint(0, 30, 99)[: 5000 // rows[0].numel()], randint(0, 30, 3).int(), torch.empty(0).long()):
         assert_same((gpu_sampling.gather_rows(*on_device(rows, ids)),), (rows[ids.long()],))
 
 
-def test_rows_that_begin_anywhere_and_in_any_order() -> None:
+def test_rows_of_views_are_gathered() -> None:
     rows, ids = on_device(randn(31, 6, dtype=torch.float32), randint(0, 30, 50))
     for some in (rows.view(-1)[1:181].view(30, 6), rows[:30, ::2], rows.t()[:, :30].t()):
         assert torch.equal(gpu_sampling.gather_rows(some, ids), some[ids])

@@ -47,7 +47,7 @@ def test_cold_rows_are_claimed_once(dtype: torch.dtype):
     assert bool((claims.sort().values[expected.numel() :] == gpu_tiers.unclaimed(torch.int32)).all())
 
 
-def test_more_than_fit_are_counted_but_not_kept():
+def test_claims_beyond_the_capacity_are_counted_but_not_stored():
     claims, count = claim_rows([torch.arange(NUM_ROWS)], torch.full((NUM_ROWS,), -1, dtype=torch.int32), 100)
     assert int(count) == NUM_ROWS
     assert claims.unique().numel() == 100
@@ -59,11 +59,11 @@ def test_more_than_fit_are_counted_but_not_kept():
     shape=[(), (3,), (256,), (2, 150)],
     dtype=[torch.bfloat16, torch.float32, torch.float64],
 )
-def test_rows_of_the_host_are_gathered_beside_other_work(shape: tuple[int, ...], dtype: torch.dtype):
+def test_gather_aside_gives_the_rows_of_host_memory(shape: tuple[int, ...], dtype: torch.dtype):
     rows = randn(NUM_ROWS, *shape).to(dtype)
     ids = randint(0, NUM_ROWS, 250)
-    claims = gpu_tiers.gather_aside(rows.pin_memory() if DEVICE.type == "cuda" else rows, ids.to(DEVICE))
-    assert torch.equal(claims.cpu(), rows[ids])
+    ours = gpu_tiers.gather_aside(rows.pin_memory() if DEVICE.type == "cuda" else rows, ids.to(DEVICE))
+    assert torch.equal(ours.cpu(), rows[ids])
 
 
 @parametrize_kernel(

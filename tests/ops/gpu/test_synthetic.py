@@ -33,7 +33,7 @@ def cpu_ranks(first: int, count: int, key: int, half: int, num_nodes: int) -> np
     nodes_and_half=[(2, 1), (5, 2), (100, 4), (1023, 5), (1025, 6), (70_000, 9)],
     key=[99, -(2**62) - 7],
 )
-def test_ranks(nodes_and_half: tuple[int, int], key: int) -> None:
+def test_ranks_of_all_nodes_are_those_of_numba(nodes_and_half: tuple[int, int], key: int) -> None:
     num_nodes, half = nodes_and_half
     ours = gpu_synthetic.ranks(0, num_nodes, key, half, num_nodes, DEVICE)
     assert ours.tolist() == cpu_ranks(0, num_nodes, key, half, num_nodes).tolist()
@@ -58,7 +58,7 @@ def test_ranks_of_a_range_of_many_nodes() -> None:
     homophily=[0.0, 0.3, 1.0],
     dtype=[torch.int32, torch.int64],
 )
-def test_sources(sizes: tuple[int, int, int], homophily: float, dtype: torch.dtype) -> None:
+def test_sources_are_those_of_numba(sizes: tuple[int, int, int], homophily: float, dtype: torch.dtype) -> None:
     num_nodes, half, num_classes = sizes
     rank_key = 2**61 + 3
     draw_key = -11
@@ -91,7 +91,7 @@ def test_no_edges_have_no_sources() -> None:
     shape=[(2, 1), (1000, 8), (333, 100), (5, 1433)],
     dtype=[torch.float32, torch.float16, torch.bfloat16],
 )
-def test_features(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_features_are_those_of_numba(shape: tuple[int, int], dtype: torch.dtype) -> None:
     num_nodes, num_features = shape
     means = randn(2, num_features, dtype=torch.float32)
     labels = torch.arange(num_nodes) % 2

@@ -43,7 +43,7 @@ def test_reads_as_the_definition_says(num_hot: int, id_dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("staged", [True, False])
-def test_staged_rows_as_the_definition_says(staged: bool) -> None:
+def test_staged_rows_are_read_as_the_definition_says(staged: bool) -> None:
     rows = randn(NUM_ROWS, 16, dtype=torch.float32)
     hot, hot_slot = tiers(rows, 50)
     staged_ids = (hot_slot < 0).nonzero().view(-1)[:30]
@@ -76,7 +76,7 @@ def test_staged_rows_as_the_definition_says(staged: bool) -> None:
     dtype=[torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64, torch.bool],
     shape=[(), (1,), (7,), (128,), (2, 3)],
 )
-def test_any_type_and_width(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_rows_of_any_type_and_width_are_read(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     rows = (10 * randn(NUM_ROWS, *shape)).to(dtype)
     hot, hot_slot = tiers(rows, 60)
     ids = randint(0, NUM_ROWS, 90).to(KERNEL_DEVICE)
@@ -85,7 +85,7 @@ def test_any_type_and_width(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     assert torch.equal(ours.cpu(), rows[ids.cpu()])
 
 
-def test_rows_wider_than_a_program_and_rows_that_are_not_aligned() -> None:
+def test_wide_and_unaligned_rows_are_read() -> None:
     wide = randn(NUM_ROWS, 2 * gpu_tiers.MAX_COLUMNS + 3, dtype=torch.float64)
     ids = randint(0, NUM_ROWS, 20).to(KERNEL_DEVICE)
     hot, hot_slot = tiers(wide, 60)
@@ -95,7 +95,7 @@ def test_rows_wider_than_a_program_and_rows_that_are_not_aligned() -> None:
     assert torch.equal(gpu_tiers.gather_tiers(shifted, None, None, ids), shifted[ids])
 
 
-def test_everything_hot_needs_no_places() -> None:
+def test_without_cold_rows_no_slots_are_needed() -> None:
     rows = randn(NUM_ROWS, 5).to(KERNEL_DEVICE)
     ids = torch.tensor([3, -1, 199, 200], device=KERNEL_DEVICE)  # the last one is not there, and nothing is touched
     counts = new_counts(KERNEL_DEVICE)
@@ -138,7 +138,7 @@ def test_accesses_are_counted_by_row() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_can_be_captured() -> None:
+def test_gather_tiers_can_be_captured_in_a_cuda_graph() -> None:
     rows = randn(NUM_ROWS, 33, dtype=torch.float32)
     hot, hot_slot = tiers(rows, 50)
     cold = rows.pin_memory()

@@ -47,7 +47,7 @@ def reduce_in_torch(x: Tensor, slots: Slots, hop: int, nodes: Tensor, how: str, 
     own=[False, True],
     width=[1, 7, 32],
 )
-def test_reducing_and_its_gradient(how: str, own: bool, width: int):
+def test_outputs_and_gradients_are_those_of_torch(how: str, own: bool, width: int):
     indptr, indices = csr()
     slots = Slots(6, (3, 2))
     hop = 1
@@ -106,7 +106,7 @@ def test_a_table_is_read_straight_into_the_reduction(dtype: torch.dtype, tiered:
         assert hits.sum(0).tolist() == [num_hits, read.numel() - num_hits, 0]
 
 
-def test_dense_rows_are_those_of_the_slots_that_are_there():
+def test_dense_rows_are_those_of_the_present_slots():
     slots = Slots(6, (3, 2))
     hop = 1
     nodes, _, _ = gpu_tree.sample_tree(*on_device(*csr(), torch.arange(6)), slots, 3)

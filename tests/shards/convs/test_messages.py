@@ -131,5 +131,5 @@ def test_pyg_itself_is_left_alone() -> None:
     assert type(conv.aggr_module).forward.__globals__["softmax"] is pyg_utils.softmax
 
 
-def test_numbers_per_node_stand_before_those_of_rows() -> None:
+def test_unsqueeze_like_adds_dimensions_at_the_end() -> None:
     assert unsqueeze_like(torch.zeros(3, 2), torch.zeros(3, 2, 4, 5)).shape == (3, 2, 1, 1)

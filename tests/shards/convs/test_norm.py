@@ -64,13 +64,13 @@ def run_on_rank(world: World) -> dict[str, list[Any]]:
     return results
 
 
-def test_rows_gradients_and_running_statistics():
+def test_rows_gradients_and_running_statistics_are_those_of_torch():
     ours = run(run_on_rank, LaunchSettings(devices=3, timeout_s=60))
     expected = run_batch_norm(new_batch_norm(), randn(sum(ROWS), 4), randn(sum(ROWS), 4, seed=1))
     for name, value in expected.items():
         torch.testing.assert_close(torch.tensor(ours[name], dtype=torch.float64), value, rtol=1e-10, atol=1e-12)
 
 
-def test_one_process_is_left_alone():
+def test_one_process_uses_torchs_batch_norm():
     with norms_over_ranks(World.alone()):
         assert torch.equal(new_batch_norm()(randn(6, 4)), new_batch_norm()(randn(6, 4)))

@@ -77,7 +77,7 @@ def small(**options: Any) -> tuple[ShardConvs, Graph]:
 
 
 @pytest.mark.parametrize("edges", [0, 1, 2500])
-def test_a_graph_like_those_of_sars_tests(edges: int) -> None:
+def test_random_multigraphs_with_metis_parts_equal_plain_pyg(edges: int) -> None:
     src, dst = torch.randint(0, 1000, (2, edges), generator=torch.Generator().manual_seed(0))
     order = torch.argsort(dst, stable=True)
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(dst, minlength=1000).cumsum(0)])
@@ -90,7 +90,7 @@ def test_a_graph_like_those_of_sars_tests(edges: int) -> None:
             torch.testing.assert_close(ours, conv(x, graph.edge_index())[layout.own_ids], rtol=1e-10, atol=1e-12)
 
 
-def test_the_rule_is_found_not_listed() -> None:
+def test_the_rule_of_a_conv_is_probed_and_not_listed() -> None:
     class Renamed(pyg.GCNConv):
         pass
 
@@ -183,7 +183,7 @@ def test_the_conv_and_the_random_numbers_are_left_as_they_were() -> None:
 
 @pytest.mark.parametrize("make", [pyg.GATConv, pyg.GCNConv])
 @pytest.mark.parametrize("mode", ["sequential", "one_shot"])
-def test_training_goes_on_with_what_inference_has_kept(make: Any, mode: str) -> None:
+def test_training_after_inference_has_the_gradients_of_plain_pyg(make: Any, mode: str) -> None:
     convs, graph = small(mode=mode)
     conv = make(4, 3).double()
     x = randn(40, 4)
@@ -244,7 +244,7 @@ def _gradients(gnn: nn.Module, batch: Batch) -> list[Tensor]:
     return [out.detach(), *(p.grad.clone() for p in gnn.parameters() if p.grad is not None)]
 
 
-def test_a_conv_that_takes_initial_rows() -> None:
+def test_a_conv_that_takes_initial_rows_equals_plain_pyg() -> None:
     convs, graph = small()
     conv = pyg.GCN2Conv(4, 0.2).double()
     x = randn(40, 4)

@@ -46,7 +46,7 @@ def test_layers_have_the_edges_that_lead_to_the_seeds() -> None:
         needed |= set(src[mask].tolist())
 
 
-def test_nobody_needs_anything() -> None:
+def test_trimmed_layers_run_where_no_node_is_needed() -> None:
     _, graph, x = case("gat")
     layout = virtual_layout(graph, make_partition(graph, 3, "random"))
     (convs,) = trimmed_convs(ShardConvs.of(layout), torch.zeros(60, dtype=torch.bool), 1)
