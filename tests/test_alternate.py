@@ -1,4 +1,4 @@
-"""Benchmarks on two commits in turn: what is compared, in which order, and what is left when it ends early."""
+"""Benchmarks of two commits in alternation: order, comparison, and clean-up after an early end."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def graph(tmp_path: Path) -> Path:
 
 
 def alter_array(folder: Path, array: str, place: Any, value: float) -> Path:
-    """The folder with some values of an array changed behind the manifest's back."""
+    """The folder with values of an array changed, against its manifest."""
     rows = np.load(folder / f"{array}.npy", mmap_mode="r+")
     rows[place] = value
     rows.flush()

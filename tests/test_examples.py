@@ -178,7 +178,7 @@ def test_subclass_has_its_own_rates_and_metrics(graph: str, monkeypatch: pytest.
 
 
 class FakeNeighborLoader:
-    """What PyG's NeighborLoader yields (seeds first, `batch_size`), where the library it needs is not installed."""
+    """Yields batches as PyG's NeighborLoader does (seeds first, `batch_size`), where its library is missing."""
 
     def __init__(self, data: Data, num_neighbors: Sequence[int], input_nodes: Tensor, batch_size: int) -> None:
         self.data = data

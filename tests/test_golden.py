@@ -30,6 +30,7 @@ _results: dict[str, Result] = {}
 
 
 def result_of(name: str) -> Result:
+    """The result of a case, computed once."""
     if name not in _results:
         _results[name] = compute(name, "cpu")
     return _results[name]
@@ -86,6 +87,7 @@ def _small_record() -> Record:
 
 
 def _make_result(steps: float = 1.5, rows: int = 3, bits: str = "aa") -> Result:
+    """The result of a case with one step, as a record holds it."""
     return {"steps": [steps], "counts": {"rows": rows}, "bits": [bits]}
 
 

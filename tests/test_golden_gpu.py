@@ -28,6 +28,7 @@ _results: dict[str, Result] = {}
 
 
 def result_of(name: str) -> Result:
+    """The result of a case, computed once."""
     if name not in _results:
         _results[name] = compute(name, "cuda")
     return _results[name]

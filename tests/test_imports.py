@@ -1,4 +1,4 @@
-"""What is imported when, asked of one fresh interpreter: this one has imported everything already."""
+"""When modules are imported, checked in a fresh interpreter."""
 
 from __future__ import annotations
 

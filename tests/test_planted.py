@@ -1,4 +1,4 @@
-"""Planted faults are still where they were planted, and the script tells caught from missed and from broken."""
+"""Every planted fault still matches its source, and the script tells caught, missed and broken apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Importing hopline, building loaders and training leave the process as it was, also after an error or Ctrl-C."""
+"""Importing, building loaders and training leave the process as it was, also after an error or Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files by which contributors help themselves run what `make` and `.ci/run` run."""
+"""Project files for contributors run what `make` and `.ci/run` run."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ METHODS: dict[str, Method] = {
 
 
 class UnorderedSums(TorchDispatchMode):
-    """Remembers the calls that add up float32 numbers in any order, those of backward too."""
+    """Records calls that add up float32 numbers in any order, those of backward too."""
 
     def __init__(self) -> None:
         super().__init__()

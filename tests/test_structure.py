@@ -1,4 +1,4 @@
-"""Rules of the code: no import cycle at run time, libraries where they belong, nobody writes into objects of others."""
+"""Rules of the code: no import cycle, libraries where they belong, no writes into others' objects."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Checks of a dataset's arrays: each wrong number is refused with its position."""
+
 from __future__ import annotations
 
 import pytest

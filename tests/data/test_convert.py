@@ -1,3 +1,5 @@
+"""Edges become a graph, in memory or chunk by chunk through a folder with bounded memory."""
+
 from __future__ import annotations
 
 import tracemalloc
@@ -131,7 +133,7 @@ def test_groups_hold_no_more_than_asked_for(tmp_path: Path) -> None:
 
 
 class _LazyEdges:
-    """Edges made on the fly; remembers the largest number of edges that was asked to be kept at once."""
+    """Random edges that are drawn chunk by chunk while they are read, so that they are never all in memory."""
 
     def __init__(self, num_edges: int, num_nodes: int, chunk: int) -> None:
         self.num_edges = num_edges

@@ -1,3 +1,5 @@
+"""`Dataset`: its description, tasks, splits and derived features, and parts that do not fit together."""
+
 from __future__ import annotations
 
 from dataclasses import replace

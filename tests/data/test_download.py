@@ -1,3 +1,5 @@
+"""Downloads of named datasets, with PyG's classes and the network replaced by stand-ins."""
+
 from __future__ import annotations
 
 import shutil
@@ -16,7 +18,7 @@ from hopline.data.store import open_folder
 
 
 class FakeDataset:
-    """Stands for a PyG dataset class: one graph, made without a network."""
+    """A PyG dataset class with one graph that needs no network. Records the arguments of its calls."""
 
     calls: list[tuple[str, dict[str, Any]]]
     num_graphs = 1
@@ -34,6 +36,7 @@ class FakeDataset:
 
 @pytest.fixture
 def fake_amazon(monkeypatch: pytest.MonkeyPatch) -> type[FakeDataset]:
+    """`FakeDataset` in place of PyG's `Amazon`, with no calls recorded."""
     FakeDataset.calls = []
     monkeypatch.setattr(torch_geometric.datasets, "Amazon", FakeDataset)
     return FakeDataset

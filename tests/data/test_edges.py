@@ -1,3 +1,5 @@
+"""Edge options: reading in chunks, reversing, grouping by destination, self-loops and duplicates."""
+
 from __future__ import annotations
 
 from pathlib import Path

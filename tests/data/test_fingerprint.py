@@ -1,4 +1,4 @@
-"""Results of other data or of another model are never taken for those of this one."""
+"""Checksums of datasets and models: results of other data or of another model are never reused."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ DATA = dataset_of(random_graph(60, 300, loops=True, weight=True), randn(60, 5).f
 
 
 def replace_edges(data: hl.Dataset, **changes: Tensor) -> hl.Dataset:
+    """The dataset with some edge arrays, or `indices`, replaced."""
     graph = data.graph
     edge = {name: changes.get(name, array) for name, array in graph.edge.items()}
     return dataclasses.replace(data, graph=Graph(graph.indptr, changes.get("indices", graph.indices), edge))
 
 
 def change_features(data: hl.Dataset) -> hl.Dataset:
+    """The dataset with one number of its features changed by 1e-3."""
     rows = data.x.read(torch.arange(data.num_nodes)).clone()
     rows[-1, -1] += 1e-3
     return dataclasses.replace(data, tables={"x": TensorTable(rows)})
@@ -53,6 +55,7 @@ CHANGES: dict[str, tuple[str, Callable[[hl.Dataset], hl.Dataset]]] = {
 
 
 def save_and_open(data: hl.Dataset, folder: Path) -> hl.Dataset:
+    """The dataset, saved to a folder and opened from it."""
     data.save(folder)
     return hl.open(folder)
 
@@ -110,7 +113,7 @@ def test_a_table_without_one_tensor_has_the_checksum_of_its_rows():
 
 
 class ScalingConv(nn.Module):
-    """A conv of the user's own."""
+    """A user's own conv: rows times a factor."""
 
     def __init__(self, scale: float = 1.0) -> None:
         super().__init__()
@@ -122,6 +125,8 @@ class ScalingConv(nn.Module):
 
 
 class ShiftingConv(ScalingConv):
+    """`ScalingConv` with another `forward` and the same weights."""
+
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return x * self.scale + 1
 
@@ -176,6 +181,7 @@ def test_inference_is_not_resumed_with_another_model(tmp_path: Path):
 
 
 def write_shards(data: hl.Dataset, folder: Path) -> Path:
+    """Cut a dataset into two shards."""
     cut.cut(data, make_partition(data.graph, 2, "range"), folder)
     return folder
 

@@ -1,3 +1,5 @@
+"""Ids of nodes as files write them: matched between files, given back unchanged, or refused by row."""
+
 from __future__ import annotations
 
 import random

@@ -1,3 +1,5 @@
+"""The manifest of a dataset folder: read as written, and every wrong field refused by name."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Placement of graph, features and labels on device or host: the layout, and the rows read from it."""
+
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Labels that are real numbers: refused with what to type, and that works."""
+"""Real-valued labels are refused with what to type, and what the refusal names trains."""
 
 from __future__ import annotations
 

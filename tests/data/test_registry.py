@@ -1,3 +1,5 @@
+"""`open_dataset`: folders, files, built-in graphs and PyG names, converted once and found again."""
+
 from __future__ import annotations
 
 import sys

@@ -1,4 +1,4 @@
-"""One copy of a dataset per host; that ranks share it is checked with those of `distributed/test_world.py`."""
+"""One copy of a dataset per host. `distributed/test_world.py` checks that ranks really share it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def two_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> World:
-    """The first of two ranks, the other of which agrees with everything."""
+    """The first of two ranks of one host. The other agrees with everything that ranks decide together."""
     world = World.alone()
     monkeypatch.setattr(world, "local_size", 2)
     return world

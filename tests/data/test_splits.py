@@ -1,4 +1,4 @@
-"""Random splits: of which nodes, of what sizes, the same everywhere; and for every source that is converted."""
+"""Random splits: nodes, sizes and seeds, equal on every machine and for every source of a conversion."""
 
 from __future__ import annotations
 
@@ -30,15 +30,17 @@ EDGES = np.array([[0, 0, 5, 5, 9], [5, 5, 9, 5, 0]])
 
 
 def dataset_with_labels(y: Any, **changes: Any) -> Dataset:
+    """`EDGES` with these labels."""
     return from_edges(EDGES, y=y, num_nodes=len(y), **changes)
 
 
 def split_ids(dataset: Dataset) -> dict[str, list[int]]:
+    """The node ids of each split."""
     return {name: nodes.tolist() for name, nodes in dataset.splits.items()}
 
 
 def labels_with_gaps() -> torch.Tensor:
-    """303 labels in three classes, every fifth missing."""
+    """[303] int64: labels of three classes, every fifth missing."""
     y = torch.arange(303) % 3
     y[::5] = -1
     return y

@@ -1,3 +1,5 @@
+"""Dataset folders: equal after saving and opening, and damage found at opening or by `verify`."""
+
 from __future__ import annotations
 
 import random
@@ -206,7 +208,7 @@ def test_arrays_that_do_not_fit_together_are_refused(tiny: Dataset, tmp_path: Pa
 
 
 def damage_one_file(folder: Path, rng: random.Random) -> str:
-    """Damage one file of a folder (or swap two) in one of six ways."""
+    """Damage one file of a folder, or swap two, in one of six ways."""
     path = rng.choice(sorted(folder.iterdir()))
     data = bytearray(path.read_bytes())
     way = rng.choice(["flip", "truncate", "append", "delete", "swap", "zero"])

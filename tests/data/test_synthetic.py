@@ -1,3 +1,5 @@
+"""Synthetic graphs: exact counts, the same bits for any chunks, threads and device, planted structure."""
+
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,3 +1,5 @@
+"""Writing a dataset folder: after a full disk or a kill there is the old folder or the new one."""
+
 from __future__ import annotations
 
 import errno
@@ -14,6 +16,7 @@ from tests.warm import run_python
 
 
 def hidden_names(folder: Path) -> list[str]:
+    """Names of the hidden files next to a folder."""
     return [p.name for p in folder.parent.iterdir() if p.name.startswith(".")]
 
 

@@ -82,7 +82,7 @@ def npz_file(folder: Path, **arrays: Any) -> Path:
 
 
 def convert_source(folder: Path, source: Path, *overrides: str) -> Dataset:
-    """What `hopline convert SOURCE FOLDER KEY=VALUE ...` writes."""
+    """The dataset that `hopline convert SOURCE FOLDER KEY=VALUE ...` writes."""
     return commands.convert(str(source), folder / "out", override(ConvertConfig(), list(overrides)))
 
 
@@ -122,7 +122,7 @@ def data(**fields: Any) -> Dataset:
 
 
 def weights_of_chunks(*weights: Any, folder: Path | None = None) -> list[Any]:
-    """The weights of a graph whose edges come in chunks, each with weights of its own kind."""
+    """The edge weights of a graph whose chunks of edges have weights of different types."""
     chunks = [(np.array([[0] * len(w), [1] * len(w)]), {"weight": np.array(w)}) for w in weights]
     return from_edges(chunks, num_nodes=2, folder=folder).graph.edge["weight"].tolist()
 

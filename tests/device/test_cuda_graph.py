@@ -1,4 +1,4 @@
-"""Capture: when it is due, in which order streams wait, and what is left after one that failed."""
+"""CUDA-graph capture: when it is due, the order of streams, and the state after a failed one."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_an_interruption_is_no_failure_of_the_capture(fake_cuda: FakeCuda):
 
 @contextmanager
 def evaluation_elsewhere() -> Iterator[threading.Event]:
-    """Another thread has the capture lock until the event is set."""
+    """Another thread holds the capture lock until the event is set."""
     begun = threading.Event()
     ended = threading.Event()
 

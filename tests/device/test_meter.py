@@ -1,3 +1,5 @@
+"""Meters of memory: the peak and the laps of what lives at once, on the host and on a GPU."""
+
 from __future__ import annotations
 
 import gc

@@ -1,3 +1,5 @@
+"""After an allocation failed the step is undone: gradients, buffers and random states are as before."""
+
 from __future__ import annotations
 
 import pytest

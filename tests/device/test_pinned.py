@@ -1,3 +1,5 @@
+"""Memory registered as pinned for as long as its tensor lives, with a stand-in for the CUDA driver."""
+
 from __future__ import annotations
 
 import copy

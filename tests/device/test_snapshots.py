@@ -1,4 +1,4 @@
-"""Weights, modes and random states are what they were, also after an error."""
+"""Snapshots restore weights, modes and random states, also after an error."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""The capture lock, and runs whose asynchronous evaluation has a stream of its own."""
+
 import gc
 import threading
 import time
@@ -100,7 +102,7 @@ def assert_same_outcome(ours: tuple[Any, ...], expected: tuple[Any, ...]) -> Non
 
 
 def delay_evaluation(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Have evaluations beside training that are not replayed keep their turn for longer."""
+    """Asynchronous evaluations that are not replayed hold the capture lock for longer."""
     evaluate = EvaluationThread._evaluate
 
     def slowly(thread: EvaluationThread, buffer: Any) -> Any:

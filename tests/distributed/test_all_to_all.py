@@ -1,4 +1,4 @@
-"""One process alone; what several ranks exchange is checked in `shards/ranks.py`."""
+"""All-to-all in one process. `shards/ranks.py` checks what several ranks exchange."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process group that the user has made: its ranks train, and it stays the user's."""
+"""A process group of the user's: its ranks train, and the group stays open for the user."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ from tests.runs import sage, small
 
 
 def run_in_group(name: str, folder: Path, size: int, *, by_file: bool = False, dies: int | None = None) -> list[Any]:
-    """What each rank of a process group found, None for one that died."""
+    """Results of the ranks of a user's process group, each of which runs `tests.group_ranks NAME`.
+
+    dies: a rank that ends early. Its result is None.
+    """
     port = str(free_port())
     commands = []
     for rank in range(size):
@@ -198,6 +201,7 @@ def test_a_group_of_one_rank_is_this_process_alone(tmp_path: Path):
 
 
 def introduce(host: str, local_rank: int | None = None, node: int | None = None, cores: tuple[int, ...] = (0, 1)):
+    """What a rank says of itself: its host, and its place where a launcher has told it."""
     return Introduction(host=host, local_rank=local_rank, node=node, cores=cores)
 
 
@@ -236,6 +240,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
 
 
 def choose_gpu(current: int, local_rank: int, other_gpus: list[int], device: str = "cuda") -> str:
+    """The GPU of a rank whose current device is `current`, on a host with ranks on other GPUs."""
     spec = RankSpec(rank=local_rank, size=1 + len(other_gpus), local_rank=local_rank, local_size=1 + len(other_gpus))
     introductions = [Introduction(host="a", current_gpu=number) for number in [current, *other_gpus]]
     return str(find_gpu(torch.device(device), spec, introductions))

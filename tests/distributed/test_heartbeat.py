@@ -1,4 +1,4 @@
-"""Ranks that fall silent are told from those that left, failed, or are slow."""
+"""Heartbeats tell a silent rank from one that left, failed or is slow."""
 
 from __future__ import annotations
 

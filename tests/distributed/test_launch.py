@@ -161,6 +161,7 @@ class EndedProcess:
 
 
 def ended_child(rank: int, code: int, by_us: Any = False, **messages: str) -> _Child:
+    """A rank's process that has ended with an exit code, and its last messages."""
     return _Child(rank, EndedProcess(code), None, messages=messages, is_ended_by_us=by_us)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Arrays are shared, not copied: the pickle is small, and what one process writes another reads."""
+"""Shared arrays are not copied: the pickle is small, and one process reads what another writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks say to each other: checked in real processes, and alone."""
+"""Exchanges between ranks, their store and their rendezvous: in real processes, and with one rank."""
 
 from __future__ import annotations
 

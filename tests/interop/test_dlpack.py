@@ -1,4 +1,4 @@
-"""Arrays in and out: the same memory, or an error that says what to type."""
+"""Arrays of other frameworks share memory in both directions, or an error says what to type."""
 
 from __future__ import annotations
 

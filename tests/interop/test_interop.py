@@ -1,4 +1,4 @@
-"""A sampler and a feature store alone: what they give, and what another process gets of them."""
+"""A sampler and a feature store alone: their results, and the same memory in another process."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_a_batch_becomes_a_plain_dict(data: hl.Dataset):
 
 
 def answer_in_child(pipe: Any, sampler: Sampler, features: Features) -> None:
-    """Another process: samples, then says what it reads where it is told to look."""
+    """The other process: sends a sample, then what it reads at each position it receives."""
     pipe.send(sampler.sample(torch.arange(40)).to("numpy"))
     while (place := pipe.recv()) is not None:
         pipe.send((int(sampler.graph.indices[place]), features[[place]].tolist()))

@@ -1,4 +1,4 @@
-"""GATConv and GATv2Conv by our kernels against stock PyG: on blocks and trees, with every option."""
+"""GATConv and GATv2Conv by fused kernels against stock PyG: on blocks and trees, with every option."""
 
 from __future__ import annotations
 
@@ -71,13 +71,16 @@ def tree_of() -> Block:
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter CPU tensors stand for a GPU's."""
+    """Blocks say that they are on a GPU: in the interpreter, CPU tensors stand for a GPU's."""
     monkeypatch.setattr(Block, "on_gpu", True)
     monkeypatch.setattr(TreeBlock, "on_gpu", True)
 
 
 def stock_on_slots(conv: nn.Module, x: Tensor, block: Block) -> Tensor:
-    """Stock PyG on the graph that has a node for every slot, without edges that are self-loops in the real one."""
+    """Stock PyG on a graph with one node per slot.
+
+    Where the conv adds self-loops, edges that are self-loops in the real graph are left out.
+    """
     if not isinstance(block, TreeBlock):
         return stock(conv, x, block)
     child = ((block.tree.nodes[: block.num_src] >= 0) & (block.parents >= 0)).nonzero().view(-1)
@@ -91,7 +94,7 @@ def stock_on_slots(conv: nn.Module, x: Tensor, block: Block) -> Tensor:
 
 
 def backward(out: Tensor, block: Block) -> None:
-    """Gradients of a random projection of the outputs that are there."""
+    """Backpropagate a random projection of the outputs of present destinations."""
     is_present = torch.ones(block.num_dst, 1) > 0 if block.present is None else block.present[: block.num_dst]
     projection = randn(*out.shape, seed=7).to(out)
     (out * projection * is_present.view(-1, 1).to(out)).sum().backward()

@@ -283,7 +283,7 @@ class LoopsUpToTheLargestId(pyg.SAGEConv):
 
 
 class KeepsItsEdges(pyg.SAGEConv):
-    """A conv that goes on with the first edges that it is given."""
+    """A conv that reuses the first edges that it was given."""
 
     kept: Tensor | None = None
 

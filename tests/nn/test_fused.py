@@ -24,7 +24,7 @@ FUSED = ["sage-mean", "sage-max", "sage-sum", "gcn", "gcn-no-loops", "gin", "gra
 
 
 class LargestFloats(TorchDispatchMode):
-    """Notes the size of the largest floating-point tensor that any operation makes."""
+    """Measures the size of the largest floating-point tensor that any operation makes."""
 
     largest = 0
 

@@ -1,4 +1,4 @@
-"""The tiny graph, and copies of modules to try on it."""
+"""The small graph on which modules are probed, and the copies of modules that run on it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.helpers import mlp, randn
 
 
 class Centring(nn.Module):
-    """A norm of a user's own over the rows that it is given."""
+    """A user's own norm, which subtracts the mean over the rows it is given."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(0)
@@ -31,7 +31,7 @@ class CentringInTraining(Centring):
 
 
 class OwnLayerNorm(nn.LayerNorm):
-    """Each row by itself, of a type that is not known."""
+    """A user's own norm of each row by itself, of a type that hopline does not know."""
 
 
 def gnn(norm: nn.Module | None = None, **options: Any) -> GNN:
@@ -151,7 +151,7 @@ def test_the_model_itself_is_left_as_it_was() -> None:
 
 
 class ObservingConv(pyg.SAGEConv):
-    """Writes down the size of its messages in training."""
+    """A conv that records the size of its messages in training."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__(in_channels, out_channels)

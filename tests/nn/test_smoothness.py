@@ -1,4 +1,4 @@
-"""How far noise on a layer's input moves its output."""
+"""How far noise on a layer's input moves its output, measured while a model runs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ X = randn(50, 6)
 
 
 def attach_recorder(batch: Batch, recorder: Recorder) -> Batch:
+    """The batch with a recorder on its blocks."""
     return replace(batch, blocks=tuple(replace(block, layer_hooks=recorder) for block in batch.blocks))
 
 
 def measure_spreads(model: GNN, batch: Batch) -> list[Tensor]:
-    """What a recorder measures while the model runs."""
+    """The spreads that a recorder measures while the model runs."""
     recorder = Recorder(measures=True)
     model(attach_recorder(batch, recorder))
     return recorder.spreads
 
 
 class DoublingConv(nn.Module):
-    """A conv of one's own row, twice as large."""
+    """A conv that ignores neighbours and doubles a node's own row."""
 
     out_channels = 6
 

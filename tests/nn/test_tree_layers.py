@@ -1,4 +1,4 @@
-"""Models on trees by a GPU's kernels, in Triton's interpreter or on one, against the same model by the CPU's."""
+"""Models on trees by the GPU's kernels (or Triton's interpreter), against the CPU's kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEVICE = torch.device(KERNEL_DEVICE)
 
 @pytest.fixture
 def _pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter CPU tensors stand for a GPU's."""
+    """Blocks say that they are on a GPU: in the interpreter, CPU tensors stand for a GPU's."""
     on_device = property(lambda block: block.tree.nodes.device.type == DEVICE.type)
     monkeypatch.setattr(TreeBlock, "on_gpu", on_device)
 

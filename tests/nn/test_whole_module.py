@@ -1,3 +1,5 @@
+"""Modules that are not made of layers run on all sampled edges at once, or are refused."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Modules of the user's own, which are not made of layers: what is refused, and what is said."""
+"""Modules that are not made of layers: those that batches would change are refused or reported."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_further_arguments_that_must_be_given_are_refused_by_name():
 
 
 class KeepsEdges(nn.Module):
-    """A cache of the user's own."""
+    """A module with an edge cache of its own."""
 
     def __init__(self, data: hl.Dataset) -> None:
         super().__init__()

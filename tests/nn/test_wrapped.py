@@ -1,4 +1,4 @@
-"""Models in the wrappers of other libraries, and models that are called with what they cannot read."""
+"""Models wrapped by DDP, Fabric or `torch.compile`, and models called with what they cannot read."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""The definition of gathering from hot and cold rows, on the CPU."""
+
 from __future__ import annotations
 
 import pytest

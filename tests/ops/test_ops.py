@@ -1,4 +1,4 @@
-"""The public functions: where they run, and what they refuse."""
+"""The public functions of `ops`: which kernels they choose, and which arguments they refuse."""
 
 from __future__ import annotations
 

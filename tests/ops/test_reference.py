@@ -1,4 +1,4 @@
-"""The reference against brute force in Python."""
+"""The reference implementations against brute force in Python."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""The id map that sorts, against the hash map of the CPU."""
+
 from __future__ import annotations
 
 import pytest

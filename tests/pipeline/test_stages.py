@@ -1,3 +1,5 @@
+"""The pipeline of stages: results in order, bounded look-ahead, errors by stage, and no thread left."""
+
 from __future__ import annotations
 
 import gc

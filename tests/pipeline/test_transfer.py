@@ -1,3 +1,5 @@
+"""Moving batches to a device through staging buffers that are reused only after their copies."""
+
 from __future__ import annotations
 
 import warnings

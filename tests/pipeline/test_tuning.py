@@ -1,4 +1,4 @@
-"""Threads and look-ahead from epoch to epoch, by loads of machines that are played through."""
+"""Tuning threads and look-ahead from epoch to epoch, on simulated machines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ def make_load(num_results: int, wall_s: float, waited_s: float, stages: dict[str
 
 
 def simulate_machine(prepare_s: float, train_s: float, cores: int = 99) -> Callable[[int], Load]:
-    """An epoch by so many threads: the longer of preparing, on the cores there are, and training."""
+    """The load of an epoch, by number of threads.
+
+    A batch takes the longer of preparing, by as many threads as there are cores, and training.
+    """
 
     def epoch(workers: int) -> Load:
         batch_s = max(prepare_s / min(workers, cores), train_s)

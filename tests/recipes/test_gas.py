@@ -1,4 +1,4 @@
-"""The runs of GNNAutoScale's tables: what they say, and that each can be built and trained on a graph of its kind."""
+"""Recipes for GNNAutoScale's tables: each can be built and trained on a graph of its kind."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def tiny_dataset(data: str) -> hl.Dataset:
 
 
 def shrink(config: RunConfig) -> RunConfig:
-    """The same run on fewer parts, and no deeper and wider than needed."""
+    """The run with fewer parts, layers and units."""
     hidden = config.model.hidden if config.model.name == "gat" else min(config.model.hidden, 24)
     model = dataclasses.replace(config.model, hidden=hidden, layers=min(config.model.layers, 4))
     assert isinstance(config.method, hl.Historical)

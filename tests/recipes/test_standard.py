@@ -1,4 +1,4 @@
-"""The named runs."""
+"""The standard recipes."""
 
 from __future__ import annotations
 

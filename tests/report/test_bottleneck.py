@@ -1,4 +1,4 @@
-"""The bound against a schedule played through batch by batch, and sentences that are true for the machine."""
+"""The bound on an epoch's time against a simulated pipeline, and advice that fits the machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hopline.report.bottleneck import REST, Explanation, Setup, bound_of, explai
 
 
 def simulate_pipeline_s(prepare_s: float, train_s: float, num_batches: int, workers: int) -> float:
-    """Seconds of a pipeline with room for all batches, whose threads begin one after the other."""
+    """Seconds of a pipeline with an unbounded queue, whose threads begin one after the other."""
     free = [prepare_s * i / workers for i in range(workers)]
     now = 0.0
     for _ in range(num_batches):
@@ -38,7 +38,7 @@ TWO_CORES = Setup(workers=2, look_ahead=4, max_workers=2, num_cores=2, sampled=T
 
 
 def explain_epoch(setup: Setup = TWO_CORES, alone: Any = None, **stages: float) -> Explanation:
-    """An epoch of 10 s and 20 batches."""
+    """The explanation of an epoch of 10 s and 20 batches."""
     explanation = explain(stages, 10.0, 20, setup, alone)
     assert explanation is not None
     return explanation

@@ -1,4 +1,4 @@
-"""Charts: what is drawn where, and what is left out."""
+"""Charts: scales, labels, legends and colours, and points that are left out."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""Colours of charts: as many as are asked for, different from one another and from the page."""
+"""Colours of charts: as many as needed, distinct from one another and from the page."""
 
 import itertools
 import re

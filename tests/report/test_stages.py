@@ -13,7 +13,7 @@ from tests.runs import sage, small
 
 
 class SpanRecorder:
-    """A listener that keeps the stages."""
+    """A listener that records the spans of stages."""
 
     def __init__(self) -> None:
         self.spans: list[trace.Span] = []

@@ -1,3 +1,5 @@
+"""Comparing methods before a run: each is planned and timed, and the fastest that fits is recommended."""
+
 from __future__ import annotations
 
 import math

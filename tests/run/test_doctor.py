@@ -1,4 +1,4 @@
-"""What `hopline doctor` finds."""
+"""The findings of `hopline doctor`."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def test_shards_in_one_process_give_what_the_dataset_gives(config: RunConfig, ru
 
 
 def predict_on_ranks(world: World, folder: str, shards: str) -> list[Any]:
-    """Predictions of several ranks, each by another set of settings, as the first rank has written them."""
+    """Predictions of several ranks for each of `SETTINGS`, as the first rank has written them."""
     by_settings = []
     for settings in SETTINGS:
         written = predict_rank(world, folder, to_dict(InferConfig(data=shards, **settings)))

@@ -1,4 +1,4 @@
-"""Where a run finds its data and is written: the same from every folder, and nothing shadowed."""
+"""Paths of datasets and runs: the same from every working folder, and no name shadows another."""
 
 from __future__ import annotations
 

@@ -39,6 +39,7 @@ def run_folder(config: RunConfig) -> Path:
 
 
 def read_predictions(folder: Path, **settings: Any) -> np.ndarray:
+    """Predict with a run's weights, and read the file that was written."""
     return np.load(predict(folder, InferConfig(**settings)) or "", allow_pickle=False)
 
 
@@ -100,7 +101,7 @@ def test_a_folder_that_holds_a_run_is_refused(config: RunConfig, run_folder: Pat
 
 @pytest.fixture
 def unsplit_config(config: RunConfig, tmp_path: Path) -> RunConfig:
-    """A run on a graph without splits, of which some nodes have no label, by split=."""
+    """A run with split= on a graph without splits, in which some nodes have no label."""
     data = without(small(), "train", "valid", "test")
     assert data.y is not None
     data.y[::9] = -1

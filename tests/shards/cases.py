@@ -67,7 +67,7 @@ def model(name: str, discrete: bool = False) -> nn.Module:
 
 
 def plain(conv: nn.Module, graph: Graph, x: Tensor) -> dict[str, Tensor]:
-    """Outputs and gradients of the conv, run twice, by PyG itself and in the graph's order."""
+    """Outputs and gradients of plain PyG: the conv run twice, with edges in the graph's order."""
     edge = {name: rows.clone().requires_grad_() for name, rows in graph.edge.items()}
 
     def layer(h: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def plain(conv: nn.Module, graph: Graph, x: Tensor) -> dict[str, Tensor]:
 def sharded(
     conv: nn.Module, graph: Graph, x: Tensor, layout: ShardLayout, transport: Transport | None, **options: Any
 ) -> dict[str, Tensor]:
-    """The same for the nodes and edges of a layout."""
+    """Outputs and gradients of the conv run twice over the nodes and edges of a layout."""
     edge = {name: rows[layout.edge_ids].requires_grad_() for name, rows in graph.edge.items()}
     convs = ShardConvs.of(layout, transport, edge_rows=edge, **{"chunk_bytes": CHUNK_BYTES, **options})
     return _run(conv, x[layout.own_ids], edge, lambda h: run_conv(conv, h, convs), layout.own_ids)
@@ -99,7 +99,10 @@ def _run(
 
 
 def error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], layout: ShardLayout) -> float:
-    """The largest difference, in units of what is allowed. expected: of all nodes and edges."""
+    """The largest difference between own and expected results, in units of the tolerance.
+
+    expected: results of all nodes and edges, of which the layout's are taken.
+    """
     worst = 0.0
     for name in found.keys() | expected.keys():
         theirs = expected.get(name, torch.zeros(()))
@@ -112,7 +115,7 @@ def error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], layout: S
 
 
 def on_ranks(world: World, names: list[str]) -> dict[str, Any]:
-    """On this rank's shard: the largest error of each conv, and what travelled."""
+    """The largest error of each conv on this rank's shard, and the bytes that travelled."""
     errors: dict[str, float] = {}
     for name in names:
         for discrete in (False, True) if name in TIES[:3] else (False,):
@@ -125,7 +128,10 @@ def on_ranks(world: World, names: list[str]) -> dict[str, Any]:
 
 
 def one_way_case() -> tuple[Graph, Tensor]:
-    """All edges lead from the second half of the nodes to the first: some shards have none, and nobody's rows."""
+    """All edges lead from the second half of the nodes to the first.
+
+    Some shards have no edges, and need no rows of others.
+    """
     return graph_of(randint(20, 40, 100), randint(0, 20, 100, seed=1), 40), randn(40, 4)
 
 
@@ -151,7 +157,7 @@ def _modes_and_depths(world: World, name: str) -> float:
 
 
 def _traffic(world: World) -> dict[str, dict[str, float]]:
-    """Bytes over all ranks, by conv and mode, and by what they were for; no edge array has a gradient."""
+    """Bytes over all ranks, by conv and mode and by purpose. No edge array has a gradient."""
     num_bytes = {}
     for name, mode in (("sage-mean", "sequential"), ("gat", "sequential"), ("gat", "stored"), ("gat", "one_shot")):
         graph, x = case(name)

@@ -1,4 +1,4 @@
-"""What each rank does in the tests of sampling on shards; everything is compared with the whole dataset."""
+"""Checks that each rank runs for sampling on shards. Everything is compared with the whole dataset."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def assert_same_blocks(ours: tuple[Block, ...], theirs: tuple[Block, ...]) -> No
 
 
 def check_questions(channel: Channel, shard: Shard) -> None:
-    """Any rank asks for anything, or for nothing."""
+    """Row requests of any size, also of no rows, get the rows of their owners."""
     all_nodes = torch.arange(shard.num_nodes)
     table = (all_nodes[:, None] * 10 + torch.arange(3)).to(torch.bfloat16)
     for number in range(3):
@@ -67,7 +67,7 @@ def check_questions(channel: Channel, shard: Shard) -> None:
 
 
 def check_sampler(channel: Channel, shard: Shard, data: hl.Dataset, place: Tensor) -> None:
-    """The draws of one process, for seeds of any owner, for no seeds, and for all neighbours."""
+    """Samples are those of one process: for seeds of any owner, for no seeds, and for all neighbours."""
     for fanouts, again in (((3, 2), False), ((2, 3), True), ((-1, -1), False), ((4, -1, 1), False), ((2, 2, 2), True)):
         options = {"replace": again, "edge_ids": True, "one_list": again}
         sampler = CollectiveSampler(shard, channel, fanouts, **options)
@@ -79,7 +79,7 @@ def check_sampler(channel: Channel, shard: Shard, data: hl.Dataset, place: Tenso
 
 
 def check_loader(world: World, shard: Shard, data: hl.Dataset) -> list[int]:
-    """Batches hold what one process would have; returns how many seeds each batch of this rank has."""
+    """Batches are those of one process. Returns the number of seeds of each batch of this rank."""
     method = hl.Sampled(fanouts=(3, 2), batch_size=4)
     loader = method.loader(shard, "train", seed=5, world=world)
     assert isinstance(loader, CollectiveLoader)
@@ -110,7 +110,7 @@ def check_loader(world: World, shard: Shard, data: hl.Dataset) -> list[int]:
 
 
 def check_early_end(world: World, shard: Shard) -> None:
-    """A loop that is left early keeps the ranks in step: the next epoch is complete."""
+    """A loop that ends early keeps the ranks in step: the next epoch is complete."""
     loader = hl.Sampled(fanouts=(2,), batch_size=2, look_ahead=3).loader(shard, "train", world=world)
     batches = iter(loader)
     first: Batch = next(batches)
@@ -121,7 +121,7 @@ def check_early_end(world: World, shard: Shard) -> None:
 
 
 def check_differences(world: World, shard: Shard) -> None:
-    """Ranks that were not given the same are told before the first batch."""
+    """Ranks with different arguments are refused before the first batch."""
     if world.size > 1:
         with pytest.raises(ValueError, match="rank 1 and rank 0 differ in the seeds, the method or the tables"):
             hl.Sampled(fanouts=(2,), batch_size=2 + world.rank).loader(shard, world=world)
@@ -131,7 +131,7 @@ def check_differences(world: World, shard: Shard) -> None:
 
 
 def own_loop(world: World, data: hl.Dataset | Shard, kind: str) -> list[float]:
-    """A user's own loop: the losses of some steps over all ranks."""
+    """Losses over all ranks of a few steps of a user's own training loop."""
     convs = {"sage": SAGEConv, "gcn": GCNConv, "gat": GATConv}[kind]
     torch.manual_seed(1)
     model = hl.nn.GNN([convs(4, 8), convs(8, 5)], dropout=0.3).double()

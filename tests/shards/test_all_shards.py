@@ -1,4 +1,4 @@
-"""One process trains a folder of shards: by every method, with the losses of the dataset that was cut."""
+"""One process trains a folder of shards with the losses of the whole dataset, by every method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling on shards; what the ranks check is in `shards/ranks.py`."""
+"""Sampling on shards by several ranks. The checks that ranks run are in `shards/ranks.py`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def runs_alone(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def results_by_size(folder: Path) -> Callable[[int], dict[str, Any]]:
-    """What so many ranks find: started once."""
+    """Results of `check` on a number of ranks. Each number is launched once."""
     return functools.cache(lambda size: run(check, LaunchSettings(devices=size, timeout_s=30), str(folder)))
 
 

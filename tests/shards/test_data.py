@@ -1,4 +1,4 @@
-"""One rank; with several, see `shards/ranks.py`."""
+"""`ShardedData` on one rank. `shards/ranks.py` checks several."""
 
 from __future__ import annotations
 

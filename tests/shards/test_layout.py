@@ -1,3 +1,5 @@
+"""The layout of shards: every edge in the shard of its destination, and halos equal to what is sent."""
+
 from __future__ import annotations
 
 from dataclasses import replace

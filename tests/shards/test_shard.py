@@ -1,3 +1,5 @@
+"""One shard, opened by itself from its folder."""
+
 from __future__ import annotations
 
 import json
@@ -85,7 +87,7 @@ def test_what_cannot_be_opened_is_refused_with_a_sentence(folder: Path, tmp_path
 
 
 def change_manifest(folder: Path, key: str, value: int) -> None:
-    """Another number in what a manifest says about its shard, with a checksum that fits."""
+    """Change a number in a shard's manifest, with a checksum that fits."""
     manifest = manifests.read_manifest(folder)
     manifest.meta["shards"][key] = value
     (folder / "manifest.json").write_text(manifests.to_json(manifest))

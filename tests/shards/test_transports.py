@@ -1,3 +1,5 @@
+"""Transports of rows and gradients between shards: contents, bytes counted, and rounds under way."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -88,7 +90,7 @@ def test_a_single_rank_sends_nothing(group: None) -> None:
 
 
 class Wires(P2PTransport):
-    """One rank's messages, written down instead of sent."""
+    """A stand-in for the messages of one rank, which records them instead of sending."""
 
     def __init__(self, layout: Any) -> None:
         Transport.__init__(self, layout)

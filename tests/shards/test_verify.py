@@ -1,3 +1,5 @@
+"""`verify` of a folder of shards finds flipped bits, wrong numbers and mixed cuts."""
+
 from __future__ import annotations
 
 import shutil
@@ -33,7 +35,7 @@ def test_a_flipped_bit_is_found(folder: Path) -> None:
 
 
 def alter_array(folder: Path, array: str, position: int, value: float) -> None:
-    """One number of an array changed, with a checksum that fits: what a wrong cut would write."""
+    """Change one number of an array, with a checksum that fits, as a wrong cut would write it."""
     manifest = manifests.read_manifest(folder)
     entry = manifest.arrays[array]
     rows = np.load(folder / entry.file)

@@ -1,3 +1,5 @@
+"""Writing shards: their union is the dataset, and memory does not grow with edges and features."""
+
 from __future__ import annotations
 
 import errno
@@ -24,7 +26,10 @@ from tests.helpers import randint, randn, random_graph
 
 
 def rich(num_nodes: int = 60, num_edges: int = 400) -> Dataset:
-    """Edge arrays, three kinds of tables, two splits, double edges, loops, nodes without in-edges."""
+    """A dataset of everything that shards hold.
+
+    Edge arrays, three kinds of tables, two splits, double edges, loops, and nodes without in-edges.
+    """
     graph = random_graph(num_nodes, num_edges, weight=True, attr=2, loops=True, dtype=torch.int32)
     words = randn(num_nodes, 7, seed=5)
     ids = torch.arange(num_nodes)
@@ -134,7 +139,7 @@ def test_mistakes_are_refused_with_a_sentence(tmp_path: Path) -> None:
 
 
 def private_bytes() -> int:
-    """Bytes that are this process's own: pages of mapped files, which the system may drop, do not count."""
+    """Bytes of private memory of this process. Pages of mapped files, which the system may drop, do not count."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
     return int(line.split()[1]) << 10
 

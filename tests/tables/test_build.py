@@ -1,3 +1,5 @@
+"""`hl.table`: sizes and orders of caches, files, devices, and settings that are refused."""
+
 from __future__ import annotations
 
 import pickle

@@ -1,3 +1,5 @@
+"""A cache over another table: hot rows are read once, writes reach both, hits and misses are counted."""
+
 from __future__ import annotations
 
 import pytest

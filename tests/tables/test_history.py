@@ -1,4 +1,4 @@
-"""Tables of rows from the past, and blocks that read them."""
+"""History tables: rows, half precision, files, state and ages."""
 
 from __future__ import annotations
 

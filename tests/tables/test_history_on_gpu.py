@@ -1,4 +1,4 @@
-"""Tables of rows for a GPU: wherever they are, and however rows come, training is the same."""
+"""History tables for a GPU: training is the same wherever they are and however rows are moved."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAYS: dict[str, Where] = {"device": "device", "pinned": "pinned", "host": "host"
 
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """A function that leaves a mover two buffers of some bytes each, so that most moves take several of them."""
+    """A function that limits a mover to two buffers of a few bytes, so that most moves need several."""
 
     def shrink(num_bytes: int) -> None:
         monkeypatch.setattr(row_mover, "NUM_BUFFERS", 2)
@@ -211,6 +211,7 @@ MODELS = {
 
 
 def train(model: str, device: str, *, norm: str | None = None, **settings: Any) -> tuple[list[float], torch.Tensor]:
+    """Losses by epoch, and all weights in one vector, of a short historical run in float64."""
     torch.manual_seed(0)
     data = planted_partition(**DATA)
     net = hl.nn.GNN(MODELS[model](), dropout=0.3, norm=norm).double()

@@ -1,4 +1,4 @@
-"""Tables of several ranks: in real processes, on one host and on two that are made believe so."""
+"""History tables of several ranks: real processes on one host, and on two simulated hosts."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Orders of hot rows: predicted access probabilities against the frequencies of sampled batches."""
+
 from __future__ import annotations
 
 import pytest
@@ -13,7 +15,7 @@ from tests.helpers import generator, graph_of, randint, random_graph
 
 
 def skewed_graph(num_nodes: int = 2000, num_edges: int = 20_000) -> Graph:
-    """Few nodes are the source of most edges; their numbers are scattered."""
+    """A graph in which few nodes, at scattered ids, are the source of most edges."""
     src = (num_nodes * torch.rand(num_edges, generator=generator(1)) ** 4).long()
     names = torch.randperm(num_nodes, generator=generator(2))
     return graph_of(names[src], randint(0, num_nodes, num_edges, 3), num_nodes)
@@ -22,7 +24,7 @@ def skewed_graph(num_nodes: int = 2000, num_edges: int = 20_000) -> Graph:
 def measure_access_probability(
     graph: Graph, fanouts: tuple[int, ...], train: Tensor, batch_size: int, epochs: int, **options
 ) -> Tensor:
-    """How often each node was in a batch."""
+    """[num_nodes] the share of sampled batches that read each node's row."""
     sampler = NeighborSampler(graph, fanouts, **options)
     count = torch.zeros(graph.num_nodes)
     total = 0

@@ -1,3 +1,5 @@
+"""Tables in memory and in mapped files: reads, writes, and what kernels may read directly."""
+
 from __future__ import annotations
 
 from pathlib import Path

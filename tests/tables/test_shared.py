@@ -1,3 +1,5 @@
+"""Tables that other processes read: by a handle to the same memory, never by a copy per process."""
+
 from __future__ import annotations
 
 import multiprocessing

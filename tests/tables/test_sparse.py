@@ -1,3 +1,5 @@
+"""Sparse tables: rows equal to the dense ones, stored entries, and read-only."""
+
 from __future__ import annotations
 
 import pytest
@@ -8,6 +10,7 @@ from tests.helpers import randint, randn
 
 
 def sparse_rows(dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """[30, 12] rows that are mostly zeros; row 4 is all zeros."""
     rows = randn(30, 12, dtype=dtype)
     rows[rows.abs() < 1] = 0
     rows[4] = 0

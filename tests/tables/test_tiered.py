@@ -1,3 +1,5 @@
+"""Tables with hot rows on a device: reads equal plain rows; counters, writes, and input of kernels."""
+
 from __future__ import annotations
 
 import warnings

@@ -1,4 +1,4 @@
-"""Methods that a user may write, trained by several ranks in tests: none of them says a total over the ranks."""
+"""Methods as a user may write them, trained by several ranks. None says its total over the ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEEDS = 14
 
 @dataclass(frozen=True)
 class Own(hl.extend.Method):
-    """Steps of seeds with replacement, of which this rank has all (`same`) or some of them."""
+    """A method whose ranks all have a step's seeds (`same`), or a share of them."""
 
     divide: str
 
@@ -74,7 +74,7 @@ class OwnWork(hl.extend.Work):
 
 @dataclass
 class PlainUnit(hl.extend.Unit):
-    """A unit that says no more than it must, with a loss of its own."""
+    """A unit with the required attributes only, and a loss of its own."""
 
     job: hl.extend.Job
     batch: hl.Batch
@@ -91,7 +91,7 @@ class PlainUnit(hl.extend.Unit):
 
 @dataclass(frozen=True)
 class ByLoader(hl.extend.Method):
-    """The loader alone, in a method of one's own: without world= every rank has all seeds."""
+    """A method that only wraps the loader. Without world= every rank gets all seeds."""
 
     with_world: bool
 
@@ -113,7 +113,7 @@ class LoaderWork(hl.extend.Work):
 
 
 class HalfKnown(Own):
-    """The first rank's units say a total, the other's do not."""
+    """A method whose units know their total on the first rank only."""
 
     def bind(self, job: hl.extend.Job) -> OwnWork:
         return (WorkWithTotals if job.world.rank == 0 else OwnWork)(**vars(super().bind(job)))

@@ -1,3 +1,5 @@
+"""The thread of asynchronous evaluation: snapshots of weights, results in order, failures, its end."""
+
 from __future__ import annotations
 
 import gc
@@ -27,7 +29,7 @@ def trainer_of() -> hl.Trainer:
 
 
 def fill_buffers(trainer: hl.Trainer, count: int) -> list[WeightsBuffer]:
-    """Rooms with other weights each."""
+    """Buffers that hold different weights each."""
     buffers = []
     for _ in range(count):
         for p in trainer.model.parameters():
@@ -130,7 +132,7 @@ def test_closing_ends_an_evaluation_at_its_next_layer():
 
 
 class PastEvent:
-    """An event that has come."""
+    """A CUDA event that has happened."""
 
     def synchronize(self) -> None: ...
 
@@ -139,7 +141,7 @@ class PastEvent:
 
 
 class FakeCapturedInference:
-    """In place of a CUDA graph: what it is given is computed at once."""
+    """In place of a captured inference: `launch` computes at once, and records the thread that called it."""
 
     is_due = True
     is_settled = False

@@ -19,7 +19,7 @@ from tests.runs import evaluated, fit, method, sage, small
 
 
 class FakeTrainer:
-    """As much of a trainer as a callback looks at."""
+    """The part of a trainer that callbacks use."""
 
     metric = "accuracy"
     best_is = "max"

@@ -87,7 +87,7 @@ def test_a_write_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pyte
 
 
 class StopAfter(Callback):
-    """Raise after so many steps, as an error in a user's code would."""
+    """Raises after a number of steps, as an error in a user's code would."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -312,7 +312,7 @@ def test_where_writing_takes_long_fewer_are_written(
 
 
 class Fails(Callback):
-    """Raises when an evaluation has come, as a kill between two checkpoints would."""
+    """Raises when an evaluation has ended, as a kill between two checkpoints would."""
 
     def __init__(self, epoch: int, hook: str) -> None:
         self.epoch = epoch

@@ -1,4 +1,4 @@
-"""Evaluation beside training gives the run that would have waited for it."""
+"""Asynchronous evaluation gives the run that blocking evaluation gives."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from tests.warm import Process, python
 
 @pytest.fixture
 def thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training never takes over an evaluation, as where a GPU trains."""
+    """Training never evaluates a snapshot itself, as where a GPU trains."""
     monkeypatch.setattr(AsyncEvaluator, "can_help", False)
 
 
 @pytest.fixture
 def permits(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
-    """One for each evaluation that the thread may do, so that a test decides when results come. There is none at first.
+    """A semaphore with one permit per evaluation that the thread may run, none at first.
 
-    Training does not wait for them: the backlog is long enough.
+    A test decides by it when results come. The backlog is so long that training does not wait for them.
     """
     permits = threading.Semaphore(0)
     evaluate = EvaluationThread._evaluate
@@ -55,7 +55,7 @@ def permits(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
 
 
 class Permit(hl.Callback):
-    """Lets the thread evaluate all that it is asked for, once an epoch is trained."""
+    """Releases all permits once an epoch is trained."""
 
     def __init__(self, permits: threading.Semaphore, epoch: int) -> None:
         self.permits = permits
@@ -72,7 +72,7 @@ def model_of(kind: str, data: hl.Dataset) -> nn.Module:
 
 
 def outcome(run: hl.Run, model: nn.Module) -> dict[str, Any]:
-    """All of a run but its times."""
+    """Everything of a run except its times."""
     return {
         "losses": losses(run),
         "evaluations": [(e.epoch, e.split, e.metrics) for e in run.evaluations],
@@ -107,7 +107,10 @@ def test_late_results_end_with_the_blocking_run_too(name: str, tmp_path: Path, p
 def compare_with_blocking(
     kind: str, settings: dict[str, Any], folder: Path, permits: threading.Semaphore | None = None
 ) -> None:
-    """permits: results come when training is two epochs further than the blocking run was."""
+    """Asynchronous evaluation gives the blocking run: results, weights, records and checkpoint.
+
+    permits: results come when training is two epochs further than the blocking run was.
+    """
     data = small()
     outcomes = {}
     weights = {}
@@ -248,7 +251,7 @@ def test_training_evaluates_a_snapshot_itself_when_the_backlog_is_full(
 
 
 class StopAt(hl.Callback):
-    """Interrupts after an epoch; first it waits for some evaluations, as if epochs took long."""
+    """Interrupts a run after an epoch, once some evaluations have ended."""
 
     def __init__(self, epoch: int, after: int = 0) -> None:
         self.epoch = epoch

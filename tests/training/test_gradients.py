@@ -1,4 +1,4 @@
-"""`Trainer(gradients=)`: how ranks combine what they learn, by default their sum."""
+"""`Trainer(gradients=)`: how ranks combine their gradients, by default by the sum."""
 
 from __future__ import annotations
 

@@ -16,7 +16,10 @@ from hopline.training.settings import Schedule, upgrade_schedule
 def rates_of_run(
     spec: Schedule, epochs: int, values: Sequence[float] | None = None, every: int = 1, lr: float = 1.0
 ) -> list[float]:
-    """The rate of each epoch; `values` are the metric after each epoch, evaluated at every few of them."""
+    """The rate of each epoch.
+
+    values: the metric after each epoch. Only every `every`-th epoch is evaluated.
+    """
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     scheduler = Scheduler(spec, optimizer, epochs)
     rate_by_epoch = []
@@ -99,7 +102,7 @@ def test_groups_keep_their_ratio():
 
 
 def rates_of_resumed_run(spec: Schedule, epochs: int, at: int, then: int, values: Sequence[float]) -> list[float]:
-    """The rate of each epoch of a run of `epochs` that was stopped after `at` of them and goes on to `then`."""
+    """The rate of each epoch of a run planned for `epochs`, stopped after `at` and resumed up to `then`."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = Scheduler(spec, optimizer, epochs)
     rate_by_epoch = []

@@ -1,3 +1,5 @@
+"""Measuring metrics within a limit of bytes."""
+
 from __future__ import annotations
 
 import hopline as hl

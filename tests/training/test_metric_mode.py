@@ -1,4 +1,4 @@
-"""A metric is best at its highest or at its lowest: best epoch, patience, schedule and report go the same way."""
+"""A metric's mode, max or min, decides best epoch, patience, plateau schedule and report alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of several ranks whose units do not know the total: equal to one process with the examples of all of them."""
+"""Ranks whose units do not know the total take the steps of one process with all their examples."""
 
 from __future__ import annotations
 
@@ -50,6 +50,8 @@ def test_ranks_that_disagree_about_the_total_are_refused() -> None:
 
 
 class SizedUnit(Unit):
+    """A unit of some size that may know the total over all ranks."""
+
     def __init__(self, size: int, total: int | None) -> None:
         self.size = size
         self.total = total
@@ -63,7 +65,7 @@ class SizedUnit(Unit):
 
 
 class EchoWorld(World):
-    """One of two ranks, where the other one says the same; counts the exchanges."""
+    """One of two ranks, where the other one says the same. Counts the exchanges."""
 
     def __init__(self) -> None:
         super().__init__(RankSpec(rank=0, size=2))

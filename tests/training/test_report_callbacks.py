@@ -1,4 +1,4 @@
-"""What a run promised and what it did, as the callbacks record it."""
+"""Callbacks that record the memory budget, the plan and the bottleneck of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.runs import fit, method, records, sage, small
 
 
 class FakeGuard:
-    """A guard that took given bytes."""
+    """A guard with a fixed record of bytes."""
 
     def __init__(self, *, steps: int = 4, **changes: int) -> None:
         self.record: dict[str, Any] = {"limit_bytes": 100, "promised_bytes": 90.0, "peak_bytes": 80}
@@ -32,7 +32,7 @@ class FakeGuard:
 
 
 class InstallGuard(hl.Callback):
-    """Puts a stand-in in place of a guard when the epoch has been trained."""
+    """Puts a fake guard in place of the trainer's when an epoch has been trained."""
 
     def __init__(self, guard: FakeGuard) -> None:
         self.guard = guard
@@ -42,6 +42,7 @@ class InstallGuard(hl.Callback):
 
 
 def messages_with(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
+    """The logged messages that contain a word."""
     return [line for line in caplog.messages if word in line]
 
 

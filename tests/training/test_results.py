@@ -1,4 +1,4 @@
-"""What training reaches: sampled training as good as full-batch PyG, and graphs that a GNN can use."""
+"""Accuracy: sampled training is as good as full-batch PyG, and GNNs beat MLPs on the demo graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What training does with what a user may do: one output column, frozen parameters, duplicates, changed data, hooks."""
+"""Rules for unusual training: one output column, frozen parameters, duplicates, changed data, hooks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _layers(trainer: hl.Trainer) -> nn.ModuleList:
 
 
 class GradientNorms(hl.Callback):
-    """The norm of the gradient after each step, of what the optimizer steps."""
+    """The norm, after each step, of the gradient of the parameters that the optimizer steps."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
@@ -67,7 +67,7 @@ class GradientNorms(hl.Callback):
 
 
 class Unfreeze(hl.Callback):
-    """Trains the first layer from some step on."""
+    """Trains the first layer from a given step on."""
 
     def __init__(self, at: int) -> None:
         self.at = at

@@ -1,4 +1,4 @@
-"""The training loop: epochs, evaluation, the weights that are kept, ways to extend it, and how it fails."""
+"""The training loop: epochs, evaluation, best weights, extension by the user, and failures."""
 
 from __future__ import annotations
 

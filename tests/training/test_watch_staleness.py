@@ -1,4 +1,4 @@
-"""What a run says about the age of its histories."""
+"""The message of a run about the staleness of its historical embeddings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.runs import records, small
 
 
 def fit(out: Path, lr: float, **method: object) -> hl.Run:
-    """Few steps an epoch over random parts, so that rows wait for long; lr decides how far they move meanwhile."""
+    """A run of few steps per epoch over random parts, so that histories get stale. lr decides how far rows move."""
     data = small()
     torch.manual_seed(0)
     model = hl.nn.GNN([GCNConv(data.num_features, 8), GCNConv(8, data.num_classes)])

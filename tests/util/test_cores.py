@@ -1,4 +1,4 @@
-"""How many cores there are: by affinity, and by a container's share."""
+"""The number of cores: by affinity, and by a container's share."""
 
 from __future__ import annotations
 

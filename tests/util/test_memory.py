@@ -1,4 +1,4 @@
-"""Freed memory is kept only while somebody asks for it, and a user's own settings are left alone."""
+"""Freed memory is held back only while asked for, and the user's own malloc settings are left alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gl
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """What glibc was told last, by setting; nothing reaches the real one."""
+    """The last value of each malloc setting. No call reaches the real glibc."""
     value_of: dict[int, int] = {}
 
     def mallopt(name: int, value: int) -> int:

@@ -39,7 +39,7 @@ def stop_at_three(console: Console, error: type[BaseException]) -> None:
 
 
 def text_on_screen(file: StringIO) -> list[str]:
-    """What a terminal shows in the end, following the cursor."""
+    """The text that a terminal shows at the end, after all movements of the cursor."""
     lines = [""]
     row = 0
     for code, text in re.findall(r"(\x1b\[\??[0-9]*[A-Za-z]|\r|\n)|([^\x1b\r\n]+)", file.getvalue()):

@@ -189,7 +189,7 @@ def test_many_threads_lose_nothing():
 
 
 class FakeEvent:
-    """A moment of a GPU, which is over when somebody has waited for it."""
+    """A CUDA event, which has happened once somebody has waited for it."""
 
     def __init__(self, at_ms: float, over: bool) -> None:
         self.at_ms = at_ms

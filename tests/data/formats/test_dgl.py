@@ -1,4 +1,4 @@
-"""DGL's partitions, through a stand-in that gives what `dgl.distributed.load_partition` gives."""
+"""Datasets from DGL's partitions, read through a fake `dgl.distributed.load_partition`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.runs import assert_refused, command
 
 
 class FakePartitionGraph:
-    """A partition's graph, as far as it is looked at."""
+    """The part of a DGL graph that the reader uses: edges, node data and edge data."""
 
     def __init__(self, ends: tuple[Tensor, Tensor], ndata: dict[str, Tensor], edata: dict[str, Tensor]) -> None:
         self.ends = ends
@@ -36,6 +36,7 @@ class FakePartitionGraph:
 
 
 def make_dataset() -> Dataset:
+    """40 nodes with weighted edges, edge attributes, two tables, four classes and three splits."""
     graph = random_graph(40, 200, weight=True, attr=3, dtype=torch.int32)
     ids = torch.arange(40)
     return Dataset(
@@ -49,7 +50,11 @@ def make_dataset() -> Dataset:
 
 
 def make_dgl_partitions(data: Dataset, folder: Path, *, with_original_ids: bool = True) -> tuple[Any, Tensor]:
-    """(load_partition, the part of each node): nodes and edges renumbered part by part, with halo nodes and edges."""
+    """(a fake `load_partition`, [40] int64 the part of each node) of a dataset in three parts.
+
+    As in DGL, nodes and edges are renumbered part by part, and a part has halo nodes and edges.
+    with_original_ids: parts store the ids from before the renumbering, as `orig_id`.
+    """
     part_of = make_partition(data.graph, 3, "random").part_of.long()
     order = part_of.argsort(stable=True)
     new = torch.empty_like(order)

@@ -1,3 +1,5 @@
+"""Datasets from `.npz` files: real graphs, random splits, and damaged files by name."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Datasets from OGB folders in both layouts: edges, labels and features, and folders that are refused."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,3 +1,5 @@
+"""Datasets from PyG `Data` objects and SciPy matrices, and back to PyG."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -12,6 +14,7 @@ from hopline.tables import SparseTable
 
 
 def make_pyg_data() -> Data:
+    """30 nodes with edge weights and attributes, three masks, and a table of years."""
     generator = torch.Generator().manual_seed(0)
     mask = torch.zeros(30, dtype=torch.bool)
     mask[:10] = True

@@ -1,3 +1,5 @@
+"""Datasets from CSV and Parquet tables: ids, labels and splits, and errors that name row and column."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Reading CSV and Parquet files in chunks: types of columns, chosen columns, and damaged files by name."""
+
 from __future__ import annotations
 
 import gzip
@@ -16,13 +18,14 @@ TABLE = "id,size,name\n7,1.5,ann\n8,,bob\n9,2.5,\n"
 
 @pytest.fixture(params=["arrow", "plain"])
 def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways of reading CSV must agree."""
+    """The reader of CSV files: pyarrow's, or the plain one that is used without pyarrow."""
     if request.param == "plain":
         monkeypatch.setattr(csv_parquet.importlib.util, "find_spec", lambda name: None)
     return request.param
 
 
 def join_chunks(chunks: list[Chunk]) -> Chunk:
+    """Each column over all chunks."""
     return {name: np.concatenate([c[name] for c in chunks]) for name in chunks[0]}
 
 

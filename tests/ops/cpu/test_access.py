@@ -1,3 +1,5 @@
+"""`add_to_sources`: each source gets the sum over its out-edges, for any number of threads."""
+
 from __future__ import annotations
 
 import pytest

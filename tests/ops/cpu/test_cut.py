@@ -1,3 +1,5 @@
+"""Counts of cut edges and halo sizes of a partition, against loops and sets."""
+
 from __future__ import annotations
 
 import numpy as np

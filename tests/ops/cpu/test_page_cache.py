@@ -1,4 +1,4 @@
-"""Rows that have to come from the disk: found out, asked for in the order of the file, and read right."""
+"""Rows on disk: cold pages are detected, requested in the order of the file, and read correctly."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Partitioning by streaming: sizes of parts, communities found, results that depend on the key alone."""
+
 from __future__ import annotations
 
 import itertools
@@ -12,7 +14,7 @@ from tests.helpers import graph_of, randint, random_graph, torch_threads
 
 
 def community_graph(num_nodes: int = 2000, size: int = 100, num_edges: int = 12_000) -> Graph:
-    """Nine edges of ten inside of communities, whose nodes are shuffled."""
+    """A graph with nine of ten edges inside communities, whose nodes have scattered ids."""
     src = randint(0, num_nodes, num_edges)
     dst = src // size * size + randint(0, size, num_edges, seed=1)
     dst[: num_edges // 10] = randint(0, num_nodes, num_edges // 10, seed=2)

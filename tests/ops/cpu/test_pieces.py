@@ -1,3 +1,5 @@
+"""Micro-batches of a batch: nodes and edges that lead to some seeds, against Python sets."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -12,7 +14,7 @@ BATCH = batch_of(random_graph(300, 3000), None, (4, 3, -1), torch.arange(0, 300,
 
 
 def count_by_sets(seeds: np.ndarray) -> list[int]:
-    """Nodes of each layer, then edges of each block, that lead to the seeds: by sets."""
+    """Nodes of each layer, then edges of each block, that lead to the seeds, counted with Python sets."""
     nodes = [len(seeds)]
     edges = []
     have = set(seeds.tolist())

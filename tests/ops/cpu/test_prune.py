@@ -1,3 +1,5 @@
+"""Leaving out edges so that a batch fits: the order of edges, and the last edge that fits."""
+
 from __future__ import annotations
 
 import itertools

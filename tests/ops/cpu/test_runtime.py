@@ -1,3 +1,5 @@
+"""What the Numba kernels share: the random generator, prefetching, threads, and their errors."""
+
 from __future__ import annotations
 
 import concurrent.futures

@@ -23,7 +23,7 @@ SHAPES = [(2, 1), (3, 1), (3, 2), (5, 4), (20, 5), (21, 5), (41, 10), (64, 15), 
 
 @cache
 def positions_over_nodes(degree: int, fanout: int, count: int, replace: bool = False) -> Tensor:
-    """Positions picked by many nodes under one key: [count, fanout]."""
+    """[count, fanout] positions that many nodes draw under one key."""
     indptr = torch.arange(count + 1) * degree
     indices = torch.arange(degree, dtype=torch.int32).repeat(count)
     sample = cpu_sampling.sample_neighbors(indptr, indices, torch.arange(count), fanout, derive_key(3, 1, 0), replace)
@@ -32,7 +32,7 @@ def positions_over_nodes(degree: int, fanout: int, count: int, replace: bool = F
 
 @cache
 def positions_over_keys(degree: int, fanout: int, count: int, replace: bool = False) -> Tensor:
-    """Positions picked by one node under many keys: [count, fanout]."""
+    """[count, fanout] positions that one node draws under many keys."""
     indptr = torch.tensor([0, 0, degree])
     indices = torch.arange(degree)
     node = torch.tensor([1])

@@ -26,7 +26,7 @@ SLOPE = 0.3
 
 
 def tree(seeds: int = 9, fanouts: tuple[int, ...] = (3, 10, 2), hop: int = 1) -> Edges:
-    """With empty slots, an empty seed, and nodes that are their own neighbours."""
+    """A tree with empty slots, an empty seed, and nodes that are their own neighbours."""
     indptr, indices = csr()
     indices[indptr[3] : indptr[3] + 3] = 3
     start = torch.cat([torch.tensor([3, -1]), torch.arange(seeds - 2)])
@@ -37,7 +37,7 @@ def tree(seeds: int = 9, fanouts: tuple[int, ...] = (3, 10, 2), hop: int = 1) ->
 
 
 def block(num_src: int = 40, num_dst: int = 24) -> Edges:
-    """With a hub, destinations without edges, a source without any, double edges and self-loops."""
+    """A block with a hub, destinations and a source without edges, double edges and self-loops."""
     degrees = torch.cat([torch.tensor([70, 0, 1]), randint(0, 12, num_dst - 4), torch.zeros(1, dtype=torch.int64)])
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degrees.cumsum(0)])
     src = randint(0, num_src - 1, int(indptr[-1]))
@@ -74,7 +74,7 @@ def attend_by_definition(
     x: Tensor, own: Tensor | None, att: Tensor, att_own: Tensor | None, edges: Edges, loops: bool,
     factors: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The definition, with a row per edge."""
+    """Attention by its definition, with a row per edge."""
     heads, columns = att.shape
     rows = x.view(-1, heads, columns)
     own_rows = (x[: edges.num_dst] if own is None else own).view(-1, heads, columns)

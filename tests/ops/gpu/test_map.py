@@ -1,4 +1,4 @@
-"""The map with a stamp per node, and the sorting one behind it, against that of the CPU."""
+"""The device id map with a stamp per node, and the sorting map behind it, against the CPU's map."""
 
 from __future__ import annotations
 

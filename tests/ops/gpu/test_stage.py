@@ -1,4 +1,4 @@
-"""Kernels that bring cold rows near, against plain torch, in Triton's interpreter or on a GPU."""
+"""Kernels that claim and stage cold rows, against torch, in Triton's interpreter or on a GPU."""
 
 from __future__ import annotations
 

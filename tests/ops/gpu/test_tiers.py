@@ -1,3 +1,5 @@
+"""Gathering hot, cold and staged rows on the GPU (or in Triton's interpreter) against the definition."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""Reductions that are accumulated chunk by chunk equal torch's over all edges, with their gradients."""
+
 from __future__ import annotations
 
 import pytest
@@ -19,6 +21,7 @@ CPU = torch.device("cpu")
 
 
 def accumulate_in_chunks(how: str, rows: Tensor, max_edges: int = 9) -> Accumulators:
+    """Reduce rows over all edges, chunk by chunk."""
     accumulators = Accumulators([ReductionSpec(how, tuple(rows.shape[1:]), rows.dtype)], None, 30, CPU)
     for k in range(3):
         for chunk in EDGES.chunks(k, max_edges):

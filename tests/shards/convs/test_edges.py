@@ -1,3 +1,5 @@
+"""Edges of a shard: chunks, self-loops and GCN's norm are those of PyG on the whole graph."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -20,13 +22,13 @@ LAYOUT = virtual_layout(GRAPH, PARTITION)
 
 
 def global_ends(edges: Edges) -> Tensor:
-    """[2, num_edges] the graph's ids at both ends, part after part."""
+    """[2, num_edges] int64: global ids of sources and destinations, part after part."""
     src = [LAYOUT.own_ids[part.src_idx.long() + edges.layout.own_range(k)[0]] for k, part in enumerate(edges.parts)]
     return torch.stack([torch.cat(src), LAYOUT.own_ids[edges.destinations()]])
 
 
 def sort_edges(edge_index: Tensor, *values: Tensor) -> list[Tensor]:
-    """Edges sorted by both ends, and their values; only for edges of which none is double."""
+    """Edges, and values of edges, sorted by source and destination. Only for graphs without double edges."""
     order = torch.argsort(edge_index[0] * 1000 + edge_index[1], stable=True)
     return [edge_index[:, order], *(v[order] for v in values)]
 

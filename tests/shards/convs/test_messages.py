@@ -1,3 +1,5 @@
+"""Replaying a conv's messages on a chunk of edges: its arguments, and the reductions it makes."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -18,10 +20,11 @@ DEGREES = torch.tensor([2, 2, 1])
 
 
 class CopyConv(pyg.MessagePassing):
-    """Sends rows as they are."""
+    """A conv whose messages are the source rows."""
 
 
 def max_logits(logits: Tensor) -> Tensor:
+    """[3, ...] the largest logit of each destination's edges."""
     return pyg_utils.scatter(logits, CHUNK.dst, 0, 3, "max")
 
 

@@ -1,4 +1,4 @@
-"""Batch norms over the rows of all ranks are torch's over all rows."""
+"""Batch norms over the rows of all ranks equal torch's batch norm over all rows."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ ROWS = (5, 0, 12)
 
 
 def new_batch_norm() -> nn.BatchNorm1d:
+    """A batch norm with random weight and bias."""
     batch_norm = nn.BatchNorm1d(4).double()
     with torch.no_grad():
         batch_norm.weight.copy_(randn(4, seed=5))
@@ -26,6 +27,7 @@ def new_batch_norm() -> nn.BatchNorm1d:
 
 
 def run_batch_norm(batch_norm: nn.BatchNorm1d, x: torch.Tensor, weight: torch.Tensor) -> dict[str, Any]:
+    """Outputs, gradients and running statistics after two passes, and outputs in evaluation."""
     x = x.clone().requires_grad_()
     for _ in range(2):
         batch_norm.zero_grad()
@@ -50,6 +52,7 @@ def run_batch_norm(batch_norm: nn.BatchNorm1d, x: torch.Tensor, weight: torch.Te
 
 
 def run_on_rank(world: World) -> dict[str, list[Any]]:
+    """The results of `run_batch_norm` over all ranks, by name. This rank has `ROWS[rank]` of the rows."""
     first = sum(ROWS[: world.rank])
     mine = slice(first, first + ROWS[world.rank])
     batch_norm = new_batch_norm()

@@ -1,3 +1,5 @@
+"""Patched convs run over shards, and are unpatched after the call, also after an error."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -24,7 +26,7 @@ def run(module: nn.Module, mode: Mode, *args: Any) -> Any:
 
 
 class UpdateConv(pyg.MessagePassing):
-    """Looks at rows and the number of nodes in `update`, and at edges in `aggregate` where asked to."""
+    """A conv whose `update` reads rows and the number of nodes."""
 
     def forward(self, x: Tensor, edge_index: Any) -> Tensor:
         return self.propagate(edge_index, x=(x, 2 * x), y=x)
@@ -37,6 +39,8 @@ class UpdateConv(pyg.MessagePassing):
 
 
 class Aggregated(UpdateConv):
+    """`UpdateConv` with an `aggregate` of its own, which reads edges."""
+
     def aggregate(self, inputs: Tensor, index: Tensor, x_j: Tensor, dim_size: int) -> Tensor:  # type: ignore[override]
         return torch.zeros(dim_size, 4, dtype=inputs.dtype).index_add(0, index, inputs * x_j.cos())
 

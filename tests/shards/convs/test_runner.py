@@ -1,4 +1,4 @@
-"""Convs over virtual shards and over ranks equal plain PyG; what cannot is refused by name."""
+"""Convs over virtual shards and over ranks equal plain PyG; those that cannot are refused by name."""
 
 from __future__ import annotations
 

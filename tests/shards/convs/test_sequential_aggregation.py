@@ -1,4 +1,4 @@
-"""Sequential aggregation: what it keeps, what it fetches again, and draws that are drawn again."""
+"""Sequential aggregation: memory it holds, rows it fetches again, and random draws that repeat."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_weight_with_a_gradient_needs_the_rows() -> None:
 
 
 class MaskConv(pyg.SAGEConv):
-    """Keeps only a mask of its source rows for backward."""
+    """A conv whose backward pass needs only a mask of its source rows."""
 
     def message(self, x_j: Tensor) -> Tensor:
         return torch.where(x_j > 0.3, x_j, -2 * x_j)
@@ -92,7 +92,7 @@ def test_a_frozen_layer_sends_no_gradients() -> None:
 
 
 def count_saved_bytes(run: Callable[[], Tensor]) -> int:
-    """Bytes that autograd keeps for a computation."""
+    """Bytes of the tensors that autograd saves for backward."""
     sizes: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def test_nothing_with_a_row_per_edge_is_kept(make: Callable[[], Any]) -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """The most numbers in one tensor that is made within."""
+    """Measures the size of the largest floating-point tensor, in numbers, that any operation makes."""
 
     num_numbers = 0
 

@@ -1,4 +1,4 @@
-"""Trimmed layers against plain PyG at some nodes: used in one process and by several ranks."""
+"""Trimmed layers against plain PyG at some seeds. Runs in one process and on several ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def case(name: str) -> tuple[hl.nn.GNN, Graph, Tensor]:
 
 
 def run_plain(model: hl.nn.GNN, graph: Graph, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs at the seeds and the input's gradient by plain PyG; those of parameters are in the model."""
+    """Outputs at the seeds and the input's gradient by plain PyG. Parameters keep their gradients."""
     model.zero_grad()
     h = x.clone().requires_grad_()
     out = plain_gnn(model, h, graph)[SEEDS]
@@ -45,7 +45,7 @@ def run_plain(model: hl.nn.GNN, graph: Graph, x: Tensor) -> tuple[Tensor, Tensor
 def run_on_layout(
     model: hl.nn.GNN, x: Tensor, layout: ShardLayout, transport: Transport, trim: bool, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(own seeds among all, their outputs, the gradient of the own input rows)."""
+    """(positions of this layout's seeds in `SEEDS`, their outputs, the gradient of its own input rows)."""
     model.zero_grad()
     is_needed = torch.isin(layout.own_ids, SEEDS)
     untrimmed = ShardConvs.of(layout, transport, **options)
@@ -61,12 +61,12 @@ def run_on_layout(
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:
-    """In units of what is allowed."""
+    """The largest difference, in units of the tolerance."""
     return float(((a - b).abs() / (1e-12 + 1e-10 * b.abs())).max()) if a.numel() else 0.0
 
 
 def compare(name: str, layout: ShardLayout, world: World, **options: Any) -> tuple[float, dict[str, list[int]]]:
-    """(the largest error, by trim the bytes that travelled)."""
+    """(the largest error, the bytes that travelled without and with trimming)."""
     model, graph, x = case(name)
     traffic = {}
     out, of_input = run_plain(model, graph, x)
@@ -82,7 +82,7 @@ def compare(name: str, layout: ShardLayout, world: World, **options: Any) -> tup
 
 
 def on_ranks(world: World) -> dict[str, Any]:
-    """By conv and mode: the largest error of any rank, and the share of bytes that still travels."""
+    """By conv and mode: the largest error of any rank, and the share of bytes left by trimming."""
     results: dict[str, Any] = {}
     for name in NAMES:
         _, graph, _ = case(name)
