@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hopline as hl
 from hopline.util.progress import progress
-from tests.training.test_results import by_sampling, full_batch
+from tests.training.test_results import full_batch_accuracy, sampled_accuracy
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     found = []
     with progress("training twice", len(seeds), "seeds") as shown:
         for seed in seeds:
-            found.append((by_sampling(data, seed), full_batch(data, seed)))
+            found.append((sampled_accuracy(data, seed), full_batch_accuracy(data, seed)))
             shown.advance()
     for name, accuracies in zip(("hopline, sampled", "plain PyG, full batch"), zip(*found, strict=True), strict=True):
         spread = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0

@@ -1,4 +1,4 @@
-"""Benchmarks on two commits in turn: what is compared, in which order, and what is left when it ends early."""
+"""Benchmarks of two commits in alternation: order, comparison, and clean-up after an early end."""
 
 from __future__ import annotations
 
@@ -140,7 +140,8 @@ def test_an_interruption_leaves_no_process_and_no_folder(repository: Path, numbe
     sleeping = "import os, subprocess, sys; p = subprocess.Popen(['sleep', '100'])"
     sleeping += "; open(os.environ['RUNS'], 'w').write(f'{os.getpid()} {p.pid} '); p.wait()"
     process = start(repository, "HEAD~1", "HEAD", "--", "python", "-c", sleeping)
-    runs, deadline = repository.parent / "runs", time.monotonic() + 30
+    runs = repository.parent / "runs"
+    deadline = time.monotonic() + 30
     while not (runs.exists() and runs.read_text().endswith(" ")):
         assert time.monotonic() < deadline, "it never began"
         time.sleep(0.02)

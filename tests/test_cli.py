@@ -36,8 +36,8 @@ def graph(tmp_path: Path) -> Path:
     return tmp_path / "graph"
 
 
-def altered(folder: Path, array: str, place: Any, value: float) -> Path:
-    """The folder with some values of an array changed behind the manifest's back."""
+def alter_array(folder: Path, array: str, place: Any, value: float) -> Path:
+    """The folder with values of an array changed, against its manifest."""
     rows = np.load(folder / f"{array}.npy", mmap_mode="r+")
     rows[place] = value
     rows.flush()
@@ -47,7 +47,7 @@ def altered(folder: Path, array: str, place: Any, value: float) -> Path:
 # ---- what the commands do
 
 
-def test_train_infer_report(graph: Path, tmp_path: Path):
+def test_train_infer_and_report_run_one_after_the_other(graph: Path, tmp_path: Path):
     out = tmp_path / "run"
     status, text, err = command("train", graph, *overrides(out=out, epochs=2))
     assert (status, err) == (0, "")
@@ -68,7 +68,8 @@ def test_train_infer_report(graph: Path, tmp_path: Path):
 
 
 def test_convert_and_verify(tmp_path: Path):
-    source, folder = tmp_path / "edges.csv", tmp_path / "graph"
+    source = tmp_path / "edges.csv"
+    folder = tmp_path / "graph"
     source.write_text("src,dst\n0,1\n1,2\n2,0\n")
     status, text, _ = command("convert", source, folder, "symmetrize=true", "num_nodes=4")
     assert status == 0
@@ -189,15 +190,15 @@ def test_doctor_looks_at_the_machine():
 def test_train_takes_a_recipe_or_a_dataset_and_overrides(
     arguments: tuple[str, ...], expected: run.RunConfig, monkeypatch: pytest.MonkeyPatch
 ):
-    seen: list[run.RunConfig] = []
+    configs: list[run.RunConfig] = []
 
     def train(config: run.RunConfig) -> hl.Run:
-        seen.append(config)
+        configs.append(config)
         return hl.Run(metric="accuracy")
 
     monkeypatch.setattr(run, "train", train)
     assert command("train", *arguments).status == 0
-    assert seen == [expected]
+    assert configs == [expected]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -265,14 +266,14 @@ def test_a_model_of_the_current_folder_can_be_named(graph: Path, tmp_path: Path,
 
 
 def test_settings_with_values_of_two_kinds_are_read_and_stored(graph: Path, tmp_path: Path):
-    given = overrides(split="0.5,0.2,0.3", evaluate="async", epochs=1, out=tmp_path / "run")
-    given = [*given, "budget=1GiB", "budget.over_budget=cut_by_degree"]
-    outcome = command("train", graph, *given)
+    settings = overrides(split="0.5,0.2,0.3", evaluate="async", epochs=1, out=tmp_path / "run")
+    settings = [*settings, "budget=1GiB", "budget.over_budget=cut_by_degree"]
+    outcome = command("train", graph, *settings)
     assert outcome.status == 0, outcome.err
     config = load_config(tmp_path / "run")
     assert (config.split, config.evaluate) == ((0.5, 0.2, 0.3), "async")
     assert config.budget == hl.Budget(device="1GiB", over_budget="cut_by_degree")
-    assert command("train", graph, *given, "resume=true").status == 0
+    assert command("train", graph, *settings, "resume=true").status == 0
 
 
 # ---- bad input: one sentence, status 2
@@ -389,10 +390,10 @@ def test_a_file_that_is_no_npz_is_named(tmp_path: Path):
     assert_refused(command("train", tmp_path / "graph.npz"), "graph.npz is damaged or not an .npz")
 
 
-def test_features_that_are_not_numbers(graph: Path, tmp_path: Path):
+def test_features_that_are_not_numbers_are_named(graph: Path, tmp_path: Path):
     np.savez(tmp_path / "nan.npz", edge_index=np.array([[0], [1]]), x=np.array([[1.0], [np.nan]]), y=np.array([0, 1]))
     assert_refused(command("convert", tmp_path / "nan.npz", tmp_path / "out"), "nan in row 1, column 0", "nan_to_num")
-    altered(graph, "table.x", (slice(None), 2), np.nan)
+    alter_array(graph, "table.x", (slice(None), 2), np.nan)
     assert_refused(command("verify", graph), "table.x.npy is damaged")
     outcome = command("train", graph, *overrides(out=tmp_path / "run"))
     assert_refused(outcome, "the loss became nan in epoch 1", "check the features by `hopline verify`")
@@ -400,44 +401,44 @@ def test_features_that_are_not_numbers(graph: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("label", [99, -1])
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_a_label_out_of_range(graph: Path, tmp_path: Path, split: str, label: int):
+def test_a_label_out_of_range_is_named(graph: Path, tmp_path: Path, split: str, label: int):
     node = int(small().splits[split][5])
-    altered(graph, "y", node, label)
+    alter_array(graph, "y", node, label)
     outcome = command("train", graph, *overrides(out=tmp_path / "run"))
     assert_refused(outcome, f"node {node} of split '{split}' has label {label}, but classes go from 0 to 3")
 
 
-def test_a_label_out_of_range_in_a_conversion(tmp_path: Path):
+def test_a_label_out_of_range_is_named_by_convert(tmp_path: Path):
     np.savez(tmp_path / "graph.npz", edge_index=np.array([[0], [1]]), x=np.eye(2), y=np.array([0, -7]))
     assert_refused(command("convert", tmp_path / "graph.npz", tmp_path / "out"), "label -7 at node 1")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("index", [10**6, -3])
-def test_an_edge_index_out_of_range(graph: Path, tmp_path: Path, index: int):
-    altered(graph, "indices", slice(None), index)
+def test_an_edge_index_out_of_range_is_named(graph: Path, tmp_path: Path, index: int):
+    alter_array(graph, "indices", slice(None), index)
     outcome = command("train", graph, *overrides(out=tmp_path / "run"))
     assert_refused(outcome, "an edge index is out of range: check the dataset by `hopline verify FOLDER`")
 
 
-def test_an_edge_index_out_of_range_in_a_conversion(tmp_path: Path):
+def test_an_edge_index_out_of_range_is_named_by_convert(tmp_path: Path):
     (tmp_path / "edges.csv").write_text("src,dst\n0,1\n1,7\n")
     assert_refused(command("convert", tmp_path / "edges.csv", tmp_path / "out", "num_nodes=3"), "7")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_split_out_of_range(graph: Path, tmp_path: Path):
-    altered(graph, "split.0.valid", 0, 4000)
+def test_a_split_out_of_range_is_named(graph: Path, tmp_path: Path):
+    alter_array(graph, "split.0.valid", 0, 4000)
     assert_refused(command("train", graph, *overrides(out=tmp_path / "run")), "Split 'valid' holds 4000")
 
 
-def test_fanouts_that_do_not_match_the_layers(graph: Path, tmp_path: Path):
+def test_fanouts_that_do_not_match_the_layers_are_refused(graph: Path, tmp_path: Path):
     outcome = command("train", graph, *overrides(out=tmp_path / "run", **{"method.fanouts": "4,3,2"}))
     assert_refused(outcome, "the model has 2 layers and fanouts=(4, 3, 2) names 3", "fanouts=10,10")
 
 
 @pytest.mark.parametrize("how", ["missing", "empty"])
-def test_no_seeds(tmp_path: Path, how: str):
+def test_a_dataset_without_seeds_is_refused(tmp_path: Path, how: str):
     data = without(small(), "train")
     if how == "empty":
         data.splits["train"] = data.splits["valid"][:0]
@@ -448,23 +449,23 @@ def test_no_seeds(tmp_path: Path, how: str):
 
 
 @pytest.mark.parametrize("place", ["file/run", "file"])
-def test_a_run_folder_that_cannot_be_written(graph: Path, tmp_path: Path, place: str):
+def test_a_run_folder_that_cannot_be_written_is_named(graph: Path, tmp_path: Path, place: str):
     (tmp_path / "file").write_text("not a folder")
     outcome = command("train", graph, *overrides(out=tmp_path / place))
     assert_refused(outcome, f"Cannot write the run folder '{tmp_path / place}'", "choose another with out=FOLDER")
 
 
-def test_a_dataset_folder_that_cannot_be_written(graph: Path, tmp_path: Path):
+def test_a_dataset_folder_that_cannot_be_written_is_named(graph: Path, tmp_path: Path):
     (tmp_path / "file").write_text("not a folder")
     assert_refused(command("convert", graph, tmp_path / "file" / "out"), str(tmp_path / "file"))
 
 
-def test_a_folder_that_holds_a_run(graph: Path, tmp_path: Path):
+def test_a_folder_that_holds_a_run_is_refused(graph: Path, tmp_path: Path):
     assert command("train", graph, *overrides(out=tmp_path / "run")).status == 0
     assert_refused(command("train", graph, *overrides(out=tmp_path / "run")), "already holds a run")
 
 
-def test_a_full_disk_while_predicting(graph: Path, tmp_path: Path):
+def test_a_full_disk_while_predicting_is_named(graph: Path, tmp_path: Path):
     if not Path("/dev/full").exists():
         pytest.skip("there is no /dev/full here")
     assert command("train", graph, *overrides(out=tmp_path / "run")).status == 0
@@ -472,7 +473,7 @@ def test_a_full_disk_while_predicting(graph: Path, tmp_path: Path):
     assert_refused(outcome, "cannot write /dev/full (No space left on device)")
 
 
-def test_a_full_disk_while_training(graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_while_training_is_named(graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from hopline.report.writer import Report
 
     plain = Report._append
@@ -487,7 +488,7 @@ def test_a_full_disk_while_training(graph: Path, tmp_path: Path, monkeypatch: py
     assert_refused(outcome, "metrics.jsonl: No space left on device", "the free space")
 
 
-def test_a_full_disk_while_converting(graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_while_converting_is_named(graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from hopline.data.writer import FolderWriter
 
     def full(*_: Any) -> None:

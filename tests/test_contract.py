@@ -29,7 +29,8 @@ def loss_of(task: str, scores: Tensor, y: Tensor, num_classes: int) -> Tensor:
 
 
 def test_each_task_has_its_loss():
-    scores, y = randn(9, 4), randint(0, 4, 9)
+    scores = randn(9, 4)
+    y = randint(0, 4, 9)
     assert torch.equal(loss_of("single", scores, y, 4), nn.functional.cross_entropy(scores, y))
     several = randint(0, 2, 36).view(9, 4)
     expected = nn.functional.binary_cross_entropy_with_logits(scores, several.double())
@@ -40,7 +41,8 @@ def test_each_task_has_its_loss():
 
 
 def test_half_precision_scores_are_compared_in_float32():
-    scores, y = randn(9, 4).bfloat16(), randint(0, 4, 9)
+    scores = randn(9, 4).bfloat16()
+    y = randint(0, 4, 9)
     assert torch.equal(loss_of("single", scores, y, 4), nn.functional.cross_entropy(scores.float(), y))
 
 

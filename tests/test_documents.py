@@ -118,11 +118,11 @@ def test_the_readme_example_runs_as_it_stands(
 ):
     readme = ROOT / "README.md"
     assert sum(1 for line in script_of(readme).splitlines() if line.strip()) <= 10
-    left = run_page(readme, tmp_path, monkeypatch)
-    assert left["run"].test > 0.5
-    assert left["scores"].shape == (left["data"].num_nodes, left["data"].num_classes)
-    print_messages = capsys.readouterr().out
-    assert f"test accuracy   {left['run'].test:.4f}" in print_messages
+    defined = run_page(readme, tmp_path, monkeypatch)
+    assert defined["run"].test > 0.5
+    assert defined["scores"].shape == (defined["data"].num_nodes, defined["data"].num_classes)
+    printed = capsys.readouterr().out
+    assert f"test accuracy   {defined['run'].test:.4f}" in printed
 
 
 def test_the_readme_is_short_and_its_commands_take_their_settings():

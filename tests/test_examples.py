@@ -46,8 +46,9 @@ def test_an_example_has_less_than_40_lines_that_are_not_blank(name: str):
 
 
 def test_every_example_is_run_here_or_with_its_framework():
-    here, there = Path(__file__).read_text(), (FOLDER.parent / "tests" / "interop" / "test_examples.py").read_text()
-    assert all(f'example("{name}"' in here or f'"{name}": ' in there for name in NAMES)
+    these_tests = Path(__file__).read_text()
+    interop_tests = (FOLDER.parent / "tests" / "interop" / "test_examples.py").read_text()
+    assert all(f'example("{name}"' in these_tests or f'"{name}": ' in interop_tests for name in NAMES)
 
 
 def test_own_callback_stops_at_its_loss(graph: str, monkeypatch: pytest.MonkeyPatch):
@@ -61,34 +62,34 @@ def test_own_loop_learns(graph: str, monkeypatch: pytest.MonkeyPatch):
     assert example("own_loop", monkeypatch).main(graph, epochs=20) > 0.4
 
 
-def assert_trainers(found: dict[str, Any]) -> None:
+def assert_losses_of_trainer(results: dict[str, Any]) -> None:
     """The losses of all steps are the Trainer's, and each but the first depends on the gradients before it."""
-    assert len(found["losses"]) == len(found["trainer"]) > 3
-    assert found["losses"] == pytest.approx(found["trainer"], rel=1e-10)
-    assert found["losses"][-1] < found["losses"][0]
+    assert len(results["losses"]) == len(results["trainer"]) > 3
+    assert results["losses"] == pytest.approx(results["trainer"], rel=1e-10)
+    assert results["losses"][-1] < results["losses"][0]
 
 
 @pytest.mark.parametrize("name", own_loops.NAMES)
 def test_an_own_loop_has_the_losses_of_the_trainer(name: str, graph: str, tmp_path: Path):
-    assert_trainers(own_loops.losses_of_example_and_trainer(World.alone(), name, graph, str(tmp_path / "shards")))
+    assert_losses_of_trainer(own_loops.losses_of_example_and_trainer(World.alone(), name, graph, str(tmp_path / "shards")))
 
 
 def test_own_loops_over_two_ranks_have_the_losses_of_the_trainer(graph: str, tmp_path: Path):
     settings = LaunchSettings(devices=2, timeout_s=60)
-    found = run(own_loops.all_losses_of_examples_and_trainer, settings, graph, str(tmp_path / "shards"))
+    results = run(own_loops.all_losses_of_examples_and_trainer, settings, graph, str(tmp_path / "shards"))
     for name in own_loops.NAMES:
-        assert_trainers(found[name])
+        assert_losses_of_trainer(results[name])
 
 
 def test_own_loops_run_by_themselves(graph: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert example("own_loop_historical", monkeypatch).main(graph, epochs=6)["test"] > 0.4
     assert example("own_loop_trimmed", monkeypatch).main(graph)["test"] > 0.4
-    for found in (
+    for results in (
         example("own_loop_layers", monkeypatch).main(graph, epochs=3),
         example("own_loop_one_shot", monkeypatch).main(graph, epochs=3),
         example("own_loop_shards", monkeypatch).main(graph, str(tmp_path / "shards"), epochs=2),
     ):
-        assert found["losses"][-1] < found["losses"][0]
+        assert results["losses"][-1] < results["losses"][0]
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -102,12 +103,12 @@ def test_shards_inference_is_that_of_plain_pyg(
     example("shards_inference", monkeypatch).main(
         graph, str(tmp_path / "shards"), str(tmp_path / "weights.pt"), out, devices
     )
-    found = torch.full((data.num_nodes, data.num_classes), float("nan"))
+    ours = torch.full((data.num_nodes, data.num_classes), float("nan"))
     for rank in range(devices):
         saved = torch.load(f"{out}-{rank}.pt", weights_only=True)
-        found[saved["ids"]] = saved["scores"]
+        ours[saved["ids"]] = saved["scores"]
     every = torch.arange(data.num_nodes)
-    torch.testing.assert_close(found, model(data.x[every], data.graph.edge_index()), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours, model(data.x[every], data.graph.edge_index()), rtol=1e-4, atol=1e-5)
 
 
 def test_own_method_trains_by_its_own_steps(graph: str, monkeypatch: pytest.MonkeyPatch):
@@ -120,10 +121,11 @@ def test_own_conv_reads_blocks_and_equals_itself_on_the_whole_graph(graph: str, 
     module = example("own_conv", monkeypatch)
     run = module.main(graph, epochs=2)
     assert losses(run)[1] < losses(run)[0]
-    data, conv = hl.open(graph), module.DegreeSum()
+    data = hl.open(graph)
+    conv = module.DegreeSum()
     expected = conv(data.x[torch.arange(data.num_nodes)].double(), data.graph.edge_index())
-    found = hl.infer.exact(hl.nn.GNN([conv]), data, chunk_edges=500)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
+    ours = hl.infer.exact(hl.nn.GNN([conv]), data, chunk_edges=500)
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-6)
 
     class Wrong(module.DegreeSum):
         def on_block(self, x: Tensor, block: hl.extend.Block) -> Tensor:
@@ -135,7 +137,8 @@ def test_own_conv_reads_blocks_and_equals_itself_on_the_whole_graph(graph: str, 
 
 def test_own_layerwise_computation_is_personalised_pagerank(graph: str, monkeypatch: pytest.MonkeyPatch):
     data = hl.open(graph)
-    train, start = data.splits["train"], torch.zeros(data.num_nodes, data.num_classes, dtype=torch.float64)
+    train = data.splits["train"]
+    start = torch.zeros(data.num_nodes, data.num_classes, dtype=torch.float64)
     start[train, data.labels[train]] = 1
     src, dst = data.graph.edge_index()
     expected = start
@@ -143,8 +146,8 @@ def test_own_layerwise_computation_is_personalised_pagerank(graph: str, monkeypa
         sums = torch.zeros_like(start).index_add_(0, dst, expected[src])
         expected = 0.9 * sums / data.graph.in_degrees().clamp(min=1)[:, None] + 0.1 * start
     for size in (1000, 77):
-        found = example("own_layerwise", monkeypatch).main(graph, size=size)
-        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+        ours = example("own_layerwise", monkeypatch).main(graph, size=size)
+        torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "compressed_gradients"])
@@ -174,11 +177,13 @@ def test_subclass_has_its_own_rates_and_metrics(graph: str, monkeypatch: pytest.
     assert last["error"] == pytest.approx(1 - last["accuracy"])
 
 
-class StandIn:
-    """What PyG's NeighborLoader yields (seeds first, `batch_size`), where the library it needs is not installed."""
+class FakeNeighborLoader:
+    """Yields batches as PyG's NeighborLoader does (seeds first, `batch_size`), where its library is missing."""
 
     def __init__(self, data: Data, num_neighbors: Sequence[int], input_nodes: Tensor, batch_size: int) -> None:
-        self.data, self.seeds, self.batch_size = data, input_nodes.nonzero().view(-1), batch_size
+        self.data = data
+        self.seeds = input_nodes.nonzero().view(-1)
+        self.batch_size = batch_size
         self.sampler = hl.extend.NeighborSampler(hl.from_pyg(data).graph, num_neighbors)
 
     def __iter__(self) -> Iterator[Data]:
@@ -225,7 +230,7 @@ def test_a_pyg_script_differs_from_pygs_by_the_import_of_the_loader(
 def test_pyg_batches_train_a_pyg_model(graph: str, monkeypatch: pytest.MonkeyPatch):
     module = example("pyg_batches", monkeypatch)
     if not neighbor_loader_works():
-        monkeypatch.setattr(module, "NeighborLoader", StandIn)
+        monkeypatch.setattr(module, "NeighborLoader", FakeNeighborLoader)
     run = module.main(graph, epochs=8)
     assert losses(run)[-1] < losses(run)[0]
     assert run.test > 0.4

@@ -27,7 +27,7 @@ FLOAT32 = 1e-5
 
 
 @pytest.fixture(params=WRITTEN, ids=lambda path: path.name)
-def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def files(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A copy of one commit's files, whose runs know where their dataset is."""
     folder = tmp_path / request.param.name
     shutil.copytree(request.param, folder)
@@ -36,8 +36,8 @@ def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return folder
 
 
-def expected(kept: Path, name: str) -> Any:
-    return json.loads((kept / "expected.json").read_text())[name]
+def read_expected(files: Path, name: str) -> Any:
+    return json.loads((files / "expected.json").read_text())[name]
 
 
 def succeed(*arguments: object) -> Outcome:
@@ -50,24 +50,24 @@ def test_there_are_files_of_an_earlier_commit():
     assert "62f3d73" in [folder.name for folder in WRITTEN]
 
 
-def test_a_dataset_folder_is_intact_and_every_value_is_read(kept: Path):
-    assert "is intact" in succeed("verify", kept / "dataset").out
-    data = hl.open(kept / "dataset")
+def test_a_dataset_folder_is_intact_and_every_value_is_read(files: Path):
+    assert "is intact" in succeed("verify", files / "dataset").out
+    data = hl.open(files / "dataset")
     assert (data.name, data.num_nodes, data.num_edges, data.num_classes, data.task) == ("kept", 48, 240, 4, "single")
     assert isinstance(data.tables["counts"], hl.extend.SparseTable)
-    assert dataset_checksums(data) == expected(kept, "dataset")
+    assert dataset_checksums(data) == read_expected(files, "dataset")
 
 
-def test_the_second_split_is_another_one(kept: Path):
-    data = hl.open(kept / "dataset", split=1)
+def test_the_second_split_is_another_one(files: Path):
+    data = hl.open(files / "dataset", split=1)
     assert data.splits["train"].tolist() == list(range(16, 48))
     assert data.splits["test"].tolist() == list(range(8))
 
 
-def test_shards_are_those_of_the_dataset(kept: Path):
-    assert "is intact" in succeed("verify", kept / "shards").out
-    data = hl.open(kept / "dataset")
-    shards = [hl.shards.open_shard(kept / "shards", rank) for rank in range(2)]
+def test_shards_are_those_of_the_dataset(files: Path):
+    assert "is intact" in succeed("verify", files / "shards").out
+    data = hl.open(files / "dataset")
+    shards = [hl.shards.open_shard(files / "shards", rank) for rank in range(2)]
     assert torch.cat([shard.nodes for shard in shards]).sort().values.tolist() == list(range(48))
     for shard in shards:
         assert torch.equal(shard.tables["x"].read(torch.arange(shard.num_own)), data.x.read(shard.nodes))
@@ -76,43 +76,43 @@ def test_shards_are_those_of_the_dataset(kept: Path):
         assert torch.equal(shard.edge["weight"], data.graph.edge["weight"][shard.edge_ids])
 
 
-def test_a_run_predicts_what_it_predicted(kept: Path):
-    succeed("infer", kept / "run", "write=scores")
-    scores = np.load(kept / "run" / "predictions.npy")
-    np.testing.assert_allclose(scores, np.array(expected(kept, "scores")), rtol=FLOAT32, atol=FLOAT32)
-    succeed("infer", kept / "run", "write=scores", f"data={kept / 'shards'}", f"out={kept / 'shards.npy'}")
-    np.testing.assert_allclose(np.load(kept / "shards.npy"), scores, rtol=FLOAT32, atol=FLOAT32)
+def test_a_run_predicts_what_it_predicted(files: Path):
+    succeed("infer", files / "run", "write=scores")
+    scores = np.load(files / "run" / "predictions.npy")
+    np.testing.assert_allclose(scores, np.array(read_expected(files, "scores")), rtol=FLOAT32, atol=FLOAT32)
+    succeed("infer", files / "run", "write=scores", f"data={files / 'shards'}", f"out={files / 'shards.npy'}")
+    np.testing.assert_allclose(np.load(files / "shards.npy"), scores, rtol=FLOAT32, atol=FLOAT32)
 
 
-def test_a_run_is_reported_and_exported(kept: Path):
-    (kept / "run" / "report.html").unlink()
-    succeed("report", kept / "run")
-    assert "gcn" in (kept / "run" / "report.html").read_text()
-    succeed("export", kept / "run", kept / "weights.pt")
-    exported = torch.load(kept / "weights.pt", weights_only=True)
-    best = torch.load(kept / "run" / "best.pt", weights_only=True)
+def test_a_run_is_reported_and_exported(files: Path):
+    (files / "run" / "report.html").unlink()
+    succeed("report", files / "run")
+    assert "gcn" in (files / "run" / "report.html").read_text()
+    succeed("export", files / "run", files / "weights.pt")
+    exported = torch.load(files / "weights.pt", weights_only=True)
+    best = torch.load(files / "run" / "best.pt", weights_only=True)
     assert list(exported) == list(best)
     assert all(torch.equal(exported[name], best[name]) for name in best)
 
 
-def test_a_run_is_resumed_and_goes_on_as_it_would_have(kept: Path):
-    before = [record["loss"] for record in records(kept / "run") if "loss" in record]
-    succeed("train", kept / "dataset", *OVERRIDES, "epochs=4", f"out={kept / 'run'}", "resume=true")
-    losses = [record["loss"] for record in records(kept / "run") if "loss" in record]
+def test_a_run_is_resumed_with_the_losses_of_an_uninterrupted_one(files: Path):
+    before = [record["loss"] for record in records(files / "run") if "loss" in record]
+    succeed("train", files / "dataset", *OVERRIDES, "epochs=4", f"out={files / 'run'}", "resume=true")
+    losses = [record["loss"] for record in records(files / "run") if "loss" in record]
     assert losses[:2] == before
-    assert losses == pytest.approx(expected(kept, "losses"), rel=FLOAT32)
+    assert losses == pytest.approx(read_expected(files, "losses"), rel=FLOAT32)
 
 
-def test_a_historical_run_that_failed_goes_on_as_it_would_have_or_is_refused_by_name(kept: Path):
-    trainer = historical_trainer(made_dataset(), kept / "historical", resume=True)
-    if kept.name == "62f3d73":  # it was trained with a setting that hopline no longer has
+def test_a_failed_historical_run_is_resumed_exactly_or_refused_by_name(files: Path):
+    trainer = historical_trainer(made_dataset(), files / "historical", resume=True)
+    if files.name == "62f3d73":  # it was trained with a setting that hopline no longer has
         with pytest.raises(ValueError, match=r"momentum=0\.25\. momentum was removed: set refresh_every=1"):
             trainer.fit()
         return
     losses = [epoch.loss for epoch in trainer.fit().history]
     assert trainer.num_steps == 6
-    assert losses == pytest.approx(expected(kept, "historical losses"), rel=1e-10)
-    assert weights_of(trainer) == pytest.approx(expected(kept, "historical weights"), rel=1e-10, abs=1e-10)
+    assert losses == pytest.approx(read_expected(files, "historical losses"), rel=1e-10)
+    assert weights_of(trainer) == pytest.approx(read_expected(files, "historical weights"), rel=1e-10, abs=1e-10)
 
 
 def _change(run: Path, **settings: Any) -> None:
@@ -129,20 +129,20 @@ def _change_model(run: Path, **settings: Any) -> None:
     _change(run, model=model | settings)
 
 
-def test_the_shares_of_a_drawn_split_are_read_as_the_split_that_they_became(kept: Path):
-    assert load_config(kept / "run").split == 0
-    _change(kept / "run", split_shares=[0.5, 0.25, 0.25])
-    assert load_config(kept / "run").split == (0.5, 0.25, 0.25)
-    succeed("infer", kept / "run", "nodes=test", f"out={kept / 'test.npy'}")
-    assert np.load(kept / "test.npy").shape == (12,)
+def test_the_shares_of_a_drawn_split_are_read_as_the_split_that_they_became(files: Path):
+    assert load_config(files / "run").split == 0
+    _change(files / "run", split_shares=[0.5, 0.25, 0.25])
+    assert load_config(files / "run").split == (0.5, 0.25, 0.25)
+    succeed("infer", files / "run", "nodes=test", f"out={files / 'test.npy'}")
+    assert np.load(files / "test.npy").shape == (12,)
 
 
 @pytest.mark.parametrize(("first", "meant"), [(False, "after"), (True, "before")])
-def test_the_two_settings_of_a_residual_are_read_as_the_one_they_became(kept: Path, first: bool, meant: str):
-    assert load_config(kept / "run").model.residual == "none"
-    assert load_config(kept / "run").schedule == hl.Schedule(), "every and patience were two settings"
-    _change_model(kept / "run", residual=True, residual_first=first)
-    assert load_config(kept / "run").model.residual == meant
+def test_the_two_settings_of_a_residual_are_read_as_the_one_they_became(files: Path, first: bool, meant: str):
+    assert load_config(files / "run").model.residual == "none"
+    assert load_config(files / "run").schedule == hl.Schedule(), "every and patience were two settings"
+    _change_model(files / "run", residual=True, residual_first=first)
+    assert load_config(files / "run").model.residual == meant
 
 
 @pytest.mark.parametrize(
@@ -155,20 +155,20 @@ def test_the_two_settings_of_a_residual_are_read_as_the_one_they_became(kept: Pa
     ],
 )
 def test_a_run_that_a_process_evaluated_is_read_as_one_that_a_thread_evaluates(
-    kept: Path, how: str, where: str, meant: str
+    files: Path, how: str, where: str, meant: str
 ):
-    _change(kept / "run", evaluate=how, evaluate_on=where)
-    assert load_config(kept / "run").evaluate == meant
+    _change(files / "run", evaluate=how, evaluate_on=where)
+    assert load_config(files / "run").evaluate == meant
 
 
-def test_how_edges_were_cut_is_read_as_a_part_of_over_budget(kept: Path):
-    _change(kept / "run", budget={"device": "1GiB", "over_budget": "cut", "cut_by": "degree"})
-    assert load_config(kept / "run").budget == hl.Budget(device="1GiB", over_budget="cut_by_degree")
+def test_how_edges_were_cut_is_read_as_a_part_of_over_budget(files: Path):
+    _change(files / "run", budget={"device": "1GiB", "over_budget": "cut", "cut_by": "degree"})
+    assert load_config(files / "run").budget == hl.Budget(device="1GiB", over_budget="cut_by_degree")
 
 
-def test_an_option_of_a_conv_that_is_now_in_model_conv_is_refused_with_what_to_type(kept: Path):
-    _change_model(kept / "run", heads=8)
-    assert_refused(command("infer", kept / "run"), "config.json", "model.heads was removed: set model.conv.heads=")
+def test_an_option_of_a_conv_that_is_now_in_model_conv_is_refused_with_what_to_type(files: Path):
+    _change_model(files / "run", heads=8)
+    assert_refused(command("infer", files / "run"), "config.json", "model.heads was removed: set model.conv.heads=")
 
 
 # ---- other versions are refused
@@ -183,43 +183,43 @@ def _as_version(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_text(json.dumps(fields | {"manifest_checksum": f"crc32:{zlib.crc32(text):08x}"}))
 
 
-def test_a_dataset_of_a_later_version_is_refused(kept: Path):
-    path = kept / "dataset" / "manifest.json"
+def test_a_dataset_of_a_later_version_is_refused(files: Path):
+    path = files / "dataset" / "manifest.json"
     _as_version(path, lambda fields: None)
-    hl.open(kept / "dataset")
+    hl.open(files / "dataset")
     _as_version(path, lambda fields: fields.update(version=99))
     with pytest.raises(ValueError, match=r"manifest\.json .* format version 99"):
-        hl.open(kept / "dataset")
-    assert_refused(command("verify", kept / "dataset"), "format version 99")
+        hl.open(files / "dataset")
+    assert_refused(command("verify", files / "dataset"), "format version 99")
     _as_version(path, lambda fields: fields.update(version=1, format="another-dataset"))
     with pytest.raises(ValueError, match="its format is not 'hopline-dataset'"):
-        hl.open(kept / "dataset")
+        hl.open(files / "dataset")
 
 
-def test_shards_of_a_later_version_are_refused(kept: Path):
+def test_shards_of_a_later_version_are_refused(files: Path):
     for folder in ("shards", "shards/shard-0"):
-        _as_version(kept / folder / "manifest.json", lambda fields: fields["meta"]["shards"].update(version=99))
+        _as_version(files / folder / "manifest.json", lambda fields: fields["meta"]["shards"].update(version=99))
     with pytest.raises(ValueError, match=r"has version 99, this hopline reads \d+: cut the dataset again"):
-        hl.shards.open_shard(kept / "shards", 0)
-    assert_refused(command("verify", kept / "shards"), "version 99")
+        hl.shards.open_shard(files / "shards", 0)
+    assert_refused(command("verify", files / "shards"), "version 99")
 
 
-def test_a_checkpoint_of_a_later_version_is_refused(kept: Path):
-    path = kept / "run" / "checkpoint.pt"
+def test_a_checkpoint_of_a_later_version_is_refused(files: Path):
+    path = files / "run" / "checkpoint.pt"
     state = torch.load(io.BytesIO(path.read_bytes().partition(b"\n")[2]), weights_only=True)
     buffer = io.BytesIO()
     torch.save(state | {"format": 99}, buffer)
     payload = buffer.getvalue()
     header = f"hopline-checkpoint {hashlib.sha256(payload).hexdigest()} {len(payload)}\n".encode()
     path.write_bytes(header + payload)
-    outcome = command("train", kept / "dataset", *OVERRIDES, "epochs=4", f"out={kept / 'run'}", "resume=true")
+    outcome = command("train", files / "dataset", *OVERRIDES, "epochs=4", f"out={files / 'run'}", "resume=true")
     assert_refused(outcome, "checkpoint.pt has format 99")
     assert path.read_bytes() == header + payload
 
 
-def test_settings_that_this_version_does_not_know_are_refused(kept: Path):
-    path = kept / "run" / "config.json"
+def test_settings_that_this_version_does_not_know_are_refused(files: Path):
+    path = files / "run" / "config.json"
     stored = json.loads(path.read_text())
     stored["config"]["warp"] = 9
     path.write_text(json.dumps(stored))
-    assert_refused(command("infer", kept / "run"), "config.json", "warp")
+    assert_refused(command("infer", files / "run"), "config.json", "warp")

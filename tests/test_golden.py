@@ -25,14 +25,15 @@ from tests.golden_cases import NEARLY_SAME_RUN, RANK_CASES, SAME_RUN, Result
 RECORD = Record.read("cpu")
 KEY = cpu_key()
 ADVICE = f"if this is meant, `{command('cpu')} --because WHY` shows how far and changes the record"
-_found: dict[str, Result] = {}
+_results: dict[str, Result] = {}
 """Results of the cases that were computed."""
 
 
-def found(name: str) -> Result:
-    if name not in _found:
-        _found[name] = compute(name, "cpu")
-    return _found[name]
+def result_of(name: str) -> Result:
+    """The result of a case, computed once."""
+    if name not in _results:
+        _results[name] = compute(name, "cpu")
+    return _results[name]
 
 
 def test_the_record_knows_this_machine():
@@ -42,8 +43,8 @@ def test_the_record_knows_this_machine():
 
 
 def test_the_record_holds_every_case_and_no_other():
-    held = {name for runs in RECORD.runs.values() for name in runs}
-    assert held == set(case_names("cpu")), f"add or remove cases by `{command('cpu')}`"
+    recorded = {name for runs in RECORD.runs.values() for name in runs}
+    assert recorded == set(case_names("cpu")), f"add or remove cases by `{command('cpu')}`"
     assert list(RECORD.draws) == draw_names("cpu")
 
 
@@ -57,20 +58,20 @@ def test_a_run_is_that_of_the_record(name: str):
     expected = RECORD.expected(name, KEY, "cpu")
     if isinstance(expected, str):
         pytest.skip(expected)
-    lines = differences(found(name), expected.result, expected.tolerance)
+    lines = differences(result_of(name), expected.result, expected.tolerance)
     assert not lines, "\n".join([f"{name} changed: {ADVICE}", *lines])
 
 
 @pytest.mark.parametrize("name", SAME_RUN)
-def test_evaluation_beside_training_and_a_resumed_run_change_nothing(name: str):
+def test_asynchronous_evaluation_and_resuming_change_nothing(name: str):
     # A resumed run counts what it did itself.
-    one, other = (result | {"counts": {}} for result in (found(name), found(SAME_RUN[name])))
+    one, other = (result | {"counts": {}} for result in (result_of(name), result_of(SAME_RUN[name])))
     assert one == other
 
 
 @pytest.mark.parametrize("name", NEARLY_SAME_RUN)
 def test_trimming_and_the_way_of_aggregation_change_nothing_but_rounding(name: str):
-    one, other = (result | {"counts": {}} for result in (found(name), found(NEARLY_SAME_RUN[name])))
+    one, other = (result | {"counts": {}} for result in (result_of(name), result_of(NEARLY_SAME_RUN[name])))
     assert distance(one, other) <= TOLERANCE
 
 
@@ -80,27 +81,29 @@ def test_trimming_and_the_way_of_aggregation_change_nothing_but_rounding(name: s
 def _small_record() -> Record:
     """Two machines and one case of each kind."""
     runs = {"steps": [1.5], "counts": {"rows": 3}, "bits": ["aa"]}
-    held = {"sampled block sage": runs, "float32 sampled block sage": runs, "sampled block gat-dropout": runs}
+    cases = {"sampled block sage": runs, "float32 sampled block sage": runs, "sampled block gat-dropout": runs}
     keys = ("this; torch 2.13.0+cpu; numba 1", "other; torch 2.13.0; numba 1")
-    return Record(draws={"blocks": "aa"}, runs={key: deepcopy(held) for key in keys})
+    return Record(draws={"blocks": "aa"}, runs={key: deepcopy(cases) for key in keys})
 
 
-def _changed(steps: float = 1.5, rows: int = 3, bits: str = "aa") -> Result:
+def _make_result(steps: float = 1.5, rows: int = 3, bits: str = "aa") -> Result:
+    """The result of a case with one step, as a record holds it."""
     return {"steps": [steps], "counts": {"rows": rows}, "bits": [bits]}
 
 
 def test_a_known_machine_is_compared_to_the_bit_and_another_one_to_rounding():
     record = _small_record()
-    this, new_torch = "this; torch 2.13.0+cpu; numba 1", "new; torch 2.14.0; numba 1"
-    known = record.expected("sampled block sage", this, "cpu")
-    other = record.expected("sampled block sage", new_torch, "cpu")
-    assert not isinstance(known, str)
-    assert not isinstance(other, str)
-    nearby = _changed(steps=1.5 + 1e-12, bits="bb")
-    assert len(differences(nearby, known.result, known.tolerance)) == 2
-    assert not differences(nearby, other.result, other.tolerance)
-    assert differences(_changed(rows=4), other.result, other.tolerance)
-    assert differences(_changed(steps=1.5 + 1e-8), other.result, other.tolerance)
+    this = "this; torch 2.13.0+cpu; numba 1"
+    new_torch = "new; torch 2.14.0; numba 1"
+    same_machine = record.expected("sampled block sage", this, "cpu")
+    other_machine = record.expected("sampled block sage", new_torch, "cpu")
+    assert not isinstance(same_machine, str)
+    assert not isinstance(other_machine, str)
+    nearby = _make_result(steps=1.5 + 1e-12, bits="bb")
+    assert len(differences(nearby, same_machine.result, same_machine.tolerance)) == 2
+    assert not differences(nearby, other_machine.result, other_machine.tolerance)
+    assert differences(_make_result(rows=4), other_machine.result, other_machine.tolerance)
+    assert differences(_make_result(steps=1.5 + 1e-8), other_machine.result, other_machine.tolerance)
     assert isinstance(record.expected("float32 sampled block sage", new_torch, "cpu"), str)
     assert isinstance(record.expected("sampled block gat-dropout", new_torch, "cpu"), str)
     assert not isinstance(record.expected("sampled block gat-dropout", "new; torch 2.13.0", "cpu"), str)
@@ -112,18 +115,18 @@ def test_a_case_that_does_not_reproduce_is_compared_within_a_tolerance():
     record.runs[this]["sampled block sage"]["apart"] = 1e-15
     expected = record.expected("sampled block sage", this, "cpu")
     assert not isinstance(expected, str)
-    assert not differences(_changed(steps=1.5 + 1e-14, bits="bb"), expected.result, expected.tolerance)
+    assert not differences(_make_result(steps=1.5 + 1e-14, bits="bb"), expected.result, expected.tolerance)
 
 
 def test_numbers_change_only_for_a_reason_which_is_kept():
     record = _small_record()
     this, other = record.runs
-    done = ComputedCases(draws={"blocks": "aa"}, runs={"sampled block sage": _changed(steps=1.75, bits="bb")})
+    computed = ComputedCases(draws={"blocks": "aa"}, runs={"sampled block sage": _make_result(steps=1.75, bits="bb")})
     before = deepcopy(record)
     with pytest.raises(ValueError, match=r"changed by 2\.5e-01|changed by 1\.7e-01"):
-        update(record, done, this, "cpu", None)
+        update(record, computed, this, "cpu", None)
     assert record == before
-    update(record, done, this, "cpu", "the test")
+    update(record, computed, this, "cpu", "the test")
     assert record.runs[this]["sampled block sage"]["steps"] == [1.75]
     assert "sampled block sage" not in record.runs[other], "it has not computed the new number"
     assert record.changes[0]["because"] == "the test"
@@ -132,11 +135,11 @@ def test_numbers_change_only_for_a_reason_which_is_kept():
 
 def test_a_new_machine_must_agree_with_the_others():
     record = _small_record()
-    done = ComputedCases(runs={"sampled block sage": _changed(steps=1.5 + 1e-6, bits="bb")})
+    computed = ComputedCases(runs={"sampled block sage": _make_result(steps=1.5 + 1e-6, bits="bb")})
     with pytest.raises(ValueError, match="changed by"):
-        update(record, done, "new; torch 2.13.0; numba 1", "cpu", None)
-    done.runs["sampled block sage"] = _changed(steps=1.5 + 1e-13, bits="bb")
-    update(record, done, "new; torch 2.13.0; numba 1", "cpu", None)
+        update(record, computed, "new; torch 2.13.0; numba 1", "cpu", None)
+    computed.runs["sampled block sage"] = _make_result(steps=1.5 + 1e-13, bits="bb")
+    update(record, computed, "new; torch 2.13.0; numba 1", "cpu", None)
     assert len(record.runs) == 3
 
 

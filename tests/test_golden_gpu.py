@@ -23,21 +23,22 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 RECORD = Record.read("cuda")
 ADVICE = f"if this is meant, `{command('cuda')} --because WHY` shows how far and changes the record"
-_found: dict[str, Result] = {}
+_results: dict[str, Result] = {}
 """Results of the cases that were computed."""
 
 
-def found(name: str) -> Result:
-    if name not in _found:
-        _found[name] = compute(name, "cuda")
-    return _found[name]
+def result_of(name: str) -> Result:
+    """The result of a case, computed once."""
+    if name not in _results:
+        _results[name] = compute(name, "cuda")
+    return _results[name]
 
 
 def test_the_record_knows_this_gpu():
     if gpu_key() not in RECORD.runs:
         pytest.skip(f"the record does not know {gpu_key()}: add it by `{command('cuda')}`")
-    held = {name for runs in RECORD.runs.values() for name in runs}
-    assert held == set(case_names("cuda")), f"add or remove cases by `{command('cuda')}`"
+    recorded = {name for runs in RECORD.runs.values() for name in runs}
+    assert recorded == set(case_names("cuda")), f"add or remove cases by `{command('cuda')}`"
 
 
 @pytest.mark.parametrize("name", draw_names("cuda"))
@@ -50,7 +51,7 @@ def test_a_run_on_a_gpu_is_that_of_the_record(name: str):
     expected = RECORD.expected(name, gpu_key(), "cuda")
     if isinstance(expected, str):
         pytest.skip(expected)
-    lines = differences(found(name), expected.result, expected.tolerance)
+    lines = differences(result_of(name), expected.result, expected.tolerance)
     assert not lines, "\n".join([f"{name} changed: {ADVICE}", *lines])
 
 
@@ -60,11 +61,11 @@ def test_a_run_on_a_gpu_is_that_of_the_record(name: str):
 def test_steps_of_captured_cases_are_captured(name: str):
     # One for full batches, and one for the smaller last batch, from the second epoch of the run on.
     # Of other models the record says whether they can be captured, under `counts`.
-    assert found(name)["counts"]["captured steps"] == 2
+    assert result_of(name)["counts"]["captured steps"] == 2
 
 
 @pytest.mark.parametrize("name", GPU_SAME_RUN)
-def test_evaluation_beside_training_changes_nothing(name: str):
+def test_asynchronous_evaluation_changes_nothing(name: str):
     # To rounding: the last step of an epoch may be captured in one of the runs and not in the other.
-    one, other = (result | {"counts": {}} for result in (found(name), found(GPU_SAME_RUN[name])))
+    one, other = (result | {"counts": {}} for result in (result_of(name), result_of(GPU_SAME_RUN[name])))
     assert distance(one, other) <= TOLERANCE

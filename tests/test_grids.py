@@ -29,9 +29,9 @@ def test_every_pair_of_values_of_two_axes_occurs(name: str):
     cases = pairwise(**AXES[name])
     assert all(value in column for case in cases for value, column in zip(case, columns, strict=True))
     for a, b in itertools.combinations(range(len(columns)), 2):
-        found = [(case[a], case[b]) for case in cases]
+        pairs = [(case[a], case[b]) for case in cases]
         for pair in itertools.product(columns[a], columns[b]):
-            assert pair in found, f"{pair} of axes {a} and {b}"
+            assert pair in pairs, f"{pair} of axes {a} and {b}"
 
 
 @pytest.mark.parametrize("name", AXES)

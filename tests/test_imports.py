@@ -1,4 +1,4 @@
-"""What is imported when, asked of one fresh interpreter: this one has imported everything already."""
+"""When modules are imported, checked in a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ json.dump(loaded, sys.stdout)
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, list[str]]:
     """Names of all modules that are loaded after each of the steps."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout)
+    process = subprocess.run([sys.executable, "-c", PROGRAM], check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(process.stdout)
 
 
 def kernels_of(modules: list[str]) -> list[str]:

@@ -50,20 +50,20 @@ def may_import() -> dict[str, set[str]]:
     below: set[str] = set()
     for row in ROWS:
         for group in row.split(" | "):
-            left: set[str] = set()
+            earlier: set[str] = set()
             for folder in group.split():
-                allowed[folder] = allowed.get(folder, set()) | below | left
-                left.add(folder)
+                allowed[folder] = allowed.get(folder, set()) | below | earlier
+                earlier.add(folder)
         below |= set(row.replace("|", " ").split())
     return allowed
 
 
 def imports() -> list[tuple[str, str, str]]:
     """(folder, imported folder, place) of every import from another folder, those within functions too."""
-    found = []
+    crossings = []
     for path in sorted(SOURCE.rglob("*.py")):
-        here = folder_of(path)
-        for node in ast.walk(ast.parse(path.read_text())) if here not in DOORS else ():
+        importer = folder_of(path)
+        for node in ast.walk(ast.parse(path.read_text())) if importer not in DOORS else ():
             names: list[str] = []
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "hopline":
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -71,10 +71,10 @@ def imports() -> list[tuple[str, str, str]]:
                 names = [alias.name for alias in node.names if alias.name.startswith("hopline.")]
             for name in names:
                 file = file_of(name)
-                there = here if file is None else folder_of(file)
-                if there != here:
-                    found.append((here, there, f"{path.relative_to(SOURCE)}:{node.lineno} imports {name}"))
-    return found
+                imported = importer if file is None else folder_of(file)
+                if imported != importer:
+                    crossings.append((importer, imported, f"{path.relative_to(SOURCE)}:{node.lineno} imports {name}"))
+    return crossings
 
 
 def test_every_folder_has_its_row():
@@ -84,10 +84,11 @@ def test_every_folder_has_its_row():
 
 
 def test_a_folder_imports_only_from_below():
-    allowed, wrong = may_import(), []
-    for here, there, place in imports():
-        if there not in allowed[here]:
-            wrong.append(f"{place}: {here} stands below {there}. Move what both need to {here} or lower")
+    allowed = may_import()
+    wrong = []
+    for importer, imported, place in imports():
+        if imported not in allowed[importer]:
+            wrong.append(f"{place}: {importer} stands below {imported}. Move what both need to {importer} or lower")
     assert not wrong, "\n".join(wrong)
 
 

@@ -9,18 +9,19 @@ from torch import Tensor
 from hopline.metrics import METRICS, accuracy, micro_f1, mrr, roc_auc
 
 
-def draws(seed: int, *shape: int) -> Tensor:
+def draw_scores(seed: int, *shape: int) -> Tensor:
     """Scores from few values, so that ties are common."""
     return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).double() / 2
 
 
-def labels(seed: int, *shape: int, classes: int = 2) -> Tensor:
+def draw_labels(seed: int, *shape: int, classes: int = 2) -> Tensor:
     return torch.randint(classes, shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_accuracy_counts_matches(seed: int):
-    scores, y = torch.rand(50, 4, generator=torch.Generator().manual_seed(seed)), labels(seed, 50, classes=4)
+    scores = torch.rand(50, 4, generator=torch.Generator().manual_seed(seed))
+    y = draw_labels(seed, 50, classes=4)
     right = sum(max(range(4), key=row.__getitem__) == int(c) for row, c in zip(scores.tolist(), y, strict=True))
     assert accuracy(scores, y) == pytest.approx(right / 50, abs=1e-15)
     assert accuracy(scores.argmax(1), y) == accuracy(scores, y)
@@ -28,7 +29,8 @@ def test_accuracy_counts_matches(seed: int):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_micro_f1_pools_labels(seed: int):
-    scores, y = draws(seed, 30, 5), labels(seed, 30, 5)
+    scores = draw_scores(seed, 30, 5)
+    y = draw_labels(seed, 30, 5)
     pairs = list(zip(scores.flatten().tolist(), y.flatten().tolist(), strict=True))
     hits = sum(s > 0 and t == 1 for s, t in pairs)
     wrong = sum((s > 0) != (t == 1) for s, t in pairs)
@@ -42,8 +44,10 @@ def test_micro_f1_of_nothing_predicted_and_nothing_present_is_zero():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_roc_auc_compares_all_pairs(seed: int):
-    scores, y = draws(seed, 60), labels(seed + 100, 60)
-    positives, negatives = scores[y == 1].tolist(), scores[y == 0].tolist()
+    scores = draw_scores(seed, 60)
+    y = draw_labels(seed + 100, 60)
+    positives = scores[y == 1].tolist()
+    negatives = scores[y == 0].tolist()
     wins = sum((p > n) + 0.5 * (p == n) for p in positives for n in negatives)
     expected = wins / (len(positives) * len(negatives))
     assert roc_auc(scores, y) == pytest.approx(expected, abs=1e-14)
@@ -53,7 +57,7 @@ def test_roc_auc_compares_all_pairs(seed: int):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_mrr_takes_the_middle_of_tied_ranks(seed: int):
-    scores = draws(seed, 40, 9)
+    scores = draw_scores(seed, 40, 9)
     total = 0.0
     for positive, *negatives in scores.tolist():
         optimistic = 1 + sum(n > positive for n in negatives)
@@ -70,7 +74,7 @@ def test_low_precision_scores_are_counted_exactly():
     assert roc_auc(many, y) == 0.5
 
 
-def test_names():
+def test_metrics_are_found_by_name():
     assert {"accuracy": accuracy, "micro_f1": micro_f1, "roc_auc": roc_auc, "mrr": mrr} == METRICS
 
 

@@ -38,7 +38,7 @@ def edges_at(block: hl.extend.Block, node: int) -> list[int]:
     return sorted(block.src_ids[sources[block.dst_ids[targets] == node]].tolist())
 
 
-def test_it_is_short() -> None:
+def test_the_example_is_short() -> None:
     assert sum(len(path.read_text().splitlines()) for path in FOLDER.glob("*.py")) < 120
 
 
@@ -54,10 +54,10 @@ def test_a_node_takes_as_many_of_its_edges_as_its_fanout_whoever_else_is_in_the_
         for node in range(6):
             (alone,) = METHODS[name](fanouts=(2,)).sample(graph, torch.tensor([node]), key)
             in_edges = EDGES[0, EDGES[1] == node].tolist()
-            taken = edges_at(inner, node)
-            assert len(taken) == min(2, len(in_edges))
-            assert all(taken.count(source) <= in_edges.count(source) for source in taken)
-            assert edges_at(alone, node) == taken
+            sources = edges_at(inner, node)
+            assert len(sources) == min(2, len(in_edges))
+            assert all(sources.count(source) <= in_edges.count(source) for source in sources)
+            assert edges_at(alone, node) == sources
 
 
 def test_a_fanout_for_all_edges_is_plain_pyg() -> None:
@@ -73,17 +73,17 @@ def test_a_fanout_for_all_edges_is_plain_pyg() -> None:
     torch.testing.assert_close(model(batch), expected, rtol=0, atol=1e-12)
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found["losses"] == pytest.approx(expected["losses"], abs=1e-12)
-    assert found["weights"] == pytest.approx(expected["weights"], abs=1e-12)
-    assert found["metrics"] == expected["metrics"]
+def assert_same(ours: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert ours["losses"] == pytest.approx(expected["losses"], abs=1e-12)
+    assert ours["weights"] == pytest.approx(expected["weights"], abs=1e-12)
+    assert ours["metrics"] == expected["metrics"]
 
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_two_ranks_are_one_process(name: str, accumulate: int) -> None:
-    found = run(train, TWO, name, {"accumulate": accumulate})
-    assert_same(found, train(World.alone(), name, {"accumulate": accumulate}))
+    ours = run(train, TWO, name, {"accumulate": accumulate})
+    assert_same(ours, train(World.alone(), name, {"accumulate": accumulate}))
 
 
 def test_an_option_of_the_subclass_changes_what_is_drawn() -> None:
@@ -99,7 +99,7 @@ def test_an_option_of_the_subclass_changes_what_is_drawn() -> None:
     assert torch.equal(example.HubsFirst(fanouts=(3,), power=0.0).sample(graph, seeds, 0)[0].src_ids, plain.src_ids)
 
 
-def test_a_rank_that_was_killed_goes_on(tmp_path: Path) -> None:
+def test_a_run_whose_rank_was_killed_is_resumed(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"checkpoint_s": 0.0, "out": str(tmp_path / "run")}
     with pytest.raises(RankError, match="rank 1"):
         run(train, TWO, "hubs", {**changes, "kill": [1, 6]})
@@ -129,17 +129,17 @@ def test_the_trainer_and_its_subclass_train_alone_and_with_two_devices(
 
 @pytest.mark.process
 def test_torchrun_and_devices_print_the_same(graph: str) -> None:
-    print_messages = []
+    printed = []
     for before, arguments in (([], ["2"]), (["torch.distributed.run", "--standalone", "--nproc-per-node", "2"], ["1"])):
         launcher = ["-m", *before] if before else []
-        done = run_python("-W", "ignore", *launcher, str(FOLDER / "train.py"), *arguments, graph)
-        assert done.returncode == 0, done.stderr[-3000:]
-        print_messages.append(re.findall(r"\w+, 2 ranks: loss [\d.]+, test [\d.]+", done.stdout))
-    assert len(print_messages[0]) == 2
-    assert print_messages[0] == print_messages[1]
+        process = run_python("-W", "ignore", *launcher, str(FOLDER / "train.py"), *arguments, graph)
+        assert process.returncode == 0, process.stderr[-3000:]
+        printed.append(re.findall(r"\w+, 2 ranks: loss [\d.]+, test [\d.]+", process.stdout))
+    assert len(printed[0]) == 2
+    assert printed[0] == printed[1]
 
 
-def test_the_command_trains_by_it(graph: str, tmp_path: Path) -> None:
+def test_the_command_trains_by_the_example(graph: str, tmp_path: Path) -> None:
     method = f"method={FOLDER}/sampler.py:HubsFirst"
     text = command("train", "--keys", method).out
     assert (

@@ -1,4 +1,4 @@
-"""Planted faults are still where they were planted, and the script tells caught from missed and from broken."""
+"""Every planted fault still matches its source, and the script tells caught, missed and broken apart."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ def test_a_fault_is_caught_missed_or_no_code(
 ):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longer than the tests
     file = project.root / "src" / "made.py"
-    text, before = file.read_text(), file.stat().st_mtime_ns
+    text = file.read_text()
+    before = file.stat().st_mtime_ns
     new = {"caught": "a - b", "MISSED": "b + a", "BROKEN": "a +"}
-    found = plant_all([replace(FAULT, name=name, new=text) for name, text in new.items()], [project])
-    assert [one.status for one in found] == ["caught", "MISSED", "BROKEN"]
-    assert found[0].first.endswith("test_made.py::test_add")
-    assert "tests/test_made.py cannot be read" in found[2].first
+    verdicts = plant_all([replace(FAULT, name=name, new=text) for name, text in new.items()], [project])
+    assert [verdict.status for verdict in verdicts] == ["caught", "MISSED", "BROKEN"]
+    assert verdicts[0].first.endswith("test_made.py::test_add")
+    assert "tests/test_made.py cannot be read" in verdicts[2].first
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["fault", *new]
     assert (file.read_text(), file.stat().st_mtime_ns) == (text, before)
 
@@ -66,8 +67,8 @@ def test_kernels_that_call_a_changed_file_are_compiled_anew_and_come_back(projec
         assert [path.name for path in cache.iterdir()] == ["other.i-1.py311.nbi"]
         (cache / "made.f-1.py311.nbi").write_text("of the fault")
         (cache / "made.f-1.py311.1.nbc").write_text("of the fault")
-    found = {path.name.partition("-")[0]: path.read_text() for path in cache.iterdir()}
-    assert found == {"made.f": "made.f-1", "caller.g": "caller.g-1", "above.h": "above.h-1", "other.i": "other.i-1"}
+    contents = {path.name.partition("-")[0]: path.read_text() for path in cache.iterdir()}
+    assert contents == {"made.f": "made.f-1", "caller.g": "caller.g-1", "above.h": "above.h-1", "other.i": "other.i-1"}
 
 
 def test_faults_are_chosen_by_name_or_area_and_by_whether_they_need_a_gpu():

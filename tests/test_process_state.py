@@ -1,4 +1,4 @@
-"""Importing hopline, building loaders and training leave the process as it was, also after an error or Ctrl-C."""
+"""Importing, building loaders and training leave the process as it was, also after an error or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def changes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     environment |= {"FORCE_COLOR": "1"}  # progress as on a terminal, whose display is shared by the process
     command = [sys.executable, "-m", "tests.process_state", str(folder)]
     root = Path(__file__).resolve().parents[1]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
     return json.loads((folder / "changes.json").read_text())
 
 
@@ -32,5 +32,5 @@ def test_the_process_is_as_before(changes: dict[str, list[str]], step: str):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="priorities and malloc settings are Linux's")
-def test_every_change_would_be_seen(changes: dict[str, list[str]]):
+def test_every_kind_of_change_is_detected(changes: dict[str, list[str]]):
     assert sorted(changes[STEPS[-1]]) == sorted(NAMES)

@@ -1,4 +1,4 @@
-"""Files by which contributors help themselves run what `make` and `.ci/run` run."""
+"""Project files for contributors run what `make` and `.ci/run` run."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def test_templates_ask_for_the_command_the_versions_and_the_golden_record():
     folder = ROOT / ".github"
     for template in (folder / "ISSUE_TEMPLATE" / "bug.yml", folder / "pull_request_template.md"):
         text = template.read_text().lower()
-        for wanted in ("command", "hopline doctor", "python -m tests.golden --compare"):
-            assert wanted in text, f"{template.name} does not ask for {wanted!r}"
+        for expected in ("command", "hopline doctor", "python -m tests.golden --compare"):
+            assert expected in text, f"{template.name} does not ask for {expected!r}"

@@ -64,11 +64,11 @@ def public_names() -> dict[str, Any]:
         "hl.nn": hl.nn.__all__,
         "hl.shards": hl.shards.__all__,
     }
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for place, names in listed.items():
         module = hl if place == "hl" else getattr(hl, place.removeprefix("hl."))
-        found |= {f"{place}.{name}": getattr(module, name) for name in names}
-    return {name: value for name, value in found.items() if not isinstance(value, ModuleType)}
+        values |= {f"{place}.{name}": getattr(module, name) for name in names}
+    return {name: value for name, value in values.items() if not isinstance(value, ModuleType)}
 
 
 NAMES = public_names()

@@ -35,12 +35,12 @@ METHODS: dict[str, Method] = {
 }
 
 
-class AnyOrder(TorchDispatchMode):
-    """Remembers the calls that add up float32 numbers in any order, those of backward too."""
+class UnorderedSums(TorchDispatchMode):
+    """Records calls that add up float32 numbers in any order, those of backward too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.calls: list[str] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -52,7 +52,7 @@ class AnyOrder(TorchDispatchMode):
             if accumulates and args[0].dtype == torch.float32 and index[0].dtype != torch.bool:
                 places = torch.stack(torch.broadcast_tensors(*index)).flatten(1)
                 if places.unique(dim=1).size(1) < places.size(1):
-                    self.found.append(f"{func} at {places.size(1)} places of {list(args[0].shape)}")
+                    self.calls.append(f"{func} at {places.size(1)} places of {list(args[0].shape)}")
         return func(*args, **named)
 
 
@@ -66,14 +66,15 @@ def test_no_conv_adds_up_in_any_order(name: str) -> None:
     graph = random_graph(weight=not edges, attr=2 if edges else 0, loops=True)
     graph = hl.Graph(graph.indptr, graph.indices, {name: rows.float() for name, rows in graph.edge.items()})
     torch.manual_seed(0)
-    conv, block = SUITE[name](6, 6).float(), batch_of(graph, None, (-1,)).blocks[0]
+    conv = SUITE[name](6, 6).float()
+    block = batch_of(graph, None, (-1,)).blocks[0]
     rows = randn(block.num_src, 6).float().requires_grad_()
     if name in ("tag", "sg"):
         pytest.skip("several hops in a layer, which blocks refuse")
-    with AnyOrder() as seen:
+    with UnorderedSums() as watch:
         convolve(conv, rows, block).square().sum().backward()
     assert rows.grad is not None
-    assert seen.found == []
+    assert watch.calls == []
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -85,26 +86,27 @@ def test_no_method_adds_up_in_any_order(name: str, method: Method) -> None:
     torch.manual_seed(0)
     model = GNN([SUITE[name](6, 6).float(), SUITE[name](6, 6).float()], encoder=nn.Linear(6, 6))
     job = Job(data=data, model=model, module=model, train_ids=torch.arange(50), train_step=summed, say=lambda _: None)
-    with AnyOrder() as seen:
+    with UnorderedSums() as watch:
         for unit in method.bind(job).units(1):
             unit.forward_backward(unit.size)
             unit.commit()
     assert all(p.grad is not None for p in model.convs.parameters())
-    assert seen.found == []
+    assert watch.calls == []
 
 
 def test_learned_rows_and_repeated_columns_are_added_up_in_order() -> None:
-    rows, ids = randn(5, 3).float().requires_grad_(), torch.tensor([0, 4, 0, 0, 1])
+    rows = randn(5, 3).float().requires_grad_()
+    ids = torch.tensor([0, 4, 0, 0, 1])
     stored = SparseTable(
         torch.tensor([0, 3, 4]), torch.tensor([1, 1, 1, 0]).int(), torch.tensor([1.0, 2.0, 4.0, 8.0]), 2
     )
-    with AnyOrder() as seen:
+    with UnorderedSums() as watch:
         ops.gather_rows(rows, ids).sum().backward()
         dense = stored.read(torch.tensor([1, 0]))
     assert rows.grad is not None
     assert rows.grad[:, 0].tolist() == [3, 1, 0, 0, 1]
     assert dense.tolist() == [[8, 0], [0, 7]]
-    assert seen.found == []
+    assert watch.calls == []
 
 
 def test_weighted_maxima_have_the_same_gradient_in_every_run() -> None:
@@ -114,22 +116,24 @@ def test_weighted_maxima_have_the_same_gradient_in_every_run() -> None:
     block = batch_of(hl.Graph(graph.indptr, graph.indices, {"weight": weight}), None, (-1,)).blocks[0]
     conv = pyg.GraphConv(300, 4, aggr="max")
     x = randn(500, 300).float()
-    found = []
+    gradients = []
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         for _ in range(5):
             rows = x[block.src_ids].requires_grad_()
-            found.append(torch.autograd.grad(convolve(conv, rows, block).square().sum(), [rows, *conv.parameters()]))
+            gradients.append(
+                torch.autograd.grad(convolve(conv, rows, block).square().sum(), [rows, *conv.parameters()])
+            )
     finally:
         torch.set_num_threads(threads)
-    for again in found[1:]:
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, found[0], strict=True))
+    for again in gradients[1:]:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, gradients[0], strict=True))
 
 
 def test_the_watch_sees_what_adds_up_in_any_order() -> None:
     rows = randn(5, 3).float().requires_grad_()
-    with AnyOrder() as seen:
+    with UnorderedSums() as watch:
         rows[torch.tensor([0, 4, 0])].sum().backward()
         rows[torch.tensor([0, 4, 1])].sum().backward()
-    assert len(seen.found) == 1
+    assert len(watch.calls) == 1

@@ -1,4 +1,4 @@
-"""Rules of the code: no import cycle at run time, libraries where they belong, nobody writes into objects of others."""
+"""Rules of the code: no import cycle, libraries where they belong, no writes into others' objects."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ def writes_into_others(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_nobody_writes_into_an_object_of_others():
-    wrong, excused = [], set()
+    wrong = []
+    excused = set()
     for path in sorted(SOURCE.rglob("*.py")):
         name = str(path.relative_to(SOURCE))
         excuse = next((start for start in WRITES_INTO_OTHERS if name.startswith(start)), None)

@@ -20,7 +20,8 @@ from tests.runs import assert_refused, command, fit, losses, small
 def tiny() -> hl.Dataset:
     """60 nodes in two rings; a node's class is its ring, which only its neighbours' features tell well."""
     node = torch.arange(60)
-    ring, place = node // 30, node % 30
+    ring = node // 30
+    place = node % 30
     edges = [torch.stack([ring * 30 + (place + hop) % 30, node]) for hop in (1, 2, 3)]
     noise = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
     masks = {f"{name}_mask": node % 3 == k for k, name in enumerate(("train", "val", "test"))}
@@ -72,11 +73,11 @@ def test_trains_and_tests(name: str):
 def test_a_budget_splits_batches_and_changes_no_gradient():
     data = small()
     method = hl.Sampled(fanouts=(4, 3), batch_size=150)
-    free = fit(data, how=method)
-    kept = fit(data, how=method, budget="150KiB")
+    unlimited = fit(data, how=method)
+    budgeted = fit(data, how=method, budget="150KiB")
 
-    assert [epoch.counters["budget.batches_split"] for epoch in kept.history] == [1, 1]
-    assert losses(kept) == pytest.approx(losses(free), rel=1e-5)
+    assert [epoch.counters["budget.batches_split"] for epoch in budgeted.history] == [1, 1]
+    assert losses(budgeted) == pytest.approx(losses(unlimited), rel=1e-5)
 
 
 def test_asynchronous_evaluation_is_the_blocking_one():
@@ -111,7 +112,8 @@ def test_the_command_trains_on_two_ranks_and_infers(tmp_path: Path):
 
 def test_infers_at_all_nodes_and_at_some():
     data = tiny()
-    model, ids = model_for(data), torch.tensor([3, 40])
+    model = model_for(data)
+    ids = torch.tensor([3, 40])
     scores = hl.infer.exact(model, data)
     assert scores.shape == (60, 2)
     torch.testing.assert_close(hl.infer.exact(model, data, ids), scores[ids])

@@ -1,3 +1,5 @@
+"""Arrays on disk: what is written is what a memory map and NumPy read."""
+
 from __future__ import annotations
 
 import io

@@ -1,3 +1,5 @@
+"""Checks of a dataset's arrays: each wrong number is refused with its position."""
+
 from __future__ import annotations
 
 import pytest
@@ -75,8 +77,8 @@ def test_splits_must_be_sorted_distinct_and_labelled() -> None:
 
 
 def test_every_array_of_a_dataset_is_checked(tiny: Dataset) -> None:
-    done = checks.check_dataset(tiny, str)
-    assert len(done) == 2 + 1 + 3 + 1 + 6
+    messages = checks.check_dataset(tiny, str)
+    assert len(messages) == 2 + 1 + 3 + 1 + 6
     graph = tiny.graph
     indices = graph.indices.clone()
     indices[5] = 40

@@ -1,3 +1,5 @@
+"""Edges become a graph, in memory or chunk by chunk through a folder with bounded memory."""
+
 from __future__ import annotations
 
 import tracemalloc
@@ -50,20 +52,21 @@ def test_chunks_through_a_folder_give_the_graph_made_in_memory(
     options: dict[str, Any], chunk_edges: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(convert, "NUM_BUCKETS", 16)
-    edges, weight = random_edges(90, 1500), torch.rand(1500)
+    edges = random_edges(90, 1500)
+    weight = torch.rand(1500)
     attr = torch.arange(3000).reshape(1500, 2)
     arrays = {"weight": weight, "attr": attr}
     expected = from_edges(edges, num_nodes=95, edge=arrays, **options).graph
     chunks = [(edges[:, i : i + 400], {n: a[i : i + 400] for n, a in arrays.items()}) for i in range(0, 1500, 400)]
-    made = convert_edges(iter(chunks), tmp_path / "d", num_nodes=95, chunk_edges=chunk_edges, **options)
+    ours = convert_edges(iter(chunks), tmp_path / "d", num_nodes=95, chunk_edges=chunk_edges, **options)
     verify(tmp_path / "d")
-    assert torch.equal(made.graph.indptr, expected.indptr)
-    assert torch.equal(made.graph.indices, expected.indices)
+    assert torch.equal(ours.graph.indptr, expected.indptr)
+    assert torch.equal(ours.graph.indices, expected.indices)
     for name, array in expected.edge.items():
-        assert torch.equal(made.graph.edge[name], array)
+        assert torch.equal(ours.graph.edge[name], array)
 
 
-def test_options_do_what_a_matrix_would() -> None:
+def test_edge_options_equal_operations_on_the_adjacency_matrix() -> None:
     edges = random_edges(40, 600)
     dense = torch.zeros(40, 40, dtype=torch.int64)
     dense.index_put_((edges[1], edges[0]), torch.ones(600, dtype=torch.int64), accumulate=True)
@@ -82,7 +85,7 @@ def test_options_do_what_a_matrix_would() -> None:
     assert torch.equal(added, dense + torch.diag((dense.diagonal() == 0).long()))
 
 
-def test_the_number_of_nodes_is_found_where_it_can_be() -> None:
+def test_the_number_of_nodes_is_derived_from_features_labels_or_ids() -> None:
     edges = torch.tensor([[0, 4], [1, 2]])
     assert from_edges(edges).num_nodes == 5
     assert from_edges([edges, edges]).num_edges == 4
@@ -94,8 +97,8 @@ def test_the_number_of_nodes_is_found_where_it_can_be() -> None:
 
 
 def test_an_empty_edge_list_can_be_written(tmp_path: Path) -> None:
-    made = convert_edges([], tmp_path / "d", num_nodes=3, self_loops="add")
-    assert made.graph.indices.tolist() == [0, 1, 2]
+    dataset = convert_edges([], tmp_path / "d", num_nodes=3, self_loops="add")
+    assert dataset.graph.indices.tolist() == [0, 1, 2]
 
 
 def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
@@ -129,11 +132,13 @@ def test_groups_hold_no_more_than_asked_for(tmp_path: Path) -> None:
         assert max((last - first) * runs.width for first, last in groups) <= 600
 
 
-class _Counted:
-    """Edges made on the fly; remembers the largest number of edges that was asked to be kept at once."""
+class _LazyEdges:
+    """Random edges that are drawn chunk by chunk while they are read, so that they are never all in memory."""
 
     def __init__(self, num_edges: int, num_nodes: int, chunk: int) -> None:
-        self.num_edges, self.num_nodes, self.chunk = num_edges, num_nodes, chunk
+        self.num_edges = num_edges
+        self.num_nodes = num_nodes
+        self.chunk = chunk
 
     def __iter__(self) -> Iterator[np.ndarray]:
         rng = np.random.default_rng(0)
@@ -142,22 +147,22 @@ class _Counted:
 
 
 def test_memory_is_bounded_by_the_chunk_and_not_by_the_edges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held: list[int] = []
+    group_sizes: list[int] = []
     original = convert.group
 
     def spy(edges: Edges, *rest: Any) -> Any:
-        held.append(edges.src.numel())
+        group_sizes.append(edges.src.numel())
         return original(edges, *rest)
 
     monkeypatch.setattr(convert, "group", spy)
     chunk = 50_000
     tracemalloc.start()  # sees what NumPy allocates: the chunks and the order of each group
-    made = convert_edges(_Counted(2_000_000, 100_000, chunk), tmp_path / "d", num_nodes=100_000, chunk_edges=chunk)
+    dataset = convert_edges(_LazyEdges(2_000_000, 100_000, chunk), tmp_path / "d", num_nodes=100_000, chunk_edges=chunk)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert made.num_edges == 2_000_000
-    assert len(held) >= 40
-    assert max(held) <= chunk
+    assert dataset.num_edges == 2_000_000
+    assert len(group_sizes) >= 40
+    assert max(group_sizes) <= chunk
     # 2M edges are 32 MB as int64; a few buffers of one chunk are not.
     assert peak < 10_000_000
 
@@ -188,13 +193,14 @@ def test_a_chunk_with_fractions_makes_all_of_an_edge_array_fractions(
 def test_a_number_that_would_be_rounded_for_another_chunk_is_refused(to_folder: bool, tmp_path: Path) -> None:
     one = torch.zeros(2, 1, dtype=torch.int64)
     chunks = [(one, {"time": torch.tensor([2**24 + 1])}), (one, {"time": torch.tensor([0.5])})]
-    for given in (chunks, chunks[::-1]):
+    for ordered in (chunks, chunks[::-1]):
         with pytest.raises(ValueError, match="Edge array 'time' holds 16777217 in one chunk, and fractions in another"):
-            from_edges(given, num_nodes=1, folder=tmp_path / "out" if to_folder else None)
+            from_edges(ordered, num_nodes=1, folder=tmp_path / "out" if to_folder else None)
 
 
 def test_edge_arrays_go_along_with_edges_of_every_kind(tmp_path: Path) -> None:
-    ends, weight = torch.randint(0, 9, (2, 50)), torch.rand(50)
+    ends = torch.randint(0, 9, (2, 50))
+    weight = torch.rand(50)
     np.save(tmp_path / "e.npy", ends.numpy())
     whole = from_edges(ends, edge={"weight": weight}, num_nodes=9)
     pieces = [ends[:, :7], (ends[:, 7:30], {}), ends[:, 30:]]

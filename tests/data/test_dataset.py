@@ -1,3 +1,5 @@
+"""`Dataset`: its description, tasks, splits and derived features, and parts that do not fit together."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -10,7 +12,7 @@ from hopline.data.dataset import Dataset, as_table
 from hopline.tables import SparseTable, TensorTable
 
 
-def test_it_says_what_it_holds(tiny: Dataset) -> None:
+def test_the_repr_of_a_dataset_says_what_it_holds(tiny: Dataset) -> None:
     assert (tiny.num_nodes, tiny.num_edges, tiny.num_features, tiny.num_classes) == (40, 200, 5, 3)
     assert repr(tiny).startswith("Dataset('tiny', 40 nodes, 200 edges, 5 features, 3 classes, ")
     assert "\n" not in repr(tiny)
@@ -85,9 +87,9 @@ def test_every_node_can_have_a_column_of_its_own(tiny: Dataset) -> None:
 def test_columns_can_be_standardized(tiny: Dataset) -> None:
     rows = torch.rand(40, 5) * torch.arange(5)
     data = replace(tiny, tables={**tiny.tables, "x": TensorTable(rows)}).standardized()
-    found = data.x.read(torch.arange(40))
-    assert torch.allclose(found.mean(0), torch.zeros(5), atol=1e-5)
-    assert torch.allclose(found.std(0), torch.tensor([0.0, 1, 1, 1, 1]), atol=1e-5)
+    rows_out = data.x.read(torch.arange(40))
+    assert torch.allclose(rows_out.mean(0), torch.zeros(5), atol=1e-5)
+    assert torch.allclose(rows_out.std(0), torch.tensor([0.0, 1, 1, 1, 1]), atol=1e-5)
     words = tiny.standardized("words").tables["words"].read(torch.arange(40))
     assert words.isfinite().all()
 

@@ -1,3 +1,5 @@
+"""Downloads of named datasets, with PyG's classes and the network replaced by stand-ins."""
+
 from __future__ import annotations
 
 import shutil
@@ -15,14 +17,14 @@ from hopline.data import download
 from hopline.data.store import open_folder
 
 
-class Fake:
-    """Stands for a PyG dataset class: one graph, made without a network."""
+class FakeDataset:
+    """A PyG dataset class with one graph that needs no network. Records the arguments of its calls."""
 
     calls: list[tuple[str, dict[str, Any]]]
     num_graphs = 1
 
     def __init__(self, root: str, **settings: Any) -> None:
-        Fake.calls.append((root, settings))
+        FakeDataset.calls.append((root, settings))
 
     def __len__(self) -> int:
         return self.num_graphs
@@ -33,13 +35,14 @@ class Fake:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
-    Fake.calls = []
-    monkeypatch.setattr(torch_geometric.datasets, "Amazon", Fake)
-    return Fake
+def fake_amazon(monkeypatch: pytest.MonkeyPatch) -> type[FakeDataset]:
+    """`FakeDataset` in place of PyG's `Amazon`, with no calls recorded."""
+    FakeDataset.calls = []
+    monkeypatch.setattr(torch_geometric.datasets, "Amazon", FakeDataset)
+    return FakeDataset
 
 
-def test_names_are_found() -> None:
+def test_a_source_is_found_by_any_spelling_of_its_name() -> None:
     for name in ("cora", "Cora", "amazon_photo", "ogbn-products", "OGBN-papers100M"):
         assert download.find(name) is not None
     assert download.find("nothing") is None
@@ -53,10 +56,10 @@ def test_every_pyg_source_names_a_real_class() -> None:
         assert source.is_ogb or hasattr(torch_geometric.datasets, source.kind), source.name
 
 
-def test_a_pyg_dataset_is_fetched_and_converted(fake: type[Fake], tmp_path: Path) -> None:
+def test_a_pyg_dataset_is_fetched_and_converted(fake_amazon: type[FakeDataset], tmp_path: Path) -> None:
     source = download.SOURCES["amazon-photo"]
     source.fetch(tmp_path / "raw", tmp_path / "amazon-photo", {"symmetrize": True})
-    assert fake.calls == [(str(tmp_path / "raw" / "Amazon"), {"name": "Photo"})]
+    assert fake_amazon.calls == [(str(tmp_path / "raw" / "Amazon"), {"name": "Photo"})]
     dataset = open_folder(tmp_path / "amazon-photo")
     assert (dataset.name, dataset.num_nodes) == ("amazon-photo", 200)
     assert [ids.numel() for ids in dataset.splits.values()] == [40, 60, 100]
@@ -64,7 +67,7 @@ def test_a_pyg_dataset_is_fetched_and_converted(fake: type[Fake], tmp_path: Path
 
 
 def test_failures_are_one_sentence_that_names_the_place(
-    fake: type[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_amazon: type[FakeDataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_network(*_: object, **__: object) -> None:
         raise ConnectionError("Cannot connect\nto the host")
@@ -74,7 +77,7 @@ def test_failures_are_one_sentence_that_names_the_place(
         download.SOURCES["reddit"].fetch(tmp_path / "raw", tmp_path / "reddit", {})
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "reddit").exists()
-    monkeypatch.setattr(Fake, "num_graphs", 5)
+    monkeypatch.setattr(FakeDataset, "num_graphs", 5)
     with pytest.raises(ValueError, match="holds 5 graphs"):
         download.SOURCES["amazon-photo"].fetch(tmp_path / "raw", tmp_path / "a", {})
     unknown = download.find("pyg:Planetoit")
@@ -102,17 +105,17 @@ def test_an_ogb_archive_is_fetched_unpacked_and_converted(
 ) -> None:
     make_ogb_folder(tmp_path / "served" / "arxiv")
     archive = shutil.make_archive(str(tmp_path / "arxiv"), "zip", tmp_path / "served")
-    asked = []
+    urls = []
 
     def serve(url: str, folder: str) -> str:
-        asked.append(url)
+        urls.append(url)
         return shutil.copy(archive, folder)
 
     monkeypatch.setattr(torch_geometric.data, "download_url", serve)
     source = download.SOURCES["ogbn-arxiv"]
     source.fetch(tmp_path / "raw", tmp_path / "ogbn-arxiv", {})
     assert open_folder(tmp_path / "ogbn-arxiv").name == "ogbn-arxiv"
-    assert asked == ["http://snap.stanford.edu/ogb/data/nodeproppred/arxiv.zip"]
+    assert urls == ["http://snap.stanford.edu/ogb/data/nodeproppred/arxiv.zip"]
     assert [p.name for p in (tmp_path / "raw").iterdir()] == ["ogbn_arxiv"]
     source.fetch(tmp_path / "raw", tmp_path / "again", {})
-    assert len(asked) == 1, "what is on disk is not downloaded again"
+    assert len(urls) == 1, "what is on disk is not downloaded again"

@@ -1,3 +1,5 @@
+"""Edge options: reading in chunks, reversing, grouping by destination, self-loops and duplicates."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -41,8 +43,9 @@ def test_a_file_of_edges_is_read_in_chunks(tmp_path: Path, layout: str, dtype: t
         list(npy_edges(tmp_path / "bad.npy", 5))
 
 
-def test_chunks_are_cut_with_their_arrays() -> None:
-    edges, weight = torch.arange(20).reshape(2, 10), torch.arange(10.0)
+def test_chunks_are_split_together_with_their_edge_arrays() -> None:
+    edges = torch.arange(20).reshape(2, 10)
+    weight = torch.arange(10.0)
     cut = list(edge_chunks([(edges, {"weight": weight}), (edges.numpy(), {"weight": weight})], None, 4))
     assert [c.size(1) for c, _ in cut] == [4, 4, 2, 4, 4, 2]
     assert torch.cat([a["weight"] for _, a in cut]).tolist() == [*range(10), *range(10)]
@@ -69,9 +72,9 @@ def pairs(edges: Edges) -> list[tuple[int, int]]:
 
 def test_reversed_edges_follow_their_edge_and_loops_are_not_doubled() -> None:
     index = torch.tensor([[0, 1, 2], [1, 1, 0]])
-    made = prepare(index, {"weight": torch.tensor([5.0, 6.0, 7.0])}, 3, 0, EdgeOptions(symmetrize=True))
-    assert pairs(made) == [(0, 1), (1, 0), (1, 1), (2, 0), (0, 2)]
-    assert made.edge["weight"].tolist() == [5, 5, 6, 7, 7]
+    edges = prepare(index, {"weight": torch.tensor([5.0, 6.0, 7.0])}, 3, 0, EdgeOptions(symmetrize=True))
+    assert pairs(edges) == [(0, 1), (1, 0), (1, 1), (2, 0), (0, 2)]
+    assert edges.edge["weight"].tolist() == [5, 5, 6, 7, 7]
     assert pairs(prepare(index, {}, 3, 0, EdgeOptions(self_loops="remove"))) == [(0, 1), (2, 0)]
 
 
@@ -79,20 +82,21 @@ def test_grouping_is_stable_and_follows_the_options() -> None:
     edges = prepare(
         torch.tensor([[3, 1, 3, 2, 3], [4, 3, 4, 4, 3]]), {"weight": torch.arange(5.0)}, 5, 0, EdgeOptions()
     )
-    degrees, kept = group(edges, 3, 5, EdgeOptions())
+    degrees, grouped = group(edges, 3, 5, EdgeOptions())
     assert degrees.tolist() == [2, 3]
-    assert (kept.src.tolist(), kept.edge["weight"].tolist()) == ([1, 3, 3, 3, 2], [1, 4, 0, 2, 3])
-    degrees, kept = group(edges, 3, 5, EdgeOptions(duplicates="remove"))
+    assert (grouped.src.tolist(), grouped.edge["weight"].tolist()) == ([1, 3, 3, 3, 2], [1, 4, 0, 2, 3])
+    degrees, grouped = group(edges, 3, 5, EdgeOptions(duplicates="remove"))
     assert degrees.tolist() == [2, 2]
-    assert (kept.src.tolist(), kept.edge["weight"].tolist()) == ([1, 3, 3, 2], [1, 4, 0, 3])
-    degrees, kept = group(edges, 3, 5, EdgeOptions(self_loops="add"))
+    assert (grouped.src.tolist(), grouped.edge["weight"].tolist()) == ([1, 3, 3, 2], [1, 4, 0, 3])
+    degrees, grouped = group(edges, 3, 5, EdgeOptions(self_loops="add"))
     assert degrees.tolist() == [2, 4]
-    assert (kept.src.tolist()[-1], kept.edge["weight"].tolist()[-1]) == (4, 1)
+    assert (grouped.src.tolist()[-1], grouped.edge["weight"].tolist()[-1]) == (4, 1)
 
 
 def test_chunks_must_carry_the_same_arrays() -> None:
     index = torch.zeros(1, dtype=torch.int32)
-    plain, weighted = Edges(index, index, {}), Edges(index, index, {"weight": torch.ones(1)})
+    plain = Edges(index, index, {})
+    weighted = Edges(index, index, {"weight": torch.ones(1)})
     with pytest.raises(ValueError, match="Not all chunks have the edge array 'weight'"):
         check_same_arrays(plain, weighted)
     with pytest.raises(ValueError, match="Not all chunks"):

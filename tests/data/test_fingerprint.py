@@ -1,4 +1,4 @@
-"""Results of other data or of another model are never taken for those of this one."""
+"""Checksums of datasets and models: results of other data or of another model are never reused."""
 
 from __future__ import annotations
 
@@ -31,28 +31,31 @@ from tests.runs import fit, method, sage, small
 DATA = dataset_of(random_graph(60, 300, loops=True, weight=True), randn(60, 5).float())
 
 
-def with_edges(data: hl.Dataset, **changes: Tensor) -> hl.Dataset:
+def replace_edges(data: hl.Dataset, **changes: Tensor) -> hl.Dataset:
+    """The dataset with some edge arrays, or `indices`, replaced."""
     graph = data.graph
     edge = {name: changes.get(name, array) for name, array in graph.edge.items()}
     return dataclasses.replace(data, graph=Graph(graph.indptr, changes.get("indices", graph.indices), edge))
 
 
-def other_features(data: hl.Dataset) -> hl.Dataset:
+def change_features(data: hl.Dataset) -> hl.Dataset:
+    """The dataset with one number of its features changed by 1e-3."""
     rows = data.x.read(torch.arange(data.num_nodes)).clone()
     rows[-1, -1] += 1e-3
     return dataclasses.replace(data, tables={"x": TensorTable(rows)})
 
 
 CHANGES: dict[str, tuple[str, Callable[[hl.Dataset], hl.Dataset]]] = {
-    "features": ("table 'x'", other_features),
-    "edges": ("edges", lambda data: with_edges(data, indices=data.graph.indices.flip(0))),
-    "weights": ("edge array 'weight'", lambda data: with_edges(data, weight=data.graph.edge["weight"] * 2)),
+    "features": ("table 'x'", change_features),
+    "edges": ("edges", lambda data: replace_edges(data, indices=data.graph.indices.flip(0))),
+    "weights": ("edge array 'weight'", lambda data: replace_edges(data, weight=data.graph.edge["weight"] * 2)),
     "labels": ("labels", lambda data: dataclasses.replace(data, y=2 - data.labels)),
 }
 """By what is changed: the name of the array, and the change, which leaves names and sizes as they are."""
 
 
-def saved(data: hl.Dataset, folder: Path) -> hl.Dataset:
+def save_and_open(data: hl.Dataset, folder: Path) -> hl.Dataset:
+    """The dataset, saved to a folder and opened from it."""
     data.save(folder)
     return hl.open(folder)
 
@@ -63,7 +66,8 @@ def saved(data: hl.Dataset, folder: Path) -> hl.Dataset:
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_changes_the_checksum_of_its_array_alone(name: str):
     array, change = CHANGES[name]
-    before, after = contents_of(DATA), contents_of(change(DATA))
+    before = contents_of(DATA)
+    after = contents_of(change(DATA))
     assert [key for key in before if before[key] != after[key]] == [array]
 
 
@@ -72,7 +76,8 @@ def test_a_folder_has_the_checksums_of_what_was_saved_and_nothing_is_read(
 ):
     sparse = SparseTable(torch.arange(61), torch.zeros(60, dtype=torch.int64), torch.rand(60), 4)
     data = dataclasses.replace(DATA, tables={**DATA.tables, "s": sparse})
-    expected, opened = contents_of(data), saved(data, tmp_path / "graph")
+    expected = contents_of(data)
+    opened = save_and_open(data, tmp_path / "graph")
 
     def reads(rows: Any) -> int:
         raise AssertionError("an array was read")
@@ -83,7 +88,9 @@ def test_a_folder_has_the_checksums_of_what_was_saved_and_nothing_is_read(
 
 
 def test_arrays_are_read_once_and_again_when_they_were_changed(monkeypatch: pytest.MonkeyPatch):
-    rows, real, read = randn(60, 5), fingerprint._crc, list[int]()
+    rows = randn(60, 5)
+    real = fingerprint._crc
+    read = list[int]()
     data = dataclasses.replace(DATA, tables={"x": TensorTable(rows)})
     first = contents_of(data)
     monkeypatch.setattr(fingerprint, "_crc", lambda rows: (read.append(1), real(rows))[1])
@@ -105,23 +112,26 @@ def test_a_table_without_one_tensor_has_the_checksum_of_its_rows():
 # ---- of models
 
 
-class Own(nn.Module):
-    """A conv of the user's own."""
+class ScalingConv(nn.Module):
+    """A user's own conv: rows times a factor."""
 
     def __init__(self, scale: float = 1.0) -> None:
         super().__init__()
-        self.scale, self.calls = scale, 0
+        self.scale = scale
+        self.calls = 0
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return x * self.scale
 
 
-class Other(Own):
+class ShiftingConv(ScalingConv):
+    """`ScalingConv` with another `forward` and the same weights."""
+
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return x * self.scale + 1
 
 
-def test_models_that_compute_otherwise_with_the_same_weights_have_another_structure():
+def test_models_that_differ_in_more_than_weights_have_different_structures():
     models = [
         hl.nn.GNN([SAGEConv(5, 4), SAGEConv(4, 3)]),
         hl.nn.GNN([SAGEConv(5, 4, aggr="max"), SAGEConv(4, 3)]),
@@ -135,20 +145,20 @@ def test_models_that_compute_otherwise_with_the_same_weights_have_another_struct
         hl.nn.GNN([GCNConv(5, 4, improved=True), GCNConv(4, 3)]),
         hl.nn.GNN([GATConv(5, 4, negative_slope=0.1), GATConv(4, 3)]),
         hl.nn.GNN([GATConv(5, 4), GATConv(4, 3)]),
-        hl.nn.GNN([Own()]),
-        hl.nn.GNN([Own(2.0)]),
-        hl.nn.GNN([Other()]),
+        hl.nn.GNN([ScalingConv()]),
+        hl.nn.GNN([ScalingConv(2.0)]),
+        hl.nn.GNN([ShiftingConv()]),
     ]
-    found = [structure_of(model) for model in models]
-    assert len(set(found)) == len(models)
-    assert found[0] == structure_of(hl.nn.GNN([SAGEConv(5, 4), SAGEConv(4, 3)]).eval())
+    structures = [structure_of(model) for model in models]
+    assert len(set(structures)) == len(models)
+    assert structures[0] == structure_of(hl.nn.GNN([SAGEConv(5, 4), SAGEConv(4, 3)]).eval())
 
 
 # ---- inference in a folder
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_inference_does_not_go_on_over_other_data(name: str, tmp_path: Path):
+def test_inference_is_not_resumed_with_other_data(name: str, tmp_path: Path):
     model = hl.nn.GNN([GCNConv(5, 4), GCNConv(4, 3)])
     expected = infer.exact(model, DATA, folder=tmp_path / "rows")
     assert torch.equal(infer.exact(model, DATA, folder=tmp_path / "rows"), expected)
@@ -157,7 +167,7 @@ def test_inference_does_not_go_on_over_other_data(name: str, tmp_path: Path):
         infer.exact(model, change(DATA), folder=tmp_path / "rows")
 
 
-def test_inference_does_not_go_on_with_another_model(tmp_path: Path):
+def test_inference_is_not_resumed_with_another_model(tmp_path: Path):
     model = hl.nn.GNN([SAGEConv(5, 4), SAGEConv(4, 3)])
     infer.exact(model, DATA, folder=tmp_path / "rows")
     for change in ({"act": "elu"}, {"residual": True}, {"convs": [SAGEConv(5, 4, aggr="max"), SAGEConv(4, 3)]}):
@@ -170,14 +180,16 @@ def test_inference_does_not_go_on_with_another_model(tmp_path: Path):
         infer.exact(model.double(), DATA, folder=tmp_path / "rows")  # another precision
 
 
-def shards_of(data: hl.Dataset, folder: Path) -> Path:
+def write_shards(data: hl.Dataset, folder: Path) -> Path:
+    """Cut a dataset into two shards."""
     cut.cut(data, make_partition(data.graph, 2, "range"), folder)
     return folder
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_shards_of_other_data_are_of_another_cut(name: str, tmp_path: Path):
-    one, other = shards_of(DATA, tmp_path / "one"), shards_of(CHANGES[name][1](DATA), tmp_path / "other")
+    one = write_shards(DATA, tmp_path / "one")
+    other = write_shards(CHANGES[name][1](DATA), tmp_path / "other")
     model = hl.nn.GNN([GCNConv(5, 4), GCNConv(4, 3)])
     exact_on_shards(model, AllShards(one), folder=tmp_path / "rows")
     with pytest.raises(ValueError, match=r"another inference \(other cut of the dataset\)"):
@@ -192,7 +204,7 @@ def test_shards_of_other_data_are_of_another_cut(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_run_does_not_go_on_over_other_data(name: str, tmp_path: Path):
+def test_a_run_is_not_resumed_with_other_data(name: str, tmp_path: Path):
     data = small()
     weight = torch.ones(data.num_edges)
     data = dataclasses.replace(data, graph=Graph(data.graph.indptr, data.graph.indices, {"weight": weight}))
@@ -204,20 +216,20 @@ def test_a_run_does_not_go_on_over_other_data(name: str, tmp_path: Path):
     assert fit(data, out=tmp_path / "run", resume=True, epochs=3).epochs == 3
 
 
-def test_a_run_does_not_go_on_with_another_model_of_the_same_shapes(tmp_path: Path):
+def test_a_run_is_not_resumed_with_another_model_of_the_same_shapes(tmp_path: Path):
     data = small()
     fit(data, out=tmp_path / "run")
     with pytest.raises(ValueError, match="its settings or its code have changed; take the model it was made with"):
         fit(data, sage(data, act="elu"), out=tmp_path / "run", resume=True, epochs=3)
 
 
-def test_a_module_that_counts_its_calls_goes_on(tmp_path: Path):
+def test_a_run_of_a_module_that_counts_its_calls_is_resumed(tmp_path: Path):
     class Counting(hl.nn.GNN):
         calls = 0
 
-        def encode(self, *given: Any) -> Any:
+        def encode(self, *args: Any) -> Any:
             self.calls += 1
-            return super().encode(*given)
+            return super().encode(*args)
 
     data = small()
 

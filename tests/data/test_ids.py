@@ -1,3 +1,5 @@
+"""Ids of nodes as files write them: matched between files, given back unchanged, or refused by row."""
+
 from __future__ import annotations
 
 import random
@@ -40,15 +42,15 @@ def test_edges_join_the_nodes_that_the_file_names(
     rows = list(zip(ends, draw.sample(ends, len(ends)), weights, strict=True))
     path = tmp_path / "e.csv"
     path.write_text("\n".join(["src,dst,w", *(",".join(row) for row in rows)]))
-    wanted = sorted((_node(kind, src), _node(kind, dst), float(w)) for src, dst, w in rows)
+    expected = sorted((_node(kind, src), _node(kind, dst), float(w)) for src, dst, w in rows)
 
     for folder in (None, tmp_path / "out"):
         data = from_csv(path, ids="map", columns=Columns(edge=("w",)), folder=folder)
         names = original_ids(data.tables["node_ids"]).tolist()
         src, dst = data.graph.edge_index().tolist()
         weights = data.graph.edge["w"].tolist()
-        assert sorted((names[s], names[d], w) for s, d, w in zip(src, dst, weights, strict=True)) == wanted
-        assert len(set(names)) == data.num_nodes == len({name for row in wanted for name in row[:2]})
+        assert sorted((names[s], names[d], w) for s, d, w in zip(src, dst, weights, strict=True)) == expected
+        assert len(set(names)) == data.num_nodes == len({name for row in expected for name in row[:2]})
 
 
 def _node(kind: str, written: str) -> int | str:
@@ -61,7 +63,8 @@ def test_ids_come_back_as_they_were(values: list[int] | list[str]) -> None:
 
 
 def test_an_id_is_found_in_whatever_form_the_other_file_has_it() -> None:
-    numbers, texts = IdMap(np.array([10, 20])), IdMap(np.array(["10", "020"]))
+    numbers = IdMap(np.array([10, 20]))
+    texts = IdMap(np.array(["10", "020"]))
     assert numbers.positions(np.array(["20.0", " 10"]), "edge").tolist() == [1, 0]
     assert texts.positions(np.array([10]), "edge").tolist() == [0]
     for mapping, ids, message in (
@@ -92,7 +95,7 @@ def test_what_cannot_be_an_id_is_refused_with_its_row(values: np.ndarray, messag
         checked_ids(values, "row", 7, numbers=True)
 
 
-def test_of_numbers_a_fraction_is_refused_and_beside_texts_it_is_a_text() -> None:
+def test_a_fraction_among_number_ids_is_refused_and_among_text_ids_is_a_text() -> None:
     assert settled(np.array(["1.0", "2"]), "row").tolist() == [1, 2]
     assert settled(np.array(["1.5", "a"]), "row").tolist() == ["1.5", "a"]
     for written in ("1.5", "1e5", ".5", "-2.25"):

@@ -1,3 +1,5 @@
+"""The manifest of a dataset folder: read as written, and every wrong field refused by name."""
+
 from __future__ import annotations
 
 import json
@@ -28,7 +30,7 @@ def rewrite(folder: Path, **changes: Any) -> None:
     (folder / "manifest.json").write_text(json.dumps(fields))
 
 
-def test_it_reads_what_it_wrote(folder: Path) -> None:
+def test_a_manifest_survives_writing_and_reading(folder: Path) -> None:
     manifest = read_manifest(folder)
     assert (manifest.name, manifest.num_nodes, manifest.num_edges) == ("tiny", 40, 200)
     assert manifest.tables == {"x": -1, "words": 5, "half": -1}

@@ -1,3 +1,5 @@
+"""Splits, labels and features of nodes in every form that users give them."""
+
 from __future__ import annotations
 
 import numpy as np

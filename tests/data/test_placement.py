@@ -1,3 +1,5 @@
+"""Placement of graph, features and labels on device or host: the layout, and the rows read from it."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -38,16 +40,16 @@ def data() -> hl.Dataset:
 def test_what_fits_goes_to_the_device_the_graph_first(
     free: int, graph: Any, features: Any, cache: int, labels: bool
 ) -> None:
-    found = make_layout(SIZES, free, Placement())
-    assert (found.graph, found.features, found.cache, found.labels) == (graph, features, cache, labels)
+    layout = make_layout(SIZES, free, Placement())
+    assert (layout.graph, layout.features, layout.cache, layout.labels) == (graph, features, cache, labels)
 
 
-def test_what_is_asked_for_is_done() -> None:
-    found = make_layout(SIZES, 10_000, Placement(features="pinned", graph="pinned", cache="1K"))
-    assert (found.graph, found.features, found.cache) == ("pinned", "pinned", 1024)
+def test_a_placement_that_is_asked_for_is_followed() -> None:
+    layout = make_layout(SIZES, 10_000, Placement(features="pinned", graph="pinned", cache="1K"))
+    assert (layout.graph, layout.features, layout.cache) == ("pinned", "pinned", 1024)
     assert make_layout(SIZES, 10_000, Placement(cache=0)).features == "pinned"
-    found = make_layout(SIZES, 10_000, Placement(features="host", graph="host"))
-    assert (found.graph, found.features, found.cache) == ("host", "host", 0)
+    layout = make_layout(SIZES, 10_000, Placement(features="host", graph="host"))
+    assert (layout.graph, layout.features, layout.cache) == ("host", "host", 0)
     assert make_layout(replace(SIZES, can_cache=False), 2_000, Placement()).features == "host"
 
 
@@ -75,7 +77,7 @@ def test_settings_are_checked() -> None:
         Placement(features="device", cache="1G")
 
 
-def test_on_the_cpu_a_dataset_stays() -> None:
+def test_on_the_cpu_a_dataset_stays_where_it_is() -> None:
     dataset = data()
     assert place(dataset, device="cpu") is dataset
     assert describe(dataset) == "graph 2.7 KiB on the host; x 800 B on the host; labels 400 B on the host"
@@ -90,8 +92,8 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
 def test_a_plan_is_carried_out() -> None:
     dataset = data()
     plan = Layout(graph="device", features="pinned", cache=160, labels=True, spare_bytes=0)
-    found = carry_out(dataset, plan, CPU, (3, 2), dataset.splits["train"], 8)
-    x = found.tables["x"]
+    placed = carry_out(dataset, plan, CPU, (3, 2), dataset.splits["train"], 8)
+    x = placed.tables["x"]
     assert isinstance(x, TieredTable)
     assert (x.num_hot, x.observing) == (10, False)
     by_access = hl.table(
@@ -108,16 +110,16 @@ def test_a_plan_is_carried_out() -> None:
     assert by_access.hot_ids is not None
     assert torch.equal(x.hot_ids, by_access.hot_ids)
     assert torch.equal(x[torch.arange(50)], dataset.x[torch.arange(50)])
-    assert "x 800 B pinned, with 160 B (20% of the rows) on cpu" in describe(found)
+    assert "x 800 B pinned, with 160 B (20% of the rows) on cpu" in describe(placed)
 
 
-def test_other_tables_follow_while_there_is_room() -> None:
+def test_other_tables_are_placed_while_spare_bytes_last() -> None:
     dataset = data()
     dataset.tables |= {"a": TensorTable(randn(50, 1)), "b": TensorTable(randn(50, 1))}
     plan = Layout(graph="host", features="device", cache=0, labels=False, spare_bytes=500)
-    found = carry_out(dataset, plan, CPU)
-    assert [type(found.tables[name]) for name in ("x", "a", "b")] == [TieredTable, TieredTable, TensorTable]
-    assert "x 800 B on cpu" in describe(found)
+    placed = carry_out(dataset, plan, CPU)
+    assert [type(placed.tables[name]) for name in ("x", "a", "b")] == [TieredTable, TieredTable, TensorTable]
+    assert "x 800 B on cpu" in describe(placed)
 
 
 def test_sparse_rows_are_moved_whole_or_not_at_all() -> None:
@@ -126,18 +128,18 @@ def test_sparse_rows_are_moved_whole_or_not_at_all() -> None:
     assert not DataBytes.of(dataset).can_cache
     for where in ("device", "pinned", "host"):
         plan = Layout(graph="host", features=where, cache=99, labels=False, spare_bytes=0)
-        found = carry_out(dataset, plan, CPU).x
-        assert isinstance(found, SparseTable)
-        assert torch.equal(found[torch.arange(50)], sparse[torch.arange(50)])
+        table = carry_out(dataset, plan, CPU).x
+        assert isinstance(table, SparseTable)
+        assert torch.equal(table[torch.arange(50)], sparse[torch.arange(50)])
 
 
 def test_without_fan_outs_the_order_is_by_degree() -> None:
     plan = Layout(graph="host", features="pinned", cache=160, labels=False, spare_bytes=0)
-    found = carry_out(data(), plan, CPU).x
-    assert isinstance(found, TieredTable)
-    assert found.hot_ids is not None
+    table = carry_out(data(), plan, CPU).x
+    assert isinstance(table, TieredTable)
+    assert table.hot_ids is not None
     sources = torch.bincount(data().graph.indices, minlength=50)
-    assert int(sources[found.hot_ids].sum()) == int(sources.topk(10).values.sum())
+    assert int(sources[table.hot_ids].sum()) == int(sources.topk(10).values.sum())
 
 
 @pytest.mark.gpu
@@ -147,22 +149,24 @@ def test_without_fan_outs_the_order_is_by_degree() -> None:
     [{}, {"graph": "pinned"}, {"features": "pinned"}, {"cache": 160}, {"features": "host", "graph": "host"}],
     ids=str,
 )
-def test_on_a_gpu(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_placed_dataset_reads_the_same_rows_and_edges_on_a_gpu(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dataset = dataset_of(random_graph(500, 9000), randn(500, 8, dtype=torch.float32))
     dataset.save(tmp_path / "data")
-    for before in (dataset, hl.open(tmp_path / "data")):  # in memory, and mapped from files
-        found = place(before, Placement(**options), fanouts=(3, 2), batch_size=8)
-        assert torch.equal(found.graph.edge_index().cpu(), dataset.graph.edge_index())
-        assert found.graph.is_pinned == (options.get("graph") == "pinned")
+    for source in (dataset, hl.open(tmp_path / "data")):  # in memory, and mapped from files
+        placed = place(source, Placement(**options), fanouts=(3, 2), batch_size=8)
+        assert torch.equal(placed.graph.edge_index().cpu(), dataset.graph.edge_index())
+        assert placed.graph.is_pinned == (options.get("graph") == "pinned")
         ids = randint(0, 500, 300)
-        at = ids if options.get("features") == "host" else ids.cuda()
-        assert torch.equal(found.x[at].cpu(), dataset.x[ids])
-        assert torch.equal(found.x[ids], dataset.x[ids])  # and for who asks from the host
-        assert found.splits["train"].device == CPU
-        assert describe(found)
+        ids_where_read = ids if options.get("features") == "host" else ids.cuda()
+        assert torch.equal(placed.x[ids_where_read].cpu(), dataset.x[ids])
+        assert torch.equal(placed.x[ids], dataset.x[ids])  # and for who asks from the host
+        assert placed.splits["train"].device == CPU
+        assert describe(placed)
 
 
-def test_rows_that_cannot_be_pinned_are_copied_if_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_cannot_be_pinned_are_copied_if_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.pinned, "register", lambda tensor: "CUDA error 1")
     table = TensorTable(randn(50, 4))
     assert module._host_cache(table, torch.device("cuda")) == "all"

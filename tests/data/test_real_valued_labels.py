@@ -1,4 +1,4 @@
-"""Labels that are real numbers: refused with what to type, and that works."""
+"""Real-valued labels are refused with what to type, and what the refusal names trains."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ INSTEAD = r"for real-valued targets leave out y, and give the Trainer train_step
 
 @pytest.mark.parametrize("shape", FLOATS)
 def test_labels_that_are_no_classes_are_refused_with_what_to_type(shape: str):
-    given = small().to_pyg()
+    pyg_data = small().to_pyg()
     with pytest.raises(ValueError, match=INSTEAD):
-        hl.from_pyg(Data(x=given.x, edge_index=given.edge_index, y=FLOATS[shape]))
+        hl.from_pyg(Data(x=pyg_data.x, edge_index=pyg_data.edge_index, y=FLOATS[shape]))
 
 
 def test_real_numbers_are_not_trained_as_zeros_and_ones():
@@ -34,9 +34,10 @@ def test_real_numbers_are_not_trained_as_zeros_and_ones():
 
 
 def test_real_valued_targets_are_trained_as_the_refusal_says():
-    given = small().to_pyg()
-    targets, given.y = small().x.read(torch.arange(400)).sum(-1), None
-    data = hl.from_pyg(given)
+    pyg_data = small().to_pyg()
+    targets = small().x.read(torch.arange(400)).sum(-1)
+    pyg_data.y = None
+    data = hl.from_pyg(pyg_data)
 
     def train_step(model: nn.Module, batch: hl.Batch) -> Tensor:
         return nn.functional.mse_loss(model(batch).view(-1), targets[batch.seeds])

@@ -1,3 +1,5 @@
+"""`open_dataset`: folders, files, built-in graphs and PyG names, converted once and found again."""
+
 from __future__ import annotations
 
 import sys
@@ -62,15 +64,15 @@ def test_large_built_in_graphs_are_made_once(tmp_path: Path, monkeypatch: pytest
 @pytest.fixture
 def downloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """A stand-in for PyG's Planetoid, and the list of what it was asked for."""
-    made: list[tuple[str, str]] = []
+    calls: list[tuple[str, str]] = []
 
     def fake(root: str, name: str) -> list[Data]:
-        made.append((root, name))
+        calls.append((root, name))
         masks = {f"{k}_mask": torch.eye(3, dtype=torch.bool)[i] for i, k in enumerate(("train", "val", "test"))}
         return [Data(x=torch.eye(3), y=torch.arange(3), edge_index=torch.tensor([[0], [1]]), **masks)]
 
     monkeypatch.setattr(torch_geometric.datasets, "Planetoid", fake)
-    return made
+    return calls
 
 
 def test_a_pyg_name_is_downloaded_and_converted_once(tmp_path: Path, downloads: list[tuple[str, str]]) -> None:

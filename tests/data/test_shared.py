@@ -1,4 +1,4 @@
-"""One copy of a dataset per host; that ranks share it is checked with those of `distributed/test_world.py`."""
+"""One copy of a dataset per host. `distributed/test_world.py` checks that ranks really share it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hopline.distributed.world import World
 from tests.launched import same_dataset, tiny
 
 
-def test_alone_the_dataset_stays_as_it_is():
+def test_with_one_rank_the_dataset_is_not_copied():
     dataset = tiny()
     assert sharing.share(dataset, World.alone()) is dataset
     with pytest.raises(ValueError, match="needs the dataset in the first rank of every host"):
@@ -34,16 +34,16 @@ def bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def two_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> World:
-    """The first of two ranks, the other of which agrees with everything."""
+    """The first of two ranks of one host. The other agrees with everything that ranks decide together."""
     world = World.alone()
     monkeypatch.setattr(world, "local_size", 2)
     return world
 
 
 def test_memory_for_all_ranks_of_a_host_has_no_name(bases: list[Path], monkeypatch: pytest.MonkeyPatch):
-    found = shared_memory.shared_zeros((3, 4), torch.float32, two_ranks_of_a_host(monkeypatch))
-    assert torch.equal(found, torch.zeros(3, 4))
-    found[1] = 7
+    array = shared_memory.shared_zeros((3, 4), torch.float32, two_ranks_of_a_host(monkeypatch))
+    assert torch.equal(array, torch.zeros(3, 4))
+    array[1] = 7
     assert not [*bases[0].iterdir(), *bases[1].iterdir()]
 
     def full(num_bytes: int) -> int:
@@ -56,36 +56,36 @@ def test_memory_for_all_ranks_of_a_host_has_no_name(bases: list[Path], monkeypat
         shared_memory.shared_zeros((3, 4), torch.float32, two_ranks_of_a_host(monkeypatch))
 
 
-@pytest.mark.parametrize("room", [0, 1 << 40])
-def test_memory_is_preferred_where_there_is_room(bases: list[Path], monkeypatch: pytest.MonkeyPatch, room: int):
+@pytest.mark.parametrize("free_bytes", [0, 1 << 40])
+def test_memory_is_preferred_where_there_is_room(bases: list[Path], monkeypatch: pytest.MonkeyPatch, free_bytes: int):
     class Usage:
-        free = room
+        free = free_bytes
 
     used: list[Path] = []
     original = sharing.open_folder
     monkeypatch.setattr("shutil.disk_usage", lambda _: Usage)
     monkeypatch.setattr(sharing, "open_folder", lambda path: (used.append(path), original(path))[1])
     dataset = tiny()
-    found = sharing.share(dataset, two_ranks_of_a_host(monkeypatch))
-    assert same_dataset(found, dataset)
-    assert found is not dataset
-    assert found.folder is None  # nobody may keep anything there
-    assert used[0].is_relative_to(bases[0 if room else 1])
+    shared = sharing.share(dataset, two_ranks_of_a_host(monkeypatch))
+    assert same_dataset(shared, dataset)
+    assert shared is not dataset
+    assert shared.folder is None  # nobody may keep anything there
+    assert used[0].is_relative_to(bases[0 if free_bytes else 1])
     assert not [*bases[0].iterdir(), *bases[1].iterdir()]
 
 
 def test_what_a_killed_rank_left_is_removed(bases: list[Path]):
-    old, young, held = (bases[0] / f"{sharing.PREFIX}{name}" for name in ("old", "young", "held"))
+    old, young, locked = (bases[0] / f"{sharing.PREFIX}{name}" for name in ("old", "young", "held"))
     other = bases[1] / "somebody-elses"
-    for folder in (old, young, held, other):
+    for folder in (old, young, locked, other):
         folder.mkdir()
         (folder / "x.npy").write_bytes(b"1")
         if folder != young:
             os.utime(folder, (time.time() - 60, time.time() - 60))
-    handle = os.open(held, os.O_RDONLY)
+    handle = os.open(locked, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         sharing.remove_left_behind()
     finally:
         os.close(handle)
-    assert [f.exists() for f in (old, young, held, other)] == [False, True, True, True]
+    assert [f.exists() for f in (old, young, locked, other)] == [False, True, True, True]

@@ -1,4 +1,4 @@
-"""Random splits: of which nodes, of what sizes, the same everywhere; and for every source that is converted."""
+"""Random splits: nodes, sizes and seeds, equal on every machine and for every source of a conversion."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ EDGES = np.array([[0, 0, 5, 5, 9], [5, 5, 9, 5, 0]])
 """Of ten nodes, most of which have no edge: a self-loop and a repeated edge among them."""
 
 
-def labelled(y: Any, **changes: Any) -> Dataset:
+def dataset_with_labels(y: Any, **changes: Any) -> Dataset:
+    """`EDGES` with these labels."""
     return from_edges(EDGES, y=y, num_nodes=len(y), **changes)
 
 
-def ids(dataset: Dataset) -> dict[str, list[int]]:
+def split_ids(dataset: Dataset) -> dict[str, list[int]]:
+    """The node ids of each split."""
     return {name: nodes.tolist() for name, nodes in dataset.splits.items()}
 
 
-def gaps() -> torch.Tensor:
-    """303 labels in three classes, every fifth missing."""
+def labels_with_gaps() -> torch.Tensor:
+    """[303] int64: labels of three classes, every fifth missing."""
     y = torch.arange(303) % 3
     y[::5] = -1
     return y
@@ -48,11 +50,11 @@ def gaps() -> torch.Tensor:
 
 
 def test_a_split_is_of_the_labelled_nodes_each_in_one_part() -> None:
-    data = random_split(labelled(gaps()))
+    data = random_split(dataset_with_labels(labels_with_gaps()))
     assert {name: nodes.numel() for name, nodes in data.splits.items()} == {"train": 145, "valid": 49, "test": 48}
     data.validate()  # sorted, distinct, labelled
     together = torch.cat(list(data.splits.values())).sort().values
-    assert torch.equal(together, (gaps() >= 0).nonzero().view(-1))
+    assert torch.equal(together, (labels_with_gaps() >= 0).nonzero().view(-1))
 
 
 @pytest.mark.parametrize("shares", [(0.7, 0.2, 0.1), (0.3, 0.5, 0.2), (1 / 3, 1 / 3, 1 / 3), (1, 0, 0)])
@@ -62,20 +64,20 @@ def test_shares_of_one_together_leave_no_node_out(shares: tuple[float, ...], cou
     assert sorted(node for nodes in data.splits.values() for node in nodes.tolist()) == list(range(count))
 
 
-def test_shares_may_leave_nodes_out_and_a_part_without_nodes_is_not_there() -> None:
-    data = random_split(labelled(gaps()), (0.5, 0, 0.1))
+def test_shares_may_leave_nodes_out_and_an_empty_part_is_no_split() -> None:
+    data = random_split(dataset_with_labels(labels_with_gaps()), (0.5, 0, 0.1))
     assert {name: nodes.numel() for name, nodes in data.splits.items()} == {"train": 121, "test": 24}
 
 
 def test_a_seed_gives_the_same_nodes_on_every_machine() -> None:
     y = [1, 0, -1, 1, 0, 1, -1, 0, 1, 0]
-    assert ids(random_split(labelled(y))) == FIRST
-    assert ids(random_split(labelled(y), seed=1)) == SECOND
+    assert split_ids(random_split(dataset_with_labels(y))) == FIRST
+    assert split_ids(random_split(dataset_with_labels(y), seed=1)) == SECOND
     assert FIRST != SECOND
 
 
 def test_a_split_looks_at_no_class_and_takes_nodes_from_everywhere() -> None:
-    data = random_split(labelled(torch.arange(3000) // 1000), (0.5, 0.25, 0.25), seed=7)
+    data = random_split(dataset_with_labels(torch.arange(3000) // 1000), (0.5, 0.25, 0.25), seed=7)
     per_class = torch.bincount(data.labels[data.splits["train"]])
     assert ((per_class - 500).abs() < 60).all()  # four standard deviations
     assert len(set(per_class.tolist())) > 1
@@ -84,26 +86,27 @@ def test_a_split_looks_at_no_class_and_takes_nodes_from_everywhere() -> None:
 def test_in_the_multi_label_task_a_node_without_labels_is_labelled() -> None:
     y = np.zeros((10, 3))
     y[:4, 1] = 1
-    data = random_split(labelled(y))
+    data = random_split(dataset_with_labels(y))
     assert data.task == "multi"
     assert sum(nodes.numel() for nodes in data.splits.values()) == 10
 
 
 def test_missing_labels_of_a_binary_task_are_left_out() -> None:
-    data = random_split(labelled([1.0, 0.0, np.nan, 1.0, 0, 0, 0, 0, 0, np.nan], task="binary"), (1, 0, 0))
-    assert ids(data) == {"train": [0, 1, 3, 4, 5, 6, 7, 8]}
+    data = random_split(dataset_with_labels([1.0, 0.0, np.nan, 1.0, 0, 0, 0, 0, 0, np.nan], task="binary"), (1, 0, 0))
+    assert split_ids(data) == {"train": [0, 1, 3, 4, 5, 6, 7, 8]}
 
 
-def test_all_splits_that_there_were_are_replaced_in_a_new_dataset(tiny: Dataset, tmp_path: Path) -> None:
-    before, published = ids(tiny), len(tiny.alternatives)
+def test_random_split_returns_a_new_dataset_without_the_published_splits(tiny: Dataset, tmp_path: Path) -> None:
+    before = split_ids(tiny)
+    published = len(tiny.alternatives)
     data = random_split(tiny, (0.5, 0.25, 0.25), seed=3)
-    assert (ids(tiny), len(tiny.alternatives), tiny.meta) == (before, published, {"origin": "a test"})
+    assert (split_ids(tiny), len(tiny.alternatives), tiny.meta) == (before, published, {"origin": "a test"})
     assert (len(data.all_splits), data.graph, data.name) == (1, tiny.graph, "tiny")
     assert data.meta["split"] == "drawn at random with seed 3 from 39 labelled nodes: 0.5 train, 0.25 valid, 0.25 test"
     data.save(tmp_path / "out")
     again = open_folder(tmp_path / "out")
-    assert (ids(again), again.meta) == (ids(data), data.meta)
-    assert ids(random_split(again, (0.5, 0.25, 0.25), seed=3)) == ids(data)
+    assert (split_ids(again), again.meta) == (split_ids(data), data.meta)
+    assert split_ids(random_split(again, (0.5, 0.25, 0.25), seed=3)) == split_ids(data)
 
 
 @pytest.mark.parametrize(
@@ -122,20 +125,20 @@ def test_all_splits_that_there_were_are_replaced_in_a_new_dataset(tiny: Dataset,
 )
 def test_shares_that_make_no_split_are_refused(shares: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        random_split(labelled([0] * 10), shares)
+        random_split(dataset_with_labels([0] * 10), shares)
 
 
 def test_without_labels_the_refusal_says_how_to_give_some() -> None:
     with pytest.raises(ValueError, match=r"'graph' has no labels: convert it with nodes=FILE.*columns\.label=NAME"):
         random_split(from_edges(EDGES))
     with pytest.raises(ValueError, match=r"from labelled nodes, and there are none: convert with nodes=FILE"):
-        random_split(labelled([-1] * 10))
+        random_split(dataset_with_labels([-1] * 10))
 
 
 # ---- training nodes, where there must be some
 
 
-def test_training_nodes_that_are_missing_are_said_with_what_to_type() -> None:
+def test_a_dataset_without_training_nodes_is_refused_with_what_to_type() -> None:
     data = small()
     assert data.train_ids is data.splits["train"]
     with pytest.raises(ValueError, match=r"no training nodes: .*split=0.6,0.2,0.2 .*hl\.random_split\(data\)"):
@@ -158,7 +161,8 @@ def _csv(where: Path, **options: Any) -> Dataset:
 
 
 def _parquet(where: Path, **options: Any) -> Dataset:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.table({"src": EDGES[0], "dst": EDGES[1]}), where / "edges.parquet")
     parquet.write_table(arrow.table({"f": X[:, 0], "label": Y}), where / "nodes.parquet")
     return from_parquet(where / "edges.parquet", where / "nodes.parquet", **options)
@@ -196,7 +200,7 @@ SOURCES = [_csv, _parquet, _npz, _npz_with_masks, _npy, _pyg, _scipy]
 def test_every_source_gets_the_same_split(make: Callable[..., Dataset], to_folder: bool, tmp_path: Path) -> None:
     folder = {"folder": tmp_path / "out"} if to_folder else {}
     data = make(tmp_path, split_shares=(0.6, 0.2, 0.2), **folder)
-    assert ids(data) == FIRST
+    assert split_ids(data) == FIRST
     assert len(data.all_splits) == 1
     assert data.meta["split"].startswith("drawn at random with seed 0 from 8 labelled nodes")
 
@@ -216,13 +220,13 @@ def test_a_folder_of_ogb_gets_a_split_too(tmp_path: Path, make_ogb_folder: Calla
     make_ogb_folder(tmp_path / "ogbn_arxiv")
     data = from_ogb_folder(tmp_path / "ogbn_arxiv", folder=tmp_path / "out", split_shares=(0.5, 0.25, 0.25))
     assert [len(nodes) for nodes in data.splits.values()] == [6, 3, 3]
-    assert ids(data) == ids(random_split(from_ogb_folder(tmp_path / "ogbn_arxiv"), (0.5, 0.25, 0.25)))
+    assert split_ids(data) == split_ids(random_split(from_ogb_folder(tmp_path / "ogbn_arxiv"), (0.5, 0.25, 0.25)))
 
 
 def test_a_split_that_is_replaced_need_not_be_right() -> None:
     with pytest.raises(ValueError, match="node 2, which has no label"):
-        labelled(Y, splits={"train": [2]})
-    assert ids(labelled(Y, splits={"train": [2]}, split_shares=(0.6, 0.2, 0.2))) == FIRST
+        dataset_with_labels(Y, splits={"train": [2]})
+    assert split_ids(dataset_with_labels(Y, splits={"train": [2]}, split_shares=(0.6, 0.2, 0.2))) == FIRST
 
 
 def test_nothing_is_written_where_no_split_can_be_drawn(tmp_path: Path) -> None:

@@ -1,3 +1,5 @@
+"""Dataset folders: equal after saving and opening, and damage found at opening or by `verify`."""
+
 from __future__ import annotations
 
 import random
@@ -19,15 +21,16 @@ from hopline.tables import SparseTable, Table, TensorTable
 
 def arrays_of(dataset: Dataset) -> dict[str, Tensor]:
     everyone = torch.arange(dataset.num_nodes)
-    found = {"indptr": dataset.graph.indptr, "indices": dataset.graph.indices, **dataset.graph.edge}
-    found |= {name: table.read(everyone) for name, table in dataset.tables.items()}
-    found |= {f"{k}.{n}": ids for k, splits in enumerate(dataset.all_splits) for n, ids in splits.items()}
-    return found | ({} if dataset.y is None else {"y": dataset.y})
+    arrays = {"indptr": dataset.graph.indptr, "indices": dataset.graph.indices, **dataset.graph.edge}
+    arrays |= {name: table.read(everyone) for name, table in dataset.tables.items()}
+    arrays |= {f"{k}.{n}": ids for k, splits in enumerate(dataset.all_splits) for n, ids in splits.items()}
+    return arrays | ({} if dataset.y is None else {"y": dataset.y})
 
 
 def assert_same(a: Dataset, b: Dataset) -> None:
     assert (a.name, a.task, a.num_classes, a.meta) == (b.name, b.task, b.num_classes, b.meta)
-    ours, theirs = arrays_of(a), arrays_of(b)
+    ours = arrays_of(a)
+    theirs = arrays_of(b)
     assert ours.keys() == theirs.keys()
     for name, array in ours.items():
         assert array.dtype == theirs[name].dtype
@@ -90,9 +93,9 @@ def test_opening_does_not_read_the_data(tmp_path: Path) -> None:
 
 def test_verify_says_what_it_did(tiny: Dataset, tmp_path: Path) -> None:
     tiny.save(tmp_path / "a")
-    done = store.verify(tmp_path / "a")
-    assert done[:2] == ["15 arrays have their sizes and headers", "15 arrays have their checksums"]
-    assert "labels are classes" in done
+    messages = store.verify(tmp_path / "a")
+    assert messages[:2] == ["15 arrays have their sizes and headers", "15 arrays have their checksums"]
+    assert "labels are classes" in messages
 
 
 @pytest.fixture
@@ -107,7 +110,7 @@ def overwrite(path: Path, offset: int, data: bytes) -> None:
         file.write(data)
 
 
-def test_missing_things_are_named(folder: Path) -> None:
+def test_a_missing_file_or_entry_is_named(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"There is no dataset folder .*nowhere: check the path"):
         store.open_folder(folder / "nowhere")
     (folder / "y.npy").unlink()
@@ -204,8 +207,8 @@ def test_arrays_that_do_not_fit_together_are_refused(tiny: Dataset, tmp_path: Pa
         store.open_folder(tmp_path / "a")
 
 
-def alter(folder: Path, rng: random.Random) -> str:
-    """Damage one file of a folder (or swap two) in one of six ways."""
+def damage_one_file(folder: Path, rng: random.Random) -> str:
+    """Damage one file of a folder, or swap two, in one of six ways."""
     path = rng.choice(sorted(folder.iterdir()))
     data = bytearray(path.read_bytes())
     way = rng.choice(["flip", "truncate", "append", "delete", "swap", "zero"])
@@ -222,7 +225,8 @@ def alter(folder: Path, rng: random.Random) -> str:
         data[start:stop] = bytes(stop - start)
     elif way == "swap":
         other = rng.choice(sorted(folder.iterdir()))
-        mine, theirs = bytes(data), other.read_bytes()
+        mine = bytes(data)
+        theirs = other.read_bytes()
         other.write_bytes(mine)
         data = bytearray(theirs)
     if way == "delete":
@@ -239,7 +243,7 @@ def test_a_thousand_random_alterations_give_an_error_or_a_correct_read(tiny: Dat
     for number in range(1000):
         damaged = tmp_path / "damaged"
         shutil.copytree(tmp_path / "good", damaged)
-        what = alter(damaged, rng)
+        what = damage_one_file(damaged, rng)
         with suppress(ValueError):
             store.open_folder(damaged)
         try:

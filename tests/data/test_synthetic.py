@@ -1,3 +1,5 @@
+"""Synthetic graphs: exact counts, the same bits for any chunks, threads and device, planted structure."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -56,8 +58,9 @@ def test_chunks_threads_and_folders_change_nothing(tmp_path: Path, monkeypatch: 
     verify(tmp_path / "d")
 
 
-def test_the_seed_decides() -> None:
-    a, b = planted_partition(SMALL), planted_partition(SMALL, seed=1)
+def test_another_seed_makes_another_graph() -> None:
+    a = planted_partition(SMALL)
+    b = planted_partition(SMALL, seed=1)
     assert not torch.equal(a.graph.indices[:1000], b.graph.indices[:1000])
     assert not torch.equal(a.splits["train"], b.splits["train"])
 
@@ -87,9 +90,10 @@ def test_a_device_makes_the_same_graph(changes: dict, monkeypatch: pytest.Monkey
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_a_dataset_on_the_gpu(symmetric: bool) -> None:
+def test_a_dataset_made_on_a_gpu_equals_one_made_on_the_cpu(symmetric: bool) -> None:
     settings = replace(SMALL, symmetric=symmetric)
-    expected, dataset = planted_partition(settings), planted_partition(settings, device="cuda")
+    expected = planted_partition(settings)
+    dataset = planted_partition(settings, device="cuda")
     x = dataset.x.storage()
     assert x is not None
     assert {a.device.type for a in (dataset.graph.indptr, dataset.graph.indices, dataset.labels, x)} == {"cuda"}
@@ -100,7 +104,7 @@ def test_a_dataset_on_the_gpu(symmetric: bool) -> None:
     assert all(torch.equal(ids, expected.splits[name]) for name, ids in dataset.splits.items())
 
 
-def test_a_device_is_checked(tmp_path: Path) -> None:
+def test_a_device_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="leave out device='cuda' or folder="):
         planted_partition(SMALL, device="cuda", folder=tmp_path / "d")
     with pytest.raises(ValueError, match="not a device"):
@@ -151,7 +155,8 @@ def test_shaped_graphs_have_exact_counts_and_a_heavy_tail(name: str, scale: floa
 
 
 def test_the_named_shapes_are_those_of_the_benchmarks() -> None:
-    products, papers = BUILT_IN["products-shaped"][0], BUILT_IN["papers100m-shaped"][0]
+    products = BUILT_IN["products-shaped"][0]
+    papers = BUILT_IN["papers100m-shaped"][0]
     assert (products.num_nodes, products.num_edges) == (2_449_029, 123_718_280)
     assert (products.num_features, products.num_classes, products.num_train) == (100, 47, 196_615)
     assert (papers.num_nodes, papers.num_edges) == (111_059_956, 3_231_371_744)
@@ -161,9 +166,10 @@ def test_the_named_shapes_are_those_of_the_benchmarks() -> None:
 def test_a_symmetric_graph_has_every_edge_twice(tmp_path: Path) -> None:
     dataset = planted_partition(replace(SMALL, symmetric=True), folder=tmp_path / "d")
     src, dst = dataset.graph.edge_index()
-    there, back = (src * 5000 + dst).sort().values, (dst * 5000 + src).sort().values
+    edges = (src * 5000 + dst).sort().values
+    reversed_edges = (dst * 5000 + src).sort().values
     assert dataset.num_edges == 100_000
-    assert torch.equal(there, back)
+    assert torch.equal(edges, reversed_edges)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +195,8 @@ def fit(features: torch.Tensor, dataset: Dataset) -> float:
     torch.manual_seed(0)
     layer = torch.nn.Linear(features.size(1), dataset.num_classes)
     optimizer = torch.optim.Adam(layer.parameters(), lr=0.05)
-    train, test = dataset.splits["train"], dataset.splits["test"]
+    train = dataset.splits["train"]
+    test = dataset.splits["test"]
     for _ in range(60):
         optimizer.zero_grad()
         cross_entropy(layer(features[train]), dataset.y[train]).backward()
@@ -206,6 +213,7 @@ def test_neighbours_tell_the_class_of_the_demo_graph_and_own_features_hardly_do(
     hops = [x]
     for _ in range(2):
         hops.append(torch.zeros_like(x).index_add_(0, dst, hops[-1][src]) / degrees)
-    alone, together = fit(x, dataset), fit(torch.cat(hops, 1), dataset)
+    alone = fit(x, dataset)
+    together = fit(torch.cat(hops, 1), dataset)
     assert 0.2 < alone < 0.45
     assert together > alone + 0.25

@@ -1,3 +1,5 @@
+"""Every row of the table in `ugly_inputs.py`: read rightly, or refused with what to type."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Writing a dataset folder: after a full disk or a kill there is the old folder or the new one."""
+
 from __future__ import annotations
 
 import errno
@@ -13,7 +15,8 @@ from hopline.data.writer import FolderWriter
 from tests.warm import run_python
 
 
-def hidden(folder: Path) -> list[str]:
+def hidden_names(folder: Path) -> list[str]:
+    """Names of the hidden files next to a folder."""
     return [p.name for p in folder.parent.iterdir() if p.name.startswith(".")]
 
 
@@ -30,7 +33,7 @@ def test_a_full_disk_leaves_the_old_folder_and_says_so(
     with pytest.raises(ValueError, match=r"The disk is full: free some space for .*data, or write to") as caught:
         tiny.save(target)
     assert "\n" not in str(caught.value)
-    assert hidden(target) == []
+    assert hidden_names(target) == []
     assert store.verify(target)
 
 
@@ -106,9 +109,9 @@ def test_a_killed_writer_leaves_the_old_folder_or_the_new_one(point: str, tiny: 
     assert run_python("-c", KILLED, point, str(target)).returncode == 9
     store.verify(target)
     assert store.open_folder(target).name == ("new" if point == "after" else "tiny")
-    assert hidden(target), "the killed writer should have left something to clean"
+    assert hidden_names(target), "the killed writer should have left something to clean"
     tiny.save(target)
-    assert hidden(target) == []
+    assert hidden_names(target) == []
     assert store.verify(target)
 
 

@@ -81,12 +81,12 @@ def npz_file(folder: Path, **arrays: Any) -> Path:
     return folder / "graph.npz"
 
 
-def converted(folder: Path, source: Path, *overrides: str) -> Dataset:
-    """What `hopline convert SOURCE FOLDER KEY=VALUE ...` writes."""
+def convert_source(folder: Path, source: Path, *overrides: str) -> Dataset:
+    """The dataset that `hopline convert SOURCE FOLDER KEY=VALUE ...` writes."""
     return commands.convert(str(source), folder / "out", override(ConvertConfig(), list(overrides)))
 
 
-def written(path: Path, text: str) -> Path:
+def write_text(path: Path, text: str) -> Path:
     path.write_text(text)
     return path
 
@@ -121,8 +121,8 @@ def data(**fields: Any) -> Dataset:
     return from_pyg(Data(**({"edge_index": torch.tensor([[0, 1], [1, 2]]), "num_nodes": 3} | fields)))
 
 
-def in_chunks(*weights: Any, folder: Path | None = None) -> list[Any]:
-    """The weights of a graph whose edges come in chunks, each with weights of its own kind."""
+def weights_of_chunks(*weights: Any, folder: Path | None = None) -> list[Any]:
+    """The edge weights of a graph whose chunks of edges have weights of different types."""
     chunks = [(np.array([[0] * len(w), [1] * len(w)]), {"weight": np.array(w)}) for w in weights]
     return from_edges(chunks, num_nodes=2, folder=folder).graph.edge["weight"].tolist()
 
@@ -330,7 +330,7 @@ CASES = [
         lambda f: csv(f, "src,dst\na,  \n", ids="map"),
         refused="edge 0: there is no node id",
     ),
-    Case("edges.CSV on the command line", lambda f: converted(f, written(f / "edges.CSV", LINES)).num_edges, 2),
+    Case("edges.CSV on the command line", lambda f: convert_source(f, write_text(f / "edges.CSV", LINES)).num_edges, 2),
     Case(
         "CSV: a comma after every line", lambda f: x(csv(f, LINES, "id,f,\n0,1,\n1,2,\n2,3,\n")), [[1.0], [2.0], [3.0]]
     ),
@@ -339,23 +339,23 @@ CASES = [
     Case(
         "CSV: a truncated .csv.gz",
         lambda f: from_csv(
-            _bytes(f / "edges.csv.gz", gzip.compress(b"src,dst\n" + b"0,1\n1,2\n" * 5000)[:-20]), num_nodes=3
+            _write_bytes(f / "edges.csv.gz", gzip.compress(b"src,dst\n" + b"0,1\n1,2\n" * 5000)[:-20]), num_nodes=3
         ),
         refused="edges.csv.gz",
     ),
     Case(
         ".tsv on the command line",
-        lambda f: converted(f, written(f / "edges.tsv", "src\tdst\n0\t1\n")).num_edges,
+        lambda f: convert_source(f, write_text(f / "edges.tsv", "src\tdst\n0\t1\n")).num_edges,
         1,
     ),
     Case(
         "columns separated by spaces, columns.delimiter=space",
-        lambda f: converted(f, written(f / "edges.txt", "src dst\n0 1\n"), "columns.delimiter=space").num_edges,
+        lambda f: convert_source(f, write_text(f / "edges.txt", "src dst\n0 1\n"), "columns.delimiter=space").num_edges,
         1,
     ),
     Case(
         "columns separated by tabs, columns.delimiter=tab",
-        lambda f: converted(f, written(f / "edges.csv", "src\tdst\n0\t1\n"), "columns.delimiter=tab").num_edges,
+        lambda f: convert_source(f, write_text(f / "edges.csv", "src\tdst\n0\t1\n"), "columns.delimiter=tab").num_edges,
         1,
     ),
     # ---- features
@@ -440,23 +440,23 @@ CASES = [
     # ---- edge arrays
     Case(
         "edge weights 1, 2 in the first chunk, 0.5, 0.25 in the next",
-        lambda f: in_chunks([1, 2], [0.5, 0.25]),
+        lambda f: weights_of_chunks([1, 2], [0.5, 0.25]),
         [1, 2, 0.5, 0.25],
     ),
     Case(
         "the same into a folder",
-        lambda f: in_chunks([1, 2], [0.5, 0.25], folder=f / "out"),
+        lambda f: weights_of_chunks([1, 2], [0.5, 0.25], folder=f / "out"),
         [1, 2, 0.5, 0.25],
     ),
     Case(
         "edge times that a float cannot hold, beside fractions",
-        lambda f: in_chunks([2**53 + 1], [0.5]),
+        lambda f: weights_of_chunks([2**53 + 1], [0.5]),
         refused="Edge array 'weight' holds 9007199254740993",
     ),
     Case(
         "from_edges(path, edge=...)",
         lambda f: edge(
-            from_edges(_npy(f / "e.npy", [[0, 1], [1, 2]]), edge={"weight": np.array([0.5, 0.25])}, chunk_edges=1)
+            from_edges(_write_npy(f / "e.npy", [[0, 1], [1, 2]]), edge={"weight": np.array([0.5, 0.25])}, chunk_edges=1)
         ),
         [0.5, 0.25],
     ),
@@ -471,7 +471,7 @@ CASES = [
     ),
     Case(
         "from_edges(path, edge=...) with too few rows",
-        lambda f: from_edges(_npy(f / "e.npy", [[0, 1], [1, 2]]), edge={"weight": np.array([0.5])}),
+        lambda f: from_edges(_write_npy(f / "e.npy", [[0, 1], [1, 2]]), edge={"weight": np.array([0.5])}),
         refused="Edge array 'weight' has 1 rows for 2 edges",
     ),
     Case(
@@ -487,14 +487,16 @@ CASES = [
     ),
     Case(
         ".npy edges with a node file",
-        lambda f: x(converted(f, _npy(f / "e.npy", [[0, 1], [1, 2]]), f"nodes={written(f / 'n.csv', NODES)}")),
+        lambda f: x(
+            convert_source(f, _write_npy(f / "e.npy", [[0, 1], [1, 2]]), f"nodes={write_text(f / 'n.csv', NODES)}")
+        ),
         [[5.0], [6.0], [7.0]],
     ),
     Case("a .npy file that is not there", lambda f: from_edges(f / "none.npy"), refused="There is no file none.npy"),
     Case("edges as big-endian numbers", lambda f: from_edges(np.array([[0, 1], [1, 2]], ">i4")).num_edges, 2),
     Case(
         "a .npy file of edges that is truncated",
-        lambda f: from_edges(_bytes(f / "e.npy", _npy(f / "e.npy", [[0, 1], [1, 2]]).read_bytes()[:-8])),
+        lambda f: from_edges(_write_bytes(f / "e.npy", _write_npy(f / "e.npy", [[0, 1], [1, 2]]).read_bytes()[:-8])),
         refused="e.npy is damaged",
     ),
     # ---- npz
@@ -602,23 +604,23 @@ CASES = [
     ),
     Case(
         "npz that says 'each edge once', symmetrize=false",
-        lambda f: converted(f, npz_file(f, meta='{"edges": "each edge once"}'), "symmetrize=false").num_edges,
+        lambda f: convert_source(f, npz_file(f, meta='{"edges": "each edge once"}'), "symmetrize=false").num_edges,
         2,
     ),
-    Case("npz, num_nodes=5", lambda f: converted(f, npz_file(f), "num_nodes=5").num_nodes, 5),
+    Case("npz, num_nodes=5", lambda f: convert_source(f, npz_file(f), "num_nodes=5").num_nodes, 5),
     Case(
         "npz of 3 rows, num_nodes=5",
-        lambda f: converted(f, npz_file(f, x=FEATURES_3), "num_nodes=5"),
+        lambda f: convert_source(f, npz_file(f, x=FEATURES_3), "num_nodes=5"),
         refused="Table 'x' has 3 rows for 5 nodes",
     ),
     Case(
         "a dataset folder, num_nodes=5",
-        lambda f: converted(f, _saved(f / "data"), "num_nodes=5"),
+        lambda f: convert_source(f, _save_dataset(f / "data"), "num_nodes=5"),
         refused="num_nodes= cannot be changed in",
     ),
     Case(
         ".npy edges, ids=map",
-        lambda f: converted(f, _npy(f / "e.npy", [[0], [1]]), "ids=map"),
+        lambda f: convert_source(f, _write_npy(f / "e.npy", [[0], [1]]), "ids=map"),
         refused="ids= is for edge lists",
     ),
     # ---- OGB
@@ -632,7 +634,7 @@ CASES = [
     Case("OGB folder by a name of its own, symmetrize=false", lambda f: ogb(f, "mine", symmetrize=False).num_edges, 3),
     Case(
         "OGB folder, symmetrize=false on the command line",
-        lambda f: (ogb(f, "ogbn_products"), converted(f, f / "ogbn_products", "symmetrize=false").num_edges)[1],
+        lambda f: (ogb(f, "ogbn_products"), convert_source(f, f / "ogbn_products", "symmetrize=false").num_edges)[1],
         3,
     ),
     # ---- PyG, SciPy, tables
@@ -715,17 +717,17 @@ CASES = [
 ]
 
 
-def _npy(path: Path, rows: Any) -> Path:
+def _write_npy(path: Path, rows: Any) -> Path:
     np.save(path, np.array(rows))
     return path
 
 
-def _saved(folder: Path) -> Path:
+def _save_dataset(folder: Path) -> Path:
     from_edges(np.array([[0, 1], [1, 2]])).save(folder)
     return folder
 
 
-def _bytes(path: Path, content: bytes) -> Path:
+def _write_bytes(path: Path, content: bytes) -> Path:
     path.write_bytes(content)
     return path
 
@@ -733,8 +735,8 @@ def _bytes(path: Path, content: bytes) -> Path:
 def outcome(case: Case, folder: Path) -> tuple[str, str]:
     """("right", what was read), ("refused", the sentence), or ("WRONG", what came instead)."""
     try:
-        found = case.read(folder)
-        words = f"read: {found}"
+        value = case.read(folder)
+        words = f"read: {value}"
     except ValueError as error:
         sentence = str(error).replace(f"{folder}/", "")
         return ("refused" if case.refused and case.refused in sentence else "WRONG", f"refused: {sentence}")
@@ -742,7 +744,7 @@ def outcome(case: Case, folder: Path) -> tuple[str, str]:
         return ("refused" if case.refused and case.refused in str(error) else "WRONG", f"IndexError: {error}")
     except Exception as error:
         return "WRONG", f"{type(error).__name__}: {error}"
-    return ("right" if not case.refused and found == case.right else "WRONG"), words
+    return ("right" if not case.refused and value == case.right else "WRONG"), words
 
 
 def main() -> None:

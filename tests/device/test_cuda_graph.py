@@ -1,4 +1,4 @@
-"""Capture: when it is due, in which order streams wait, and what is left after one that failed."""
+"""CUDA-graph capture: when it is due, the order of streams, and the state after a failed one."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def captured_of(lines: list[str] | None = None, **options: Any) -> CapturedCall[
     return CapturedCall(GPU, purpose="this", subject="steps are", say=say, **options)
 
 
-def is_free() -> bool:
+def is_lock_free() -> bool:
     """Whether another thread could take the capture lock."""
-    found: list[bool] = []
+    acquired: list[bool] = []
 
     def ask() -> None:
-        found.append(streams.capture_lock.acquire(blocking=False))
-        if found[0]:
+        acquired.append(streams.capture_lock.acquire(blocking=False))
+        if acquired[0]:
             streams.capture_lock.release()
 
     thread = threading.Thread(target=ask)
     thread.start()
     thread.join()
-    return found[0]
+    return acquired[0]
 
 
-def test_it_is_due_after_the_warm_up_and_captured_so_often_at_most(fake_cuda: FakeCuda):
+def test_capture_is_due_after_the_warm_up_at_most_max_captures_times(fake_cuda: FakeCuda):
     captured = captured_of(warm_up=2, max_captures=2)
     history = []
     for _ in range(2):
@@ -66,7 +66,7 @@ def test_streams_wait_for_each_other_and_the_rest_happens_between(fake_cuda: Fak
     @contextmanager
     def prepared() -> Iterator[Callable[[], str]]:
         fake_cuda.log.append(f"warm up on {fake_cuda.current[-1].name}")
-        assert not is_free()
+        assert not is_lock_free()
         yield lambda: fake_cuda.log.append("the call") or "result"
         assert captured.graph is None, "until all is put back"
         fake_cuda.log.append(f"put back on {fake_cuda.current[-1].name}")
@@ -81,7 +81,7 @@ def test_streams_wait_for_each_other_and_the_rest_happens_between(fake_cuda: Fak
         "put back on side 1",
         "main waits for side 1",
     ]
-    assert is_free()
+    assert is_lock_free()
     captured.replay()
     assert fake_cuda.log[-1] == "replay of 0 on main"
 
@@ -94,8 +94,8 @@ def test_after_a_failure_nothing_is_left_and_nobody_tries_again(where: str, erro
     lines: list[str] = []
     captured = captured_of(lines, max_captures=3)
 
-    def fails(here: str) -> None:
-        if here == where:
+    def fails(moment: str) -> None:
+        if moment == where:
             raise error
 
     @contextmanager
@@ -112,7 +112,7 @@ def test_after_a_failure_nothing_is_left_and_nobody_tries_again(where: str, erro
     assert not captured.is_due
     assert captured.is_settled
     assert len(fake_cuda.current) == 1
-    assert is_free()
+    assert is_lock_free()
     assert fake_cuda.log[-1] == "main waits for side 1"
     assert ("put back" in fake_cuda.log) == (where != "before")
     if isinstance(error, CaptureDeclined):
@@ -130,13 +130,14 @@ def test_an_interruption_is_no_failure_of_the_capture(fake_cuda: FakeCuda):
         captured_of(lines).capture(nullcontext(interrupted))
     assert lines == []
     assert len(fake_cuda.current) == 1
-    assert is_free()
+    assert is_lock_free()
 
 
 @contextmanager
 def evaluation_elsewhere() -> Iterator[threading.Event]:
-    """Another thread has the capture lock until the event is set."""
-    begun, ended = threading.Event(), threading.Event()
+    """Another thread holds the capture lock until the event is set."""
+    begun = threading.Event()
+    ended = threading.Event()
 
     def evaluate() -> None:
         with streams.capture_lock:
@@ -153,7 +154,7 @@ def evaluation_elsewhere() -> Iterator[threading.Event]:
         thread.join()
 
 
-def test_what_can_wait_for_another_time_does_not_wait_for_its_turn(fake_cuda: FakeCuda):
+def test_an_optional_capture_does_not_wait_for_the_lock(fake_cuda: FakeCuda):
     captured = captured_of()
     with evaluation_elsewhere():
         assert not captured.capture(nullcontext(lambda: None), wait=False)
@@ -162,8 +163,9 @@ def test_what_can_wait_for_another_time_does_not_wait_for_its_turn(fake_cuda: Fa
     assert captured.capture(nullcontext(lambda: None), wait=False)
 
 
-def test_what_cannot_wait_for_another_time_waits_for_its_turn(fake_cuda: FakeCuda):
-    captured, log = captured_of(), fake_cuda.log
+def test_a_required_capture_waits_for_the_lock(fake_cuda: FakeCuda):
+    captured = captured_of()
+    log = fake_cuda.log
     with evaluation_elsewhere() as ended:
         timer = threading.Timer(0.05, lambda: (log.append("evaluated"), ended.set()))
         timer.start()
@@ -173,7 +175,9 @@ def test_what_cannot_wait_for_another_time_waits_for_its_turn(fake_cuda: FakeCud
 
 
 def test_a_call_computes_in_the_memory_of_one_that_never_runs_at_the_same_time(fake_cuda: FakeCuda):
-    full, last, other = captured_of(), captured_of(), captured_of()
+    full = captured_of()
+    last = captured_of()
+    other = captured_of()
     full.capture(nullcontext(lambda: None))
     last.capture(nullcontext(lambda: None), pool_of=full)
     other.capture(nullcontext(lambda: None))
@@ -181,10 +185,10 @@ def test_a_call_computes_in_the_memory_of_one_that_never_runs_at_the_same_time(f
 
 
 def test_kernels_have_the_priority_of_the_current_stream_or_of_the_one_that_is_given(fake_cuda: FakeCuda):
-    found: list[tuple[str, int]] = []
+    streams_used: list[tuple[str, int]] = []
 
     def note() -> None:
-        found.append((fake_cuda.current[-1].name, fake_cuda.current[-1].priority))
+        streams_used.append((fake_cuda.current[-1].name, fake_cuda.current[-1].priority))
 
     captured_of().capture(nullcontext(note))
     first = Stream(fake_cuda.log, "first", -1)
@@ -192,10 +196,10 @@ def test_kernels_have_the_priority_of_the_current_stream_or_of_the_one_that_is_g
         captured_of().capture(nullcontext(note))
         captured_of().capture(nullcontext(note))
         captured_of().capture(nullcontext(note), stream=Stream(fake_cuda.log, "given"))  # type: ignore[arg-type]
-    assert found == [("side 1", 0), ("side 2", -1), ("side 2", -1), ("given", 0)]
+    assert streams_used == [("side 1", 0), ("side 2", -1), ("side 2", -1), ("given", 0)]
 
 
-def test_who_owns_a_graph_goes_without_the_collector(fake_cuda: FakeCuda):
+def test_the_owner_of_a_graph_is_freed_without_the_garbage_collector(fake_cuda: FakeCuda):
     class Owner:
         def __init__(self) -> None:
             self.captured = captured_of()
@@ -210,9 +214,9 @@ def test_who_owns_a_graph_goes_without_the_collector(fake_cuda: FakeCuda):
     gc.disable()
     try:
         owner = Owner()
-        known = weakref.ref(owner)
+        reference = weakref.ref(owner)
         del owner
-        assert known() is None
+        assert reference() is None
     finally:
         gc.enable()
 
@@ -223,11 +227,14 @@ def test_who_owns_a_graph_goes_without_the_collector(fake_cuda: FakeCuda):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_graph_is_captured_while_another_thread_waits_for_its_copies():
-    ended, lines = threading.Event(), []
-    x, failures = torch.ones(1000, device="cuda"), []
+    ended = threading.Event()
+    lines = []
+    x = torch.ones(1000, device="cuda")
+    failures = []
 
     def wait_again_and_again() -> None:
-        copies, source = torch.cuda.Stream(), torch.ones(1 << 20).pin_memory()
+        copies = torch.cuda.Stream()
+        source = torch.ones(1 << 20).pin_memory()
         try:
             while not ended.is_set():
                 with torch.cuda.stream(copies):
@@ -258,8 +265,10 @@ def test_a_graph_is_captured_while_another_thread_waits_for_its_copies():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("waits", [False, True], ids=["raises", "waits for the device"])
 def test_a_graph_that_cannot_be_captured_leaves_nothing_open(waits: bool):
-    lines, other = [], torch.cuda.Stream()
-    x, outer = torch.ones(10, device="cuda"), torch.cuda.current_stream()
+    lines = []
+    other = torch.cuda.Stream()
+    x = torch.ones(10, device="cuda")
+    outer = torch.cuda.current_stream()
 
     def fails() -> None:
         x.mul(2)

@@ -1,3 +1,5 @@
+"""Meters of memory: the peak and the laps of what lives at once, on the host and on a GPU."""
+
 from __future__ import annotations
 
 import gc
@@ -77,7 +79,8 @@ def test_what_was_there_before_does_not_count_when_it_is_freed():
 
 def test_a_lap_is_counted_above_what_was_there_when_it_began():
     with meter_of("cpu") as meter:
-        first, second = torch.zeros(4 * FLOATS), torch.zeros(FLOATS)
+        first = torch.zeros(4 * FLOATS)
+        second = torch.zeros(FLOATS)
         del first
         meter.lap()
         third = torch.zeros(2 * FLOATS)
@@ -88,15 +91,17 @@ def test_a_lap_is_counted_above_what_was_there_when_it_began():
 
 def test_nested_meters_both_count():
     with meter_of("cpu") as outer:
-        kept = torch.zeros(FLOATS)
+        held_tensor = torch.zeros(FLOATS)
         with meter_of("cpu") as inner:
             torch.zeros(FLOATS)
-    assert kept.numel() == FLOATS
+    assert held_tensor.numel() == FLOATS
     assert (outer.peak_bytes, inner.peak_bytes) == (2 * MB, MB)
 
 
 def test_a_step_gives_the_same_numbers_under_the_meter():
-    graph, x, conv = random_graph(), randn(50, 6), conv_of("gat", 6, 4)
+    graph = random_graph()
+    x = randn(50, 6)
+    conv = conv_of("gat", 6, 4)
     block = batch_of(graph, x, (3,)).blocks[0]
     plain = conv(x, block.edge_index)
     with meter_of("cpu") as meter:
@@ -110,10 +115,10 @@ def test_a_gpu_counts_by_its_allocator():
     torch.zeros(1, device="cuda")
     with meter_of("cuda") as meter:
         torch.zeros(FLOATS, device="cuda")
-        kept = torch.zeros(8 * FLOATS, device="cuda")
+        held_tensor = torch.zeros(8 * FLOATS, device="cuda")
         meter.lap()
         torch.zeros(2 * FLOATS, device="cuda")
-    assert kept.numel() == 8 * FLOATS
+    assert held_tensor.numel() == 8 * FLOATS
     # A block that is at hand may be larger by up to a MiB.
     assert (meter.peak_bytes, meter.lap_bytes) == (pytest.approx(10 * MB, abs=2 * MB), pytest.approx(2 * MB, abs=MB))
 
@@ -122,15 +127,16 @@ def test_a_gpu_counts_by_its_allocator():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_what_is_free_on_a_gpu_is_within_the_limit_of_the_process():
     device = torch.device("cuda", 0)
-    kept = torch.zeros(MB, device=device)
+    held_tensor = torch.zeros(MB, device=device)
     gc.collect()
     torch.cuda.empty_cache()
-    room = torch.cuda.memory_reserved(device) + (1 << 30)  # other tests may have left something
-    before, total = free_bytes(device), torch.cuda.get_device_properties(device).total_memory
-    with limit_cuda_memory(Budget(device=str(room)), device):
-        assert kept.nbytes < room - free_bytes(device) < room
+    limit_bytes = torch.cuda.memory_reserved(device) + (1 << 30)  # other tests may have left something
+    before = free_bytes(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    with limit_cuda_memory(Budget(device=str(limit_bytes)), device):
+        assert held_tensor.nbytes < limit_bytes - free_bytes(device) < limit_bytes
         with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(2 * room, dtype=torch.uint8, device=device)
+            torch.empty(2 * limit_bytes, dtype=torch.uint8, device=device)
         torch.empty(free_bytes(device) // 2, dtype=torch.uint8, device=device)
     assert torch.cuda.get_per_process_memory_fraction(device) == 1
     assert abs(free_bytes(device) - before) < 0.01 * total
@@ -143,8 +149,8 @@ def test_agrees_with_the_growth_of_resident_memory(conv: str):
     # Freed memory goes back at once, or holes between blocks would be counted as growth.
     settings = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MB), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(script), "--resident", conv]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=settings)
-    assert done.returncode == 0, done.stderr
-    counted, resident = map(int, done.stdout.split()[-2:])
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300, env=settings)
+    assert process.returncode == 0, process.stderr
+    counted, resident = map(int, process.stdout.split()[-2:])
     assert counted > 100e6
     assert abs(counted - resident) < 0.1 * resident

@@ -1,3 +1,5 @@
+"""After an allocation failed the step is undone: gradients, buffers and random states are as before."""
+
 from __future__ import annotations
 
 import pytest
@@ -30,7 +32,7 @@ def dense(model: nn.Module) -> dict[str, torch.Tensor | None]:
     }
 
 
-def test_what_says_that_memory_ran_out():
+def test_out_of_memory_errors_are_recognised_by_type_and_text():
     for error in (
         torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
         MemoryError(),
@@ -48,42 +50,46 @@ def test_what_says_that_memory_ran_out():
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_step_that_is_put_back_never_was(begun: bool):
+def test_restoring_a_snapshot_undoes_the_step(begun: bool):
     torch.manual_seed(1)
     model = Model()
     if begun:
         model(torch.arange(6)).backward()
     expected = dense(model)
-    kept = [p.grad for p in model.parameters()]
-    buffers, draws = [b.clone() for b in model.buffers()], torch.get_rng_state()
-    before = rescue.StepSnapshot(model, CPU)
-    assert (before.gradient_bytes > 0) == begun
+    gradients = [p.grad for p in model.parameters()]
+    buffers = [b.clone() for b in model.buffers()]
+    draws = torch.get_rng_state()
+    snapshot = rescue.StepSnapshot(model, CPU)
+    assert (snapshot.gradient_bytes > 0) == begun
     model(torch.arange(2, 8)).backward()
-    before.restore()
-    found = dense(model)
+    snapshot.restore()
+    ours = dense(model)
     for name, grad in expected.items():
-        assert (grad is None) == (found[name] is None)
-        assert grad is None or torch.equal(grad, found[name])  # type: ignore[arg-type]
-    assert all(ours is theirs for ours, theirs in zip(kept, [p.grad for p in model.parameters()], strict=True))
+        assert (grad is None) == (ours[name] is None)
+        assert grad is None or torch.equal(grad, ours[name])  # type: ignore[arg-type]
+    assert all(
+        gradient_before is gradient_after
+        for gradient_before, gradient_after in zip(gradients, [p.grad for p in model.parameters()], strict=True)
+    )
     assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
     assert torch.equal(draws, torch.get_rng_state())
 
 
-def test_a_step_that_is_added_is_one_of_autograds():
-    found = []
+def test_accepting_a_snapshot_adds_gradients_as_autograd_does():
+    gradients = []
     for guarded in (False, True):
         torch.manual_seed(2)
         model = Model()
         for first in (0, 2, 1):
-            before = rescue.StepSnapshot(model, CPU) if guarded else None
+            snapshot = rescue.StepSnapshot(model, CPU) if guarded else None
             model(torch.arange(first, first + 6)).backward()
-            if before is not None:
-                before.accept()
-        found.append(dense(model))
-    assert found[0]["unused"] is None
-    assert found[1]["unused"] is None
+            if snapshot is not None:
+                snapshot.accept()
+        gradients.append(dense(model))
+    assert gradients[0]["unused"] is None
+    assert gradients[1]["unused"] is None
     for name in ("rows.weight", "lin.weight", "norm.weight"):
-        assert torch.equal(found[0][name], found[1][name])  # type: ignore[arg-type]
+        assert torch.equal(gradients[0][name], gradients[1][name])  # type: ignore[arg-type]
 
 
 def test_sparse_and_dense_gradients_add_up_in_either_order():
@@ -99,7 +105,7 @@ def test_sparse_and_dense_gradients_add_up_in_either_order():
         assert model.weight.grad.to_dense().tolist() == [[0, 0], [4, 4], [0, 0], [2, 2]]
 
 
-def test_what_is_kept_beside_a_step():
+def test_state_bytes_counts_gradients_and_buffers():
     gradients, buffers = rescue.state_bytes(Model())
     assert gradients == 8 * (8 * 4 + 4 + 4 + 8 + 2 + 3)
     assert buffers == 8 * (4 + 4 + 1)

@@ -1,3 +1,5 @@
+"""Memory registered as pinned for as long as its tensor lives, with a stand-in for the CUDA driver."""
+
 from __future__ import annotations
 
 import copy
@@ -34,7 +36,8 @@ class Driver:
 
 
 def test_memory_is_registered_in_place_for_as_long_as_the_tensor_lives() -> None:
-    driver, rows = Driver(), randn(30, 4)
+    driver = Driver()
+    rows = randn(30, 4)
     start = rows.data_ptr()
     assert pinned.register(rows, driver) is None
     assert driver.registered == {start: (30 * 4 * 8, pinned.MAPPED)}
@@ -45,7 +48,8 @@ def test_memory_is_registered_in_place_for_as_long_as_the_tensor_lives() -> None
 
 
 def test_two_tensors_over_the_same_memory_are_registered_once() -> None:
-    driver, rows = Driver(), randn(30, 4)
+    driver = Driver()
+    rows = randn(30, 4)
     same = rows.view(30, 4)
     assert pinned.register(rows, driver) is None
     assert pinned.register(same, driver) is None
@@ -81,18 +85,18 @@ def test_a_tensor_that_begins_on_a_page_of_another_is_not_pinned(monkeypatch: py
     page = pinned.PAGE
     memory = torch.zeros(8 * page, dtype=torch.uint8)
     first = -memory.data_ptr() % page
-    left, across, within, beyond = (
+    before, across, within, beyond = (
         memory[first + start : first + stop]
         for start, stop in ((0, page + 100), (page + 100, 3 * page), (page + 200, page + 300), (4 * page, 5 * page))
     )
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
-    assert all(pinned.is_readable(tensor) for tensor in (left, across, within, beyond))  # as torch's own memory is
-    assert pinned.register(left, Driver()) is None
-    assert pinned.is_readable(left)
+    assert all(pinned.is_readable(tensor) for tensor in (before, across, within, beyond))  # as torch's own memory is
+    assert pinned.register(before, Driver()) is None
+    assert pinned.is_readable(before)
     assert not pinned.is_readable(across)
     assert pinned.is_readable(within)
     assert pinned.is_readable(beyond)
-    del left
+    del before
     gc.collect()
     assert pinned.is_readable(across)
 
@@ -110,7 +114,7 @@ def test_new_memory_has_pages_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_without_a_gpu_that_is_said() -> None:
+def test_pinning_without_a_gpu_is_refused() -> None:
     with pytest.raises(ValueError, match="no CUDA device"):
         pinned.pin(randn(3, 4))
 
@@ -147,7 +151,7 @@ def test_a_gpu_reads_registered_memory() -> None:
 def test_a_mapped_file_is_pinned_in_place_or_copied_when_asked(tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", np.arange(1 << 20, dtype=np.float32))
     mapped = torch.from_numpy(np.load(tmp_path / "rows.npy", mmap_mode="c"))
-    found = pinned.pin(mapped, copy=True)
-    assert found.is_pinned()
-    assert torch.equal(found, mapped)
+    copied = pinned.pin(mapped, copy=True)
+    assert copied.is_pinned()
+    assert torch.equal(copied, mapped)
     assert torch.zeros(3, device="cuda").sum().item() == 0

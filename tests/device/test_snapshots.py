@@ -1,4 +1,4 @@
-"""Weights, modes and random states are what they were, also after an error."""
+"""Snapshots restore weights, modes and random states, also after an error."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_weights_and_buffers_are_restored_after_an_error():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_draws_go_on_as_if_none_had_been_made():
+def test_random_draws_continue_as_if_none_had_been_made():
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
@@ -60,8 +60,9 @@ def test_draws_go_on_as_if_none_had_been_made():
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_draws_go_on_from_a_state():
-    state, all_states = RandomState.of(CPU), random_states()
+def test_random_draws_continue_from_a_restored_state():
+    state = RandomState.of(CPU)
+    all_states = random_states()
     expected = torch.rand(3)
     state.restore()
     assert torch.equal(torch.rand(3), expected)

@@ -1,4 +1,4 @@
-"""One process alone; what several ranks exchange is checked in `shards/ranks.py`."""
+"""All-to-all in one process. `shards/ranks.py` checks what several ranks exchange."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from hopline.distributed.world import World
 from tests.helpers import randint, randn
 
 
-def test_alone_a_rank_answers_itself() -> None:
+def test_one_rank_receives_what_it_sends_itself() -> None:
     for channel in (Channel(), Channel(World.alone())):
         assert (channel.rank, channel.size) == (0, 1)
-        rows, positions = randn(20, 3), randint(0, 20, 50)
+        rows = randn(20, 3)
+        positions = randint(0, 20, 50)
         request = RowRequest(channel, torch.tensor([0, 20]), positions)
         assert torch.equal(request.reply(rows[request.rows]), rows[positions])
         indptr, (first, second) = request.reply_lists(
@@ -26,6 +27,6 @@ def test_alone_a_rank_answers_itself() -> None:
         channel.check_same(b"anything", "nothing")
 
 
-def test_nothing_can_be_asked() -> None:
+def test_a_request_for_no_rows_is_answered() -> None:
     request = RowRequest(Channel(), torch.tensor([0, 20]), torch.empty(0, dtype=torch.int64))
     assert request.reply(randn(20, 3)[request.rows]).shape == (0, 3)

@@ -32,7 +32,7 @@ def without(environ: dict[str, str], *names: str, **changes: str) -> dict[str, s
     return {name: value for name, value in (environ | changes).items() if name not in names}
 
 
-def test_torchrun():
+def test_torchrun_is_recognised_by_its_variables():
     place = detect(TORCHRUN)
     assert place is not None
     assert (place.launcher, place.rank, place.size, place.local_rank, place.local_size) == ("torchrun", 5, 8, 1, 4)
@@ -56,16 +56,16 @@ def test_hosts_of_any_size_have_different_numbers_without_a_word_of_the_launcher
     rank = 0
     for host, local_size in enumerate(sizes):
         for local_rank in range(local_size):
-            told = {"RANK": str(rank), "WORLD_SIZE": str(sum(sizes))}
-            told |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_size)}
-            place = detect(without(TORCHRUN | told, "GROUP_RANK", "GROUP_WORLD_SIZE"))
+            variables = {"RANK": str(rank), "WORLD_SIZE": str(sum(sizes))}
+            variables |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_size)}
+            place = detect(without(TORCHRUN | variables, "GROUP_RANK", "GROUP_WORLD_SIZE"))
             assert place is not None
             nodes.append((host, place.node))
             rank += 1
     assert len(set(nodes)) == len({node for _, node in nodes}) == len(sizes)
 
 
-def test_where_a_rank_of_an_existing_group_is():
+def test_the_launcher_says_the_local_rank_and_node_of_an_existing_group():
     ray = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "NODE_RANK": "1"}
     assert read_local_rank_and_node(ray, 5, 8) == (1, 1)
     assert read_local_rank_and_node(TORCHRUN | {"NODE_RANK": "7"}, 5, 8) == (1, 1)
@@ -87,7 +87,7 @@ def test_torchrun_inside_of_srun_is_torchrun():
     assert place.launcher == "torchrun"
 
 
-def test_srun():
+def test_srun_is_recognised_by_its_variables():
     place = detect(SRUN)
     assert place is not None
     assert (place.launcher, place.rank, place.size, place.local_rank, place.local_size) == ("srun", 3, 7, 1, 2)
@@ -113,13 +113,15 @@ def test_srun():
     ],
     ids=str,
 )
-def test_shapes_of_steps(changes: dict[str, str], expected: tuple[int, int, str]):
+def test_the_variables_of_a_step_give_local_size_hosts_and_address(
+    changes: dict[str, str], expected: tuple[int, int, str]
+):
     place = detect(SRUN | changes)
     assert place is not None
     assert (place.local_size, place.num_nodes, place.address) == expected
 
 
-def test_srun_without_the_counts_of_the_step():
+def test_srun_without_the_counts_of_the_step_uses_tasks_per_node():
     per_node = detect(without(SRUN, "SLURM_STEP_TASKS_PER_NODE", SLURM_NTASKS_PER_NODE="2"))
     assert per_node is not None
     assert (per_node.local_size, per_node.num_nodes) == (2, 4)
@@ -201,11 +203,11 @@ def test_variables_that_contradict_each_other_are_named(environ: dict[str, str],
         ("n[08]", ["n08"]),
     ],
 )
-def test_lists_of_hosts(text: str, hosts: list[str]):
+def test_lists_of_hosts_are_expanded(text: str, hosts: list[str]):
     assert expand_hosts(text, "HOSTS") == hosts
 
 
 @pytest.mark.parametrize("text", ["n[1-2", "n1]", "n[3-1]", "n[a-b]", "n[]", "a,,b", "n[1[2]]", "a b;c", "[", ","])
-def test_lists_of_hosts_that_cannot_be_read(text: str):
+def test_lists_of_hosts_that_cannot_be_read_are_refused(text: str):
     with pytest.raises(ValueError, match="HOSTS is "):
         expand_hosts(text, "HOSTS")

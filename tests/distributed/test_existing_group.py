@@ -1,4 +1,4 @@
-"""A process group that the user has made: its ranks train, and it stays the user's."""
+"""A process group of the user's: its ranks train, and the group stays open for the user."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ from tests.ranks import train
 from tests.runs import sage, small
 
 
-def in_group(name: str, folder: Path, size: int, *, by_file: bool = False, dies: int | None = None) -> list[Any]:
-    """What each rank of a process group found, None for one that died."""
+def run_in_group(name: str, folder: Path, size: int, *, by_file: bool = False, dies: int | None = None) -> list[Any]:
+    """Results of the ranks of a user's process group, each of which runs `tests.group_ranks NAME`.
+
+    dies: a rank that ends early. Its result is None.
+    """
     port = str(free_port())
     commands = []
     for rank in range(size):
@@ -50,11 +53,11 @@ def in_group(name: str, folder: Path, size: int, *, by_file: bool = False, dies:
     return [json.loads(file.read_text()) if rank != dies else None for rank, file in enumerate(files)]
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found["losses"] == pytest.approx(expected["losses"], abs=1e-9)
-    assert found["metrics"] == expected["metrics"]
+def assert_same(ours: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert ours["losses"] == pytest.approx(expected["losses"], abs=1e-9)
+    assert ours["metrics"] == expected["metrics"]
     for name, numbers in expected["weights"].items():
-        assert found["weights"][name] == pytest.approx(numbers, abs=1e-6), name
+        assert ours["weights"][name] == pytest.approx(numbers, abs=1e-6), name
 
 
 def train_both(world: World) -> dict[str, Any]:
@@ -65,17 +68,17 @@ def train_both(world: World) -> dict[str, Any]:
 
 
 def test_ranks_of_a_users_group_train_every_method_as_launched_ones(tmp_path: Path):
-    found = in_group("train_everything", tmp_path, 2)
+    results = run_in_group("train_everything", tmp_path, 2)
     alone = train(World.alone(), "sage")
     launched = run(train_both, LaunchSettings(devices=2, timeout_s=30))
-    for one in found:
-        assert one["plain"]["size"] == 2
-        assert_same(one["plain"], alone)
-        assert one["given"] == one["plain"]  # bit for bit
-        assert one["historical"] == launched["historical"]
-        assert one["full_batch"]["losses"] == launched["full_batch"]["losses"]
-        assert one["full_batch"]["weights"] == launched["full_batch"]["weights"]
-        assert "no process is started under it: leave out devices=3" in one["refused"]
+    for result in results:
+        assert result["plain"]["size"] == 2
+        assert_same(result["plain"], alone)
+        assert result["given"] == result["plain"]  # bit for bit
+        assert result["historical"] == launched["historical"]
+        assert result["full_batch"]["losses"] == launched["full_batch"]["losses"]
+        assert result["full_batch"]["weights"] == launched["full_batch"]["weights"]
+        assert "no process is started under it: leave out devices=3" in result["refused"]
     seats = [json.loads((tmp_path / f"seat{rank}").read_text()) for rank in range(2)]
     assert [(s["rank"], s["size"], s["local_rank"], s["local_size"], s["node"]) for s in seats] == [
         (0, 2, 0, 2, 0),
@@ -85,40 +88,40 @@ def test_ranks_of_a_users_group_train_every_method_as_launched_ones(tmp_path: Pa
 
 
 def test_after_an_error_on_one_rank_the_others_are_told_and_the_group_trains_again(tmp_path: Path):
-    found = in_group("fail_and_train_again", tmp_path, 2)
-    assert found[1]["first"]["kind"] == "ValueError"
-    assert found[0]["first"]["kind"] == "PeerError"
-    assert "rank 1 stopped with ValueError: the labels of rank 1 are wrong" in found[0]["first"]["error"]
-    assert found[0]["first"]["seconds"] < 20
-    assert "rank 1 stopped with ValueError" in found[0]["again"]["error"]
-    assert "make a new Trainer" in found[1]["again"]["error"]
-    for one in found:
-        assert one["again"]["kind"] == "PeerError"
-        assert_same(one["after"], train(World.alone(), "sage"))
+    results = run_in_group("fail_and_train_again", tmp_path, 2)
+    assert results[1]["first"]["kind"] == "ValueError"
+    assert results[0]["first"]["kind"] == "PeerError"
+    assert "rank 1 stopped with ValueError: the labels of rank 1 are wrong" in results[0]["first"]["error"]
+    assert results[0]["first"]["seconds"] < 20
+    assert "rank 1 stopped with ValueError" in results[0]["again"]["error"]
+    assert "make a new Trainer" in results[1]["again"]["error"]
+    for result in results:
+        assert result["again"]["kind"] == "PeerError"
+        assert_same(result["after"], train(World.alone(), "sage"))
 
 
 def test_a_rank_that_is_killed_is_named_and_the_group_and_its_store_stay(tmp_path: Path):
-    found = in_group("lose_a_rank", tmp_path, 3, dies=1)
+    results = run_in_group("lose_a_rank", tmp_path, 3, dies=1)
     for rank in (0, 2):
-        assert "rank 1 stopped answering" in found[rank]["error"], found[rank]
-        assert found[rank]["seconds"] < 30
+        assert "rank 1 stopped answering" in results[rank]["error"], results[rank]
+        assert results[rank]["seconds"] < 30
 
 
 def test_hosts_may_have_different_numbers_of_ranks(tmp_path: Path):
-    found = in_group("train_on_uneven_hosts", tmp_path, 3)
+    results = run_in_group("train_on_uneven_hosts", tmp_path, 3)
     seats = [json.loads((tmp_path / f"seat{rank}").read_text()) for rank in range(3)]
     assert [(s["local_rank"], s["local_size"], s["node"]) for s in seats] == [(0, 1, 0), (0, 2, 1), (1, 2, 1)]
     alone = train(World.alone(), "sage")
     exact = full_batch.train(World.alone(), "sage", {"num_shards": 1}, **NORMED)
-    for one in found:
-        assert_same(one["sampled"], alone)
-        assert one["full_batch"]["losses"] == pytest.approx(exact["losses"], abs=1e-9)
+    for result in results:
+        assert_same(result["sampled"], alone)
+        assert result["full_batch"]["losses"] == pytest.approx(exact["losses"], abs=1e-9)
 
 
-def test_a_group_that_met_in_a_file(tmp_path: Path):
-    found = in_group("fail_and_train_again", tmp_path, 2, by_file=True)
-    assert "rank 1 stopped with ValueError: the labels of rank 1 are wrong" in found[0]["first"]["error"]
-    assert_same(found[0]["after"], train(World.alone(), "sage"))
+def test_a_group_that_met_in_a_file_trains_too(tmp_path: Path):
+    results = run_in_group("fail_and_train_again", tmp_path, 2, by_file=True)
+    assert "rank 1 stopped with ValueError: the labels of rank 1 are wrong" in results[0]["first"]["error"]
+    assert_same(results[0]["after"], train(World.alone(), "sage"))
 
 
 @pytest.mark.gpu
@@ -127,11 +130,11 @@ def test_a_group_that_met_in_a_file(tmp_path: Path):
     ("name", "device"), [("train_cpu_model_in_nccl_group", "cpu"), ("train_gpu_model_in_gloo_group", "cuda:0")]
 )
 def test_the_backend_of_the_group_need_not_be_that_of_the_model(name: str, device: str, tmp_path: Path):
-    found = in_group(name, tmp_path, 2)
+    results = run_in_group(name, tmp_path, 2)
     alone = train(World.alone(device), "sage", device=device)
-    for one in found:
-        assert one["size"] == 2
-        assert one["losses"] == pytest.approx(alone["losses"], abs=1e-9)
+    for result in results:
+        assert result["size"] == 2
+        assert result["losses"] == pytest.approx(alone["losses"], abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -162,17 +165,17 @@ def test_a_group_without_a_store_is_refused(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_rank_that_makes_a_world_alone_is_told_what_to_type(tmp_path: Path):
-    found = in_group("come_alone", tmp_path, 2)
-    assert "not all 2 ranks of the process group came together within 2 s" in found[0]["error"]
-    assert "world=hl.World.alone()" in found[0]["error"]
+    results = run_in_group("come_alone", tmp_path, 2)
+    assert "not all 2 ranks of the process group came together within 2 s" in results[0]["error"]
+    assert "world=hl.World.alone()" in results[0]["error"]
 
 
 def test_a_store_that_serves_one_connection_still_ends_an_exchange_with_an_error(tmp_path: Path):
-    found = in_group("die", tmp_path, 2, dies=1)
-    assert "a rank stopped answering, and the store of this process group cannot tell which" in found[0]["error"]
+    results = run_in_group("die", tmp_path, 2, dies=1)
+    assert "a rank stopped answering, and the store of this process group cannot tell which" in results[0]["error"]
 
 
-def test_a_heart_that_cannot_beat_is_none():
+def test_a_group_whose_store_cannot_be_cloned_has_no_heartbeat():
     class NoClone:
         pass
 
@@ -197,27 +200,28 @@ def test_a_group_of_one_rank_is_this_process_alone(tmp_path: Path):
         dist.destroy_process_group()
 
 
-def said(host: str, local_rank: int | None = None, node: int | None = None, cores: tuple[int, ...] = (0, 1)):
+def introduce(host: str, local_rank: int | None = None, node: int | None = None, cores: tuple[int, ...] = (0, 1)):
+    """What a rank says of itself: its host, and its place where a launcher has told it."""
     return Introduction(host=host, local_rank=local_rank, node=node, cores=cores)
 
 
-def place(local_rank: int, local_size: int, node: int, num_sharing_cores: int) -> HostRank:
+def host_rank(local_rank: int, local_size: int, node: int, num_sharing_cores: int) -> HostRank:
     return HostRank(local_rank=local_rank, local_size=local_size, node=node, num_sharing_cores=num_sharing_cores)
 
 
 def test_places_are_those_of_the_launcher_or_counted_by_hosts():
     # Nobody says anything, and ranks of two hosts alternate.
-    counted = [place(0, 2, 0, 2), place(0, 1, 1, 1), place(1, 2, 0, 2)]
-    assert find_host_ranks([said("a"), said("b"), said("a")]) == counted
+    counted = [host_rank(0, 2, 0, 2), host_rank(0, 1, 1, 1), host_rank(1, 2, 0, 2)]
+    assert find_host_ranks([introduce("a"), introduce("b"), introduce("a")]) == counted
     # The launcher says it all: other local ranks, other numbers of hosts.
-    told = [said("a", 1, 5), said("b", 0, 2), said("a", 0, 5)]
-    assert find_host_ranks(told) == [place(1, 2, 5, 2), place(0, 1, 2, 1), place(0, 2, 5, 2)]
+    by_launcher = [introduce("a", 1, 5), introduce("b", 0, 2), introduce("a", 0, 5)]
+    assert find_host_ranks(by_launcher) == [host_rank(1, 2, 5, 2), host_rank(0, 1, 2, 1), host_rank(0, 2, 5, 2)]
     # What cannot be right is counted: a local rank twice, one host with two numbers, two hosts with one.
-    assert find_host_ranks([said("a", 0, 0), said("b", 0, 0), said("a", 0, 1)]) == counted
-    assert find_host_ranks([said("a", 0, 7), said("b", 0, 7), said("a", 1, 7)]) == counted
-    assert find_host_ranks([said("a", 0, 3), said("b"), said("a", 1, 3)]) == counted
+    assert find_host_ranks([introduce("a", 0, 0), introduce("b", 0, 0), introduce("a", 0, 1)]) == counted
+    assert find_host_ranks([introduce("a", 0, 7), introduce("b", 0, 7), introduce("a", 1, 7)]) == counted
+    assert find_host_ranks([introduce("a", 0, 3), introduce("b"), introduce("a", 1, 3)]) == counted
     # Ranks that are bound to cores of their own share none.
-    bound = find_host_ranks([said("a", cores=(0,)), said("a", cores=(1,)), said("a", cores=(1,))])
+    bound = find_host_ranks([introduce("a", cores=(0,)), introduce("a", cores=(1,)), introduce("a", cores=(1,))])
     assert [one.num_sharing_cores for one in bound] == [1, 2, 2]
 
 
@@ -235,33 +239,34 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
     return group
 
 
-def gpu(current: int, local_rank: int, others: list[int], device: str = "cuda") -> str:
-    spec = RankSpec(rank=local_rank, size=1 + len(others), local_rank=local_rank, local_size=1 + len(others))
-    beside = [Introduction(host="a", current_gpu=number) for number in [current, *others]]
-    return str(find_gpu(torch.device(device), spec, beside))
+def choose_gpu(current: int, local_rank: int, other_gpus: list[int], device: str = "cuda") -> str:
+    """The GPU of a rank whose current device is `current`, on a host with ranks on other GPUs."""
+    spec = RankSpec(rank=local_rank, size=1 + len(other_gpus), local_rank=local_rank, local_size=1 + len(other_gpus))
+    introductions = [Introduction(host="a", current_gpu=number) for number in [current, *other_gpus]]
+    return str(find_gpu(torch.device(device), spec, introductions))
 
 
 def test_the_gpu_of_a_rank_is_the_one_that_its_engine_has_chosen(gpus: Any, monkeypatch: pytest.MonkeyPatch):
     current = 0
     monkeypatch.setattr("torch.cuda.current_device", lambda: current)
-    assert gpu(0, 0, [0]) == "cuda:0"  # nobody has chosen: by local rank
-    assert gpu(0, 1, [0]) == "cuda:1"
-    assert gpu(0, 1, [3]) == "cuda:0"  # Fabric(devices=[3, 0]): rank 1 has the first GPU
-    assert gpu(0, 1, [0], "cuda:3") == "cuda:3"  # the device= of the user
+    assert choose_gpu(0, 0, [0]) == "cuda:0"  # nobody has chosen: by local rank
+    assert choose_gpu(0, 1, [0]) == "cuda:1"
+    assert choose_gpu(0, 1, [3]) == "cuda:0"  # Fabric(devices=[3, 0]): rank 1 has the first GPU
+    assert choose_gpu(0, 1, [0], "cuda:3") == "cuda:3"  # the device= of the user
     current = 2
-    assert gpu(2, 0, [3]) == "cuda:2"
+    assert choose_gpu(2, 0, [3]) == "cuda:2"
     current = 0
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:1")  # Ray: two workers on half a GPU each
-    assert gpu(0, 3, [0, 0, 0]) == "cuda:1"
+    assert choose_gpu(0, 3, [0, 0, 0]) == "cuda:1"
     gpus.bound_device_id = torch.device("cuda:2")  # init_process_group(device_id=...)
-    assert gpu(0, 3, [0, 0, 0]) == "cuda:2"
+    assert choose_gpu(0, 3, [0, 0, 0]) == "cuda:2"
     monkeypatch.delenv("ACCELERATE_TORCH_DEVICE")
     gpus.bound_device_id = None
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)  # a GPU of its own, the only one that it sees
-    assert gpu(0, 1, [0]) == "cuda:0"
+    assert choose_gpu(0, 1, [0]) == "cuda:0"
 
 
-def test_a_launchers_variables_without_a_group_are_spoken_of(
+def test_a_launchers_variables_without_a_group_are_warned_about(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -270,7 +275,7 @@ def test_a_launchers_variables_without_a_group_are_spoken_of(
     assert "RANK" not in os.environ
 
 
-def test_a_world_that_is_none_is_refused():
+def test_a_world_of_another_type_is_refused():
     with pytest.raises(ValueError, match=r"world must be a World such as hl.World.current\(\), not str 'all'"):
         hl.Trainer(sage(small()), small(), world="all", show=False)  # type: ignore[arg-type]
 

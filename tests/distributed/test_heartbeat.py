@@ -1,4 +1,4 @@
-"""Ranks that fall silent are told from those that left, failed, or are slow."""
+"""Heartbeats tell a silent rank from one that left, failed or is slow."""
 
 from __future__ import annotations
 
@@ -47,14 +47,15 @@ def test_who_left_because_of_another_is_not_blamed(heartbeat: Heartbeat, store: 
     assert heartbeat.find_lost() == "rank 1 stopped answering"
 
 
-@pytest.mark.parametrize("said", [b"\xff\xfe\x00", b"", b"7", b"x y", b"lost a,b", b"lost ", b"9" * 5000 + b" 1"])
-def test_words_that_no_rank_says_are_not_heard(said: bytes, heartbeat: Heartbeat, store: dist.Store):
+@pytest.mark.parametrize("words", [b"\xff\xfe\x00", b"", b"7", b"x y", b"lost a,b", b"lost ", b"9" * 5000 + b" 1"])
+def test_words_that_no_rank_says_are_not_heard(words: bytes, heartbeat: Heartbeat, store: dist.Store):
     store.set("alive/1", "7 1")
     store.set("alive/2", "5 5")
     time.sleep(0.2)
-    store.set("alive/1", said)  # type: ignore[arg-type]
+    store.set("alive/1", words)  # type: ignore[arg-type]
     time.sleep(0.2)
-    before, until = store.get("alive/0"), time.monotonic() + 10
+    before = store.get("alive/0")
+    until = time.monotonic() + 10
     while store.get("alive/0") == before and time.monotonic() < until:  # its own beats go on
         time.sleep(0.01)
     assert heartbeat._words_of(1) == "7 1"
@@ -80,14 +81,16 @@ def test_a_rank_that_failed_has_said_why(heartbeat: Heartbeat, store: dist.Store
 
 
 def test_a_rank_that_is_behind_is_named(heartbeat: Heartbeat, store: dist.Store):
-    others = [Heartbeat(store, rank, 3, "here:1") for rank in (1, 2)]
-    heartbeat.exchanges, others[0].exchanges, others[1].exchanges = 5, 5, 4
+    peers = [Heartbeat(store, rank, 3, "here:1") for rank in (1, 2)]
+    heartbeat.exchanges = 5
+    peers[0].exchanges = 5
+    peers[1].exchanges = 4
     assert heartbeat.find_lost() == "rank 2 is alive but did not answer within timeout_s"
-    for other in others:
-        other.stop("left")
+    for peer in peers:
+        peer.stop("left")
 
 
-def test_ranks_that_ended_or_never_came(heartbeat: Heartbeat, store: dist.Store):
+def test_ranks_that_ended_or_never_came_are_named(heartbeat: Heartbeat, store: dist.Store):
     store.set("alive/1", "left")
     assert heartbeat.find_lost() == "rank 2 did not start"
     store.set("alive/2", "left")

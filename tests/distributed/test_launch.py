@@ -62,7 +62,7 @@ def test_a_setting_that_means_nothing_is_refused(wrong: dict[str, Any], message:
         LaunchSettings(**wrong)
 
 
-def test_good_settings_are_taken():
+def test_valid_settings_are_accepted():
     assert LaunchSettings(devices="auto", address="fe80::1").timeout_s == 600
 
 
@@ -91,9 +91,10 @@ def test_settings_that_were_removed_say_what_to_do():
         override(RunConfig(), ["backend=gloo"])
 
 
-def test_how_many_processes_are_started_here(monkeypatch: pytest.MonkeyPatch):
+def test_devices_decides_how_many_processes_a_host_starts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    two, auto = LaunchSettings(devices=2), LaunchSettings(devices="auto")
+    two = LaunchSettings(devices=2)
+    auto = LaunchSettings(devices="auto")
     assert _count_processes(two, None, "cpu") == 2
     assert _count_processes(two, ONE_PER_NODE, "cpu") == 2
     assert _count_processes(two, LAUNCHED, "cpu") == 1  # srun has started two here already
@@ -106,7 +107,7 @@ def test_how_many_processes_are_started_here(monkeypatch: pytest.MonkeyPatch):
         _count_processes(LaunchSettings(devices=3), LAUNCHED, "cpu")
 
 
-def test_where_ranks_sit():
+def test_ranks_are_numbered_host_by_host():
     spec = _first_rank_spec(LaunchSettings(), LAUNCHED, 1, "cpu")
     assert (spec.rank, spec.size, spec.local_rank, spec.local_size, spec.node) == (1, 4, 1, 2, 0)
     assert (spec.address, spec.port, spec.backend, spec.keeps_store) == ("node1", 12345, "gloo", False)
@@ -145,22 +146,23 @@ def test_which_gpu_a_rank_takes(monkeypatch: pytest.MonkeyPatch):
     assert device_of_rank(RankSpec(local_rank=1, local_size=2), "cuda", spawned=True) == "cuda:0"
 
 
-def test_one_process_runs_here():
+def test_one_process_is_not_spawned():
     def function(world: World, *args: int) -> tuple[int, int, list[int]]:
         return os.getpid(), world.size, list(args)
 
     assert run(function, LaunchSettings(), 1, 2) == (os.getpid(), 1, [1, 2])
 
 
-class Ended:
+class EndedProcess:
     """A process that has ended."""
 
     def __init__(self, exitcode: int) -> None:
         self.exitcode = exitcode
 
 
-def ended(rank: int, code: int, by_us: Any = False, **messages: str) -> _Child:
-    return _Child(rank, Ended(code), None, messages=messages, is_ended_by_us=by_us)  # type: ignore[arg-type]
+def ended_child(rank: int, code: int, by_us: Any = False, **messages: str) -> _Child:
+    """A rank's process that has ended with an exit code, and its last messages."""
+    return _Child(rank, EndedProcess(code), None, messages=messages, is_ended_by_us=by_us)  # type: ignore[arg-type]
 
 
 LOST = {"error": "PeerError: rank 2 stopped answering", "kind": "PeerError"}
@@ -169,16 +171,36 @@ LOST = {"error": "PeerError: rank 2 stopped answering", "kind": "PeerError"}
 @pytest.mark.parametrize(
     ("failed", "signals", "kind", "message"),
     [
-        ([ended(0, 1, **LOST), ended(2, -9)], [], RankError, "^rank 2 was ended by SIGKILL: it may have run out"),
-        ([ended(0, 1, **LOST), ended(1, -15, by_us=True)], [], RankError, "^rank 0 failed .* 1: PeerError: rank 2"),
-        ([ended(1, 1, error="KeyError: 3", kind="KeyError")], [2], RankError, "^rank 1 failed .*: KeyError: 3"),
-        ([ended(0, 1, error="ValueError: no", kind="ValueError")], [], ValueError, r"^no \(rank 0 failed"),
-        ([ended(0, 130), ended(1, 130)], [signal.SIGINT], Interrupted, "SIGINT"),
-        ([ended(0, 1, **LOST), ended(1, 143)], [signal.SIGTERM], Interrupted, "SIGTERM"),
-        ([ended(1, 3)], [], RankError, "rank 1 failed with exit code 3"),
-        ([ended(0, 138), ended(1, 138)], [], Interrupted, "SIGUSR1"),  # the notice came to the ranks themselves
-        ([ended(0, 1, **LOST), ended(1, 138)], [], Interrupted, "SIGUSR1"),  # to one, where the others were not asked
-        ([ended(0, 138), ended(1, -9)], [], RankError, "^rank 1 was ended by SIGKILL"),
+        (
+            [ended_child(0, 1, **LOST), ended_child(2, -9)],
+            [],
+            RankError,
+            "^rank 2 was ended by SIGKILL: it may have run out",
+        ),
+        (
+            [ended_child(0, 1, **LOST), ended_child(1, -15, by_us=True)],
+            [],
+            RankError,
+            "^rank 0 failed .* 1: PeerError: rank 2",
+        ),
+        ([ended_child(1, 1, error="KeyError: 3", kind="KeyError")], [2], RankError, "^rank 1 failed .*: KeyError: 3"),
+        ([ended_child(0, 1, error="ValueError: no", kind="ValueError")], [], ValueError, r"^no \(rank 0 failed"),
+        ([ended_child(0, 130), ended_child(1, 130)], [signal.SIGINT], Interrupted, "SIGINT"),
+        ([ended_child(0, 1, **LOST), ended_child(1, 143)], [signal.SIGTERM], Interrupted, "SIGTERM"),
+        ([ended_child(1, 3)], [], RankError, "rank 1 failed with exit code 3"),
+        (
+            [ended_child(0, 138), ended_child(1, 138)],
+            [],
+            Interrupted,
+            "SIGUSR1",
+        ),  # the notice came to the ranks themselves
+        (
+            [ended_child(0, 1, **LOST), ended_child(1, 138)],
+            [],
+            Interrupted,
+            "SIGUSR1",
+        ),  # to one, where the others were not asked
+        ([ended_child(0, 138), ended_child(1, -9)], [], RankError, "^rank 1 was ended by SIGKILL"),
     ],
     ids=range(10),
 )
@@ -194,7 +216,7 @@ def wait_until(true: Callable[[], bool], seconds: float) -> bool:
     return true()
 
 
-def seats(folder: Path) -> list[dict[str, int]]:
+def read_seats(folder: Path) -> list[dict[str, int]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("seat*"))]
 
 
@@ -204,8 +226,8 @@ def test_under_torchrun(tmp_path: Path):
     with started((command, environment(OMP_NUM_THREADS="1"))) as [process]:
         output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
-    found = [(s["rank"], s["size"], s["local_rank"], s["local_size"], s["node"]) for s in seats(tmp_path)]
-    assert found == [(0, 2, 0, 2, 0), (1, 2, 1, 2, 0)]
+    places = [(s["rank"], s["size"], s["local_rank"], s["local_size"], s["node"]) for s in read_seats(tmp_path)]
+    assert places == [(0, 2, 0, 2, 0), (1, 2, 1, 2, 0)]
 
 
 @pytest.mark.process
@@ -220,7 +242,7 @@ def test_threads_under_torchrun_are_those_of_the_cores_unless_the_user_has_set_t
         output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
     share = 1 if variables else max(1, num_cores() // 2)
-    assert [s["threads"] for s in seats(tmp_path)] == [share, share]
+    assert [s["threads"] for s in read_seats(tmp_path)] == [share, share]
 
 
 def test_one_task_per_node_starts_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -233,8 +255,8 @@ def test_one_task_per_node_starts_its_ranks(tmp_path: Path, monkeypatch: pytest.
         assert run(everything, LaunchSettings(devices=2, timeout_s=30), str(tmp_path)) == {"size": 4}
         output = process.communicate(timeout=90)[0]
     assert process.returncode == 0, output
-    found = [(s["rank"], s["size"], s["local_rank"], s["local_size"], s["node"]) for s in seats(tmp_path)]
-    assert found == [(0, 4, 0, 2, 0), (1, 4, 1, 2, 0), (2, 4, 0, 2, 1), (3, 4, 1, 2, 1)]
+    places = [(s["rank"], s["size"], s["local_rank"], s["local_size"], s["node"]) for s in read_seats(tmp_path)]
+    assert places == [(0, 4, 0, 2, 0), (1, 4, 1, 2, 0), (2, 4, 0, 2, 1), (3, 4, 1, 2, 1)]
 
 
 @pytest.mark.process
@@ -242,7 +264,7 @@ def test_no_rank_outlives_an_agent_of_torchrun_that_is_killed(tmp_path: Path):
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command = [*torchrun, "-m", "tests.launched", "stay", "1", "20", str(tmp_path)]
     with started((command, environment(OMP_NUM_THREADS="1"))) as [process]:
-        assert wait_until(lambda: all_run(tmp_path), 40)
+        assert wait_until(lambda: both_ranks_run(tmp_path), 40)
         ranks = [psutil.Process(int((tmp_path / f"running{rank}").read_text())) for rank in range(2)]
         process.kill()
         _, alive = psutil.wait_procs(ranks, timeout=12)
@@ -251,7 +273,7 @@ def test_no_rank_outlives_an_agent_of_torchrun_that_is_killed(tmp_path: Path):
         assert not alive
 
 
-def all_run(folder: Path) -> bool:
+def both_ranks_run(folder: Path) -> bool:
     running = [folder / f"running{rank}" for rank in range(2)]
     return all(path.exists() and path.read_text() for path in running)
 
@@ -261,7 +283,7 @@ def all_run(folder: Path) -> bool:
 def test_no_rank_outlives_a_parent_that_is_killed(tmp_path: Path):
     shared = set(os.listdir("/dev/shm"))
     with started((program("stay", "2", "20", str(tmp_path)), environment())) as [process]:
-        assert wait_until(lambda: all_run(tmp_path), 40)
+        assert wait_until(lambda: both_ranks_run(tmp_path), 40)
         children = psutil.Process(process.pid).children(recursive=True)
         assert {int((tmp_path / f"running{rank}").read_text()) for rank in range(2)} <= {p.pid for p in children}
         process.kill()
@@ -276,7 +298,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path):
     pressed: list[float] = []
 
     def press() -> None:
-        if wait_until(lambda: all_run(tmp_path), 40):
+        if wait_until(lambda: both_ranks_run(tmp_path), 40):
             pressed.append(time.monotonic())
             os.kill(os.getpid(), signal.SIGINT)
 

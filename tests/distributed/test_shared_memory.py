@@ -1,4 +1,4 @@
-"""Arrays are shared, not copied: the pickle is small, and what one process writes another reads."""
+"""Shared arrays are not copied: the pickle is small, and one process reads what another writes."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def answer(pipe: Any, array: SharedArray) -> None:
 def test_two_processes_read_and_write_the_same_memory(method: str):
     array = share(torch.arange(4))
     context: Any = multiprocessing.get_context(method)
-    here, there = context.Pipe()
-    process = context.Process(target=answer, args=(there, array))
+    our_end, their_end = context.Pipe()
+    process = context.Process(target=answer, args=(their_end, array))
     process.start()
-    assert here.recv() == [0, 1, 2, 3]
+    assert our_end.recv() == [0, 1, 2, 3]
     array.tensor[0] = 9
-    here.send(None)
-    assert here.recv() == [9, 1, 2, 3]
-    here.recv()
+    our_end.send(None)
+    assert our_end.recv() == [9, 1, 2, 3]
+    our_end.recv()
     process.join(20)
     assert array.tensor.tolist() == [9, 1, 2, 7]
     shared_memory.release()
@@ -108,9 +108,9 @@ def test_a_file_replaced_after_it_was_sent_is_refused(tmp_path: Path):
 def test_a_handle_whose_sender_has_ended_says_so():
     code = "import pickle, sys, torch; from hopline.distributed.shared_memory import share; "
     code += "sys.stdout.buffer.write(pickle.dumps(share(torch.zeros(9))))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     with pytest.raises(ValueError, match="must run on this host"):
-        pickle.loads(done.stdout)
+        pickle.loads(process.stdout)
 
 
 def test_what_was_sent_is_kept_until_it_is_released():

@@ -1,4 +1,4 @@
-"""What ranks say to each other: checked in real processes, and alone."""
+"""Exchanges between ranks, their store and their rendezvous: in real processes, and with one rank."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def test_a_store_takes_a_free_port(local: bool):
 
 
 def listens_at(port: int) -> list[str]:
-    found = psutil.Process().net_connections("inet")
-    return [c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
+    connections = psutil.Process().net_connections("inet")
+    return [c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
 
 
 @pytest.mark.parametrize("local", [True, False])
@@ -116,22 +116,22 @@ def test_a_store_listens_only_where_ranks_reach_it(local: bool):
     assert other.get("a") == b"b"
 
 
-def test_the_interface_that_ranks_use(monkeypatch: pytest.MonkeyPatch):
-    known: dict[str, list[str]] = {
+def test_own_address_is_that_of_an_interface_of_this_host(monkeypatch: pytest.MonkeyPatch):
+    addresses: dict[str, list[str]] = {
         "node1": ["127.0.1.1", "10.0.0.5"],
         "debian": ["127.0.1.1"],
         "public": ["203.0.113.7"],
         "six": ["fe80::1%eth0", "10.0.0.5"],
         "127.0.0.1": ["127.0.0.1"],
     }
-    places = [SimpleNamespace(address=a) for a in ("127.0.0.1", "10.0.0.5", "fe80::1%eth0")]
-    monkeypatch.setattr("hopline.distributed.world.psutil.net_if_addrs", lambda: {"eth0": places})
+    interfaces = [SimpleNamespace(address=a) for a in ("127.0.0.1", "10.0.0.5", "fe80::1%eth0")]
+    monkeypatch.setattr("hopline.distributed.world.psutil.net_if_addrs", lambda: {"eth0": interfaces})
     monkeypatch.setattr(
         "hopline.distributed.world.socket.getaddrinfo",
-        lambda name, port, type: [(0, type, 0, "", (number, 0)) for number in known[name]],
+        lambda name, port, type: [(0, type, 0, "", (number, 0)) for number in addresses[name]],
     )
-    found = {name: [_own_address(name, local=local) for local in (True, False)] for name in known}
-    assert found == {
+    chosen = {name: [_own_address(name, local=local) for local in (True, False)] for name in addresses}
+    assert chosen == {
         "node1": ["127.0.1.1", "10.0.0.5"],
         "debian": ["127.0.1.1", None],
         "public": [None, None],
@@ -140,17 +140,19 @@ def test_the_interface_that_ranks_use(monkeypatch: pytest.MonkeyPatch):
     }
 
 
-def test_an_address_that_is_another_machines_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+def test_a_store_without_an_own_address_listens_on_all_interfaces_and_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("hopline.distributed.world._own_address", lambda address, local: None)
     store = serve("127.0.0.1", 0, 5, local=False)
     assert store.port > 0
     assert "no address of this host that others can reach: listening on all of its interfaces" in caplog.text
 
 
-@pytest.mark.parametrize("said", [b"\xff\xfe", b"{}", b"[1, 2]", b"3", b""])
-def test_a_seat_that_no_rank_wrote_is_named(said: bytes):
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"{}", b"[1, 2]", b"3", b""])
+def test_a_seat_that_no_rank_wrote_is_named(content: bytes):
     store = serve("127.0.0.1", 0, 5, local=True)
-    store.set("hopline//seat/0", said.decode("latin-1") if said.isascii() else said)  # type: ignore[arg-type]
+    store.set("hopline//seat/0", content.decode("latin-1") if content.isascii() else content)  # type: ignore[arg-type]
     with pytest.raises(
         ValueError, match=r"what stands for rank 0 at .* was not written by hopline .*choose another address="
     ):

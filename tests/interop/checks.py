@@ -23,7 +23,9 @@ import hopline as hl
 from hopline import interop
 from hopline.data import planted_partition
 
-BATCHES, WARM_UP, KEPT = 1000, 100, 100
+BATCHES = 1000
+WARM_UP = 100
+KEPT = 100
 ALLOWED_MIB = 32.0
 """What 1000 batches may leave behind; a batch is more than 1 MiB, and 100 that are kept must exceed it."""
 TYPES = ("float32", "float16", "bfloat16", "int32", "int16", "uint8", "bool", "int64", "float64")
@@ -83,10 +85,10 @@ def values(name: str, device: str) -> None:
                 assert pointer(name, array) == back.data_ptr() == tensor.data_ptr(), (dtype, shape)
         if name == "cupy" and dtype == "bfloat16":
             continue
-        own = own_array(name, dtype)
-        found = interop.from_any(own)
-        assert found.data_ptr() == pointer(name, own), dtype
-        assert torch.equal(found.cpu(), torch.arange(128).to(getattr(torch, dtype)))
+        array_of_framework = own_array(name, dtype)
+        tensor_of_array = interop.from_any(array_of_framework)
+        assert tensor_of_array.data_ptr() == pointer(name, array_of_framework), dtype
+        assert torch.equal(tensor_of_array.cpu(), torch.arange(128).to(getattr(torch, dtype)))
     print(f"{len(TYPES) - len(lacking)} types, both directions, same address")
 
 
@@ -181,9 +183,9 @@ def memory(name: str, device: str) -> None:
         draw()
     growth = used_mib(name, device) - before
     before = used_mib(name, device)
-    kept = [draw() for _ in range(KEPT)]
+    held_batches = [draw() for _ in range(KEPT)]
     control = used_mib(name, device) - before
-    print(f"{growth:.1f} MiB more after {BATCHES} batches; {control:.1f} MiB for {len(kept)} that were kept")
+    print(f"{growth:.1f} MiB more after {BATCHES} batches; {control:.1f} MiB for {len(held_batches)} that were kept")
     assert growth < ALLOWED_MIB, f"{growth:.1f} MiB were left behind"
     assert control > 2 * ALLOWED_MIB, f"only {control:.1f} MiB: this check could not have failed"
 
@@ -202,17 +204,17 @@ def process(name: str, device: str) -> None:
     sampler = interop.Sampler(data, (4, 4), device=device, to=name, index_dtype=torch.int32)
     features = interop.table(data.x, to=name)
     context: Any = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    child = context.Process(target=answer, args=(there, sampler, features))
+    our_end, their_end = context.Pipe()
+    child = context.Process(target=answer, args=(their_end, sampler, features))
     child.start()
-    where, n_id, rows = here.recv()
+    where, n_id, rows = our_end.recv()
     expected = interop.from_any(sampler.sample([1, 2, 3]).n_id)
     assert where.startswith(name) or (name == "jax" and where.startswith("jaxlib")), where
     assert n_id == expected.tolist()
     assert rows == data.x.read(expected.long().cpu()).tolist()
     features.write([5], torch.full((1, 64), 0.25))
-    here.send(None)
-    assert here.recv() == [[0.25] * 64]
+    our_end.send(None)
+    assert our_end.recv() == [[0.25] * 64]
     child.join(20)
     print("the other process read what was written here")
 

@@ -1,4 +1,4 @@
-"""Arrays in and out: the same memory, or an error that says what to type."""
+"""Arrays of other frameworks share memory in both directions, or an error says what to type."""
 
 from __future__ import annotations
 
@@ -128,5 +128,5 @@ def test_a_framework_that_is_not_there_says_how_to_install_it(monkeypatch: pytes
 
 def test_importing_hopline_imports_no_other_framework():
     code = "import sys, hopline; print([m for m in ('jax', 'tensorflow', 'paddle', 'cupy') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
-    assert done.stdout.strip() == "[]"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert process.stdout.strip() == "[]"

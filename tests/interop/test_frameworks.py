@@ -16,14 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(*command: str) -> str:
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # else JAX takes most of a GPU at once
-    done = run_python(*command, env=environment)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    process = run_python(*command, env=environment)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+    return process.stdout
 
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("framework", ["numpy", "jax", "tensorflow", "paddle"])
-def test_framework(framework: str, check: str):
+def test_a_framework_passes_the_check(framework: str, check: str):
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed: type make test-interop")
     print(framework, check, run("-m", "tests.interop.checks", framework, check).strip())

@@ -25,7 +25,7 @@ def need(framework: str) -> None:
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("framework", ["cupy", "jax"])
-def test_framework(framework: str, check: str):
+def test_a_framework_passes_the_check_on_a_gpu(framework: str, check: str):
     need(framework)
     print(framework, check, run("-m", "tests.interop.checks", framework, check, "cuda").strip())
 

@@ -1,4 +1,4 @@
-"""A sampler and a feature store alone: what they give, and what another process gets of them."""
+"""A sampler and a feature store alone: their results, and the same memory in another process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def data() -> hl.Dataset:
     return small()
 
 
-def equal(one: Sample, other: Sample) -> bool:
+def same_samples(one: Sample, other: Sample) -> bool:
     pairs = [(one.n_id, other.n_id)]
     for a, b in zip(one.adjs, other.adjs, strict=True):
         pairs += [(a.edge_index, b.edge_index), (a.e_id, b.e_id)]
@@ -54,17 +54,19 @@ def test_a_sample_is_what_pygs_old_sampler_gave(data: hl.Dataset):
 def test_every_call_draws_anew_and_equal_steps_draw_the_same(data: hl.Dataset):
     seeds = torch.arange(50)
     sampler = Sampler(data.graph, [4], seed=3)
-    first, second = sampler.sample(seeds), sampler.sample(seeds)
-    assert not equal(first, second)
+    first = sampler.sample(seeds)
+    second = sampler.sample(seeds)
+    assert not same_samples(first, second)
     assert sampler.step == 2
     sampler.step = 1
-    assert equal(sampler.sample(seeds), second)
-    assert equal(Sampler(data, (4,), seed=3).sample(seeds), first)
-    assert not equal(Sampler(data, (4,), seed=4).sample(seeds), first)
+    assert same_samples(sampler.sample(seeds), second)
+    assert same_samples(Sampler(data, (4,), seed=3).sample(seeds), first)
+    assert not same_samples(Sampler(data, (4,), seed=4).sample(seeds), first)
 
 
 def test_fanouts_can_be_changed_between_calls(data: hl.Dataset):
-    sampler, seeds = Sampler(data, (2,)), torch.arange(30)
+    sampler = Sampler(data, (2,))
+    seeds = torch.arange(30)
     assert len(sampler.sample(seeds).adjs) == 1
     sampler.fanouts = [-1, 2]
     outer, inner = sampler.sample(seeds).adjs
@@ -79,7 +81,7 @@ def test_fanouts_can_be_changed_between_calls(data: hl.Dataset):
 def test_seeds_may_be_any_array(data: hl.Dataset, kind: Any):
     seeds = torch.tensor([3, 1, 2])
     expected = Sampler(data, (4, 4)).sample(seeds)
-    assert equal(Sampler(data, (4, 4)).sample(kind(seeds)), expected)
+    assert same_samples(Sampler(data, (4, 4)).sample(kind(seeds)), expected)
 
 
 def test_samples_come_in_the_framework_and_type_asked_for(data: hl.Dataset):
@@ -91,11 +93,12 @@ def test_samples_come_in_the_framework_and_type_asked_for(data: hl.Dataset):
     assert np.array_equal(Sampler(data, (4, 4)).sample([1, 2]).n_id, n_id)
     again = Sample(n_id, 2, adjs).to("torch")
     assert again.n_id.data_ptr() == n_id.ctypes.data
-    assert equal(again, Sample(n_id, 2, adjs))
+    assert same_samples(again, Sample(n_id, 2, adjs))
 
 
 def test_padded_samples_have_one_shape_and_the_same_edges(data: hl.Dataset):
-    plain, padded = Sampler(data, (4, 3)), Sampler(data, (4, 3), pad=True)
+    plain = Sampler(data, (4, 3))
+    padded = Sampler(data, (4, 3), pad=True)
     for seeds in (torch.arange(5), torch.arange(100, 105)):
         n_id, _, adjs = plain.sample(seeds)
         filled = padded.sample(seeds)
@@ -134,18 +137,19 @@ def test_many_threads_draw_each_step_once(data: hl.Dataset):
     seeds = torch.arange(60)
     alone = Sampler(data, (3, 3))
     expected = {tuple(alone.sample(seeds).adjs[1].e_id.tolist()) for _ in range(12)}
-    sampler, found = Sampler(data, (3, 3)), set()
+    sampler = Sampler(data, (3, 3))
+    ours = set()
 
     def work() -> None:
         for _ in range(3):
-            found.add(tuple(sampler.sample(seeds).adjs[1].e_id.tolist()))
+            ours.add(tuple(sampler.sample(seeds).adjs[1].e_id.tolist()))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == expected
+    assert ours == expected
 
 
 def test_features_take_ids_of_any_kind_and_share_the_array():
@@ -181,7 +185,8 @@ def test_features_are_a_table_like_any_other(data: hl.Dataset):
 
 
 def test_a_graph_shares_its_arrays_and_a_scipy_matrix_its_own():
-    indptr, indices = np.array([0, 1, 3]), np.array([1, 0, 1], dtype=np.int32)
+    indptr = np.array([0, 1, 3])
+    indices = np.array([1, 0, 1], dtype=np.int32)
     graph = interop.graph(indptr, indices, {"weight": np.ones(3)})
     assert graph.indptr.data_ptr() == indptr.ctypes.data
     assert graph.indices.data_ptr() == indices.ctypes.data
@@ -230,8 +235,8 @@ def test_a_batch_becomes_a_plain_dict(data: hl.Dataset):
     assert isinstance(interop.batch_to(sample, "numpy"), Sample)
 
 
-def other(pipe: Any, sampler: Sampler, features: Features) -> None:
-    """Another process: samples, then says what it reads where it is told to look."""
+def answer_in_child(pipe: Any, sampler: Sampler, features: Features) -> None:
+    """The other process: sends a sample, then what it reads at each position it receives."""
     pipe.send(sampler.sample(torch.arange(40)).to("numpy"))
     while (place := pipe.recv()) is not None:
         pipe.send((int(sampler.graph.indices[place]), features[[place]].tolist()))
@@ -239,27 +244,29 @@ def other(pipe: Any, sampler: Sampler, features: Features) -> None:
 
 def test_another_process_gets_the_same_memory_by_a_small_pickle():
     data = small(num_nodes=20_000, num_edges=400_000)
-    sampler, features = Sampler(data, (5, 5), seed=1), interop.table(data.x)
+    sampler = Sampler(data, (5, 5), seed=1)
+    features = interop.table(data.x)
     expected = sampler.sample(torch.arange(40))
     sampler.step = 0
     assert len(pickle.dumps((sampler, features))) < 4_000
     assert data.graph.num_bytes > 1_000_000
     context: Any = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=other, args=(there, sampler, features))
+    our_end, their_end = context.Pipe()
+    process = context.Process(target=answer_in_child, args=(their_end, sampler, features))
     process.start()
-    assert equal(here.recv(), expected)
+    assert same_samples(our_end.recv(), expected)
     sampler.graph.indices[7] = 123  # written here, after the other process has opened it
     features.write([7], torch.full((1, data.num_features), 0.5))
-    here.send(7)
-    assert here.recv() == (123, [[0.5] * data.num_features])
-    here.send(None)
+    our_end.send(7)
+    assert our_end.recv() == (123, [[0.5] * data.num_features])
+    our_end.send(None)
     process.join(20)
     interop.release()
 
 
 def test_a_graph_and_a_table_are_copied_once_and_a_folder_never(data: hl.Dataset, tmp_path: Path):
-    one, two = Sampler(data, (3,)), Sampler(data, (5,))
+    one = Sampler(data, (3,))
+    two = Sampler(data, (5,))
     pickle.dumps(one)
     pickle.dumps(two)
     assert one.graph is two.graph
@@ -280,7 +287,7 @@ def test_pickling_keeps_every_setting_and_the_step(data: hl.Dataset):
     sampler.sample([1])
     back = pickle.loads(pickle.dumps(sampler))
     assert (back.fanouts, back.seed, back.step, back.framework) == ((3, 2), 5, 1, "numpy")
-    assert equal(back.sample([4, 5]), sampler.sample([4, 5]))
+    assert same_samples(back.sample([4, 5]), sampler.sample([4, 5]))
     interop.release()
 
 

@@ -1,4 +1,4 @@
-"""GATConv and GATv2Conv by our kernels against stock PyG: on blocks and trees, with every option."""
+"""GATConv and GATv2Conv by fused kernels against stock PyG: on blocks and trees, with every option."""
 
 from __future__ import annotations
 
@@ -70,44 +70,50 @@ def tree_of() -> Block:
     return TreeSampler(random_graph(loops=True), (4, 3)).sample(SEEDS, 5)[0].to(DEVICE)
 
 
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter CPU tensors stand for a GPU's."""
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks say that they are on a GPU: in the interpreter, CPU tensors stand for a GPU's."""
     monkeypatch.setattr(Block, "on_gpu", True)
     monkeypatch.setattr(TreeBlock, "on_gpu", True)
 
 
-def on_slots(conv: nn.Module, x: Tensor, block: Block) -> Tensor:
-    """Stock PyG on the graph that has a node for every slot, without edges that are self-loops in the real one."""
+def stock_on_slots(conv: nn.Module, x: Tensor, block: Block) -> Tensor:
+    """Stock PyG on a graph with one node per slot.
+
+    Where the conv adds self-loops, edges that are self-loops in the real graph are left out.
+    """
     if not isinstance(block, TreeBlock):
         return stock(conv, x, block)
     child = ((block.tree.nodes[: block.num_src] >= 0) & (block.parents >= 0)).nonzero().view(-1)
-    src, dst = child, block.parents[child].long()
+    src = child
+    dst = block.parents[child].long()
     if conv.add_self_loops:
         other = block.src_ids[src] != block.src_ids[dst]
-        src, dst = src[other], dst[other]
+        src = src[other]
+        dst = dst[other]
     return conv(x, torch.stack([src, dst]))[: block.num_dst]
 
 
 def backward(out: Tensor, block: Block) -> None:
-    """Gradients of a random projection of the outputs that are there."""
-    there = torch.ones(block.num_dst, 1) > 0 if block.present is None else block.present[: block.num_dst]
+    """Backpropagate a random projection of the outputs of present destinations."""
+    is_present = torch.ones(block.num_dst, 1) > 0 if block.present is None else block.present[: block.num_dst]
     projection = randn(*out.shape, seed=7).to(out)
-    (out * projection * there.view(-1, 1).to(out)).sum().backward()
+    (out * projection * is_present.view(-1, 1).to(out)).sum().backward()
 
 
 def assert_equals_stock(name: str, block: Block, dtype: torch.dtype, tolerance: float) -> None:
     conv = conv_of(name, dtype)
-    other = twin(conv)
-    ours, theirs = (randn(block.num_src, WIDTH, seed=3).to(dtype).to(DEVICE).requires_grad_() for _ in range(2))
-    found, expected = attention(conv, ours, block), on_slots(other, theirs, block)
-    there = slice(None) if block.present is None else block.present[: block.num_dst]
-    assert_close(found[there], expected[there], tolerance)
-    backward(found, block)
+    stock_conv = twin(conv)
+    x, stock_x = (randn(block.num_src, WIDTH, seed=3).to(dtype).to(DEVICE).requires_grad_() for _ in range(2))
+    ours = attention(conv, x, block)
+    expected = stock_on_slots(stock_conv, stock_x, block)
+    is_present = slice(None) if block.present is None else block.present[: block.num_dst]
+    assert_close(ours[is_present], expected[is_present], tolerance)
+    backward(ours, block)
     backward(expected, block)
-    assert_same_gradients(conv, other, tolerance)
-    assert ours.grad is not None
-    assert theirs.grad is not None
-    assert_close(ours.grad, theirs.grad, tolerance)
+    assert_same_gradients(conv, stock_conv, tolerance)
+    assert x.grad is not None
+    assert stock_x.grad is not None
+    assert_close(x.grad, stock_x.grad, tolerance)
 
 
 @parametrize_kernel(
@@ -120,7 +126,7 @@ def test_outputs_and_gradients_are_those_of_stock_pyg(name: str, layout: str):
 
 
 @parametrize_kernel([("gat", "tree"), ("gatv2", "block")], name=["gat", "gatv2"], layout=LAYOUTS)
-def test_in_single_precision_too(name: str, layout: str):
+def test_outputs_and_gradients_are_those_of_stock_pyg_in_float32(name: str, layout: str):
     assert_equals_stock(name, block_of() if layout == "block" else tree_of(), torch.float32, 1e-5)
 
 
@@ -133,17 +139,18 @@ def test_autocast_is_near_by_relative_norm(name: str, layout: str):
     """To PyG under autocast: in other precisions scores near 0 take the other side of leaky ReLU."""
     block = block_of() if layout == "block" else tree_of()
     conv = conv_of(name, torch.float32)
-    other = twin(conv)
+    stock_conv = twin(conv)
     x = randn(block.num_src, WIDTH, seed=3, dtype=torch.float32).to(DEVICE)
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-        found, expected = attention(conv, x, block), on_slots(other, x, block)
-    assert found.dtype == torch.bfloat16
-    backward(found.float(), block)
+        ours = attention(conv, x, block)
+        expected = stock_on_slots(stock_conv, x, block)
+    assert ours.dtype == torch.bfloat16
+    backward(ours.float(), block)
     backward(expected, block)
-    there = slice(None) if block.present is None else block.present[: block.num_dst]
-    assert (found - expected)[there].norm() < 1e-2 * expected[there].norm()
-    ours, theirs = (torch.cat([g.flatten() for g in gradients(c).values()]) for c in (conv, other))
-    assert (ours - theirs).norm() < 1e-2 * theirs.norm()
+    is_present = slice(None) if block.present is None else block.present[: block.num_dst]
+    assert (ours - expected)[is_present].norm() < 1e-2 * expected[is_present].norm()
+    our_gradient, stock_gradient = (torch.cat([g.flatten() for g in gradients(c).values()]) for c in (conv, stock_conv))
+    assert (our_gradient - stock_gradient).norm() < 1e-2 * stock_gradient.norm()
 
 
 def test_nothing_has_a_row_per_edge():
@@ -156,24 +163,27 @@ def test_nothing_has_a_row_per_edge():
 
 @pytest.mark.parametrize("layout", ["block", "tree"])
 def test_convolve_takes_the_kernels_where_the_block_is_on_a_gpu(layout: str, monkeypatch: pytest.MonkeyPatch):
-    block, conv, calls = block_of() if layout == "block" else tree_of(), conv_of("gat"), []
-    as_on_a_gpu(monkeypatch)
-    monkeypatch.setattr(conv_adapter, "attention", lambda *given: calls.append(given) or attention(*given))
+    block = block_of() if layout == "block" else tree_of()
+    conv = conv_of("gat")
+    calls = []
+    pretend_gpu(monkeypatch)
+    monkeypatch.setattr(conv_adapter, "attention", lambda *args: calls.append(args) or attention(*args))
     x = randn(50, WIDTH).to(DEVICE)
-    found = convolve(conv, Rows(TensorTable(x), block.src_ids), block, None, 2)
+    ours = convolve(conv, Rows(TensorTable(x), block.src_ids), block, None, 2)
     assert len(calls) == 1
     assert calls[0][-1] == 2
-    assert_close(found, attention(conv, x[block.src_ids], block))
+    assert_close(ours, attention(conv, x[block.src_ids], block))
 
 
 def test_on_the_cpu_pyg_runs_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(conv_adapter, "attention", None)
     block = batch_of(random_graph(), None, (5,), SEEDS).blocks[0]
-    conv, x = conv_of("gat").cpu(), randn(block.num_src, WIDTH)
+    conv = conv_of("gat").cpu()
+    x = randn(block.num_src, WIDTH)
     assert_close(convolve(conv, x, block), stock(conv, x, block))
 
 
-def test_what_is_not_fused():
+def test_convs_with_edge_features_other_aggregations_or_hooks_are_not_fused():
     assert all(is_fused_attention(make()) for make in CONVS.values())
     assert not is_fused_attention(pyg.SAGEConv(4, 4))
     assert not is_fused_attention(pyg.GATConv(4, 4, edge_dim=2))
@@ -182,23 +192,23 @@ def test_what_is_not_fused():
     assert not is_fused_attention(type("Other", (pyg.GATConv,), {})(4, 4))
     for listen in ("register_forward_hook", "register_message_forward_hook", "register_edge_update_forward_hook"):
         conv = pyg.GATv2Conv(4, 4)
-        handle = getattr(conv, listen)(lambda *given: None)
+        handle = getattr(conv, listen)(lambda *args: None)
         assert not is_fused_attention(conv)
         handle.remove()
         assert is_fused_attention(conv)
 
 
 @parametrize_kernel([("block",)], layout=LAYOUTS)
-def test_dropout_of_the_weights(layout: str):
+def test_attention_dropout_is_keyed_and_off_in_evaluation(layout: str):
     """Drawn by key and layer, from torch's generator where there is no key, and not at all in evaluation."""
     block = block_of() if layout == "block" else tree_of()
     conv = pyg.GATConv(WIDTH, 3, heads=2, dropout=0.5).double().to(DEVICE)
     x = randn(block.num_src, WIDTH).to(DEVICE)
     keys = torch.arange(100, 133, device=DEVICE)
     for key in (7, keys):
-        one = attention(conv, x, replace(block, key=key), 0)
-        assert torch.equal(one, attention(conv, x, replace(block, key=key), 0))
-        assert not torch.equal(one, attention(conv, x, replace(block, key=key), 1))
+        out = attention(conv, x, replace(block, key=key), 0)
+        assert torch.equal(out, attention(conv, x, replace(block, key=key), 0))
+        assert not torch.equal(out, attention(conv, x, replace(block, key=key), 1))
     unkeyed = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -206,14 +216,15 @@ def test_dropout_of_the_weights(layout: str):
     assert torch.equal(unkeyed[0], unkeyed[1])
     assert not torch.equal(unkeyed[0], unkeyed[2])
     conv.eval()
-    there = slice(None) if block.present is None else block.present[: block.num_dst]
-    assert_close(attention(conv, x, replace(block, key=7))[there], on_slots(conv, x, block)[there])
+    is_present = slice(None) if block.present is None else block.present[: block.num_dst]
+    assert_close(attention(conv, x, replace(block, key=7))[is_present], stock_on_slots(conv, x, block)[is_present])
 
 
 @parametrize_kernel([("tree",)], layout=LAYOUTS)
-def test_a_model_of_several_layers(layout: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_gnn_of_attention_layers_equals_stock_pyg(layout: str, monkeypatch: pytest.MonkeyPatch):
     """Its gradients pass through kernel after kernel: the same as by PyG's own code on the same batch."""
-    graph, x = random_graph(loops=True), randn(50, WIDTH).to(DEVICE)
+    graph = random_graph(loops=True)
+    x = randn(50, WIDTH).to(DEVICE)
     torch.manual_seed(0)
     model = GNN([pyg.GATConv(WIDTH, 4, heads=2), pyg.GATv2Conv(8, 4, heads=2), pyg.GATConv(8, 3)]).double().to(DEVICE)
     other = twin(model)
@@ -222,7 +233,7 @@ def test_a_model_of_several_layers(layout: str, monkeypatch: pytest.MonkeyPatch)
     else:
         blocks = TreeSampler(graph, (4, 3, 2)).sample(SEEDS, 5)
     blocks = [block.to(DEVICE) for block in blocks]
-    as_on_a_gpu(monkeypatch)
+    pretend_gpu(monkeypatch)
     for this, fused in ((model, True), (other, False)):
         assert isinstance(this, GNN)
         monkeypatch.setattr(conv_adapter, "is_fused_attention", lambda conv, fused=fused: fused)

@@ -41,16 +41,17 @@ def test_on_sampled_edges_equals_stock_pyg_on_the_same_edges(name: str, fanout: 
     graph = random_graph(dtype=dtype, weight=True, attr=2, loops=True)
     block = batch_of(graph, None, (fanout,), SEEDS).blocks[0]
     conv = conv_of(name, 4, 3)
-    other = twin(conv)
-    ours, theirs = (randn(block.num_src, 4, seed=3).requires_grad_() for _ in range(2))
-    found, expected = convolve(conv, ours, block), stock(other, theirs, block)
-    assert_close(found, expected)
-    backward(found)
+    stock_conv = twin(conv)
+    x, stock_x = (randn(block.num_src, 4, seed=3).requires_grad_() for _ in range(2))
+    ours = convolve(conv, x, block)
+    expected = stock(stock_conv, stock_x, block)
+    assert_close(ours, expected)
+    backward(ours)
     backward(expected)
-    assert_same_gradients(conv, other)
-    assert ours.grad is not None
-    assert theirs.grad is not None
-    assert_close(ours.grad, theirs.grad)
+    assert_same_gradients(conv, stock_conv)
+    assert x.grad is not None
+    assert stock_x.grad is not None
+    assert_close(x.grad, stock_x.grad)
 
 
 @parametrize_pairwise(name=[*CONVS], weighted=[False, True], loops=[False, True])
@@ -60,10 +61,10 @@ def test_on_all_edges_equals_stock_pyg_on_the_whole_graph(name: str, weighted: b
     conv = conv_of(name, 4, 3)
     other = twin(conv)
     block = batch_of(graph, None, (-1,), SEEDS).blocks[0]
-    found = convolve(conv, Rows(TensorTable(x), block.src_ids), block)
+    ours = convolve(conv, Rows(TensorTable(x), block.src_ids), block)
     expected = stock(other, x, graph)[SEEDS]
-    assert_close(found, expected)
-    backward(found)
+    assert_close(ours, expected)
+    backward(ours)
     backward(expected)
     assert_same_gradients(conv, other)
 
@@ -76,12 +77,13 @@ def test_on_all_edges_equals_stock_pyg_on_the_whole_graph(name: str, weighted: b
 def test_stored_features_are_brought_to_the_precision_of_the_model(
     name: str, stored: torch.dtype, handle: bool
 ) -> None:
-    graph, x = random_graph(), randn(50, 4, dtype=stored)
+    graph = random_graph()
+    x = randn(50, 4, dtype=stored)
     conv = conv_of(name, 4, 3).float()
     block = batch_of(graph, None, (3,), SEEDS).blocks[0]
-    found = convolve(conv, Rows(TensorTable(x), block.src_ids) if handle else x[block.src_ids], block)
-    assert found.dtype == torch.float32
-    assert_close(found, convolve(conv, x[block.src_ids].float(), block), 1e-6)
+    ours = convolve(conv, Rows(TensorTable(x), block.src_ids) if handle else x[block.src_ids], block)
+    assert ours.dtype == torch.float32
+    assert_close(ours, convolve(conv, x[block.src_ids].float(), block), 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,8 @@ def test_a_subclass_with_its_own_message_is_not_replaced() -> None:
         def message(self, x_j: Tensor) -> Tensor:
             return 2 * x_j
 
-    graph, x = random_graph(), randn(50, 4)
+    graph = random_graph()
+    x = randn(50, 4)
     block = batch_of(graph, None, (3,)).blocks[0]
     conv = Doubled(4, 3).double()
     assert_close(convolve(conv, x[block.src_ids], block), stock(conv, x[block.src_ids], block))
@@ -140,25 +143,27 @@ def test_a_subclass_with_its_own_message_is_not_replaced() -> None:
 
 
 def test_hooks_of_the_user_run() -> None:
-    graph, x = random_graph(), randn(50, 4)
+    graph = random_graph()
+    x = randn(50, 4)
     block = batch_of(graph, None, (3,)).blocks[0]
     conv = conv_of("sage-mean", 4, 3)
-    before = convolve(conv, x[block.src_ids], block)
-    seen = []
-    handle = conv.register_forward_hook(lambda m, i, out: seen.append(out.shape))
-    assert_close(convolve(conv, x[block.src_ids], block), before)
-    assert seen[-1] == (50, 3)
+    without_hook = convolve(conv, x[block.src_ids], block)
+    shapes = []
+    handle = conv.register_forward_hook(lambda m, i, out: shapes.append(out.shape))
+    assert_close(convolve(conv, x[block.src_ids], block), without_hook)
+    assert shapes[-1] == (50, 3)
     handle.remove()
-    assert_close(convolve(conv, x[block.src_ids], block), before)
+    assert_close(convolve(conv, x[block.src_ids], block), without_hook)
 
 
 @pytest.mark.parametrize("make", [pyg.SAGEConv, pyg.GCNConv, pyg.GATConv, pyg.GraphConv, pyg.TransformerConv])
 def test_a_conv_without_its_input_width_gets_it_from_the_block(make: type) -> None:
-    graph, x = random_graph(), randn(50, 4, dtype=torch.float32)
+    graph = random_graph()
+    x = randn(50, 4, dtype=torch.float32)
     block = batch_of(graph, None, (-1,)).blocks[0]
     conv = make(-1, 3)
-    found = convolve(conv, Rows(TensorTable(x), block.src_ids), block)
-    assert_close(found, stock(conv, x, graph), 1e-5)
+    ours = convolve(conv, Rows(TensorTable(x), block.src_ids), block)
+    assert_close(ours, stock(conv, x, graph), 1e-5)
 
 
 def test_the_conv_itself_is_left_as_it_was() -> None:
@@ -185,7 +190,7 @@ def test_the_conv_itself_is_left_as_it_was() -> None:
         ("edge", "pair"),
     ],
 )
-def test_the_way_a_conv_is_called(name: str, convention: str) -> None:
+def test_each_conv_has_its_calling_convention(name: str, convention: str) -> None:
     block = batch_of(random_graph(), None, (3,)).blocks[0]
     assert calling_convention(conv_of(name, 4, 3), 4, block.edge).convention == convention
 
@@ -216,11 +221,12 @@ def test_edge_arguments_are_those_the_conv_takes() -> None:
 
 @pytest.mark.parametrize("name", ["gcn", "graph"])
 def test_whole_numbers_are_edge_weights_too(name: str) -> None:
-    graph, x = random_graph(), randn(50, 4)
+    graph = random_graph()
+    x = randn(50, 4)
     weight = torch.arange(graph.num_edges) % 3 + 1
     outputs = []
-    for given in (weight, weight.double()):
-        block = batch_of(Graph(graph.indptr, graph.indices, {"weight": given}), None, (3,)).blocks[0]
+    for edge_weight in (weight, weight.double()):
+        block = batch_of(Graph(graph.indptr, graph.indices, {"weight": edge_weight}), None, (3,)).blocks[0]
         outputs.append(convolve(conv_of(name, 4, 3), x[block.src_ids], block))
     assert_close(*outputs)
 
@@ -230,7 +236,8 @@ def test_typed_edges_reach_a_relational_conv() -> None:
     graph = Graph(graph.indptr, graph.indices, {"type": torch.arange(graph.num_edges) % 3})
     block = batch_of(graph, None, (3,), SEEDS).blocks[0]
     torch.manual_seed(0)
-    conv, x = pyg.RGCNConv(4, 3, 3).double(), randn(50, 4)
+    conv = pyg.RGCNConv(4, 3, 3).double()
+    x = randn(50, 4)
     expected = conv(x[block.src_ids], block.edge_index, block.edge["type"])[:6]
     assert_close(convolve(conv, x[block.src_ids], block), expected)
 
@@ -276,7 +283,7 @@ class LoopsUpToTheLargestId(pyg.SAGEConv):
 
 
 class KeepsItsEdges(pyg.SAGEConv):
-    """A conv that goes on with the first edges that it is given."""
+    """A conv that reuses the first edges that it was given."""
 
     kept: Tensor | None = None
 
@@ -318,7 +325,9 @@ def test_a_conv_that_keeps_its_first_edges_is_refused() -> None:
 )
 def test_a_node_without_in_edges_has_the_output_that_it_has_in_the_whole_graph(make: Any, kind: str) -> None:
     torch.manual_seed(0)
-    graph, x, conv = probe_graph({}), randn(12, 4), make().double()
+    graph = probe_graph({})
+    x = randn(12, 4)
+    conv = make().double()
     expected = conv(x, graph.edge_index())
     for nodes in BATCHES:
         block = tree_of(graph, nodes) if kind == "tree" else block_of(graph, nodes)
@@ -336,12 +345,13 @@ def test_trees_keep_the_loops_of_convs_that_add_none(layout: Layout) -> None:
 
 
 def test_an_aggregation_by_the_order_of_edges_is_refused_where_sampling_changes_it() -> None:
-    graph, x = random_graph(), randn(50, 4)
-    most = int(graph.in_degrees().max())
-    conv = pyg.SAGEConv(4, 3, aggr=aggr.MLPAggregation(4, 4, most, num_layers=1)).double()
-    whole = batch_of(graph, None, (-1,), SEEDS).blocks[0]
-    assert_close(convolve(conv, x[whole.src_ids], whole), conv(x, graph.edge_index())[SEEDS])
-    sampled = batch_of(graph, None, (most,), SEEDS).blocks[0]
+    graph = random_graph()
+    x = randn(50, 4)
+    max_degree = int(graph.in_degrees().max())
+    conv = pyg.SAGEConv(4, 3, aggr=aggr.MLPAggregation(4, 4, max_degree, num_layers=1)).double()
+    all_edges = batch_of(graph, None, (-1,), SEEDS).blocks[0]
+    assert_close(convolve(conv, x[all_edges.src_ids], all_edges), conv(x, graph.edge_index())[SEEDS])
+    sampled = batch_of(graph, None, (max_degree,), SEEDS).blocks[0]
     with pytest.raises(ValueError, match="depends on the order of a node's in-edges"):
         convolve(conv, x[sampled.src_ids], sampled)
 
@@ -376,7 +386,9 @@ def test_a_refusal_gives_its_reason(make: Any, words: str) -> None:
 )
 def test_a_conv_built_without_edge_features_is_not_given_any(make: Any) -> None:
     torch.manual_seed(0)
-    graph, x, conv = random_graph(attr=2), randn(50, 4), make().double().eval()
+    graph = random_graph(attr=2)
+    x = randn(50, 4)
+    conv = make().double().eval()
     block = batch_of(graph, None, (-1,), SEEDS).blocks[0]
     assert_close(convolve(conv, x[block.src_ids], block), conv(x, graph.edge_index())[SEEDS])
 
@@ -391,7 +403,8 @@ def test_a_conv_that_puts_out_no_tensor_is_refused() -> None:
 
 
 def test_a_cached_conv_leaves_and_uses_no_cache() -> None:
-    graph, x = random_graph(), randn(50, 4)
+    graph = random_graph()
+    x = randn(50, 4)
     torch.manual_seed(0)
     conv = pyg.ClusterGCNConv(4, 3).double()
     vars(conv).update(cached=True, _cached_edge_index="the user's")

@@ -59,10 +59,12 @@ def explicit_edges(conv: pyg.GCNConv, graph: Graph, block: Block) -> tuple[Tenso
     norm = [0.0 if d == 0 else d**-0.5 for d in degree]
     ids = block.src_ids.tolist()
     sampled = block.part.indptr.diff().tolist()
-    edges, values = [], []
+    edges = []
+    values = []
     assert block.part.edge_ids is not None
     for (a, b), e in zip(block.edge_index.t().tolist(), block.part.edge_ids.tolist(), strict=True):
-        u, v = ids[a], ids[b]
+        u = ids[a]
+        v = ids[b]
         if u == v and conv.add_self_loops:
             continue
         edges.append((a, b))
@@ -81,23 +83,25 @@ def test_equals_stock_gcn_with_explicit_weights(name: str, kind: str, fanout: in
     block = batch_of(graph, None, (fanout,), SEEDS, replacement=replacement).blocks[0]
     conv = conv_of(name, 4, 3)
     assert isinstance(conv, pyg.GCNConv)
-    other = pyg.GCNConv(4, 3, normalize=False).double()
-    other.load_state_dict(conv.state_dict())
+    stock_conv = pyg.GCNConv(4, 3, normalize=False).double()
+    stock_conv.load_state_dict(conv.state_dict())
     edge_index, weight = explicit_edges(conv, graph, block)
-    ours, theirs = (randn(block.num_src, 4).requires_grad_() for _ in range(2))
-    found, expected = convolve(conv, ours, block), other(theirs, edge_index, weight)[: block.num_dst]
-    assert_close(found, expected)
-    backward(found)
+    x, stock_x = (randn(block.num_src, 4).requires_grad_() for _ in range(2))
+    ours = convolve(conv, x, block)
+    expected = stock_conv(stock_x, edge_index, weight)[: block.num_dst]
+    assert_close(ours, expected)
+    backward(ours)
     backward(expected)
-    assert_same_gradients(conv, other)
-    assert ours.grad is not None
-    assert theirs.grad is not None
-    assert_close(ours.grad, theirs.grad)
+    assert_same_gradients(conv, stock_conv)
+    assert x.grad is not None
+    assert stock_x.grad is not None
+    assert_close(x.grad, stock_x.grad)
 
 
 @parametrize_pairwise(name=NAMES, kind=KINDS, dtype=[torch.int32, torch.int64])
 def test_on_all_edges_equals_stock_gcn(name: str, kind: str, dtype: torch.dtype) -> None:
-    graph, x = graph_like(kind, dtype), randn(50, 4)
+    graph = graph_like(kind, dtype)
+    x = randn(50, 4)
     block = batch_of(graph, None, (-1,)).blocks[0]
     conv = conv_of(name, 4, 3)
     assert_close(convolve(conv, x, block), stock(conv, x, graph))
@@ -106,7 +110,8 @@ def test_on_all_edges_equals_stock_gcn(name: str, kind: str, dtype: torch.dtype)
 @pytest.mark.parametrize("kind", ["plain", "weighted-loops"])
 @pytest.mark.parametrize("replacement", [False, True], ids=["distinct", "replace"])
 def test_one_layer_is_unbiased(kind: str, replacement: bool) -> None:
-    graph, x = graph_like(kind), randn(50, 4)
+    graph = graph_like(kind)
+    x = randn(50, 4)
     conv = conv_of("gcn", 4, 2)
     full = stock(conv, x, graph).detach()
     with torch.no_grad():
@@ -115,19 +120,20 @@ def test_one_layer_is_unbiased(kind: str, replacement: bool) -> None:
             block = batch_of(graph, None, (3,), key=key, replacement=replacement).blocks[0]
             outputs.append(convolve(conv, x[block.src_ids], block))
     stacked = torch.stack(outputs)
-    spread = stacked.std(0) / 200**0.5
+    standard_error = stacked.std(0) / 200**0.5
     error = (stacked.mean(0) - full).abs()
-    drawn = spread > 1e-9
-    assert float(drawn.double().mean()) > 0.4
-    assert float((error[drawn] / spread[drawn]).max()) < 5
-    assert float(error[~drawn].max()) < 1e-9
+    is_random = standard_error > 1e-9
+    assert float(is_random.double().mean()) > 0.4
+    assert float((error[is_random] / standard_error[is_random]).max()) < 5
+    assert float(error[~is_random].max()) < 1e-9
 
 
 def hubs_with_leaves(num_copies: int, one_way: bool = False) -> Graph:
     """Copies of a cycle of six hubs with four leaves each, both directions. Walks hub, leaf, hub weigh most, and a hub
     that drew its leaf draws it again if both layers read one list. one_way: the cycle; scaled sums are biased by walks
     that come back only where some neighbours lead back and others do not."""
-    cycle, leaves = torch.arange(6), torch.arange(6, 30)
+    cycle = torch.arange(6)
+    leaves = torch.arange(6, 30)
     back = cycle[:0] if one_way else cycle
     src = torch.cat([cycle, (back + 1) % 6, leaves, (leaves - 6) // 4])
     dst = torch.cat([(cycle + 1) % 6, back, (leaves - 6) // 4, leaves])
@@ -152,7 +158,9 @@ def linear_bias(
     rows = 0.5 + torch.rand(30, 1, generator=generator(1), dtype=torch.float64)
     rows[6:] += 3  # of leaves: where all rows are alike, plain sums over what was drawn are as well
     x = rows.repeat(graph.num_nodes // 30, 1)
-    seeds, exact, errors = torch.arange(graph.num_nodes), x, []
+    seeds = torch.arange(graph.num_nodes)
+    exact = x
+    errors = []
     with torch.no_grad():
         for conv in model.convs:
             for weight in conv.parameters():
@@ -198,16 +206,19 @@ def test_three_layers_that_read_one_list_are_biased() -> None:
 
 
 def test_gcn2_equals_stock() -> None:
-    graph, x, x0 = random_graph(loops=True), randn(50, 4), randn(50, 4, seed=3)
+    graph = random_graph(loops=True)
+    x = randn(50, 4)
+    x0 = randn(50, 4, seed=3)
     torch.manual_seed(0)
     conv = pyg.GCN2Conv(4, alpha=0.2, theta=0.5, layer=2).double()
     block = batch_of(graph, None, (-1,), SEEDS).blocks[0]
-    found = convolve(conv, x[block.src_ids], block, x0[block.dst_ids])
-    assert_close(found, conv(x, x0, graph.edge_index())[SEEDS])
+    ours = convolve(conv, x[block.src_ids], block, x0[block.dst_ids])
+    assert_close(ours, conv(x, x0, graph.edge_index())[SEEDS])
 
 
 def test_a_cached_gcn_does_not_keep_the_edges_of_a_block() -> None:
-    graph, x = random_graph(), randn(50, 4)
+    graph = random_graph()
+    x = randn(50, 4)
     conv = pyg.GCNConv(4, 3, cached=True).double()
     for key in (1, 2):
         block = batch_of(graph, None, (-1,), SEEDS, key=key).blocks[0]
@@ -220,9 +231,10 @@ def pyg_copy(conv: pyg.GCNConv) -> pyg.GCNConv:
     return other
 
 
-def test_a_graph_without_edges() -> None:
+def test_on_a_graph_without_edges_equals_stock_gcn() -> None:
     nothing = torch.empty(0, dtype=torch.int64)
-    graph, x = graph_of(nothing, nothing, 5), randn(5, 4)
+    graph = graph_of(nothing, nothing, 5)
+    x = randn(5, 4)
     for name in NAMES:
         conv = conv_of(name, 4, 3)
         block = batch_of(graph, None, (2,)).blocks[0]

@@ -45,16 +45,17 @@ def test_every_option_is_its_documented_maths(name: str, handle: bool) -> None:
     model = with_running_means(gnn_of(name))
     other = twin(model)
     batch = batch_of(GRAPH, X, (-1,) * model.num_layers, SEEDS, handle=handle)
-    found, expected = model(batch), plain_gnn(other, X, GRAPH)[SEEDS]  # type: ignore[arg-type]
-    assert_close(found, expected)
-    backward(found)
+    ours = model(batch)
+    expected = plain_gnn(other, X, GRAPH)[SEEDS]  # type: ignore[arg-type]
+    assert_close(ours, expected)
+    backward(ours)
     backward(expected)
     assert_same_gradients(model, other)
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["plain", "encoder", "gcn2", "residual-at-the-input", "everything"])
-def test_features_of_any_precision(name: str, stored: torch.dtype) -> None:
+def test_features_of_any_precision_are_converted_to_that_of_the_model(name: str, stored: torch.dtype) -> None:
     model = gnn_of(name).float().eval()
     x = X.to(stored)
     for handle in (True, False):
@@ -78,13 +79,14 @@ def test_input_dropout_of_sparse_features_is_that_of_dense_ones(name: str, monke
     model = (GNN(stack_of("gcn", 6, 8, 3)).double() if name == "gcn" else gnn_of(name)).train()
     model.input_dropout = 0.6
     blocks = replace(batch_of(GRAPH, None, (-1,) * model.num_layers, SEEDS), key=5)
-    ids, found = blocks.input_ids, []
+    ids = blocks.input_ids
+    results = []
     for rows in (x[ids], Rows(SparseTable.from_dense(x), ids)):
         model.zero_grad()
         backward(out := model(replace(blocks, x=rows)))
-        found.append([out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+        results.append([out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
         monkeypatch.setattr(SparseTable, "read", None)  # what is stored sparse is never made dense
-    for dense, sparse in zip(*found, strict=True):
+    for dense, sparse in zip(*results, strict=True):
         assert_close(sparse, dense)
 
 
@@ -121,10 +123,10 @@ def basic(name: str) -> nn.Module:
 def test_a_pyg_model_equals_its_own_forward(name: str) -> None:
     model = basic(name).eval()
     other = twin(model)
-    found = as_walkable(model)(batch_of(GRAPH, X, (-1, -1, -1), SEEDS))
+    ours = as_walkable(model)(batch_of(GRAPH, X, (-1, -1, -1), SEEDS))
     expected = other(X, GRAPH.edge_index())[SEEDS]
-    assert_close(found, expected)
-    backward(found)
+    assert_close(ours, expected)
+    backward(ours)
     backward(expected)
     assert_same_gradients(model, other)
 
@@ -167,11 +169,13 @@ def test_a_pyg_model_with_a_norm_over_all_nodes_is_refused(norm: str) -> None:
 # ---- dropout
 
 
-def dropping(p: float = 0.5, **options: Any) -> GNN:
+def gnn_with_dropout(p: float = 0.5, **options: Any) -> GNN:
     return GNN([conv_of("sage-mean", 6, 32)], jk="last", head=nn.Identity(), dropout=p, **options).double()
 
 
-@pytest.mark.parametrize("model", [dropping(), dropping(0.0, input_dropout=0.5)], ids=["hidden", "input"])
+@pytest.mark.parametrize(
+    "model", [gnn_with_dropout(), gnn_with_dropout(0.0, input_dropout=0.5)], ids=["hidden", "input"]
+)
 def test_a_node_has_the_same_mask_in_different_batches_of_one_step(model: GNN) -> None:
     large = model(batch_of(GRAPH, X, (-1,), torch.arange(50), key=3))
     small = model(batch_of(GRAPH, X, (-1,), SEEDS, key=3))
@@ -192,13 +196,14 @@ def test_layers_and_input_drop_independently() -> None:
 
 
 def test_evaluation_drops_nothing() -> None:
-    model = dropping(input_dropout=0.5).eval()
+    model = gnn_with_dropout(input_dropout=0.5).eval()
     batch = batch_of(GRAPH, X, (-1,), SEEDS)
     assert torch.equal(model(batch), GNN(list(model.convs), jk="last", head=nn.Identity())(batch))
 
 
 def test_dropout_does_not_touch_the_global_generator_where_there_is_a_key() -> None:
-    model, batch = dropping(), batch_of(GRAPH, X, (-1,), SEEDS)
+    model = gnn_with_dropout()
+    batch = batch_of(GRAPH, X, (-1,), SEEDS)
     model(batch)
     state = torch.get_rng_state()
     model(batch)
@@ -259,9 +264,9 @@ def test_the_rest_is_encoder_and_head_or_the_last_conv() -> None:
     assert {n.rpartition(".lin_")[0] for n in names(gnn_of("plain"))} == {"convs.2"}
     assert names(gnn_of("gcn2")) == {"encoder.weight", "encoder.bias", "lin.weight", "lin.bias"}
     assert names(gnn_of("appnp")) == {"encoder.2.weight", "encoder.2.bias"}
-    seen = as_walkable(pyg.GCN(6, 8, 2, 3))
-    assert isinstance(seen, GNN)
-    assert names(seen) == {"convs.1.bias", "convs.1.lin.weight"}
+    walkable = as_walkable(pyg.GCN(6, 8, 2, 3))
+    assert isinstance(walkable, GNN)
+    assert names(walkable) == {"convs.1.bias", "convs.1.lin.weight"}
 
 
 def test_parameter_names_are_pygs_own() -> None:
@@ -282,11 +287,11 @@ def test_parameter_names_are_pygs_own() -> None:
     ],
     ids=["sage", "gat-concat", "gat-mean", "gcn2", "gin"],
 )
-def test_the_width_of_a_conv(conv: nn.Module, width: int) -> None:
+def test_the_output_width_of_a_conv_is_found(conv: nn.Module, width: int) -> None:
     assert out_width(conv) == width
 
 
-def test_convs_without_input_widths() -> None:
+def test_convs_without_input_widths_are_initialised_by_the_first_batch() -> None:
     model = GNN([pyg.SAGEConv(-1, 8), pyg.GATConv(-1, 3)])
     batch = batch_of(GRAPH, X.float(), (-1, -1), SEEDS)
     assert_close(model(batch), plain_gnn(model, X.float(), GRAPH)[SEEDS], 1e-5)

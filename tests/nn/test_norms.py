@@ -1,3 +1,5 @@
+"""Norms by name, and batch norms by their running statistics."""
+
 from __future__ import annotations
 
 import pytest

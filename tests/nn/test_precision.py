@@ -49,12 +49,13 @@ def gradients_of(model: hl.nn.GNN, data: hl.Dataset, method: hl.extend.Method) -
 
 
 @pytest.mark.parametrize("aggregation", ["sequential", "stored", "one_shot"])
-def test_a_conv_that_runs_over_shards_alone(aggregation: Any):
+def test_full_batch_of_a_conv_without_weights_equals_pyg(aggregation: Any):
     torch.manual_seed(0)
     model = hl.nn.GNN([pyg.LGConv(), pyg.SAGEConv(6, 3)]).double()
-    method, data = hl.FullBatch(num_shards=4, partition="random", aggregation=aggregation), data_of(torch.float64)
-    found = gradients_of(model, data, method)
-    torch.testing.assert_close(found, expected_of(model, data)[1], rtol=1e-11, atol=1e-13)
+    method = hl.FullBatch(num_shards=4, partition="random", aggregation=aggregation)
+    data = data_of(torch.float64)
+    ours = gradients_of(model, data, method)
+    torch.testing.assert_close(ours, expected_of(model, data)[1], rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float64], ids=str)
@@ -62,27 +63,30 @@ def test_a_conv_that_runs_over_shards_alone(aggregation: Any):
 class TestFloat64:
     @pytest.mark.parametrize(("aggregation", "trim"), FULL)
     def test_full_batch(self, first: str, stored: torch.dtype, aggregation: Any, trim: bool):
-        model, data = model_of(first), data_of(stored)
+        model = model_of(first)
+        data = data_of(stored)
         method = hl.FullBatch(num_shards=4, partition="random", aggregation=aggregation, trim=trim)
-        found = gradients_of(model, data, method)
-        torch.testing.assert_close(found, expected_of(model, data)[1], rtol=1e-11, atol=1e-13)
+        ours = gradients_of(model, data, method)
+        torch.testing.assert_close(ours, expected_of(model, data)[1], rtol=1e-11, atol=1e-13)
 
     def test_sampled_and_historical(self, first: str, stored: torch.dtype):
-        model, data = model_of(first), data_of(stored)
+        model = model_of(first)
+        data = data_of(stored)
         methods: list[hl.extend.Method] = [
             hl.Sampled(fanouts=(-1, -1, -1), batch_size=80, workers=0),
             hl.Historical(num_parts=3, parts_per_batch=3, partition="random"),
         ]
         for method in methods:
-            found = gradients_of(model, data, method)
-            torch.testing.assert_close(found, expected_of(model, data)[1], rtol=1e-11, atol=1e-13)
+            ours = gradients_of(model, data, method)
+            torch.testing.assert_close(ours, expected_of(model, data)[1], rtol=1e-11, atol=1e-13)
 
     def test_inference(self, first: str, stored: torch.dtype):
-        model, data = model_of(first).eval(), data_of(stored)
+        model = model_of(first).eval()
+        data = data_of(stored)
         expected = expected_of(model, data)[0]
         for ids in (None, torch.tensor([3, 79, 5])):
             for chunk in (None, 20):
                 options: dict[str, Any] = {} if chunk is None else {"chunk_edges": chunk}
-                found = hl.infer.exact(model, data, ids, **options)
-                assert found.dtype == torch.float64
-                torch.testing.assert_close(found, expected if ids is None else expected[ids], rtol=1e-11, atol=1e-13)
+                ours = hl.infer.exact(model, data, ids, **options)
+                assert ours.dtype == torch.float64
+                torch.testing.assert_close(ours, expected if ids is None else expected[ids], rtol=1e-11, atol=1e-13)

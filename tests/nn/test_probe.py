@@ -1,4 +1,4 @@
-"""The tiny graph, and copies of modules to try on it."""
+"""The small graph on which modules are probed, and the copies of modules that run on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hopline.nn.probe import Findings, block_of, options_of, probe_graph, revers
 from tests.helpers import randn
 
 
-def test_it_is_ugly() -> None:
+def test_the_probe_graph_has_loops_double_edges_and_isolated_nodes() -> None:
     graph = probe_graph({})
     src, dst = graph.edge_index()
     degrees = graph.in_degrees()
@@ -27,11 +27,13 @@ def test_it_is_ugly() -> None:
 
 
 def test_a_block_and_a_tree_have_the_edges_of_their_nodes() -> None:
-    graph, nodes = probe_graph({"type": torch.arange(7)}), (3, 0, 11, 8)
+    graph = probe_graph({"type": torch.arange(7)})
+    nodes = (3, 0, 11, 8)
     for block in (block_of(graph, nodes), tree_of(graph, nodes)):
         src, dst = block.edge_index
         for i, node in enumerate(nodes):
-            first, stop = int(graph.indptr[node]), int(graph.indptr[node + 1])
+            first = int(graph.indptr[node])
+            stop = int(graph.indptr[node + 1])
             assert block.src_ids[src[dst == i]].tolist() == graph.indices[first:stop].tolist()
             assert block.edge["type"][dst == i].tolist() == graph.edge["type"][first:stop].tolist()
 
@@ -39,18 +41,19 @@ def test_a_block_and_a_tree_have_the_edges_of_their_nodes() -> None:
 def test_the_reverse_order_is_of_each_nodes_edges() -> None:
     graph = probe_graph({"weight": torch.rand(3)})
     other = reverse_edges_of_nodes(graph)
-    first, stop = int(graph.indptr[3]), int(graph.indptr[4])
+    first = int(graph.indptr[3])
+    stop = int(graph.indptr[4])
     assert other.indices[first:stop].tolist() == graph.indices[first:stop].flip(0).tolist()
     assert torch.equal(reverse_edges_of_nodes(other).edge["weight"], graph.edge["weight"])
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
 def test_edge_arrays_are_of_the_same_kind(dtype: torch.dtype) -> None:
-    found = probe_graph({"weight": torch.ones(5).to(dtype), "attr": torch.full((5, 2), 3).to(dtype)}).edge
-    assert found["weight"].is_floating_point() == dtype.is_floating_point
-    assert found["attr"].shape[1:] == (2,)
+    edge = probe_graph({"weight": torch.ones(5).to(dtype), "attr": torch.full((5, 2), 3).to(dtype)}).edge
+    assert edge["weight"].is_floating_point() == dtype.is_floating_point
+    assert edge["attr"].shape[1:] == (2,)
     if dtype == torch.int64:
-        assert (found["attr"] == 3).all(), "whole numbers are those of the graph"
+        assert (edge["attr"] == 3).all(), "whole numbers are those of the graph"
 
 
 def test_a_conv_of_two_hops_is_found_out_through_whole_number_features() -> None:
@@ -93,17 +96,19 @@ def test_what_was_found_out_is_forgotten_when_a_setting_changes() -> None:
 
 
 def test_findings_are_for_the_settings_at_which_they_were_found():
-    found, conv = Findings(), pyg.SAGEConv(2, 2)
-    found.put(conv, "way", ("mean", 1), "pair")
-    assert found.get(conv, "way", ("mean", 1)) == "pair"
-    assert found.get(conv, "way", ("max", 1)) is None
-    assert found.get(conv, "rule", ("mean", 1)) is None
-    assert found.get(pyg.SAGEConv(2, 2), "way", ("mean", 1)) is None
+    findings = Findings()
+    conv = pyg.SAGEConv(2, 2)
+    findings.put(conv, "way", ("mean", 1), "pair")
+    assert findings.get(conv, "way", ("mean", 1)) == "pair"
+    assert findings.get(conv, "way", ("max", 1)) is None
+    assert findings.get(conv, "rule", ("mean", 1)) is None
+    assert findings.get(pyg.SAGEConv(2, 2), "way", ("mean", 1)) is None
 
 
 def test_findings_go_with_their_module():
-    found, conv = Findings(), pyg.SAGEConv(2, 2)
-    found.put(conv, "way", (), "pair")
+    findings = Findings()
+    conv = pyg.SAGEConv(2, 2)
+    findings.put(conv, "way", (), "pair")
     del conv
     gc.collect()
-    assert not found._answers
+    assert not findings._answers

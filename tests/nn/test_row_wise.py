@@ -19,7 +19,7 @@ from tests.helpers import mlp, randn
 
 
 class Centring(nn.Module):
-    """A norm of a user's own over the rows that it is given."""
+    """A user's own norm, which subtracts the mean over the rows it is given."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(0)
@@ -31,7 +31,7 @@ class CentringInTraining(Centring):
 
 
 class OwnLayerNorm(nn.LayerNorm):
-    """Each row by itself, of a type that is not known."""
+    """A user's own norm of each row by itself, of a type that hopline does not know."""
 
 
 def gnn(norm: nn.Module | None = None, **options: Any) -> GNN:
@@ -81,7 +81,7 @@ def test_a_norm_of_one_node_at_a_time_is_taken(norm: nn.Module) -> None:
     check_row_wise(gnn(norm), 6, {})
 
 
-def test_other_places_are_looked_at_too() -> None:
+def test_encoders_heads_and_activations_are_checked_too() -> None:
     places = [
         {"encoder": nn.Sequential(nn.Linear(6, 6), Centring())},
         {"act": lambda x: x - x.mean(0)},
@@ -122,7 +122,7 @@ def test_a_norm_that_cannot_be_called_with_rows_is_named() -> None:
         (OwnLayerNorm(8), False, False),
     ],
 )
-def test_what_mixes_rows_in_training(norm: nn.Module, alone: bool, over_ranks: bool) -> None:
+def test_norms_that_mix_rows_in_training_are_found(norm: nn.Module, alone: bool, over_ranks: bool) -> None:
     assert (mixing_in_training(gnn(norm), 6, {}) is not None) == alone
     assert (mixing_in_training(gnn(norm), 6, {}, over_ranks=True) is not None) == over_ranks
 
@@ -150,8 +150,8 @@ def test_the_model_itself_is_left_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-class Observed(pyg.SAGEConv):
-    """Writes down the size of its messages in training."""
+class ObservingConv(pyg.SAGEConv):
+    """A conv that records the size of its messages in training."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__(in_channels, out_channels)
@@ -164,10 +164,10 @@ class Observed(pyg.SAGEConv):
 
 
 def test_a_module_that_changes_its_buffers_needs_all_rows_at_once() -> None:
-    assert isinstance(mixing_in_training(GNN([Observed(6, 3)]), 6, {}), Observed)
+    assert isinstance(mixing_in_training(GNN([ObservingConv(6, 3)]), 6, {}), ObservingConv)
     graph = probe_graph({})
     layout = contiguous_layout(graph, torch.tensor([0, 5, 12]))
     with pytest.raises(ValueError, match=r"Observed cannot run over shards.*changes its buffers in each call"):
-        run_conv(Observed(4, 3).double().train(), randn(12, 4), ShardConvs.of(layout))
+        run_conv(ObservingConv(4, 3).double().train(), randn(12, 4), ShardConvs.of(layout))
     at_once = ShardConvs.of(layout, mode="one_shot")
-    assert run_conv(Observed(4, 3).double().train(), randn(12, 4), at_once).shape == (12, 3)
+    assert run_conv(ObservingConv(4, 3).double().train(), randn(12, 4), at_once).shape == (12, 3)

@@ -1,4 +1,4 @@
-"""How far noise on a layer's input moves its output."""
+"""How far noise on a layer's input moves its output, measured while a model runs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ GRAPH = random_graph(num_nodes=50, num_edges=2000, weight=True)
 X = randn(50, 6)
 
 
-def recorded(batch: Batch, recorder: Recorder) -> Batch:
+def attach_recorder(batch: Batch, recorder: Recorder) -> Batch:
+    """The batch with a recorder on its blocks."""
     return replace(batch, blocks=tuple(replace(block, layer_hooks=recorder) for block in batch.blocks))
 
 
-def spreads(model: GNN, batch: Batch) -> list[Tensor]:
-    """What a recorder measures while the model runs."""
+def measure_spreads(model: GNN, batch: Batch) -> list[Tensor]:
+    """The spreads that a recorder measures while the model runs."""
     recorder = Recorder(measures=True)
-    model(recorded(batch, recorder))
+    model(attach_recorder(batch, recorder))
     return recorder.spreads
 
 
-class Doubled(nn.Module):
-    """A conv of one's own row, twice as large."""
+class DoublingConv(nn.Module):
+    """A conv that ignores neighbours and doubles a node's own row."""
 
     out_channels = 6
 
@@ -38,15 +39,15 @@ class Doubled(nn.Module):
 
 
 def test_a_linear_layer_moves_by_its_factor_times_the_noise(monkeypatch: pytest.MonkeyPatch):
-    model = GNN([Doubled(), Doubled(), Doubled()], act=None)
+    model = GNN([DoublingConv(), DoublingConv(), DoublingConv()], act=None)
     batch = batch_of(GRAPH, X, (-1, -1, -1))
-    found = spreads(model, batch)
-    assert len(found) == 2  # the first layer reads nothing that could be stale
+    ours = measure_spreads(model, batch)
+    assert len(ours) == 2  # the first layer reads nothing that could be stale
     expected = 2 * 0.1 * 6**0.5  # about the length of six standard normal numbers
-    assert all(0.85 * expected < float(one) < 1.05 * expected for one in found)
-    assert float(found[0]) != float(found[1])
+    assert all(0.85 * expected < float(one) < 1.05 * expected for one in ours)
+    assert float(ours[0]) != float(ours[1])
     monkeypatch.setattr(smoothness, "NOISE", 0.0)
-    assert [float(one) for one in spreads(model, batch)] == [0, 0]
+    assert [float(one) for one in measure_spreads(model, batch)] == [0, 0]
 
 
 @pytest.mark.parametrize("name", ["plain", "batch-norm", "gcn2", "everything"])
@@ -57,9 +58,10 @@ def test_gradients_flow_and_the_walk_is_what_it_was(name: str):
     state = {key: value.clone() for key, value in model.state_dict().items()}
     model.load_state_dict(state)
     recorder = Recorder(measures=True)
-    again, found = model(recorded(batch, recorder)), recorder.spreads
-    torch.testing.assert_close(again, plain)
-    torch.stack(found).mean().backward()
+    while_recording = model(attach_recorder(batch, recorder))
+    measured = recorder.spreads
+    torch.testing.assert_close(while_recording, plain)
+    torch.stack(measured).mean().backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in model.convs[1].parameters() if p.dim() > 1)
     assert all(module.training for module in model.modules())
 
@@ -69,13 +71,13 @@ def test_the_noise_is_keyed_and_there_is_none_in_evaluation():
     batch = batch_of(GRAPH, X, (-1,) * 3, key=5)
     values = []
     for key in (5, 5, 6):
-        found = spreads(model, batch_of(GRAPH, X, (-1,) * 3, key=key))
-        values.append([one.item() for one in found])
+        measured = measure_spreads(model, batch_of(GRAPH, X, (-1,) * 3, key=key))
+        values.append([spread.item() for spread in measured])
     assert values[0] == values[1]
     assert values[0] != values[2]
     model.eval()
-    assert spreads(model, batch) == []
+    assert measure_spreads(model, batch) == []
     model.train()
     recorder = Recorder()
-    model(recorded(batch, recorder))
+    model(attach_recorder(batch, recorder))
     assert recorder.spreads == []

@@ -1,4 +1,4 @@
-"""Models on trees by a GPU's kernels, in Triton's interpreter or on one, against the same model by the CPU's."""
+"""Models on trees by the GPU's kernels (or Triton's interpreter), against the CPU's kernels."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ DEVICE = torch.device(KERNEL_DEVICE)
 
 
 @pytest.fixture
-def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter CPU tensors stand for a GPU's."""
+def _pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks say that they are on a GPU: in the interpreter, CPU tensors stand for a GPU's."""
     on_device = property(lambda block: block.tree.nodes.device.type == DEVICE.type)
     monkeypatch.setattr(TreeBlock, "on_gpu", on_device)
 
@@ -57,23 +57,24 @@ MODELS = {
 def test_kernels_of_a_gpu_give_what_the_cpu_does(name: str, weight: bool, request: pytest.FixtureRequest):
     torch.manual_seed(0)
     model = MODELS[name]().double().to(DEVICE)
-    copy, graph = twin(model).cpu(), random_graph(weight=weight, loops=True)
+    copy = twin(model).cpu()
+    graph = random_graph(weight=weight, loops=True)
     seeds = torch.arange(8)
     blocks = TreeSampler(graph, (8, 3)).sample(seeds, 5)
     expected = copy(Batch(seeds, blocks, TreeRows(TensorTable(X), blocks[0]), None, key=5))
     model(tree_batch(graph))  # finds how its convs are called, which is tried on the host
-    request.getfixturevalue("_as_on_a_gpu")
-    found = model(tree_batch(graph))
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-9, atol=1e-11)
+    request.getfixturevalue("_pretend_gpu")
+    ours = model(tree_batch(graph))
+    torch.testing.assert_close(ours.cpu(), expected, rtol=1e-9, atol=1e-11)
     weights = randn(*expected.shape, seed=3)
-    (found * weights.to(DEVICE)).sum().backward()
+    (ours * weights.to(DEVICE)).sum().backward()
     (expected * weights).sum().backward()
-    for ours, theirs in zip(model.parameters(), copy.parameters(), strict=True):
-        assert ours.grad is not None
-        torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-8, atol=1e-10)
+    for parameter, copied in zip(model.parameters(), copy.parameters(), strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad.cpu(), copied.grad, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.usefixtures("_as_on_a_gpu")
+@pytest.mark.usefixtures("_pretend_gpu")
 def test_pending_rows_can_be_read_by_whoever_needs_them():
     torch.manual_seed(0)
     conv = pyg.SAGEConv(6, 8).bfloat16().to(DEVICE)
@@ -85,11 +86,11 @@ def test_pending_rows_can_be_read_by_whoever_needs_them():
     expected = GNN([exact]).layer(0, GNN([exact]).encode(batch.x, batch.input_keys, None), batch.blocks[0]).h
     assert isinstance(expected, torch.Tensor)
     assert batch.blocks[0].present is not None
-    there = batch.blocks[0].present[: expected.size(0)]
-    found = pending.read()
-    assert found.shape == pending.shape == expected.shape
-    close = (found.double() - expected.relu())[there].norm() / expected.relu()[there].norm()
-    assert close < 1e-2
+    is_present = batch.blocks[0].present[: expected.size(0)]
+    ours = pending.read()
+    assert ours.shape == pending.shape == expected.shape
+    error = (ours.double() - expected.relu())[is_present].norm() / expected.relu()[is_present].norm()
+    assert error < 1e-2
 
 
 def test_products_run_in_the_precision_of_autocast():

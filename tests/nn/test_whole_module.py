@@ -1,3 +1,5 @@
+"""Modules that are not made of layers run on all sampled edges at once, or are refused."""
+
 from __future__ import annotations
 
 import pytest
@@ -44,31 +46,31 @@ def test_a_module_sees_every_sampled_edge_at_once() -> None:
     square = batch.union()
     expected = module(X[batch.input_ids], square.edge_index, square.edge["weight"])[:4]
     for handle in (True, False):
-        found = as_walkable(module)(batch_of(GRAPH, X, (3, 2), SEEDS, handle=handle))
-        assert_close(found, expected, 1e-14)
+        ours = as_walkable(module)(batch_of(GRAPH, X, (3, 2), SEEDS, handle=handle))
+        assert_close(ours, expected, 1e-14)
 
 
 def test_on_all_edges_a_module_equals_itself_on_the_whole_graph() -> None:
     module = TwoHops()
     other = twin(module)
-    found = Whole(module)(batch_of(GRAPH, X, (-1, -1), SEEDS))
+    ours = Whole(module)(batch_of(GRAPH, X, (-1, -1), SEEDS))
     expected = other(X, GRAPH.edge_index(), GRAPH.edge["weight"])[SEEDS]
-    assert_close(found, expected)
-    backward(found)
+    assert_close(ours, expected)
+    backward(ours)
     backward(expected)
     assert_same_gradients(module, other)
 
 
 def test_a_conv_alone_is_a_module_too() -> None:
     conv = pyg.GATConv(6, 3, edge_dim=2).double()
-    found = as_walkable(conv)(batch_of(GRAPH, X, (-1,), SEEDS))
-    assert_close(found, conv(X, GRAPH.edge_index(), GRAPH.edge["attr"])[SEEDS])
+    ours = as_walkable(conv)(batch_of(GRAPH, X, (-1,), SEEDS))
+    assert_close(ours, conv(X, GRAPH.edge_index(), GRAPH.edge["attr"])[SEEDS])
 
 
 def test_features_are_brought_to_the_precision_of_the_module() -> None:
     module = TwoHops()
-    found = as_walkable(module)(batch_of(GRAPH, X.float(), (2, 2), SEEDS))
-    assert found.dtype == torch.float64
+    out = as_walkable(module)(batch_of(GRAPH, X.float(), (2, 2), SEEDS))
+    assert out.dtype == torch.float64
 
 
 def test_parameters_and_mode_are_shared() -> None:
@@ -117,7 +119,7 @@ def test_a_pyg_model_with_hooks_is_run_by_its_own_forward():
 
 def test_a_gnn_with_hooks_or_a_forward_put_on_it_is_refused():
     model = GNN([pyg.SAGEConv(6, 3)])
-    model.register_forward_hook(lambda module, given, out: -out)
+    model.register_forward_hook(lambda module, inputs, out: -out)
     with pytest.raises(ValueError, match="GNN has hooks, which exact inference does not go through"):
         as_walkable(model)
     patched = GNN([pyg.SAGEConv(6, 3)])

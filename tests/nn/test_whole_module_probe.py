@@ -1,4 +1,4 @@
-"""Modules of the user's own, which are not made of layers: what is refused, and what is said."""
+"""Modules that are not made of layers: those that batches would change are refused or reported."""
 
 from __future__ import annotations
 
@@ -40,20 +40,21 @@ CACHED: dict[str, Callable[[int, int], nn.Module]] = {
 }
 
 
-class Alone(nn.Module):
+class LinearThenConv(nn.Module):
     """A linear layer, then one conv that has no weights."""
 
     def __init__(self, data: hl.Dataset, conv: nn.Module) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.lin, self.conv = nn.Linear(data.num_features, data.num_classes), conv
+        self.lin = nn.Linear(data.num_features, data.num_classes)
+        self.conv = conv
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return self.conv(self.lin(x), edge_index)
 
 
 def cached_model(name: str, data: hl.Dataset) -> nn.Module:
-    return Alone(data, pyg.APPNP(2, 0.1, cached=True)) if name == "APPNP" else Net(CACHED[name], data)
+    return LinearThenConv(data, pyg.APPNP(2, 0.1, cached=True)) if name == "APPNP" else Net(CACHED[name], data)
 
 
 # ---- convs that cache the edges of a graph
@@ -73,17 +74,21 @@ def test_a_conv_that_caches_edges_is_refused_by_name_in_batches(name: str):
 
 @pytest.mark.parametrize("name", [*CACHED, "APPNP"])
 def test_exact_inference_uses_no_cache_of_another_graph_and_leaves_the_caches_alone(name: str):
-    data, other = small(), small(num_nodes=300, num_edges=2000)
+    data = small()
+    other = small(num_nodes=300, num_edges=2000)
     model = cached_model(name, data).eval()
-    expected = [cached_model(name, data).eval()(one.to_pyg().x, one.to_pyg().edge_index) for one in (data, other)]
+    expected = [
+        cached_model(name, data).eval()(graph_data.to_pyg().x, graph_data.to_pyg().edge_index)
+        for graph_data in (data, other)
+    ]
     model(other.to_pyg().x, other.to_pyg().edge_index)  # fills the caches
     before = caches_of(model)
     assert any(value is not None for value in before)
 
-    found = [infer.exact(model, one) for one in (data, other)]
+    ours = [infer.exact(model, graph_data) for graph_data in (data, other)]
 
-    for rows, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(rows, wanted.detach())
+    for rows, expected_rows in zip(ours, expected, strict=True):
+        torch.testing.assert_close(rows, expected_rows.detach())
     assert [a is b for a, b in zip(caches_of(model), before, strict=True)] == [True] * len(before)
 
 
@@ -109,13 +114,14 @@ def test_a_cache_that_is_switched_off_but_full_is_not_used_in_batches():
 # ---- modules whose outputs or arguments are others
 
 
-class Around(nn.Module):
+class WrappedSAGE(nn.Module):
     """A SAGE conv whose output goes through a function."""
 
     def __init__(self, data: hl.Dataset, end: Callable[[Tensor], Any]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.conv, self.end = pyg.SAGEConv(data.num_features, data.num_classes), end
+        self.conv = pyg.SAGEConv(data.num_features, data.num_classes)
+        self.end = end
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Any:
         return self.end(self.conv(x, edge_index))
@@ -136,7 +142,7 @@ class Around(nn.Module):
 )
 def test_an_output_that_is_not_a_row_per_node_is_refused_before_training(end: Callable[[Tensor], Any], sentence: str):
     data = small()
-    model = Around(data, end)
+    model = WrappedSAGE(data, end)
     with pytest.raises(ValueError, match=sentence):
         hl.Trainer(model, data, method(), show=False)
     with pytest.raises(ValueError, match=sentence):
@@ -180,11 +186,12 @@ def test_further_arguments_that_must_be_given_are_refused_by_name():
 
 
 class KeepsEdges(nn.Module):
-    """A cache of the user's own."""
+    """A module with an edge cache of its own."""
 
     def __init__(self, data: hl.Dataset) -> None:
         super().__init__()
-        self.conv, self.edges = pyg.SAGEConv(data.num_features, data.num_classes), None
+        self.conv = pyg.SAGEConv(data.num_features, data.num_classes)
+        self.edges = None
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         if self.edges is None:
@@ -195,7 +202,8 @@ class KeepsEdges(nn.Module):
 class WeightPerNode(nn.Module):
     def __init__(self, data: hl.Dataset) -> None:
         super().__init__()
-        self.conv, self.rows = pyg.SAGEConv(8, data.num_classes), nn.Embedding(data.num_nodes, 8)
+        self.conv = pyg.SAGEConv(8, data.num_classes)
+        self.rows = nn.Embedding(data.num_nodes, 8)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return self.conv(x + self.rows.weight[: x.size(0)], edge_index)
@@ -219,9 +227,10 @@ def test_a_module_that_means_nothing_in_batches_is_refused(name: str):
 
 
 def test_linkx_is_inferred_on_the_whole_graph():
-    data, given = small(), small().to_pyg()
+    data = small()
+    pyg_data = small().to_pyg()
     model = pyg.LINKX(400, 8, 16, 4, 2).eval()
-    torch.testing.assert_close(infer.exact(model, data), model(given.x, given.edge_index).detach())
+    torch.testing.assert_close(infer.exact(model, data), model(pyg_data.x, pyg_data.edge_index).detach())
 
 
 # ---- what a run says
@@ -264,20 +273,21 @@ def test_a_run_says_once_that_batches_are_an_approximation(
     data = small()
     with caplog.at_level(logging.INFO):
         fit(data, make(data), method(fanouts=fanouts), out=tmp_path / "run")
-    about = [text for text in caplog.messages if "approximation" in text or "at once" in text]
-    assert len(about) == len(lines)
-    for text, wanted in zip(about, lines, strict=True):
-        assert re.match(wanted, text)
+    messages = [text for text in caplog.messages if "approximation" in text or "at once" in text]
+    assert len(messages) == len(lines)
+    for text, expected in zip(messages, lines, strict=True):
+        assert re.match(expected, text)
         assert text in (tmp_path / "run" / "run.log").read_text()
 
 
-def test_what_is_said_is_so():
+def test_the_message_about_approximation_is_true():
     """At full fan-out a SAGE module gives the whole graph's outputs, and a GCN module does not."""
-    data, given = small(num_nodes=2000, num_edges=4000), small(num_nodes=2000, num_edges=4000).to_pyg()
+    data = small(num_nodes=2000, num_edges=4000)
+    pyg_data = small(num_nodes=2000, num_edges=4000).to_pyg()
     ids = data.splits["train"][:20]
     for make, is_equal in ((pyg.SAGEConv, True), (pyg.GCNConv, False)):
         model = Net(make, data).double().eval()
         (batch,) = hl.Sampled(fanouts=(-1, -1), batch_size=20, shuffle=False).loader(data, ids)
-        found = hl.nn.as_walkable(model)(batch)
-        wanted = model(features_of(data).double(), given.edge_index)[ids]
-        assert torch.allclose(found, wanted, rtol=1e-8) == is_equal
+        ours = hl.nn.as_walkable(model)(batch)
+        expected = model(features_of(data).double(), pyg_data.edge_index)[ids]
+        assert torch.allclose(ours, expected, rtol=1e-8) == is_equal

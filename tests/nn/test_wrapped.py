@@ -1,4 +1,4 @@
-"""Models in the wrappers of other libraries, and models that are called with what they cannot read."""
+"""Models wrapped by DDP, Fabric or `torch.compile`, and models called with what they cannot read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def batch_for(model: nn.Module) -> hl.Batch:
 
 
 def test_ddp_is_taken_off_for_loaders_and_inference(ranks: int):
-    data, model = small(), sage(small())
+    data = small()
+    model = sage(small())
     wrapped = DistributedDataParallel(model)
     batch = batch_for(wrapped)
     assert torch.equal(wrapped(batch), model(batch)), "DDP around a model of batches is trained as it is"
@@ -65,7 +66,8 @@ def test_what_was_taken_out_of_ddp_does_not_train_ranks_apart(ranks: int):
 
 
 def test_the_trainer_takes_the_model_out_or_says_what_to_give_it(ranks: int):
-    data, model = small(), sage(small())
+    data = small()
+    model = sage(small())
     if ranks == 1:
         assert hl.Trainer(DistributedDataParallel(model), data, epochs=1, show=False).model is model
     else:
@@ -78,7 +80,8 @@ def test_fabric_and_compiled_models_are_taken_out(package: str, monkeypatch: pyt
     wrappers = ModuleType(f"{package}.wrappers")
     monkeypatch.setattr(wrappers, "_FabricModule", _FabricModule, raising=False)
     monkeypatch.setitem(sys.modules, wrappers.__name__, wrappers)
-    data, model = small(), sage(small())
+    data = small()
+    model = sage(small())
     for wrapped in (_FabricModule(model), torch.compile(model), _FabricModule(_FabricModule(model))):
         assert isinstance(wrapped, nn.Module)
         assert hl.nn.as_walkable(wrapped) is model
@@ -86,7 +89,7 @@ def test_fabric_and_compiled_models_are_taken_out(package: str, monkeypatch: pyt
 
 
 @patch.dict(os.environ)  # which Fabric adds to
-def test_a_model_of_lightning_fabric():
+def test_a_model_set_up_by_lightning_fabric_is_unwrapped():
     fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
     model = sage(small())
     assert hl.nn.as_walkable(fabric.setup(model)) is model
@@ -107,7 +110,8 @@ def test_a_pyg_model_that_is_called_with_a_batch_says_what_to_call():
     with pytest.raises(AttributeError, match="'Batch' object has no attribute 'zzz'"):
         _ = batch.zzz
     assert isinstance(hl.nn.as_walkable(model), hl.nn.GNN), "the answer does not change how the model is run"
-    x, edges = torch.randn(4, data.num_features), torch.tensor([[0, 1], [1, 2]])
+    x = torch.randn(4, data.num_features)
+    edges = torch.tensor([[0, 1], [1, 2]])
     assert isinstance(model(x, edges), Tensor)
     assert hl.nn.as_walkable(model)(batch).shape == (batch.num_seeds, data.num_classes)
 

@@ -1,4 +1,4 @@
-"""The public functions: where they run, and what they refuse."""
+"""The public functions of `ops`: which kernels they choose, and which arguments they refuse."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_ids_on_a_gpu_choose_the_triton_kernel_if_triton_is_there(
     has_triton: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ops, "_has_triton", lambda: has_triton)
-    there = SimpleNamespace(device=torch.device("cuda"), is_cuda=True)
-    assert ops._twin(there, cpu_sampling, "sampling").__name__ == expected  # type: ignore[arg-type]
+    gpu_ids = SimpleNamespace(device=torch.device("cuda"), is_cuda=True)
+    assert ops._twin(gpu_ids, cpu_sampling, "sampling").__name__ == expected  # type: ignore[arg-type]
 
 
 def test_an_id_map_for_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,9 +63,10 @@ def test_an_id_map_for_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_key_in_a_tensor_is_a_key() -> None:
     key = torch.tensor([5])
-    for found, expected in zip(ops.sample_neighbors(*SAMPLE, key), ops.sample_neighbors(*SAMPLE, 5), strict=True):
-        assert torch.equal(found, expected)
-    x, ids = torch.ones(9, 3), torch.arange(9)
+    for ours, expected in zip(ops.sample_neighbors(*SAMPLE, key), ops.sample_neighbors(*SAMPLE, 5), strict=True):
+        assert torch.equal(ours, expected)
+    x = torch.ones(9, 3)
+    ids = torch.arange(9)
     assert torch.equal(ops.keyed_dropout(x, 0.5, key, ids), ops.keyed_dropout(x, 0.5, 5, ids))
 
 
@@ -108,13 +109,13 @@ def test_relabel_refuses_negative_ids() -> None:
         ops.relabel(ONE, torch.tensor([-2, 3]))
 
 
-def test_relabel_of_nothing() -> None:
+def test_relabel_accepts_no_ids() -> None:
     nobody = torch.empty(0, dtype=torch.int64)
     ids, idx = ops.relabel(nobody, nobody)
     assert ids.numel() == idx.numel() == 0
 
 
-def test_relabel_of_far_apart_ids() -> None:
+def test_relabel_accepts_ids_that_are_far_apart() -> None:
     ids, idx = ops.relabel(torch.tensor([2**50]), torch.tensor([3, 2**50, 7, 3]))
     assert ids.tolist() == [2**50, 3, 7]
     assert idx.tolist() == [1, 0, 2, 1]

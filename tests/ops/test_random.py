@@ -1,3 +1,5 @@
+"""The keyed random generator against published numbers and Python integers, and its permutations."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""The reference against brute force in Python."""
+"""The reference implementations against brute force in Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def draws(key: int, node: int, count: int) -> list[int]:
     return [v & MASK for v in random.draw(key, torch.tensor(node), torch.arange(count)).tolist()]
 
 
-def shuffled(degree: int, fanout: int, key: int, node: int) -> list[int]:
+def fisher_yates(degree: int, fanout: int, key: int, node: int) -> list[int]:
     """Fisher-Yates on a whole list."""
     order = list(range(degree))
     for j, raw in enumerate(draws(key, node, min(degree, fanout))):
@@ -29,24 +29,24 @@ def shuffled(degree: int, fanout: int, key: int, node: int) -> list[int]:
 def test_sample_is_a_fisher_yates_shuffle_cut_short(fanout: int, key: int) -> None:
     graph = random_graph()
     nodes = torch.tensor([0, 3, 49, 48, 3, 20])
-    found = reference.sample_neighbors(graph.indptr, graph.indices, nodes, fanout, key)
+    sample = reference.sample_neighbors(graph.indptr, graph.indices, nodes, fanout, key)
     for i, node in enumerate(nodes.tolist()):
         neighbors = neighbors_of(graph, node)
-        picks = shuffled(len(neighbors), fanout, key, node)
-        here = slice(int(found.indptr[i]), int(found.indptr[i + 1]))
-        assert found.ids[here].tolist() == [neighbors[p] for p in picks]
-        assert found.edge_ids[here].tolist() == [int(graph.indptr[node]) + p for p in picks]
+        picks = fisher_yates(len(neighbors), fanout, key, node)
+        edge_range = slice(int(sample.indptr[i]), int(sample.indptr[i + 1]))
+        assert sample.ids[edge_range].tolist() == [neighbors[p] for p in picks]
+        assert sample.edge_ids[edge_range].tolist() == [int(graph.indptr[node]) + p for p in picks]
 
 
 def test_sample_with_replacement_is_one_bounded_draw_after_the_other() -> None:
     graph = random_graph()
     nodes = torch.tensor([0, 49, 5])
-    found = reference.sample_neighbors(graph.indptr, graph.indices, nodes, 8, 5, replace=True)
-    assert found.indptr.tolist() == [0, 8, 8, 16]
+    ours = reference.sample_neighbors(graph.indptr, graph.indices, nodes, 8, 5, replace=True)
+    assert ours.indptr.tolist() == [0, 8, 8, 16]
     for i, node in ((0, 0), (2, 5)):
         neighbors = neighbors_of(graph, node)
         expected = [neighbors[(raw * len(neighbors)) >> 64] for raw in draws(5, node, 8)]
-        assert found.ids[int(found.indptr[i]) : int(found.indptr[i + 1])].tolist() == expected
+        assert ours.ids[int(ours.indptr[i]) : int(ours.indptr[i + 1])].tolist() == expected
 
 
 def test_row_positions_lists_every_entry_row_after_row() -> None:
@@ -82,10 +82,11 @@ def test_self_loops_are_found_in_order() -> None:
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_reduce_is_a_loop_over_edges(reduce: str, weighted: bool) -> None:
-    rows, src_idx = randn(6, 3), randint(0, 6, 9)
+    rows = randn(6, 3)
+    src_idx = randint(0, 6, 9)
     indptr = torch.tensor([0, 4, 4, 9])
     weight = randn(9, seed=3) if weighted else None
-    found = reference.reduce_edges(rows, indptr, src_idx, reduce, weight)
+    ours = reference.reduce_edges(rows, indptr, src_idx, reduce, weight)
     for d in range(3):
         messages = [
             rows[int(src_idx[e])] * (1.0 if weight is None else weight[e])
@@ -95,16 +96,18 @@ def test_reduce_is_a_loop_over_edges(reduce: str, weighted: bool) -> None:
         if messages:
             stacked = torch.stack(messages)
             expected = {"sum": stacked.sum(0), "mean": stacked.mean(0), "max": stacked.amax(0)}[reduce]
-        torch.testing.assert_close(found[d], expected)
+        torch.testing.assert_close(ours[d], expected)
 
 
 def test_keyed_dropout_takes_sixteen_bits_a_column() -> None:
-    x, ids, p = randn(5, 7), torch.tensor([3, 0, 3, 2**40, 9]), 0.3
-    found = reference.keyed_dropout(x, p, 12, ids)
+    x = randn(5, 7)
+    ids = torch.tensor([3, 0, 3, 2**40, 9])
+    p = 0.3
+    ours = reference.keyed_dropout(x, p, 12, ids)
     threshold = round(p * 65536)
     for i, node in enumerate(ids.tolist()):
         raws = draws(12, node, 2)
         for c in range(7):
             keep = (raws[c // 4] >> (16 * (c % 4))) & 0xFFFF >= threshold
             expected = float(x[i, c]) * 65536 / (65536 - threshold) if keep else 0.0
-            assert float(found[i, c]) == pytest.approx(expected, rel=1e-15)
+            assert float(ours[i, c]) == pytest.approx(expected, rel=1e-15)

@@ -1,3 +1,5 @@
+"""The id map that sorts, against the hash map of the CPU."""
+
 from __future__ import annotations
 
 import pytest
@@ -9,7 +11,8 @@ from tests.helpers import randint
 
 
 def test_equals_the_map_of_the_cpu_over_several_batches() -> None:
-    ours, expected = SortedIdMap(50, torch.device("cpu")), IdMap(50)
+    ours = SortedIdMap(50, torch.device("cpu"))
+    expected = IdMap(50)
     for batch in range(3):
         for hop in range(3):
             nodes = randint(0, 50, 20, seed=10 * batch + hop)

@@ -13,7 +13,8 @@ def test_parents_and_first_children_are_each_others_inverse():
     slots = Slots(3, (2, 4, 3))
     assert slots.offsets == (0, 3, 9, 33, 105)
     assert [slots.up_to(hop) for hop in range(4)] == [3, 9, 33, 105]
-    first, parents = slots.first_children(CPU), slots.parents(CPU)
+    first = slots.first_children(CPU)
+    parents = slots.parents(CPU)
     assert first.numel() == slots.up_to(2)
     assert parents[:3].tolist() == [-1, -1, -1]
     for slot in range(slots.up_to(2)):
@@ -23,7 +24,8 @@ def test_parents_and_first_children_are_each_others_inverse():
 
 
 def test_ids_do_not_depend_on_how_the_seeds_are_divided():
-    whole, fanouts = Slots(5, (2, 3)), (2, 3)
+    whole = Slots(5, (2, 3))
+    fanouts = (2, 3)
     parts = [Slots(2, fanouts, 0), Slots(3, fanouts, 2)]
     for hop in range(3):
         joined = torch.cat([part.ids(CPU)[part.offsets[hop] : part.offsets[hop + 1]] for part in parts])

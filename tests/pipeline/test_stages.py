@@ -1,3 +1,5 @@
+"""The pipeline of stages: results in order, bounded look-ahead, errors by stage, and no thread left."""
+
 from __future__ import annotations
 
 import gc
@@ -34,13 +36,13 @@ WORKERS = pytest.mark.parametrize("workers", [0, 1, 2, 5])
 @pytest.mark.parametrize("look_ahead", [1, 2, 9])
 def test_results_come_in_the_order_of_the_requests(workers: int, look_ahead: int) -> None:
     stages = [Stage("jitter", jitter), Stage("square", lambda v: v * v)]
-    found = list(Pipeline(stages, workers=workers, look_ahead=look_ahead).run(range(40)))
-    assert found == [v * v for v in range(40)]
+    ours = list(Pipeline(stages, workers=workers, look_ahead=look_ahead).run(range(40)))
+    assert ours == [v * v for v in range(40)]
     assert not our_threads()
 
 
 @WORKERS
-def test_no_requests_and_no_stages(workers: int) -> None:
+def test_pipelines_without_requests_or_stages_run(workers: int) -> None:
     assert list(Pipeline([Stage("same", jitter)], workers=workers).run([])) == []
     assert list(Pipeline([], workers=workers).run("ab")) == ["a", "b"]
 
@@ -52,16 +54,18 @@ def test_none_is_a_request_and_a_result_like_any_other(workers: int) -> None:
 
 @pytest.mark.parametrize(("workers", "look_ahead"), [(1, 1), (1, 3), (4, 2), (2, 5)])
 def test_never_more_than_look_ahead_results_wait(workers: int, look_ahead: int) -> None:
-    lock, taken, ahead = threading.Lock(), 0, []
+    lock = threading.Lock()
+    num_consumed = 0
+    ahead = []
 
     def started(value: int) -> int:
         with lock:
-            ahead.append(value + 1 - taken)
+            ahead.append(value + 1 - num_consumed)
         return value
 
     for value in Pipeline([Stage("start", started)], workers=workers, look_ahead=look_ahead).run(range(60)):
         with lock:
-            taken = value + 1
+            num_consumed = value + 1
         if value % 10 == 0:
             time.sleep(0.01)  # time to run too far ahead
     # One more than look_ahead: the result that is being handed over was asked for already.
@@ -70,16 +74,16 @@ def test_never_more_than_look_ahead_results_wait(workers: int, look_ahead: int) 
 
 
 def test_an_endless_source_is_read_only_as_far_as_needed() -> None:
-    drawn = []
+    values_read = []
 
     def source() -> Iterator[int]:
         for value in itertools.count():
-            drawn.append(value)
+            values_read.append(value)
             yield value
 
     with closing(Pipeline([Stage("same", jitter)], workers=2, look_ahead=3).run(source())) as results:  # type: ignore[type-var]
         assert [next(results) for _ in range(5)] == [0, 1, 2, 3, 4]
-    assert len(drawn) <= 5 + 3
+    assert len(values_read) <= 5 + 3
 
 
 def test_without_workers_everything_runs_in_the_caller_when_asked() -> None:
@@ -91,8 +95,8 @@ def test_without_workers_everything_runs_in_the_caller_when_asked() -> None:
 
 
 def test_one_thread_takes_a_request_through_all_stages() -> None:
-    def note(seen: tuple[int, ...]) -> tuple[int, ...]:
-        return (*seen, threading.get_ident())
+    def note(threads_so_far: tuple[int, ...]) -> tuple[int, ...]:
+        return (*threads_so_far, threading.get_ident())
 
     for threads in Pipeline([Stage("a", note), Stage("b", note)], workers=3).run([()] * 20):
         assert len(set(threads)) == 1
@@ -226,22 +230,22 @@ def test_preparing_threads_give_way_to_training() -> None:
     def priority(_: int) -> tuple[int, int]:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), torch.get_num_threads()
 
-    here = os.getpriority(os.PRIO_PROCESS, 0)
-    (found,) = Pipeline([Stage("look", priority)], workers=1).run([0])
-    assert found == (min(19, here + EXTRA_NICENESS), 1)
-    (found,) = Pipeline([Stage("look", priority)], workers=1, all_cores=True).run([0])
-    assert found == (min(19, here + EXTRA_NICENESS), torch.get_num_threads())
-    assert os.getpriority(os.PRIO_PROCESS, 0) == here
+    own_priority = os.getpriority(os.PRIO_PROCESS, 0)
+    (ours,) = Pipeline([Stage("look", priority)], workers=1).run([0])
+    assert ours == (min(19, own_priority + EXTRA_NICENESS), 1)
+    (ours,) = Pipeline([Stage("look", priority)], workers=1, all_cores=True).run([0])
+    assert ours == (min(19, own_priority + EXTRA_NICENESS), torch.get_num_threads())
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own_priority
 
 
-def test_in_step_every_request_that_was_begun_is_brought_to_its_end() -> None:
-    done: list[int] = []
+def test_in_step_every_request_that_was_begun_is_finished() -> None:
+    finished: list[int] = []
     threads: set[str] = set()
 
     def work(request: int) -> int:
         time.sleep(0.01)
         threads.add(threading.current_thread().name)
-        done.append(request)
+        finished.append(request)
         if request == 7:
             raise ValueError("seven")
         return request
@@ -249,9 +253,9 @@ def test_in_step_every_request_that_was_begun_is_brought_to_its_end() -> None:
     pipeline = Pipeline([Stage("work", work)], workers=4, look_ahead=3, in_step=True)
     with closing(pipeline.run(itertools.count())) as results:
         assert next(results) == 0
-    assert done == [0, 1, 2, 3]  # however far the thread was, so that all ranks end at the same one
+    assert finished == [0, 1, 2, 3]  # however far the thread was, so that all ranks end at the same one
     assert len(threads) == 1
-    done.clear()
+    finished.clear()
     with pytest.raises(ValueError, match="seven"):
         list(pipeline.run(itertools.count()))
-    assert done[-1] < 10
+    assert finished[-1] < 10

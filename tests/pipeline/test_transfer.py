@@ -1,3 +1,5 @@
+"""Moving batches to a device through staging buffers that are reused only after their copies."""
+
 from __future__ import annotations
 
 import warnings
@@ -52,7 +54,8 @@ class LateCopies:
         return out
 
     def mark(self) -> Event:
-        pending, self.pending = self.pending, []
+        pending = self.pending
+        self.pending = []
         return Event(pending)
 
     def wait(self, event: Event, tensors: list[Tensor]) -> None:
@@ -62,12 +65,12 @@ class LateCopies:
 
 def batches(count: int) -> list[Batch]:
     graph = random_graph(weight=True, attr=2, dtype=torch.int32)
-    found = []
+    made_batches = []
     for key in range(count):
         seeds = torch.randperm(50, generator=generator(key))[: 3 + key % 5]
         batch = batch_of(graph, randn(50, 7, seed=key, dtype=torch.bfloat16), (3, 2), seeds, key=key)
-        found.append(replace(batch, y=randint(0, 3, seeds.numel(), key)))
-    return found
+        made_batches.append(replace(batch, y=randint(0, 3, seeds.numel(), key)))
+    return made_batches
 
 
 @pytest.mark.parametrize("look_ahead", [1, 3])
@@ -77,22 +80,23 @@ def test_batches_arrive_as_they_were(look_ahead: int) -> None:
     sent = batches(12)
     moved = [mover.move(batch) for batch in sent]  # more than there are buffers
     assert len(copies.buffers) <= 2 * look_ahead  # each may have grown
-    for found, expected in zip(moved, sent, strict=True):
-        assert isinstance(found, PendingBatch)
-        assert_same_batches(mover.ready(found), expected)
-        assert found.batch.x is not expected.x
-        assert torch.equal(found.batch.blocks[0].part.edge_ids, expected.blocks[0].part.edge_ids)  # type: ignore[arg-type]
-    assert copies.waited == sum(len(found.tensors) for found in moved if isinstance(found, PendingBatch))
+    for ours, expected in zip(moved, sent, strict=True):
+        assert isinstance(ours, PendingBatch)
+        assert_same_batches(mover.ready(ours), expected)
+        assert ours.batch.x is not expected.x
+        assert torch.equal(ours.batch.blocks[0].part.edge_ids, expected.blocks[0].part.edge_ids)  # type: ignore[arg-type]
+    assert copies.waited == sum(len(ours.tensors) for ours in moved if isinstance(ours, PendingBatch))
 
 
-def test_from_several_threads() -> None:
-    mover, sent = Mover(ELSEWHERE, 2, EagerCopies()), batches(20)
+def test_batches_of_several_threads_arrive_as_they_were() -> None:
+    mover = Mover(ELSEWHERE, 2, EagerCopies())
+    sent = batches(20)
     with ThreadPoolExecutor(4) as pool:
-        for found, expected in zip(pool.map(lambda batch: mover.move(batch), sent), sent, strict=True):
-            assert_same_batches(mover.ready(found), expected)
+        for ours, expected in zip(pool.map(lambda batch: mover.move(batch), sent), sent, strict=True):
+            assert_same_batches(mover.ready(ours), expected)
 
 
-def test_a_batch_without_room_is_moved_when_its_turn_comes() -> None:
+def test_a_batch_that_runs_out_of_memory_is_moved_when_it_is_needed() -> None:
     class Full(LateCopies):
         def copy(self, staged: Tensor) -> Tensor:
             if self.full:
@@ -109,8 +113,8 @@ def test_a_batch_without_room_is_moved_when_its_turn_comes() -> None:
     stayed = mover.move(second)
     assert stayed is second, "on the host"
     mover.ready(begun)
-    found = mover.ready(stayed)
-    assert found.seeds.device == found.blocks[0].src_ids.device == ELSEWHERE
+    moved = mover.ready(stayed)
+    assert moved.seeds.device == moved.blocks[0].src_ids.device == ELSEWHERE
 
 
 class EagerCopies(LateCopies):
@@ -120,24 +124,24 @@ class EagerCopies(LateCopies):
         return staged.clone()
 
 
-def test_handles_and_what_is_there_already_stay() -> None:
+def test_handles_and_tensors_on_the_device_stay() -> None:
     (batch,) = batches(1)
     handle = Rows(TensorTable(randn(50, 3)), batch.input_ids)
     mover = Mover(ELSEWHERE, 2, LateCopies())
-    found = mover.ready(mover.move(replace(batch, x=handle, y=torch.empty(3, device="meta"))))
-    assert found.x is handle
-    assert found.y is not None
-    assert found.y.device == ELSEWHERE
+    moved = mover.ready(mover.move(replace(batch, x=handle, y=torch.empty(3, device="meta"))))
+    assert moved.x is handle
+    assert moved.y is not None
+    assert moved.y.device == ELSEWHERE
 
 
-def test_a_tensor_that_does_not_fit_is_moved_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_that_does_not_fit_the_buffer_is_moved_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hopline.pipeline.transfer.GAP_BYTES", -1000)
     (batch,) = batches(1)
     copies = LateCopies()
     mover = Mover(ELSEWHERE, 1, copies)
-    found = mover.ready(mover.move(batch))
-    assert any(t.device == ELSEWHERE for t in mover_tensors(found))  # torch's own way
-    assert any(t.device.type == "cpu" for t in mover_tensors(found))
+    moved = mover.ready(mover.move(batch))
+    assert any(t.device == ELSEWHERE for t in mover_tensors(moved))  # torch's own way
+    assert any(t.device.type == "cpu" for t in mover_tensors(moved))
 
 
 def mover_tensors(batch: Batch) -> list[Tensor]:
@@ -164,25 +168,28 @@ def test_on_the_cpu_batches_stay() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_on_a_gpu_equal_to_the_blocking_path() -> None:
-    mover, sent = Mover("cuda:0", 2), batches(40)
+def test_on_a_gpu_batches_equal_those_of_a_blocking_copy() -> None:
+    mover = Mover("cuda:0", 2)
+    sent = batches(40)
     with ThreadPoolExecutor(3) as pool:
         for moved, expected in zip(pool.map(lambda batch: mover.move(batch), sent), sent, strict=True):
-            found, blocking = mover.ready(moved), expected.to("cuda:0")
-            assert_same_batches(found, blocking)
-            assert found.seeds.device == blocking.seeds.device
+            ours = mover.ready(moved)
+            blocking = expected.to("cuda:0")
+            assert_same_batches(ours, blocking)
+            assert ours.seeds.device == blocking.seeds.device
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_on_a_gpu_neither_side_waits() -> None:
-    mover, sent = Mover("cuda:0", 2), batches(2)
+    mover = Mover("cuda:0", 2)
+    sent = batches(2)
     mover.ready(mover.move(sent[0]))  # buffers are made once
     mover.ready(mover.move(sent[0]))
     try:
         with warnings.catch_warnings(action="ignore"):  # that it is a prototype
             torch.cuda.set_sync_debug_mode("error")
-        found = mover.ready(mover.move(sent[0]))
+        moved = mover.ready(mover.move(sent[0]))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert_same_batches(found.to("cpu"), sent[0])
+    assert_same_batches(moved.to("cpu"), sent[0])

@@ -1,4 +1,4 @@
-"""The runs of GNNAutoScale's tables: what they say, and that each can be built and trained on a graph of its kind."""
+"""Recipes for GNNAutoScale's tables: each can be built and trained on a graph of its kind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ each_kind_of_run = pytest.mark.parametrize(
 """All runs on large graphs, and one per model of those on small ones, which differ in numbers only."""
 
 
-def tiny(data: str) -> hl.Dataset:
+def tiny_dataset(data: str) -> hl.Dataset:
     """60 nodes with a dataset's widths and task."""
     num_features, num_classes = WIDTHS[data]
     several = data in MULTI
@@ -52,8 +52,8 @@ def tiny(data: str) -> hl.Dataset:
     )
 
 
-def smaller(config: RunConfig) -> RunConfig:
-    """The same run on fewer parts, and no deeper and wider than needed."""
+def shrink(config: RunConfig) -> RunConfig:
+    """The run with fewer parts, layers and units."""
     hidden = config.model.hidden if config.model.name == "gat" else min(config.model.hidden, 24)
     model = dataclasses.replace(config.model, hidden=hidden, layers=min(config.model.layers, 4))
     assert isinstance(config.method, hl.Historical)
@@ -62,7 +62,8 @@ def smaller(config: RunConfig) -> RunConfig:
 
 
 def trainer_of(name: str) -> hl.Trainer:
-    config, data = smaller(find_recipe(name)()), tiny(ROWS[name].data)
+    config = shrink(find_recipe(name)())
+    data = tiny_dataset(ROWS[name].data)
     torch.manual_seed(0)
     model = make_model(config.model, data).double()
     settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainSettings)}
@@ -88,16 +89,17 @@ def test_a_run_takes_a_step_on_a_graph_of_its_kind(name: str):
 @each_kind_of_run
 def test_with_exact_tables_outputs_are_those_of_the_full_batch(name: str):
     trainer = trainer_of(name)
-    work, model = work_of(trainer), trainer.model
+    work = work_of(trainer)
+    model = trainer.model
     model.eval()
     work.refresh()
     expected = infer.exact(model, trainer.data)
     with torch.no_grad():
         for group in work.parts.sweep:
-            made = work.batch(group, None)
-            assert made is not None
-            found = model(dataclasses.replace(made.batch, output_idx=None))
-            torch.testing.assert_close(found, expected[made.nodes], rtol=1e-6, atol=1e-6)
+            hist_batch = work.batch(group, None)
+            assert hist_batch is not None
+            ours = model(dataclasses.replace(hist_batch.batch, output_idx=None))
+            torch.testing.assert_close(ours, expected[hist_batch.nodes], rtol=1e-6, atol=1e-6)
 
 
 @each_run
@@ -105,8 +107,8 @@ def test_a_run_survives_the_run_folder_and_names_a_dataset_that_can_be_opened(na
     config = history(name)
     assert trainer_of(name).data.name == ROWS[name].data  # it can be built
     assert from_dict(RunConfig, to_dict(config)) == config
-    known = {info.name.lower() for info in names(data_root=tmp_path)} | {"cluster"}
-    assert config.data in known
+    openable = {info.name.lower() for info in names(data_root=tmp_path)} | {"cluster"}
+    assert config.data in openable
 
 
 def test_the_tables_are_complete():
@@ -163,7 +165,7 @@ def test_a_pair_that_does_not_exist_is_refused_with_those_that_do(name: str, wor
     assert all(word in str(error.value) for word in words)
 
 
-def test_it_begins_with_its_command():
+def test_the_docstring_of_a_run_begins_with_its_command():
     command, blank, *more = (inspect.getdoc(history) or "").splitlines()
     assert (command, blank) == ("hopline train gas-MODEL-DATASET", "")
     assert " ".join(more).endswith(".")

@@ -1,4 +1,4 @@
-"""The named runs."""
+"""The standard recipes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_a_recipe_begins_with_its_command_and_says_what_to_expect(recipe: Callab
 
 @each_recipe
 def test_a_recipe_names_a_dataset_that_can_be_opened(recipe: Callable[[], RunConfig], tmp_path: Path):
-    known = {info.name.lower() for info in names(data_root=tmp_path)}
-    assert recipe().data.lower() in known
+    openable = {info.name.lower() for info in names(data_root=tmp_path)}
+    assert recipe().data.lower() in openable
 
 
 @each_recipe
@@ -50,7 +50,7 @@ def test_the_demo_learns_on_a_smaller_copy_of_its_graph(tmp_path: Path):
     settings = BUILT_IN["demo"][0].scaled(0.05)
     planted_partition(settings, folder=tmp_path / "graph")
     config = dataclasses.replace(RECIPES["demo"](), data=str(tmp_path / "graph"), out=tmp_path / "run", show=False)
-    done = run.train(config)
-    assert done.epochs == config.epochs
-    assert done.history[-1].loss < done.history[0].loss
-    assert done.test > 3 / settings.num_classes
+    outcome = run.train(config)
+    assert outcome.epochs == config.epochs
+    assert outcome.history[-1].loss < outcome.history[0].loss
+    assert outcome.test > 3 / settings.num_classes

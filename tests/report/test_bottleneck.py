@@ -1,4 +1,4 @@
-"""The bound against a schedule played through batch by batch, and sentences that are true for the machine."""
+"""The bound on an epoch's time against a simulated pipeline, and advice that fits the machine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from hopline.report.bottleneck import REST, Explanation, Setup, bound_of, explain
 
 
-def played(prepare_s: float, train_s: float, num_batches: int, workers: int) -> float:
-    """Seconds of a pipeline with room for all batches, whose threads begin one after the other."""
+def simulate_pipeline_s(prepare_s: float, train_s: float, num_batches: int, workers: int) -> float:
+    """Seconds of a pipeline with an unbounded queue, whose threads begin one after the other."""
     free = [prepare_s * i / workers for i in range(workers)]
     now = 0.0
     for _ in range(num_batches):
@@ -29,32 +29,36 @@ def test_the_bound_is_what_a_pipeline_takes_that_nothing_holds_up(num_batches: i
     for prepare_s, train_s in itertools.product((0.5, 2.0, 9.0), (1.0, 4.0)):
         serial_s = prepare_s + train_s
         bound = bound_of(prepare_s / serial_s, train_s / serial_s, num_batches, workers)
-        assert bound == pytest.approx(played(prepare_s, train_s, num_batches, workers) / (num_batches * serial_s))
+        assert bound == pytest.approx(
+            simulate_pipeline_s(prepare_s, train_s, num_batches, workers) / (num_batches * serial_s)
+        )
 
 
 TWO_CORES = Setup(workers=2, look_ahead=4, max_workers=2, num_cores=2, sampled=True)
 
 
-def explained(setup: Setup = TWO_CORES, alone: Any = None, **stages: float) -> Explanation:
-    """An epoch of 10 s and 20 batches."""
-    found = explain(stages, 10.0, 20, setup, alone)
-    assert found is not None
-    return found
+def explain_epoch(setup: Setup = TWO_CORES, alone: Any = None, **stages: float) -> Explanation:
+    """The explanation of an epoch of 10 s and 20 batches."""
+    explanation = explain(stages, 10.0, 20, setup, alone)
+    assert explanation is not None
+    return explanation
 
 
-def with_changes(**changes: Any) -> Setup:
+def change_setup(**changes: Any) -> Setup:
     return Setup(**{**vars(TWO_CORES), **changes})
 
 
 def test_shares_are_of_the_serial_sum_and_the_ratio_is_the_epochs():
-    found = explained(sample=30.0, gather=1.0, wait=0.5, forward=4.0, backward=5.0, alone={"sample": 6.0})
-    assert found.stages == {"sample": 6.0, "gather": 1.0, "forward": 4.0, "backward": 5.0}, "waiting is no work"
-    assert found.serial_s == 16.0
-    assert found.shares["sample"] == pytest.approx(6 / 16)
-    assert sum(found.shares.values()) == pytest.approx(1)
-    assert found.achieved == pytest.approx(10 / 16)
-    assert found.bound == pytest.approx(1 / 20 + 19 / 20 * 9 / 16), "training is longer than a half of the preparation"
-    assert found.waited == pytest.approx(0.05)
+    explanation = explain_epoch(sample=30.0, gather=1.0, wait=0.5, forward=4.0, backward=5.0, alone={"sample": 6.0})
+    assert explanation.stages == {"sample": 6.0, "gather": 1.0, "forward": 4.0, "backward": 5.0}, "waiting is no work"
+    assert explanation.serial_s == 16.0
+    assert explanation.shares["sample"] == pytest.approx(6 / 16)
+    assert sum(explanation.shares.values()) == pytest.approx(1)
+    assert explanation.achieved == pytest.approx(10 / 16)
+    assert explanation.bound == pytest.approx(1 / 20 + 19 / 20 * 9 / 16), (
+        "training is longer than a half of the preparation"
+    )
+    assert explanation.waited == pytest.approx(0.05)
 
 
 def test_nothing_timed_is_nothing_explained():
@@ -81,17 +85,17 @@ QUICK = {"sample": 1.0, "gather": 2.0, "wait": 0.1, "forward": 4.0, "backward": 
         ({"workers": 1, "max_workers": 1, "sampled": False}, "^sample, waited for 60% of the time$"),
     ],
 )
-def test_training_that_waits(changes: dict[str, Any], words: str):
-    found = explained(with_changes(**changes), **SLOW)
-    assert found.bottleneck == ("look_ahead" if "prefetch" in words else "sample")
-    assert re.search(words, found.sentence), found.sentence
+def test_training_that_waits_is_told_what_to_change(changes: dict[str, Any], words: str):
+    explanation = explain_epoch(change_setup(**changes), **SLOW)
+    assert explanation.bottleneck == ("look_ahead" if "prefetch" in words else "sample")
+    assert re.search(words, explanation.sentence), explanation.sentence
 
 
 def test_threads_that_mostly_wait_for_cores_would_gain_nothing_by_more_threads():
-    found = explained(with_changes(max_workers=8, num_cores=2), alone={"sample": 3.0, "gather": 1.0}, **SLOW)
-    assert found.bottleneck == "cores"
-    assert "too few cores (2)" in found.sentence
-    assert "method.workers" not in found.sentence
+    explanation = explain_epoch(change_setup(max_workers=8, num_cores=2), alone={"sample": 3.0, "gather": 1.0}, **SLOW)
+    assert explanation.bottleneck == "cores"
+    assert "too few cores (2)" in explanation.sentence
+    assert "method.workers" not in explanation.sentence
 
 
 @pytest.mark.parametrize(
@@ -104,39 +108,39 @@ def test_threads_that_mostly_wait_for_cores_would_gain_nothing_by_more_threads()
         ({"sampled": False}, "work$"),
     ],
 )
-def test_training_that_never_waits(changes: dict[str, Any], words: str):
-    found = explained(with_changes(**changes), **QUICK)
-    assert found.bottleneck == "backward"
-    assert re.search(words, found.sentence), found.sentence
+def test_training_that_never_waits_is_told_how_to_compute_faster(changes: dict[str, Any], words: str):
+    explanation = explain_epoch(change_setup(**changes), **QUICK)
+    assert explanation.bottleneck == "backward"
+    assert re.search(words, explanation.sentence), explanation.sentence
 
 
 def test_a_host_that_waits_while_its_gpu_is_busy_holds_up_nothing():
-    found = explained(with_changes(on_gpu=True), sample=12.0, gather=6.0, wait=7.0, forward=4.0, backward=5.6)
-    assert found.waited == pytest.approx(0.04)
-    assert found.bottleneck == "backward"
+    explanation = explain_epoch(change_setup(on_gpu=True), sample=12.0, gather=6.0, wait=7.0, forward=4.0, backward=5.6)
+    assert explanation.waited == pytest.approx(0.04)
+    assert explanation.bottleneck == "backward"
 
 
 def test_stages_of_the_training_thread_are_named():
-    assert "accumulate=" in explained(sample=1.0, forward=1.0, backward=2.0, exchange=6.5).sentence
-    assert "checkpoint_s=" in explained(sample=1.0, forward=1.0, backward=2.0, checkpoint=6.5).sentence
-    assert explained(sample=1.0, forward=1.0, backward=1.5).bottleneck == REST
-    on_gpu = explained(with_changes(on_gpu=True), sample=1.0, forward=1.0, backward=1.5)
+    assert "accumulate=" in explain_epoch(sample=1.0, forward=1.0, backward=2.0, exchange=6.5).sentence
+    assert "checkpoint_s=" in explain_epoch(sample=1.0, forward=1.0, backward=2.0, checkpoint=6.5).sentence
+    assert explain_epoch(sample=1.0, forward=1.0, backward=1.5).bottleneck == REST
+    on_gpu = explain_epoch(change_setup(on_gpu=True), sample=1.0, forward=1.0, backward=1.5)
     assert on_gpu.sentence == "launch overhead, 75% of an epoch: set a larger method.batch_size"
 
 
-def test_without_threads():
+def test_without_prefetch_the_largest_stage_is_the_bottleneck():
     stages = {"sample": 3.0, "gather": 2.0, "forward": 2.0, "backward": 2.5}
-    found = explained(with_changes(workers=0), **stages)
-    assert found.sentence.endswith("without prefetch, 53% of the work: set method.workers=auto")
-    assert "raise budget=" in explained(with_changes(workers=0, planned=True), **stages).sentence
-    one_core = explained(with_changes(workers=0, num_cores=1), **stages)
+    explanation = explain_epoch(change_setup(workers=0), **stages)
+    assert explanation.sentence.endswith("without prefetch, 53% of the work: set method.workers=auto")
+    assert "raise budget=" in explain_epoch(change_setup(workers=0, planned=True), **stages).sentence
+    one_core = explain_epoch(change_setup(workers=0, num_cores=1), **stages)
     assert one_core.sentence.endswith("the work: set smaller method.fanouts")
-    gpu = with_changes(workers=0, on_gpu=True, drawn_on_gpu=True, max_workers=0)
-    assert explained(gpu, **stages).sentence == "backward, 26% of the work: try precision=bf16"
-    drawn = explained(gpu, sample=6.0, forward=2.0, backward=1.5)
-    assert drawn.sentence == "sample, 63% of the work: set smaller method.fanouts"
-    read = explained(gpu, gather=6.0, forward=2.0, backward=1.5)
-    assert "placement.features=pinned" in read.sentence
+    gpu = change_setup(workers=0, on_gpu=True, drawn_on_gpu=True, max_workers=0)
+    assert explain_epoch(gpu, **stages).sentence == "backward, 26% of the work: try precision=bf16"
+    sampling = explain_epoch(gpu, sample=6.0, forward=2.0, backward=1.5)
+    assert sampling.sentence == "sample, 63% of the work: set smaller method.fanouts"
+    gathering = explain_epoch(gpu, gather=6.0, forward=2.0, backward=1.5)
+    assert "placement.features=pinned" in gathering.sentence
 
 
 def test_a_verdict_is_short_and_advises_only_what_can_be_done():
@@ -145,11 +149,11 @@ def test_a_verdict_is_short_and_advises_only_what_can_be_done():
     timed: list[dict[str, float]] = [SLOW, QUICK, {"sample": 1.0, "forward": 1.0}, {"move": 40.0, "wait": 10.0}]
     timed += [{"forward": 1.0, name: 9.0} for name in ("exchange", "checkpoint", "divide", "gather")]
     setups = [
-        with_changes(workers=workers, max_workers=16, **dict(zip(flags, values, strict=True)))
+        change_setup(workers=workers, max_workers=16, **dict(zip(flags, values, strict=True)))
         for workers, *values in itertools.product((0, 1, 16), *[(False, True)] * len(flags))
     ]
     for stages, setup in itertools.product(timed, setups):
-        found = explained(setup, **stages)
-        assert len(f"bottleneck: {found.sentence}") <= 100, found.sentence
-        assert found.sentence.endswith(found.advice)
-        assert "model" not in found.advice
+        explanation = explain_epoch(setup, **stages)
+        assert len(f"bottleneck: {explanation.sentence}") <= 100, explanation.sentence
+        assert explanation.sentence.endswith(explanation.advice)
+        assert "model" not in explanation.advice

@@ -1,4 +1,4 @@
-"""Charts: what is drawn where, and what is left out."""
+"""Charts: scales, labels, legends and colours, and points that are left out."""
 
 import itertools
 import re
@@ -24,11 +24,11 @@ def titles(figure: str) -> list[str]:
     [(0, 1), (0.71, 0.73), (-5, 12), (3, 3), (0, 0), (1e-9, 2e-9), (9_999, 250_000), (-2, -2)],
 )
 def test_ticks_cover_the_range_with_few_even_steps(low: float, high: float):
-    found = ticks(low, high)
-    assert found[0] <= low + 1e-12
-    assert found[-1] >= high - 1e-12
-    assert 3 <= len(found) <= 8
-    steps = [b - a for a, b in itertools.pairwise(found)]
+    marks = ticks(low, high)
+    assert marks[0] <= low + 1e-12
+    assert marks[-1] >= high - 1e-12
+    assert 3 <= len(marks) <= 8
+    steps = [b - a for a, b in itertools.pairwise(marks)]
     assert steps == pytest.approx([steps[0]] * len(steps))
 
 
@@ -36,14 +36,15 @@ def test_ticks_cover_the_range_with_few_even_steps(low: float, high: float):
     ("value", "text"),
     [(0, "0"), (0.73125, "0.7312"), (9999, "9999"), (45_200, "45.2k"), (1.5e6, "1.5M"), (3e9, "3G")],
 )
-def test_short_numbers(value: float, text: str):
+def test_labels_are_short_numbers(value: float, text: str):
     assert format_short(value) == text
 
 
 def test_a_curve_falls_when_its_values_do():
     figure = line_chart("Loss", {"loss": [(1, 2.0), (2, 1.0), (3, 0.5)]})
     points = re.findall(r"([\d.]+),([\d.]+)", re.findall(r'points="([^"]+)"', figure)[0])
-    xs, ys = [float(x) for x, _ in points], [float(y) for _, y in points]
+    xs = [float(x) for x, _ in points]
+    ys = [float(y) for _, y in points]
     assert xs == sorted(xs)
     assert ys == sorted(ys), "down the page"
     assert titles(figure) == ["loss, epoch 1: 2", "loss, epoch 2: 1", "loss, epoch 3: 0.5"]
@@ -75,7 +76,7 @@ def test_long_runs_stay_small():
     assert len(titles(bar_chart("Stages", ["sample", "step"], bars, SECONDS))) <= 2 * MAX_BARS
 
 
-def test_a_chart_over_something_else_than_epochs_with_its_axis_from_zero():
+def test_a_chart_may_have_another_x_axis_and_start_at_zero():
     figure = line_chart("Bytes", {"bytes": [(1, 40.0), (9, 50.0)]}, over="step", always_shown=0.0, width=900)
     assert titles(figure) == ["bytes, step 1: 40", "bytes, step 9: 50"]
     texts = [element.text for element in drawing(figure).iter("text")]

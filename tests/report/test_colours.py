@@ -1,4 +1,4 @@
-"""Colours of charts: as many as are asked for, different from one another and from the page."""
+"""Colours of charts: as many as needed, distinct from one another and from the page."""
 
 import itertools
 import re
@@ -23,12 +23,12 @@ def contrast(a: str, b: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-@pytest.mark.parametrize(("count", "least"), [(2, 0.3), (8, 0.08), (12, 0.07), (24, 0.07), (60, 0.02)])
-def test_all_are_different_on_a_light_and_on_a_dark_page(count: int, least: float):
+@pytest.mark.parametrize(("count", "min_distance"), [(2, 0.3), (8, 0.08), (12, 0.07), (24, 0.07), (60, 0.02)])
+def test_all_are_different_on_a_light_and_on_a_dark_page(count: int, min_distance: float):
     """0.02 is what can just be told apart."""
     colours = find_colours(count)
     assert len(colours) == count
-    assert min(distance(a, b) for a, b in itertools.combinations(colours, 2)) >= least
+    assert min(distance(a, b) for a, b in itertools.combinations(colours, 2)) >= min_distance
     assert [tuple(colour) for colour in colours[:8]] == list(CHOSEN[:count])
 
 
@@ -39,7 +39,8 @@ def test_all_stand_out_from_the_page():
 
 
 def test_distance_is_that_of_the_page_on_which_two_are_more_alike():
-    black, white = "#000000", "#ffffff"
+    black = "#000000"
+    white = "#ffffff"
     assert distance((black, black), (white, white)) == pytest.approx(1, abs=1e-3)  # type: ignore[arg-type]
     assert distance((black, black), (white, black)) == 0  # type: ignore[arg-type]
 

@@ -25,7 +25,7 @@ from hopline.report.format import amount, duration, percent, unit_of
         (5_000_000, "1,388 h 53 min"),
     ],
 )
-def test_a_time_by_itself(seconds: float, text: str):
+def test_a_single_time_has_the_unit_that_fits_it(seconds: float, text: str):
     assert duration(seconds) == text
 
 
@@ -49,7 +49,7 @@ def test_a_column_of_times_has_one_unit():
 @pytest.mark.parametrize(
     ("share", "text"), [(0.357, "36%"), (0.0432, "4.3%"), (1, "100%"), (0, "0%"), (0.0999, "10%"), (0.0994, "9.9%")]
 )
-def test_shares(share: float, text: str):
+def test_shares_are_percentages_of_two_digits(share: float, text: str):
     assert percent(share) == text
 
 
@@ -57,5 +57,5 @@ def test_shares(share: float, text: str):
     ("value", "text"),
     [(1_615_685_872, "1,615,685,872"), (54_855.3, "54,855"), (13.5234, "13.52"), (True, "True"), ("cpu", "cpu")],
 )
-def test_amounts(value: float | str, text: str):
+def test_amounts_have_separators_or_at_most_two_decimals(value: float | str, text: str):
     assert amount(value) == text

@@ -58,8 +58,8 @@ WHOLE = [r for n in (1, 2, 3) for r in (epoch(n), evaluation(n, "valid", 0.6 + n
 
 
 def write(folder: Path, records: list[dict[str, Any]], tail: str = "") -> Path:
-    about = {"config": CONFIG, "versions": {"torch": "2.8", "numba": None}, "command": ["hopline", "train"]}
-    (folder / "config.json").write_text(json.dumps(about))
+    stored = {"config": CONFIG, "versions": {"torch": "2.8", "numba": None}, "command": ["hopline", "train"]}
+    (folder / "config.json").write_text(json.dumps(stored))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records) + tail)
     return folder
 
@@ -72,20 +72,20 @@ def text(page: str) -> str:
 
 def test_a_finished_run_shows_results_times_counters_and_settings(tmp_path: Path):
     page = render(write(tmp_path, WHOLE))
-    seen = text(page)
-    assert "cora-gcn finished" in seen
-    assert "ended: no better for 5 epochs" in seen
-    assert "0.7900 best valid accuracy (epoch 2)" in seen
-    assert "0.8125 test accuracy" in seen
-    assert "1.5 GiB peak host memory" in seen
-    assert "2 s median time per epoch" in seen
-    assert "sample 0.50 1.25 0.35" in seen, "first epoch, mean and deviation of the later ones"
-    assert "bytes.h2d 6 KiB 2 KiB" in seen
-    assert "cache.hits 12 –" in seen
-    assert "method.fanouts 10,5" in seen
-    assert "numba none" in seen
+    shown_text = text(page)
+    assert "cora-gcn finished" in shown_text
+    assert "ended: no better for 5 epochs" in shown_text
+    assert "0.7900 best valid accuracy (epoch 2)" in shown_text
+    assert "0.8125 test accuracy" in shown_text
+    assert "1.5 GiB peak host memory" in shown_text
+    assert "2 s median time per epoch" in shown_text
+    assert "sample 0.50 1.25 0.35" in shown_text, "first epoch, mean and deviation of the later ones"
+    assert "bytes.h2d 6 KiB 2 KiB" in shown_text
+    assert "cache.hits 12 –" in shown_text
+    assert "method.fanouts 10,5" in shown_text
+    assert "numba none" in shown_text
     assert re.findall(r"<figcaption>([^<]+)", page) == ["Loss", "Metrics", "Time by stage, in s"]
-    assert "learning rate 0.01" in seen, "a constant is a fact, not a chart"
+    assert "learning rate 0.01" in shown_text, "a constant is a fact, not a chart"
     assert "loss, epoch 2: 0.5" in page
     assert 'class="notice"' not in page
 
@@ -120,8 +120,8 @@ PIPELINE = {
 
 
 def test_dataset_model_and_training_are_at_the_top(tmp_path: Path):
-    seen = text(render(write(tmp_path, [START, *WHOLE])))
-    top = seen[: seen.index("Over epochs")]
+    shown_text = text(render(write(tmp_path, [START, *WHOLE])))
+    top = shown_text[: shown_text.index("Over epochs")]
     assert "Dataset name papers nodes 111,059,956 edges 1,615,685,872 features 128 classes 172" in top
     assert "training seeds 1,207,179" in top
     assert "Model name GNN layers 2 × SAGEConv, 1 × GATConv parameters 20,624" in top
@@ -130,48 +130,50 @@ def test_dataset_model_and_training_are_at_the_top(tmp_path: Path):
 
 
 def test_without_a_recorded_start_the_settings_tell_what_they_can(tmp_path: Path):
-    seen = text(render(write(tmp_path, WHOLE)))
-    assert "Training method sampled fan-outs 10, 5 learning rate 0.01" in seen
-    assert "Dataset" not in seen
+    shown_text = text(render(write(tmp_path, WHOLE)))
+    assert "Training method sampled fan-outs 10, 5 learning rate 0.01" in shown_text
+    assert "Dataset" not in shown_text
 
 
 def test_the_parts_of_the_run_add_up_to_its_total(tmp_path: Path):
     stages = {"forward": 1.0, "checkpoint": 0.25, "evaluate.checkpoint": 0.5}
     records = [epoch(1, stages=stages), evaluation(1, "valid", 0.5), epoch(2, stages=stages)]
     page = render(write(tmp_path, [*records, CLOSE | {"elapsed_s": 6.0}]))
-    seen = text(page)
-    assert "6 s total time" in seen
-    assert "training 3.50 58% evaluation 0.10 1.7% checkpoints 1.50 25% everything else 0.90 15% total 6.00" in seen
+    shown_text = text(page)
+    assert "6 s total time" in shown_text
+    assert (
+        "training 3.50 58% evaluation 0.10 1.7% checkpoints 1.50 25% everything else 0.90 15% total 6.00" in shown_text
+    )
 
 
 def test_the_time_of_an_epoch_that_was_killed_and_resumed_counts(tmp_path: Path):
     """Its seconds hold those before the kill, which no stamp counts."""
-    seen = text(render(write(tmp_path, [epoch(1), epoch(2, seconds=7.0), CLOSE | {"elapsed_s": 3.0}])))
-    assert "9 s total time" in seen
-    assert "training 9.00 100% evaluation 0 0% checkpoints 0 0% everything else 0 0% total 9.00" in seen
+    shown_text = text(render(write(tmp_path, [epoch(1), epoch(2, seconds=7.0), CLOSE | {"elapsed_s": 3.0}])))
+    assert "9 s total time" in shown_text
+    assert "training 9.00 100% evaluation 0 0% checkpoints 0 0% everything else 0 0% total 9.00" in shown_text
 
 
 @pytest.mark.parametrize("config", [{"evaluate": "async_cpu"}, {"train": {"evaluate": "async"}}])
-def test_evaluations_beside_training_are_no_part_of_the_total(tmp_path: Path, config: dict[str, Any]):
+def test_asynchronous_evaluations_are_no_part_of_the_total(tmp_path: Path, config: dict[str, Any]):
     records = [epoch(1), evaluation(1, "valid", 0.5), epoch(2), evaluation(2, "test", 0.5), CLOSE | {"elapsed_s": 5.0}]
     write(tmp_path, records)
     (tmp_path / "config.json").write_text(json.dumps({"config": config}))
-    seen = text(render(tmp_path))
-    assert "evaluation 0.10 2.0%" in seen
-    assert "Validation ran at the same time as training" in seen
+    shown_text = text(render(tmp_path))
+    assert "evaluation 0.10 2.0%" in shown_text
+    assert "Validation ran at the same time as training" in shown_text
 
 
 def test_the_bottleneck_is_that_of_the_sentence_and_is_said_once(tmp_path: Path):
     page = render(write(tmp_path, [epoch(1, stages={"forward": 3.0}), epoch(2, stages={"sample": 9.0}), PIPELINE]))
-    seen = text(page)
-    assert "forward bottleneck" in seen
-    assert "slowest" not in seen
+    shown_text = text(page)
+    assert "forward bottleneck" in shown_text
+    assert "slowest" not in shown_text
     assert page.count(PIPELINE["sentence"]) == 1
     assert page.count("<h2>Pipeline</h2>") == 1
-    assert "Stage times" not in seen
+    assert "Stage times" not in shown_text
 
 
-def test_a_constant_is_not_drawn_unless_beside_a_curve(tmp_path: Path):
+def test_a_constant_is_drawn_only_next_to_a_curve(tmp_path: Path):
     records = [epoch(n, loss=0.5, lr=0.1 / n, seeds_per_s=7.0) for n in (1, 2, 3)]
     tested = evaluation(3, "test", 0.7)
     page = render(write(tmp_path, [*records, *(evaluation(n, "valid", 0.6) for n in (1, 2)), tested]))
@@ -186,14 +188,14 @@ def test_work_is_shown_in_place_of_times_that_hold_waiting(tmp_path: Path):
     work = {"forward": 3.0, "sample": 1.0}
     spans = {"sample": 40.0, "wait": 8.0, "forward": 3.0}
     page = render(write(tmp_path, [*(epoch(n, stages=spans, work=work) for n in (1, 2, 3)), PIPELINE]))
-    seen = text(page)
+    shown_text = text(page)
     assert "Work by stage, in s" in page
-    assert "sample 1.00 1.00 0 25%" in seen
-    assert "forward 3.00 3.00 0 75%" in seen
-    assert "all stages, one after the other 4.00 100%" in seen
+    assert "sample 1.00 1.00 0 25%" in shown_text
+    assert "forward 3.00 3.00 0 75%" in shown_text
+    assert "all stages, one after the other 4.00 100%" in shown_text
     assert "40.0" not in page
     assert "</i>wait" not in page
-    assert "include waiting" not in seen
+    assert "include waiting" not in shown_text
     old = render(write(tmp_path, [*(epoch(n, stages=spans) for n in (1, 2, 3)), PIPELINE]))
     assert "sample 40.00 40.00 0 25%" in text(old)
     assert "</i>wait" in old
@@ -230,10 +232,10 @@ def test_settings_that_were_changed_come_first(tmp_path: Path):
     stored = {"config": to_dict(config), "changed": changed_keys(config)}
     (tmp_path / "config.json").write_text(json.dumps(stored))
     page = render(tmp_path)
-    shown, others = page[page.index("Changed settings") :].split("<details>")
-    assert "lr 0.25 method.kind historical method.num_parts 70" in text(shown)
-    assert "weight_decay 0.0" in text(others)
-    assert "num_parts" not in others
+    changed, unchanged = page[page.index("Changed settings") :].split("<details>")
+    assert "lr 0.25 method.kind historical method.num_parts 70" in text(changed)
+    assert "weight_decay 0.0" in text(unchanged)
+    assert "num_parts" not in unchanged
 
 
 def test_the_page_is_escaped_and_needs_no_network(tmp_path: Path):
@@ -246,24 +248,24 @@ def test_the_page_is_escaped_and_needs_no_network(tmp_path: Path):
 
 def test_a_killed_run_is_shown_as_far_as_it_got(tmp_path: Path):
     records = [epoch(1), evaluation(1, "valid", 0.5), epoch(2), evaluation(2, "valid", 0.4), epoch(3)]
-    seen = text(render(write(tmp_path, records, tail='{"event": "epoch", "epo')))
-    assert "not finished" in seen
-    assert "it was killed" in seen
-    assert "1 line(s) of metrics.jsonl could not be read" in seen
-    assert "0.5000 best valid accuracy (epoch 1)" in seen
-    assert "3 epochs" in seen
-    assert "sample 0.50 1.25 0.35" in seen
-    assert "bytes.h2d 6 KiB 2 KiB" in seen, "and so do totals"
+    shown_text = text(render(write(tmp_path, records, tail='{"event": "epoch", "epo')))
+    assert "not finished" in shown_text
+    assert "it was killed" in shown_text
+    assert "1 line(s) of metrics.jsonl could not be read" in shown_text
+    assert "0.5000 best valid accuracy (epoch 1)" in shown_text
+    assert "3 epochs" in shown_text
+    assert "sample 0.50 1.25 0.35" in shown_text
+    assert "bytes.h2d 6 KiB 2 KiB" in shown_text, "and so do totals"
 
 
 def test_one_epoch_says_that_there_is_no_mean(tmp_path: Path):
-    seen = text(render(write(tmp_path, [epoch(1), CLOSE])))
-    assert "Only one epoch was completed" in seen
-    assert "1 loss 50 seeds per second 1 epochs" in seen
-    assert "stage epoch (s) sample 0.50 gather 1.00" in seen
+    shown_text = text(render(write(tmp_path, [epoch(1), CLOSE])))
+    assert "Only one epoch was completed" in shown_text
+    assert "1 loss 50 seeds per second 1 epochs" in shown_text
+    assert "stage epoch (s) sample 0.50 gather 1.00" in shown_text
 
 
-def test_no_metrics_at_all(tmp_path: Path):
+def test_a_run_without_metrics_has_a_page(tmp_path: Path):
     write(tmp_path, [])
     (tmp_path / "metrics.jsonl").unlink()
     page = render(tmp_path)

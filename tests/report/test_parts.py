@@ -14,10 +14,10 @@ MIB = 2**20
 
 
 def record(epoch: int, **changes: Any) -> dict[str, Any]:
-    found = {"event": "budget", "epoch": epoch, "limit_bytes": 64 * MIB, "promised_bytes": 60.5 * MIB}
-    found |= {"peak_bytes": 58 * MIB, "num_steps": 3, "steps_per_point": 1, "split": 2, "pieces": 5}
-    found |= {"before": [100.0 * MIB, 50.0 * MIB, 90.0 * MIB], "after": [58 * MIB, 50 * MIB, 57 * MIB]}
-    return found | {"resampled": 0, "cut": 0, "edges_cut": 0, "over": 0, "oom": 1} | changes
+    fields = {"event": "budget", "epoch": epoch, "limit_bytes": 64 * MIB, "promised_bytes": 60.5 * MIB}
+    fields |= {"peak_bytes": 58 * MIB, "num_steps": 3, "steps_per_point": 1, "split": 2, "pieces": 5}
+    fields |= {"before": [100.0 * MIB, 50.0 * MIB, 90.0 * MIB], "after": [58 * MIB, 50 * MIB, 57 * MIB]}
+    return fields | {"resampled": 0, "cut": 0, "edges_cut": 0, "over": 0, "oom": 1} | changes
 
 
 def text(html: str) -> str:
@@ -26,15 +26,15 @@ def text(html: str) -> str:
 
 def test_thinning_keeps_the_largest_of_every_stretch():
     values = [random.Random(7).random() for _ in range(1000)]
-    found, per_point = thin_out(values, 300)
+    points, per_point = thin_out(values, 300)
     assert per_point == 4
-    assert len(found) == 250
-    assert found == [max(values[at : at + 4]) for at in range(0, 1000, 4)]
+    assert len(points) == 250
+    assert points == [max(values[first : first + 4]) for first in range(0, 1000, 4)]
     assert thin_out(values[:300], 300) == (values[:300], 1)
     assert thin_out([], 300) == ([], 1)
 
 
-def test_predicted_and_measured_bytes_by_epoch():
+def test_the_budget_table_has_predicted_and_measured_bytes_by_epoch():
     html = budget_section([record(1), record(2, num_steps=1200, split=0, pieces=0, oom=0)])
     assert "1 3 64 MiB 60.5 MiB 58 MiB 2 5 0 0 0 1" in text(html)
     assert "2 1,200 64 MiB 60.5 MiB 58 MiB 0 0 0 0 0 0" in text(html)
@@ -46,13 +46,13 @@ def test_a_plan_is_summed_up_by_place():
     items.append({"name": "graph", "place": "host", "num_bytes": 5 * MIB})
     totals = [{"place": "device", "promised_bytes": 6 * MIB, "budget_bytes": 8 * MIB}]
     totals.append({"place": "host", "promised_bytes": 5 * MIB, "budget_bytes": None})
-    seen = text(plan_section({"event": "plan", "items": items, "totals": totals}))
-    assert "device weights 2 MiB device a step 4 MiB device predicted peak 6 MiB device budget 8 MiB" in seen
-    assert "host graph 5 MiB host predicted peak 5 MiB host budget –" in seen
+    section = text(plan_section({"event": "plan", "items": items, "totals": totals}))
+    assert "device weights 2 MiB device a step 4 MiB device predicted peak 6 MiB device budget 8 MiB" in section
+    assert "host graph 5 MiB host predicted peak 5 MiB host budget –" in section
     assert plan_section({}) == ""
 
 
-def test_bytes_per_step_under_the_line_of_the_budget():
+def test_the_budget_chart_has_bytes_per_step_and_the_limit():
     html = budget_section([record(1), record(2, steps_per_point=2, num_steps=6)])
     hovers = re.findall(r"<title>([^<]+)</title>", html)
     assert "Bytes per step, in MiB" in html

@@ -37,16 +37,16 @@ def test_a_run_with_defaults_has_changed_nothing():
     ],
 )
 def test_what_differs_from_the_defaults_of_a_run_and_of_its_method(config: RunConfig, changed: dict[str, Any]):
-    found = split_settings(to_dict(config), changed_keys(config))
-    assert found.changed == changed
-    assert not found.changed.keys() & found.others.keys()
-    assert found.others
+    settings = split_settings(to_dict(config), changed_keys(config))
+    assert settings.changed == changed
+    assert not settings.changed.keys() & settings.others.keys()
+    assert settings.others
 
 
 def test_a_run_that_did_not_store_what_was_changed_folds_nothing_away():
-    found = split_settings(to_dict(RunConfig(lr=0.5)), None)
-    assert found.others == {}
-    assert found.changed["lr"] == 0.5
+    settings = split_settings(to_dict(RunConfig(lr=0.5)), None)
+    assert settings.others == {}
+    assert settings.changed["lr"] == 0.5
 
 
 class Mine(hl.extend.Method):
@@ -69,8 +69,8 @@ def test_a_trainer_in_python_stores_what_was_changed(method: hl.extend.Method, o
     data = small()
     hl.Trainer(sage(data), data, method, epochs=1, show=False, out=tmp_path).fit()
     stored = json.loads((tmp_path / "config.json").read_text())
-    found = split_settings(stored["config"], stored["changed"])
-    assert {"data", "model", "train.epochs", *of_method} <= set(found.changed)
-    assert found.others["train.lr"] == 0.003
+    settings = split_settings(stored["config"], stored["changed"])
+    assert {"data", "model", "train.epochs", *of_method} <= set(settings.changed)
+    assert settings.others["train.lr"] == 0.003
     if not isinstance(method, Mine):
-        assert "method.kind" in of_method or found.others["method.kind"] == "Sampled"
+        assert "method.kind" in of_method or settings.others["method.kind"] == "Sampled"

@@ -12,15 +12,15 @@ from hopline.util import trace
 from tests.runs import sage, small
 
 
-class Spans:
-    """A listener that keeps the stages."""
+class SpanRecorder:
+    """A listener that records the spans of stages."""
 
     def __init__(self) -> None:
-        self.found: list[trace.Span] = []
+        self.spans: list[trace.Span] = []
 
     def on_span(self, span: trace.Span) -> None:
         if span.name in (*PREPARED, *TRAINED):
-            self.found.append(span)
+            self.spans.append(span)
 
     def on_count(self, name: str, amount: float) -> None: ...
 
@@ -37,11 +37,12 @@ METHODS: list[hl.extend.Method] = [
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
 def test_no_stage_lies_within_another(method: hl.extend.Method):
-    data, spans = small(), Spans()
-    with trace.listen(spans):
+    data = small()
+    recorder = SpanRecorder()
+    with trace.listen(recorder):
         run = hl.Trainer(sage(data), data, method, epochs=2, show=False).fit()
-    for thread in {span.thread for span in spans.found}:
-        stretches = sorted((s.start_s, s.start_s + s.duration_s, s.name) for s in spans.found if s.thread == thread)
+    for thread in {span.thread for span in recorder.spans}:
+        stretches = sorted((s.start_s, s.start_s + s.duration_s, s.name) for s in recorder.spans if s.thread == thread)
         for (_, stop, name), (start, _, other) in pairwise(stretches):
             assert stop <= start, f"{other} begins before {name} ends"
     epoch = run.history[-1]

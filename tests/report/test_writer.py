@@ -28,13 +28,13 @@ def test_config_holds_settings_versions_and_machine(tmp_path: Path, monkeypatch:
     )
     folder = tmp_path / "new" / "run"
     Report(folder, {"epochs": 3, "out": Path("a"), "clip": math.inf})
-    about = json.loads((folder / "config.json").read_text())
-    assert about["config"] == {"epochs": 3, "out": "a", "clip": None}
-    assert about["command"] == ["hopline", "train", "out=a", "data=b/c", "y,w,k"]
-    assert about["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert about["versions"]["torch"].startswith(torch.__version__.split("+")[0])
-    assert set(about["versions"]) == {"python", *module.PACKAGES}
-    assert about["cpu_count"] == os.cpu_count()
+    stored = json.loads((folder / "config.json").read_text())
+    assert stored["config"] == {"epochs": 3, "out": "a", "clip": None}
+    assert stored["command"] == ["hopline", "train", "out=a", "data=b/c", "y,w,k"]
+    assert stored["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert stored["versions"]["torch"].startswith(torch.__version__.split("+")[0])
+    assert set(stored["versions"]) == {"python", *module.PACKAGES}
+    assert stored["cpu_count"] == os.cpu_count()
 
 
 def test_records_are_plain_numbers_and_stamped(tmp_path: Path):
@@ -133,7 +133,7 @@ def test_a_new_run_in_an_old_folder_starts_afresh(tmp_path: Path):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_resumed_run_goes_on_after_the_last_whole_line(tmp_path: Path):
+def test_a_resumed_run_appends_after_the_last_whole_line(tmp_path: Path):
     first = Report(tmp_path, {})
     first.log({"n": 1})
     first.note("first")
@@ -162,10 +162,10 @@ def test_a_resumed_run_has_one_start_and_the_time_of_the_run_before(tmp_path: Pa
     second = Report(tmp_path, {}, resume=True)
     assert [r["event"] for r in records(tmp_path)] == ["start", "epoch"], "kept until there is another"
     second.log_once({"event": "start", "num_ranks": 2})
-    found = records(tmp_path)
-    assert [r["event"] for r in found] == ["epoch", "start"]
-    assert found[-1]["num_ranks"] == 2
-    assert found[-1]["elapsed_s"] >= 500, "an interrupted epoch has taken time too"
+    logged = records(tmp_path)
+    assert [r["event"] for r in logged] == ["epoch", "start"]
+    assert logged[-1]["num_ranks"] == 2
+    assert logged[-1]["elapsed_s"] >= 500, "an interrupted epoch has taken time too"
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):

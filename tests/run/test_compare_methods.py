@@ -1,3 +1,5 @@
+"""Comparing methods before a run: each is planned and timed, and the fastest that fits is recommended."""
+
 from __future__ import annotations
 
 import math
@@ -34,13 +36,13 @@ def outline_of(num_nodes: int = 600) -> RunOutline:
 
 def test_every_method_is_planned_and_timed():
     outline = outline_of()
-    found = compare(SAMPLED, outline, Budget(host="1GiB"))
-    assert [c.name for c in found] == ["sampled", "historical", "full_batch"]
-    assert all(c.plan is not None and 0 < c.epoch_s < 60 for c in found)
-    assert [c.plan.steps for c in found if c.plan] == [3, 4, 1]
-    best = recommend(found)
-    assert best is min(found, key=lambda c: c.epoch_s / c.plan.steps)  # type: ignore[union-attr]
-    rows = table_of(found)
+    choices = compare(SAMPLED, outline, Budget(host="1GiB"))
+    assert [c.name for c in choices] == ["sampled", "historical", "full_batch"]
+    assert all(c.plan is not None and 0 < c.epoch_s < 60 for c in choices)
+    assert [c.plan.steps for c in choices if c.plan] == [3, 4, 1]
+    best = recommend(choices)
+    assert best is min(choices, key=lambda c: c.epoch_s / c.plan.steps)  # type: ignore[union-attr]
+    rows = table_of(choices)
     assert [len(row) for row in rows] == [7] * 3
     assert rows[0][-1] == "batches of 100 seeds, whole"
     assert all(p.grad is None for p in outline.job.module.parameters())
@@ -51,14 +53,14 @@ def test_what_does_not_fit_in_memory_is_tried_with_files(tmp_path: Path, monkeyp
     outline = outline_of()
     learn(outline, 2)
     memory, files = (m for m in choosing.alternatives(SAMPLED, outline) if isinstance(m, FullBatch))
-    least = [plan_of(m, outline, Budget(host="1KiB")).smallest_bytes("host") for m in (memory, files)]
-    assert least[1] < least[0]
-    limit = sum(least) // 2
-    found = compare(SAMPLED, outline, Budget(host=str(limit)), probe=False)
-    whole = found[-1]
-    assert isinstance(whole.method, FullBatch)
-    assert (whole.plan is None, whole.method.folder) == (False, Path("tables"))
-    assert all(math.isnan(c.epoch_s) for c in found)
+    smallest_bytes = [plan_of(m, outline, Budget(host="1KiB")).smallest_bytes("host") for m in (memory, files)]
+    assert smallest_bytes[1] < smallest_bytes[0]
+    limit = sum(smallest_bytes) // 2
+    choices = compare(SAMPLED, outline, Budget(host=str(limit)), probe=False)
+    full_batch = choices[-1]
+    assert isinstance(full_batch.method, FullBatch)
+    assert (full_batch.plan is None, full_batch.method.folder) == (False, Path("tables"))
+    assert all(math.isnan(c.epoch_s) for c in choices)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -72,7 +74,7 @@ def test_the_fastest_step_is_recommended_of_those_that_fit():
     assert table_of([refused]) == [["historical", *["-"] * 5, "it does not fit"]]
 
 
-def test_auto_says_why_and_refuses_what_nothing_fits(monkeypatch: pytest.MonkeyPatch):
+def test_auto_says_why_it_chose_and_refuses_a_budget_that_no_method_fits(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(choosing, "NUM_TIMED_STEPS", 1)
     method, why = choose(outline_of(), Budget(host="1GiB"))
     assert why.startswith(f"method={choosing.kind_of(type(method))}: an epoch takes about ")
@@ -112,18 +114,19 @@ def trainer_of(how: str, budget: dict[str, Any]) -> Trainer:
     data = dataset_of(random_graph(600, 4800), randn(600, 6))
     torch.manual_seed(0)
     if how == "whole":
-        model: torch.nn.Module = Plain()
+        model: torch.nn.Module = UnlayeredModel()
     else:
         model = GNN(stack_of("sage-mean", 6, 16, 3), norm="batch" if how == "batch norm" else None)
     return Trainer(model.double(), data, SAMPLED, budget=budget, epochs=1, show=False)
 
 
-class Plain(torch.nn.Module):
+class UnlayeredModel(torch.nn.Module):
     """A model that is not made of layers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = SAGEConv(6, 16), SAGEConv(16, 3)
+        self.first = SAGEConv(6, 16)
+        self.second = SAGEConv(16, 3)
 
     def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
         return self.second(self.first(x, edge_index).relu(), edge_index)
@@ -159,7 +162,7 @@ def test_a_method_whose_steps_are_refused_leaves_the_others(monkeypatch: pytest.
         return estimate_epoch_s(plan, budget, outline)
 
     monkeypatch.setattr(choosing, "_estimate_epoch_s", refused)
-    found = compare(SAMPLED, outline_of(), Budget(host="1GiB"))
-    assert [c.plan is None for c in found] == [True, False, False]
-    assert found[0].refusal == "a batch may take more"
-    assert recommend(found) is not found[0]
+    choices = compare(SAMPLED, outline_of(), Budget(host="1GiB"))
+    assert [c.plan is None for c in choices] == [True, False, False]
+    assert choices[0].refusal == "a batch may take more"
+    assert recommend(choices) is not choices[0]

@@ -1,4 +1,4 @@
-"""What `hopline doctor` finds."""
+"""The findings of `hopline doctor`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def findings() -> dict[str, tuple[str, bool]]:
     return {what: (finding, fine) for what, finding, fine in doctor.examine()}
 
 
-def test_a_machine_that_runs_these_tests_is_fine():
-    found = findings()
-    assert all(fine for _, fine in found.values()), found
-    assert found["torch"][0].split("+")[0] == torch.__version__.split("+")[0]  # one of them may leave out "+cu128"
-    assert "equal to their definitions" in found["kernels"][0]
-    assert {"python", "cores", "memory", "gpu", "kernel cache"} <= found.keys()
+def test_doctor_finds_nothing_wrong_on_this_machine():
+    report = findings()
+    assert all(fine for _, fine in report.values()), report
+    assert report["torch"][0].split("+")[0] == torch.__version__.split("+")[0]  # one of them may leave out "+cu128"
+    assert "equal to their definitions" in report["kernels"][0]
+    assert {"python", "cores", "memory", "gpu", "kernel cache"} <= report.keys()
 
 
 def test_a_missing_package_is_bad_unless_it_is_optional(monkeypatch: pytest.MonkeyPatch):
@@ -30,17 +30,17 @@ def test_a_missing_package_is_bad_unless_it_is_optional(monkeypatch: pytest.Monk
         raise importlib.metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    found = findings()
-    assert found["numba"] == ("not installed: pip install numba", False)
-    assert found["triton"] == ("not installed (optional)", True)
+    report = findings()
+    assert report["numba"] == ("not installed: pip install numba", False)
+    assert report["triton"] == ("not installed (optional)", True)
 
 
 def test_kernels_that_differ_from_their_definition_are_found(monkeypatch: pytest.MonkeyPatch):
     plain = ops.sample_neighbors
 
     def wrong(*args: object) -> object:
-        found = plain(*args)  # type: ignore[arg-type]
-        return found._replace(ids=found.ids.roll(1))
+        sample = plain(*args)  # type: ignore[arg-type]
+        return sample._replace(ids=sample.ids.roll(1))
 
     monkeypatch.setattr(ops, "sample_neighbors", wrong)
     finding, fine = findings()["kernels"]

@@ -34,7 +34,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 @pytest.fixture
-def done(config: RunConfig) -> Path:
+def run_folder(config: RunConfig) -> Path:
     """The folder of a finished run."""
     folder = run.train(config).folder
     assert folder is not None
@@ -45,16 +45,16 @@ def predictions(folder: Path, /, **settings: Any) -> np.ndarray:
     return np.load(predict(folder, InferConfig(**settings)) or "", allow_pickle=False)
 
 
-def test_predictions_are_those_of_the_best_weights(config: RunConfig, done: Path):
+def test_predictions_are_those_of_the_best_weights(config: RunConfig, run_folder: Path):
     data = hl.open(config.data)
     model = make_model(config.model, data)
-    model.load_state_dict(torch.load(done / "best.pt", weights_only=True))
+    model.load_state_dict(torch.load(run_folder / "best.pt", weights_only=True))
     scores = infer.exact(model, data)
-    np.testing.assert_allclose(predictions(done, write="scores"), scores.numpy(), rtol=1e-5, atol=1e-6)
-    classes = predictions(done)
+    np.testing.assert_allclose(predictions(run_folder, write="scores"), scores.numpy(), rtol=1e-5, atol=1e-6)
+    classes = predictions(run_folder)
     assert classes.dtype == np.int64
     np.testing.assert_array_equal(classes, scores.argmax(dim=-1).numpy())
-    np.testing.assert_array_equal(predictions(done, nodes="test"), classes[data.splits["test"].numpy()])
+    np.testing.assert_array_equal(predictions(run_folder, nodes="test"), classes[data.splits["test"].numpy()])
 
 
 def test_predictions_of_the_test_nodes_have_the_accuracy_of_the_run(config: RunConfig):
@@ -66,12 +66,12 @@ def test_predictions_of_the_test_nodes_have_the_accuracy_of_the_run(config: RunC
     assert right.mean() == pytest.approx(finished.test)
 
 
-def test_predictions_by_sampling_and_by_the_last_weights(done: Path, tmp_path: Path):
+def test_predictions_can_be_by_sampling_and_by_the_last_weights(run_folder: Path, tmp_path: Path):
     out = tmp_path / "new" / "scores.npy"
-    sampled = predictions(done, inference="sampled", weights="last", write="scores", nodes="valid", out=out)
+    sampled = predictions(run_folder, inference="sampled", weights="last", write="scores", nodes="valid", out=out)
     assert out.exists()
     assert sampled.shape == (80, 4)
-    assert not (done / "predictions.npy").exists()
+    assert not (run_folder / "predictions.npy").exists()
 
 
 @pytest.mark.parametrize(
@@ -88,50 +88,54 @@ def test_classes_follow_the_task(task: str, outputs: int, shape: tuple[int, ...]
     assert (classes.shape, classes.dtype) == (shape, dtype)
 
 
-def test_a_split_that_the_data_lacks_is_named(done: Path, tmp_path: Path):
+def test_a_split_that_the_data_lacks_is_named(run_folder: Path, tmp_path: Path):
     bare = dataclasses.replace(small(), splits={})
     bare.save(tmp_path / "bare")
     with pytest.raises(ValueError, match=r"has no split 'test': choose nodes=all"):
-        predictions(done, nodes="test", data=str(tmp_path / "bare"))
-    assert predictions(done, data=str(tmp_path / "bare")).shape == (400,)
+        predictions(run_folder, nodes="test", data=str(tmp_path / "bare"))
+    assert predictions(run_folder, data=str(tmp_path / "bare")).shape == (400,)
 
 
-def test_predictions_that_cannot_be_written_name_the_file(done: Path):
+def test_predictions_that_cannot_be_written_name_the_file(run_folder: Path):
     with pytest.raises(ValueError, match=r"cannot write .*config.json/p.npy \(.+\): choose another file"):
-        predictions(done, out=done / "config.json" / "p.npy")
+        predictions(run_folder, out=run_folder / "config.json" / "p.npy")
     with pytest.raises(ValueError, match=r"cannot write /dev/full \(No space left on device\): choose another file"):
-        predictions(done, out=Path("/dev/full"))
+        predictions(run_folder, out=Path("/dev/full"))
 
 
-def test_chunks_and_a_folder_change_no_prediction(done: Path, tmp_path: Path):
-    expected = predictions(done, write="scores")
-    np.testing.assert_allclose(predictions(done, write="scores", chunk_bytes="100KiB"), expected, rtol=1e-5, atol=1e-6)
+def test_chunks_and_a_folder_change_no_prediction(run_folder: Path, tmp_path: Path):
+    expected = predictions(run_folder, write="scores")
+    np.testing.assert_allclose(
+        predictions(run_folder, write="scores", chunk_bytes="100KiB"), expected, rtol=1e-5, atol=1e-6
+    )
     hidden = tmp_path / "hidden"
     for _ in range(2):  # the second time from what is there
-        np.testing.assert_array_equal(predictions(done, write="scores", folder=hidden), expected)
+        np.testing.assert_array_equal(predictions(run_folder, write="scores", folder=hidden), expected)
         assert [path.name for path in hidden.glob("*.bin")] == ["layer1.bin"]
-    torch.save({k: v + 1 for k, v in torch.load(done / "best.pt", weights_only=True).items()}, tmp_path / "other.pt")
+    torch.save(
+        {k: v + 1 for k, v in torch.load(run_folder / "best.pt", weights_only=True).items()}, tmp_path / "other.pt"
+    )
     with pytest.raises(ValueError, match=r"another inference \(other weights\): remove it, or choose another"):
-        predictions(done, weights=tmp_path / "other.pt", folder=hidden)
+        predictions(run_folder, weights=tmp_path / "other.pt", folder=hidden)
     with pytest.raises(ValueError, match=r"folder= is for exact inference: leave it out, or set inference=exact"):
-        predictions(done, inference="sampled", folder=hidden)
+        predictions(run_folder, inference="sampled", folder=hidden)
     with pytest.raises(ValueError, match=r"chunk_bytes must be at least 1"):
-        predictions(done, chunk_bytes=0)
+        predictions(run_folder, chunk_bytes=0)
     with pytest.raises(ValueError, match=r"device='nowhere' is not a device: set device=cpu"):
-        predictions(done, device="nowhere")
+        predictions(run_folder, device="nowhere")
 
 
-def test_rows_are_written_piece_by_piece(done: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rows_are_written_piece_by_piece(run_folder: Path, monkeypatch: pytest.MonkeyPatch):
     for write in ("scores", "classes"):
-        expected = predictions(done, write=write)
+        expected = predictions(run_folder, write=write)
         with monkeypatch.context() as patched:
             patched.setattr("hopline.run.infer.CHUNK_NODES", 77)
-            found = predictions(done, write=write)
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-        np.testing.assert_array_equal(found, expected)
+            ours = predictions(run_folder, write=write)
+        assert (ours.dtype, ours.shape) == (expected.dtype, expected.shape)
+        np.testing.assert_array_equal(ours, expected)
 
 
-def test_weights_of_a_file(config: RunConfig, done: Path, tmp_path: Path):
+def test_weights_can_be_read_from_a_file(config: RunConfig, run_folder: Path, tmp_path: Path):
     """PyG's own, and those saved from within DDP."""
     data = hl.open(config.data)
     torch.manual_seed(5)
@@ -142,29 +146,35 @@ def test_weights_of_a_file(config: RunConfig, done: Path, tmp_path: Path):
     torch.save(torch_geometric.nn.GCN(data.num_features, 8, 2, data.num_classes).state_dict(), foreign)
     expected = stock.eval()(data.x.read(torch.arange(400)), data.graph.edge_index()).detach().numpy()
     for file in (plain, wrapped):
-        np.testing.assert_allclose(predictions(done, weights=file, write="scores"), expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            predictions(run_folder, weights=file, write="scores"), expected, rtol=1e-4, atol=1e-5
+        )
     with pytest.raises(ValueError, match=r"foreign.pt does not hold weights of this model: .*Missing key"):
-        predictions(done, weights=foreign)
+        predictions(run_folder, weights=foreign)
     with pytest.raises(
         ValueError, match=r"there is no file .*none.pt: give weights=best, weights=last or a state_dict"
     ):
-        predictions(done, weights=tmp_path / "none.pt")
+        predictions(run_folder, weights=tmp_path / "none.pt")
 
 
 # ---- shards
 
 
-def test_shards_in_one_process_give_what_the_dataset_gives(config: RunConfig, done: Path, tmp_path: Path):
-    whole = hl.open(config.data)
-    cut(whole, make_partition(whole.graph, 3, "random", seed=1), tmp_path / "shards")
+def test_shards_in_one_process_give_what_the_dataset_gives(config: RunConfig, run_folder: Path, tmp_path: Path):
+    dataset = hl.open(config.data)
+    cut(dataset, make_partition(dataset.graph, 3, "random", seed=1), tmp_path / "shards")
     shards = str(tmp_path / "shards")
     for nodes in ("all", "test"):
-        expected = predictions(done, nodes=nodes, write="scores")
+        expected = predictions(run_folder, nodes=nodes, write="scores")
         for folder in (None, tmp_path / nodes):
-            found = predictions(done, nodes=nodes, write="scores", data=shards, folder=folder, chunk_bytes="100KiB")
-            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(predictions(done, data=shards), predictions(done))
-    sampled = [predictions(done, data=data, write="scores", inference="sampled") for data in (shards, config.data)]
+            ours = predictions(
+                run_folder, nodes=nodes, write="scores", data=shards, folder=folder, chunk_bytes="100KiB"
+            )
+            np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(predictions(run_folder, data=shards), predictions(run_folder))
+    sampled = [
+        predictions(run_folder, data=data, write="scores", inference="sampled") for data in (shards, config.data)
+    ]
     np.testing.assert_allclose(*sampled, rtol=1e-5, atol=1e-6)
     scaled = run.train(dataclasses.replace(config, features="standardized", out=tmp_path / "scaled")).folder
     assert scaled is not None
@@ -172,20 +182,20 @@ def test_shards_in_one_process_give_what_the_dataset_gives(config: RunConfig, do
         predictions(scaled, data=shards)
     shutil.rmtree(tmp_path / "shards" / "shard-1")
     with pytest.raises(ValueError, match=r"there is no shard 1 in .*: it is missing: copy it there"):
-        predictions(done, data=shards)
+        predictions(run_folder, data=shards)
 
 
-def on_ranks(world: World, folder: str, shards: str) -> list[Any]:
-    """Predictions of several ranks, each by another set of settings, as the first rank has written them."""
-    found = []
+def predict_on_ranks(world: World, folder: str, shards: str) -> list[Any]:
+    """Predictions of several ranks for each of `SETTINGS`, as the first rank has written them."""
+    by_settings = []
     for settings in SETTINGS:
         written = predict_rank(world, folder, to_dict(InferConfig(data=shards, **settings)))
-        found.append(None if written is None else np.load(written, allow_pickle=False).tolist())
+        by_settings.append(None if written is None else np.load(written, allow_pickle=False).tolist())
     with pytest.raises(ValueError, match=r"devices=2 is for a dataset in shards: .*shards=2` and give data=FOLDER"):
         predict_rank(world, folder, to_dict(InferConfig()))
     with pytest.raises(ValueError, match=r"folder= is for one process, which goes over all shards"):
         predict_rank(world, folder, to_dict(InferConfig(data=shards, folder=Path("hidden"))))
-    return found
+    return by_settings
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -199,9 +209,10 @@ SETTINGS: list[dict[str, Any]] = [
 
 def test_several_ranks_give_what_one_process_gives(tmp_path: Path):
     config = quick(tmp_path, method=method(fanouts=(-1, -1)))
-    whole, folder = hl.open(config.data), run.train(config).folder
+    dataset = hl.open(config.data)
+    folder = run.train(config).folder
     assert folder is not None
-    cut(whole, make_partition(whole.graph, 2, "random", seed=1), tmp_path / "shards")
-    found = launch.run(on_ranks, LaunchSettings(devices=2), str(folder), str(tmp_path / "shards"))
-    for settings, rows in zip(SETTINGS, found, strict=True):
+    cut(dataset, make_partition(dataset.graph, 2, "random", seed=1), tmp_path / "shards")
+    by_settings = launch.run(predict_on_ranks, LaunchSettings(devices=2), str(folder), str(tmp_path / "shards"))
+    for settings, rows in zip(SETTINGS, by_settings, strict=True):
         np.testing.assert_allclose(np.array(rows), predictions(folder, **settings), rtol=1e-5, atol=1e-5)

@@ -151,14 +151,14 @@ def test_a_run_keeps_the_method_and_its_settings(place: str, tmp_path: Path) -> 
 
 
 def test_settings_change_what_is_trained() -> None:
-    found = {}
+    losses_of = {}
     for name, typed in {"few": [], "all": ["method.edges=all"], "as before": ["method.edges=few"]}.items():
         out = f"out={name.replace(' ', '_')}"
         assert command("train", "graph", "method=own_turns:InTurn", *typed, *QUICK, out).status == 0
-        found[name] = [r["loss"] for r in records(Path(out.partition("=")[2]), "epoch")]
-    assert found["few"] == found["as before"] != found["all"]
+        losses_of[name] = [r["loss"] for r in records(Path(out.partition("=")[2]), "epoch")]
+    assert losses_of["few"] == losses_of["as before"] != losses_of["all"]
     assert command("train", "graph", "method=own_turns:Doubled", *QUICK, "out=doubled").status == 0
-    assert [r["loss"] for r in records(Path("doubled"), "epoch")] == found["few"]
+    assert [r["loss"] for r in records(Path("doubled"), "epoch")] == losses_of["few"]
 
 
 def test_a_run_is_resumed_with_and_without_its_folder() -> None:
@@ -167,9 +167,9 @@ def test_a_run_is_resumed_with_and_without_its_folder() -> None:
     assert command("train", *typed, "epochs=2", "out=cut").status == 0
     assert command("train", *typed, "epochs=4", "out=cut", "resume=true").status == 0
     for name in ("loss", "lr"):
-        found = [[r[name] for r in records(Path(folder), "epoch")] for folder in ("whole", "cut")]
-        assert found[0] == found[1]
-    other = [one if one != "method.size=20" else "method.size=10" for one in typed]
+        columns = [[r[name] for r in records(Path(folder), "epoch")] for folder in ("whole", "cut")]
+        assert columns[0] == columns[1]
+    other = [word if word != "method.size=20" else "method.size=10" for word in typed]
     assert_refused(command("train", *other, "epochs=5", "out=cut", "resume=true"), "of another run: method is")
     assert command("train", *typed, "epochs=1").status == 0
     assert command("train", *typed, "epochs=2", "resume=true").status == 0
@@ -179,7 +179,7 @@ def test_a_run_is_resumed_with_and_without_its_folder() -> None:
     assert len(list(Path("runs").iterdir())) == 2, "other settings are another run"
 
 
-def test_two_ranks_train_by_it(tmp_path: Path) -> None:
+def test_two_ranks_train_by_an_own_method(tmp_path: Path) -> None:
     """The method knows nothing of ranks: each has all seeds, and trains as one process does."""
     typed = ["method=own_turns.py:InTurn", "data=graph", "model.dropout=0", *QUICK]
     one = run.train(override(RunConfig(), [*typed, "out=one"]))
@@ -208,16 +208,16 @@ def test_a_method_that_was_not_imported_cannot_train(tmp_path: Path) -> None:
         NotImported(name="own_turns:InTurn").bind(None)  # type: ignore[arg-type]
 
 
-def test_plan_has_a_row_for_it(tmp_path: Path) -> None:
-    done = command("plan", "graph", "method=own_turns:InTurn", *QUICK[1:])
-    assert done.status == 0, done.err
-    assert "in_turn" in done.out
-    assert "InTurn has no plan" in " ".join(done.out.split())
+def test_plan_has_a_row_for_an_own_method(tmp_path: Path) -> None:
+    outcome = command("plan", "graph", "method=own_turns:InTurn", *QUICK[1:])
+    assert outcome.status == 0, outcome.err
+    assert "in_turn" in outcome.out
+    assert "InTurn has no plan" in " ".join(outcome.out.split())
     assert_refused(command("train", "graph", "method=own_turns:InTurn", "budget=1GiB", *QUICK), "InTurn has no plan")
 
 
 @pytest.mark.parametrize("before", [["train"], ["train", "demo"], ["plan"]])
-def test_keys_shows_its_settings(before: list[str]) -> None:
+def test_keys_shows_the_settings_of_an_own_method(before: list[str]) -> None:
     title = "method=own_turns.py:InTurn"
     for arguments in ([*before, "--keys", title], [*before, title, "--keys", title]):
         status, text, err = command(*arguments)
@@ -277,11 +277,15 @@ def test_what_is_no_method_is_refused_by_name(typed: list[str], words: list[str]
     assert not Path("run").exists()
 
 
-def test_a_file_finds_the_modules_beside_it(tmp_path: Path) -> None:
+def test_a_method_file_imports_modules_of_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "own_turns_more.py").write_text("from own_turns_base import InTurn as More\n")
     (tmp_path / "there" / "own_turns_base.py").write_text(MODULE)
-    found = own_settings("method", "there/own_turns_more.py:More", Method)
-    assert found.__module__ == "own_turns_base"
-    keys = [one.key for one in settings_of(RunConfig, None, {"method=x:More": found}) if one.group == "method=x:More"]
+    method_class = own_settings("method", "there/own_turns_more.py:More", Method)
+    assert method_class.__module__ == "own_turns_base"
+    keys = [
+        setting.key
+        for setting in settings_of(RunConfig, None, {"method=x:More": method_class})
+        if setting.group == "method=x:More"
+    ]
     assert keys == ["method.size", "method.edges", "method.fanouts", "method.rate", "method.notes"]

@@ -1,4 +1,4 @@
-"""Where a run finds its data and is written: the same from every folder, and nothing shadowed."""
+"""Paths of datasets and runs: the same from every working folder, and no name shadows another."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def test_a_graph_of_fewer_nodes_than_parts_is_trained_in_fewer(how: hl.extend.Me
     rows = torch.randn(num_nodes, 8, generator=torch.Generator().manual_seed(0))
     data = hl.from_edges(edges, num_nodes=num_nodes, x=rows, y=torch.arange(num_nodes) % 2)
     data = dataclasses.replace(data, splits={"train": torch.arange(num_nodes)}, num_classes=2)
-    found = fit(data, how=how, epochs=3)
-    assert found.history[-1].loss < found.history[0].loss
+    outcome = fit(data, how=how, epochs=3)
+    assert outcome.history[-1].loss < outcome.history[0].loss
 
 
 def test_a_number_of_parts_that_was_given_is_followed_or_refused():
@@ -119,9 +119,9 @@ def test_symmetrize_is_followed_where_the_file_says_otherwise(tmp_path: Path):
     path = tmp_path / "once.npz"
     np.savez(path, edge_index=edges, meta=json.dumps({"edges": "each edge once"}), **arrays)
     options = ("split=0.4,0.3,0.3", "epochs=1", "model.hidden=4", "show=false")
-    for given, num_edges in (((), 8), (("symmetrize=true",), 8), (("symmetrize=false",), 4)):
-        out = tmp_path / f"run{len(given)}{num_edges}"
-        assert command("train", f"data={path}", *options, *given, f"out={out}").status == 0
+    for typed, num_edges in (((), 8), (("symmetrize=true",), 8), (("symmetrize=false",), 4)):
+        out = tmp_path / f"run{len(typed)}{num_edges}"
+        assert command("train", f"data={path}", *options, *typed, f"out={out}").status == 0
         assert run.open_data(load_config(out)).num_edges == num_edges
     stored = json.loads((tmp_path / "run08" / "config.json").read_text())
     del stored["format"]

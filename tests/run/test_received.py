@@ -1,4 +1,4 @@
-"""Datasets and run folders that come from somebody else: they neither choose where files go nor what is imported."""
+"""Datasets and run folders from others choose neither where files go nor what is imported."""
 
 from __future__ import annotations
 

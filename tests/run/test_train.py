@@ -31,14 +31,15 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 @pytest.fixture
-def done(config: RunConfig) -> Path:
+def run_folder(config: RunConfig) -> Path:
     """The folder of a finished run."""
     folder = run.train(config).folder
     assert folder is not None
     return folder
 
 
-def predictions(folder: Path, **settings: Any) -> np.ndarray:
+def read_predictions(folder: Path, **settings: Any) -> np.ndarray:
+    """Predict with a run's weights, and read the file that was written."""
     return np.load(predict(folder, InferConfig(**settings)) or "", allow_pickle=False)
 
 
@@ -48,13 +49,13 @@ def predictions(folder: Path, **settings: Any) -> np.ndarray:
 @pytest.mark.parametrize("features", ["normalized", "standardized"])
 def test_features_are_scaled_where_a_run_opens_its_data(config: RunConfig, features: Any):
     changed = dataclasses.replace(config, features=features)
-    given, found = (run.open_data(c).x.read(torch.arange(400)) for c in (config, changed))
+    unscaled, ours = (run.open_data(c).x.read(torch.arange(400)) for c in (config, changed))
     expected = getattr(small(), features)().x.read(torch.arange(400))
-    torch.testing.assert_close(found, expected)
-    assert not torch.equal(found, given)
+    torch.testing.assert_close(ours, expected)
+    assert not torch.equal(ours, unscaled)
     folder = run.train(changed).folder
     assert folder is not None
-    assert predictions(folder).shape == (400,)
+    assert read_predictions(folder).shape == (400,)
 
 
 def test_settings_come_back_from_the_run_folder(config: RunConfig):
@@ -72,7 +73,8 @@ def test_settings_survive_json():
 
 def test_the_same_settings_give_the_same_run(config: RunConfig, tmp_path: Path):
     again = dataclasses.replace(config, out=tmp_path / "again", method=method(workers=2))
-    first, second = run.train(config), run.train(again)
+    first = run.train(config)
+    second = run.train(again)
     assert [e.loss for e in first.history] == [e.loss for e in second.history]
     weights = [torch.load(tmp_path / name / "best.pt", weights_only=True) for name in ("run", "again")]
     assert same_weights(*weights)
@@ -87,19 +89,19 @@ def test_without_out_the_run_folder_is_named_after_the_data(config: RunConfig, t
     assert (tmp_path / folder / "report.html").exists()
 
 
-def test_a_folder_that_holds_a_run_is_refused(config: RunConfig, done: Path):
-    before = (done / "metrics.jsonl").read_text()
+def test_a_folder_that_holds_a_run_is_refused(config: RunConfig, run_folder: Path):
+    before = (run_folder / "metrics.jsonl").read_text()
     with pytest.raises(ValueError, match=r"already holds a run\. Resume it with resume=true"):
         run.train(config)
-    assert (done / "metrics.jsonl").read_text() == before
+    assert (run_folder / "metrics.jsonl").read_text() == before
 
 
 # ---- a split of one's own
 
 
 @pytest.fixture
-def unsplit(config: RunConfig, tmp_path: Path) -> RunConfig:
-    """A run on a graph without splits, of which some nodes have no label, by split=."""
+def unsplit_config(config: RunConfig, tmp_path: Path) -> RunConfig:
+    """A run with split= on a graph without splits, in which some nodes have no label."""
     data = without(small(), "train", "valid", "test")
     assert data.y is not None
     data.y[::9] = -1
@@ -107,45 +109,45 @@ def unsplit(config: RunConfig, tmp_path: Path) -> RunConfig:
     return dataclasses.replace(config, split=(0.5, 0.2, 0.3))
 
 
-def test_a_run_draws_its_split_and_predicts_the_same_nodes(unsplit: RunConfig, tmp_path: Path):
-    done = run.train(unsplit)
+def test_a_run_draws_its_split_and_predicts_the_same_nodes(unsplit_config: RunConfig, tmp_path: Path):
+    outcome = run.train(unsplit_config)
     data = hl.random_split(hl.open(tmp_path / "graph"), (0.5, 0.2, 0.3))
-    assert done.folder is not None
-    right = predictions(done.folder, nodes="test") == labels(data, "test").numpy()
-    assert right.mean() == pytest.approx(done.test)
-    other_seed = run.open_data(dataclasses.replace(unsplit, seed=5))
+    assert outcome.folder is not None
+    is_right = read_predictions(outcome.folder, nodes="test") == labels(data, "test").numpy()
+    assert is_right.mean() == pytest.approx(outcome.test)
+    other_seed = run.open_data(dataclasses.replace(unsplit_config, seed=5))
     assert torch.equal(other_seed.splits["train"], data.splits["train"])
-    assert commands.export(done.folder, tmp_path / "weights.pt", ExportConfig()).exists()
+    assert commands.export(outcome.folder, tmp_path / "weights.pt", ExportConfig()).exists()
 
 
-def test_a_run_is_resumed_on_its_own_split_alone(unsplit: RunConfig, tmp_path: Path):
-    whole = run.train(dataclasses.replace(unsplit, epochs=3, out=tmp_path / "whole"))
-    run.train(unsplit)
-    longer = dataclasses.replace(unsplit, epochs=3, resume=True)
+def test_a_run_is_resumed_on_its_own_split_alone(unsplit_config: RunConfig, tmp_path: Path):
+    whole = run.train(dataclasses.replace(unsplit_config, epochs=3, out=tmp_path / "whole"))
+    run.train(unsplit_config)
+    longer = dataclasses.replace(unsplit_config, epochs=3, resume=True)
     with pytest.raises(ValueError, match=r"of another run: training nodes is '178 nodes, .* there and '195 nodes, "):
         run.train(dataclasses.replace(longer, split=(0.55, 0.2, 0.25)))
     assert [epoch.loss for epoch in run.train(longer).history] == [epoch.loss for epoch in whole.history]
 
 
-def test_a_run_with_a_drawn_split_predicts_a_graph_without_labels(unsplit: RunConfig, tmp_path: Path):
-    folder = run.train(unsplit).folder
+def test_a_run_with_a_drawn_split_predicts_a_graph_without_labels(unsplit_config: RunConfig, tmp_path: Path):
+    folder = run.train(unsplit_config).folder
     assert folder is not None
     dataclasses.replace(without(small(), "train", "valid", "test"), y=None).save(tmp_path / "new")
-    assert predictions(folder, data=str(tmp_path / "new")).shape == (400,)
+    assert read_predictions(folder, data=str(tmp_path / "new")).shape == (400,)
     with pytest.raises(ValueError, match="has no labels"):
-        predictions(folder, data=str(tmp_path / "new"), nodes="test")
+        read_predictions(folder, data=str(tmp_path / "new"), nodes="test")
     assert command("partition", tmp_path / "graph", tmp_path / "shards", "shards=2", "how=range").status == 0
-    everywhere = predictions(folder, data=str(tmp_path / "shards"))
-    np.testing.assert_array_equal(everywhere, predictions(folder))
+    everywhere = read_predictions(folder, data=str(tmp_path / "shards"))
+    np.testing.assert_array_equal(everywhere, read_predictions(folder))
     with pytest.raises(
         ValueError, match="nodes=test cannot be drawn on shards: give data= the dataset that was partitioned"
     ):
-        predictions(folder, data=str(tmp_path / "shards"), nodes="test")
+        read_predictions(folder, data=str(tmp_path / "shards"), nodes="test")
 
 
-def test_shards_are_split_before_they_are_cut(unsplit: RunConfig, tmp_path: Path):
+def test_shards_are_split_before_they_are_cut(unsplit_config: RunConfig, tmp_path: Path):
     assert command("partition", tmp_path / "graph", tmp_path / "shards", "shards=1", "how=range").status == 0
-    cut = dataclasses.replace(unsplit, data=str(tmp_path / "shards"))
+    cut = dataclasses.replace(unsplit_config, data=str(tmp_path / "shards"))
     with pytest.raises(ValueError, match=r"in shards already.*hopline convert DATASET FOLDER split=0.5,0.2,0.3"):
         run.train(cut)
     with pytest.raises(ValueError, match="has no training nodes: draw some with split="):
@@ -168,30 +170,30 @@ def test_shards_are_split_before_they_are_cut(unsplit: RunConfig, tmp_path: Path
         ('{"config": {"epochs": "many"}}', "does not hold the settings .*epochs=many is not valid"),
     ],
 )
-def test_damaged_settings_are_named(done: Path, text: str, message: str):
-    (done / "config.json").write_bytes(text.encode("latin-1"))
+def test_damaged_settings_are_named(run_folder: Path, text: str, message: str):
+    (run_folder / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=message):
-        predictions(done)
+        read_predictions(run_folder)
 
 
 def test_a_run_of_the_library_is_not_one_of_the_command(tmp_path: Path):
     fit(small(), out=tmp_path)
     with pytest.raises(ValueError, match=r"is a run of hl\.Trainer in Python.*load_state_dict\(.*hl\.infer\.exact"):
-        predictions(tmp_path)
+        read_predictions(tmp_path)
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path):
     with pytest.raises(ValueError, match=r"is not a run folder: it has no config.json"):
-        predictions(tmp_path)
+        read_predictions(tmp_path)
 
 
-def test_missing_weights_are_named(done: Path):
-    (done / "best.pt").unlink()
+def test_missing_weights_are_named(run_folder: Path):
+    (run_folder / "best.pt").unlink()
     with pytest.raises(ValueError, match=r"there are no weights at .*best.pt"):
-        predictions(done)
+        read_predictions(run_folder)
 
 
-def _truncated(path: Path) -> None:
+def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
 
 
@@ -199,32 +201,32 @@ def _empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def _another_model(path: Path) -> None:
+def _write_other_model(path: Path) -> None:
     torch.save(torch.nn.Linear(2, 2).state_dict(), path)
 
 
-def _a_list(path: Path) -> None:
+def _write_list(path: Path) -> None:
     torch.save([1, 2], path)
 
 
-def _code(path: Path) -> None:
+def _write_module(path: Path) -> None:
     torch.save(torch.nn.Linear(2, 2), path)
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_truncated, "is damaged .*: restore it or train again"),
+        (_truncate, "is damaged .*: restore it or train again"),
         (_empty, "is damaged .*: restore it or train again"),
-        (_code, "is damaged .*: restore it or train again"),
-        (_another_model, "does not hold weights of this model: .*Missing key"),
-        (_a_list, "does not hold weights of this model: .*"),
+        (_write_module, "is damaged .*: restore it or train again"),
+        (_write_other_model, "does not hold weights of this model: .*Missing key"),
+        (_write_list, "does not hold weights of this model: .*"),
     ],
 )
-def test_weights_that_do_not_fit_are_named(done: Path, damage: Callable[[Path], None], message: str):
-    damage(done / "best.pt")
+def test_weights_that_do_not_fit_are_named(run_folder: Path, damage: Callable[[Path], None], message: str):
+    damage(run_folder / "best.pt")
     with pytest.raises(ValueError, match=rf"best.pt {message}"):
-        predictions(done)
+        read_predictions(run_folder)
 
 
 # ---- conversion
@@ -241,7 +243,8 @@ def test_an_npz_file_becomes_a_folder(tmp_path: Path):
 
 
 def test_a_csv_file_becomes_a_folder(tmp_path: Path):
-    edges, nodes = tmp_path / "edges.csv", tmp_path / "nodes.csv"
+    edges = tmp_path / "edges.csv"
+    nodes = tmp_path / "nodes.csv"
     edges.write_text("src,dst\na,b\nb,c\nc,a\n")
     nodes.write_text("id,f0,f1,label\na,0.5,1,0\nb,1.5,2,1\nc,2.5,3,0\n")
     data = commands.convert(str(edges), tmp_path / "out", ConvertConfig(nodes=nodes, ids="map"))
@@ -300,7 +303,8 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path, name: str):
 
 @pytest.mark.parametrize("source", ["edges.csv", "graph.npz", "folder"])
 def test_a_conversion_stores_a_split_and_is_called_as_its_folder(tmp_path: Path, source: str):
-    edges, y = np.stack([np.arange(8), (np.arange(8) + 3) % 8]), np.array([0, 1, -1, 1, 0, 1, 0, 1])
+    edges = np.stack([np.arange(8), (np.arange(8) + 3) % 8])
+    y = np.array([0, 1, -1, 1, 0, 1, 0, 1])
     np.savez(tmp_path / "graph.npz", edge_index=edges, x=np.eye(8, dtype=np.float32), y=y)
     (tmp_path / "edges.csv").write_text("src,dst\n" + "\n".join(f"{a},{b}" for a, b in edges.T))
     (tmp_path / "nodes.csv").write_text(
@@ -327,7 +331,7 @@ def test_a_conversion_without_labels_cannot_be_split(tmp_path: Path):
 # ---- going on, and weights in and out
 
 
-def test_without_out_a_run_goes_on_in_the_newest_folder_of_its_settings(
+def test_without_out_resume_takes_the_newest_folder_of_the_same_settings(
     config: RunConfig, tmp_path: Path, monkeypatch: Any
 ):
     monkeypatch.chdir(tmp_path)
@@ -341,17 +345,17 @@ def test_without_out_a_run_goes_on_in_the_newest_folder_of_its_settings(
     assert new.folder not in (first, other)
 
 
-def test_exported_weights_begin_another_run_and_load_into_pyg(config: RunConfig, done: Path, tmp_path: Path):
-    file = commands.export(done, tmp_path / "out" / "weights.pt", ExportConfig())
+def test_exported_weights_begin_another_run_and_load_into_pyg(config: RunConfig, run_folder: Path, tmp_path: Path):
+    file = commands.export(run_folder, tmp_path / "out" / "weights.pt", ExportConfig())
     exported = torch.load(file, weights_only=True)
-    best = torch.load(done / "best.pt", weights_only=True)
+    best = torch.load(run_folder / "best.pt", weights_only=True)
     assert exported.keys() == best.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in best.items())
     data = hl.open(config.data)
     stock = torch_geometric.nn.GraphSAGE(data.num_features, 8, 2, data.num_classes)
     stock.load_state_dict(exported)  # PyG's names
     started = run.train(dataclasses.replace(config, out=tmp_path / "second", weights=file, lr=1e-12, epochs=1))
-    assert started.valid == pytest.approx(best_valid(done), abs=1e-9)
+    assert started.valid == pytest.approx(best_valid(run_folder), abs=1e-9)
 
 
 def best_valid(folder: Path) -> float:
@@ -360,23 +364,23 @@ def best_valid(folder: Path) -> float:
     return max(r["metrics"]["accuracy"] for r in records if r["event"] == "evaluate" and r["split"] == "valid")
 
 
-def test_weights_saved_from_within_ddp_are_read_too(config: RunConfig, done: Path, tmp_path: Path):
-    weights = torch.load(done / "best.pt", weights_only=True)
+def test_weights_saved_from_within_ddp_are_read_too(config: RunConfig, run_folder: Path, tmp_path: Path):
+    weights = torch.load(run_folder / "best.pt", weights_only=True)
     torch.save({f"module.{name}": value for name, value in weights.items()}, tmp_path / "ddp.pt")
     model = make_model(config.model, hl.open(config.data))
     run.load_weights(model, tmp_path / "ddp.pt")
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
-def test_weights_to_begin_with_that_do_not_fit_are_named(config: RunConfig, done: Path, tmp_path: Path):
+def test_weights_to_begin_with_that_do_not_fit_are_named(config: RunConfig, run_folder: Path, tmp_path: Path):
     wider = dataclasses.replace(
-        config, model=ModelSpec(hidden=9, layers=2), weights=done / "best.pt", out=tmp_path / "w"
+        config, model=ModelSpec(hidden=9, layers=2), weights=run_folder / "best.pt", out=tmp_path / "w"
     )
     with pytest.raises(ValueError, match="does not hold weights of this model"):
         run.train(wider)
 
 
-def test_an_export_that_cannot_be_written_names_the_file(done: Path, tmp_path: Path):
+def test_an_export_that_cannot_be_written_names_the_file(run_folder: Path, tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot write"):
-        commands.export(done, tmp_path / "file" / "weights.pt", ExportConfig())
+        commands.export(run_folder, tmp_path / "file" / "weights.pt", ExportConfig())

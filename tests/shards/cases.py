@@ -18,7 +18,8 @@ from hopline.shards.layout import ShardLayout, shard_layouts
 from hopline.shards.transports import P2PTransport, Transport
 from tests.helpers import CONVS, graph_of, mlp, randint, randn, random_graph
 
-RELATIVE, ABSOLUTE = 1e-10, 1e-12
+RELATIVE = 1e-10
+ABSOLUTE = 1e-12
 CHUNK_BYTES = 4000
 """So few that every part is cut into several chunks."""
 
@@ -66,7 +67,7 @@ def model(name: str, discrete: bool = False) -> nn.Module:
 
 
 def plain(conv: nn.Module, graph: Graph, x: Tensor) -> dict[str, Tensor]:
-    """Outputs and gradients of the conv, run twice, by PyG itself and in the graph's order."""
+    """Outputs and gradients of plain PyG: the conv run twice, with edges in the graph's order."""
     edge = {name: rows.clone().requires_grad_() for name, rows in graph.edge.items()}
 
     def layer(h: Tensor) -> Tensor:
@@ -78,7 +79,7 @@ def plain(conv: nn.Module, graph: Graph, x: Tensor) -> dict[str, Tensor]:
 def sharded(
     conv: nn.Module, graph: Graph, x: Tensor, layout: ShardLayout, transport: Transport | None, **options: Any
 ) -> dict[str, Tensor]:
-    """The same for the nodes and edges of a layout."""
+    """Outputs and gradients of the conv run twice over the nodes and edges of a layout."""
     edge = {name: rows[layout.edge_ids].requires_grad_() for name, rows in graph.edge.items()}
     convs = ShardConvs.of(layout, transport, edge_rows=edge, **{"chunk_bytes": CHUNK_BYTES, **options})
     return _run(conv, x[layout.own_ids], edge, lambda h: run_conv(conv, h, convs), layout.own_ids)
@@ -91,50 +92,56 @@ def _run(
     conv.zero_grad()
     out = layer(layer(x).relu())
     (out * randn(40, 4, seed=7)[ids]).sum().backward()
-    found = {"out": out.detach(), "x": x.grad}
-    found |= {f"edge.{name}": rows.grad for name, rows in edge.items()}
-    found |= {f"parameter.{name}": p.grad for name, p in conv.named_parameters()}
-    return {name: value.clone() for name, value in found.items() if value is not None}
+    results = {"out": out.detach(), "x": x.grad}
+    results |= {f"edge.{name}": rows.grad for name, rows in edge.items()}
+    results |= {f"parameter.{name}": p.grad for name, p in conv.named_parameters()}
+    return {name: value.clone() for name, value in results.items() if value is not None}
 
 
 def error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], layout: ShardLayout) -> float:
-    """The largest difference, in units of what is allowed. expected: of all nodes and edges."""
+    """The largest difference between own and expected results, in units of the tolerance.
+
+    expected: results of all nodes and edges, of which the layout's are taken.
+    """
     worst = 0.0
     for name in found.keys() | expected.keys():
-        other = expected.get(name, torch.zeros(()))
+        theirs = expected.get(name, torch.zeros(()))
         if name in expected and not name.startswith("parameter"):
-            other = other[layout.edge_ids if name.startswith("edge") else layout.own_ids]
+            theirs = theirs[layout.edge_ids if name.startswith("edge") else layout.own_ids]
         ours = found.get(name, torch.zeros(()))
-        allowed = ABSOLUTE + RELATIVE * other.abs()
-        worst = max(worst, float(((ours - other).abs() / allowed).max()) if (ours - other).numel() else 0.0)
+        allowed = ABSOLUTE + RELATIVE * theirs.abs()
+        worst = max(worst, float(((ours - theirs).abs() / allowed).max()) if (ours - theirs).numel() else 0.0)
     return worst
 
 
 def on_ranks(world: World, names: list[str]) -> dict[str, Any]:
-    """On this rank's shard: the largest error of each conv, and what travelled."""
+    """The largest error of each conv on this rank's shard, and the bytes that travelled."""
     errors: dict[str, float] = {}
     for name in names:
         for discrete in (False, True) if name in TIES[:3] else (False,):
             how = "random" if discrete else "metis"
             errors[f"{name} {how}"] = _on_rank(world, model(name, discrete), *case(name, discrete), how)
     for name in ("gat", "edge", "sage-multi", "gcn"):
-        errors[f"{name} no edges"] = _on_rank(world, model(name), *one_sided(), "range")
+        errors[f"{name} no edges"] = _on_rank(world, model(name), *one_way_case(), "range")
     errors |= {f"modes {name}": _modes_and_depths(world, name) for name in ("sage-mean", "gat", "sage-max", "gcn")}
     return {"errors": dict(zip(errors, world.max(list(errors.values())), strict=True)), "traffic": _traffic(world)}
 
 
-def one_sided() -> tuple[Graph, Tensor]:
-    """All edges lead from the second half of the nodes to the first: some shards have none, and nobody's rows."""
+def one_way_case() -> tuple[Graph, Tensor]:
+    """All edges lead from the second half of the nodes to the first.
+
+    Some shards have no edges, and need no rows of others.
+    """
     return graph_of(randint(20, 40, 100), randint(0, 20, 100, seed=1), 40), randn(40, 4)
 
 
 def _on_rank(world: World, conv: nn.Module, graph: Graph, x: Tensor, how: str, **options: Any) -> float:
     expected = plain(conv, graph, x)
     layout = shard_layouts(graph, make_partition(graph, world.size, how, seed=1))[world.rank]
-    found = sharded(conv, graph, x, layout, P2PTransport(layout), **options)
+    ours = sharded(conv, graph, x, layout, P2PTransport(layout), **options)
     world.sum_gradients(conv.parameters())
-    found |= {f"parameter.{name}": p.grad for name, p in conv.named_parameters() if p.grad is not None}
-    return error(found, expected, layout)
+    ours |= {f"parameter.{name}": p.grad for name, p in conv.named_parameters() if p.grad is not None}
+    return error(ours, expected, layout)
 
 
 def _modes_and_depths(world: World, name: str) -> float:
@@ -150,8 +157,8 @@ def _modes_and_depths(world: World, name: str) -> float:
 
 
 def _traffic(world: World) -> dict[str, dict[str, float]]:
-    """Bytes over all ranks, by conv and mode, and by what they were for; no edge array has a gradient."""
-    found = {}
+    """Bytes over all ranks, by conv and mode and by purpose. No edge array has a gradient."""
+    num_bytes = {}
     for name, mode in (("sage-mean", "sequential"), ("gat", "sequential"), ("gat", "stored"), ("gat", "one_shot")):
         graph, x = case(name)
         layout = shard_layouts(graph, make_partition(graph, world.size, "random", seed=2))[world.rank]
@@ -159,7 +166,7 @@ def _traffic(world: World) -> dict[str, dict[str, float]]:
         convs = ShardConvs.of(layout, transport, mode=mode)
         run_conv(model(name), x[layout.own_ids].requires_grad_(), convs).sum().backward()
         kinds = ("forward", "refetch", "gradient")
-        found[f"{name} {mode}"] = dict(zip(kinds, world.sum([transport.traffic[k] for k in kinds]), strict=True))
+        num_bytes[f"{name} {mode}"] = dict(zip(kinds, world.sum([transport.traffic[k] for k in kinds]), strict=True))
     rows = shard_layouts(graph, make_partition(graph, world.size, "random", seed=2))[world.rank].halos
     halo = world.sum([sum(rows[k].numel() for k in range(1, world.size))])[0]
-    return {**found, "halo": {"rows": halo}}
+    return {**num_bytes, "halo": {"rows": halo}}

@@ -1,4 +1,4 @@
-"""What each rank does in the tests of sampling on shards; everything is compared with the whole dataset."""
+"""Checks that each rank runs for sampling on shards. Everything is compared with the whole dataset."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def assert_same_blocks(ours: tuple[Block, ...], theirs: tuple[Block, ...]) -> No
 
 
 def check_questions(channel: Channel, shard: Shard) -> None:
-    """Any rank asks for anything, or for nothing."""
-    whole = torch.arange(shard.num_nodes)
-    table = (whole[:, None] * 10 + torch.arange(3)).to(torch.bfloat16)
+    """Row requests of any size, also of no rows, get the rows of their owners."""
+    all_nodes = torch.arange(shard.num_nodes)
+    table = (all_nodes[:, None] * 10 + torch.arange(3)).to(torch.bfloat16)
     for number in range(3):
         count = [7, 0, shard.num_nodes][(number + channel.rank) % 3]
         positions = randint(0, shard.num_nodes, count, seed=number)
@@ -61,13 +61,13 @@ def check_questions(channel: Channel, shard: Shard) -> None:
         assert torch.equal(request.reply(table[request.rows + first]), table[positions])
         counts = (request.rows + first) % 4
         entries = torch.repeat_interleave(request.rows + first, counts)
-        indptr, (got,) = request.reply_lists(counts, [entries])
+        indptr, (replied,) = request.reply_lists(counts, [entries])
         assert torch.equal(indptr.diff(), positions % 4)
-        assert torch.equal(got, torch.repeat_interleave(positions, positions % 4))
+        assert torch.equal(replied, torch.repeat_interleave(positions, positions % 4))
 
 
 def check_sampler(channel: Channel, shard: Shard, data: hl.Dataset, place: Tensor) -> None:
-    """The draws of one process, for seeds of any owner, for no seeds, and for all neighbours."""
+    """Samples are those of one process: for seeds of any owner, for no seeds, and for all neighbours."""
     for fanouts, again in (((3, 2), False), ((2, 3), True), ((-1, -1), False), ((4, -1, 1), False), ((2, 2, 2), True)):
         options = {"replace": again, "edge_ids": True, "one_list": again}
         sampler = CollectiveSampler(shard, channel, fanouts, **options)
@@ -79,16 +79,16 @@ def check_sampler(channel: Channel, shard: Shard, data: hl.Dataset, place: Tenso
 
 
 def check_loader(world: World, shard: Shard, data: hl.Dataset) -> list[int]:
-    """Batches hold what one process would have; returns how many seeds each batch of this rank has."""
+    """Batches are those of one process. Returns the number of seeds of each batch of this rank."""
     method = hl.Sampled(fanouts=(3, 2), batch_size=4)
     loader = method.loader(shard, "train", seed=5, world=world)
     assert isinstance(loader, CollectiveLoader)
-    whole = hl.Sampled(fanouts=(3, 2), batch_size=4 * world.size).loader(data, "train", seed=5)
+    unsharded = hl.Sampled(fanouts=(3, 2), batch_size=4 * world.size).loader(data, "train", seed=5)
     oracle = NeighborSampler(data.graph, method.fanout_per_layer)
     sizes = []
-    assert len(loader) == len(whole)
+    assert len(loader) == len(unsharded)
     for _ in range(2):
-        for batch, union in zip(loader, whole, strict=True):
+        for batch, union in zip(loader, unsharded, strict=True):
             assert isinstance(batch.key, int)
             assert (batch.key, batch.total_seeds) == (union.key, union.num_seeds)
             assert torch.isin(batch.seeds, union.seeds).all()
@@ -103,14 +103,14 @@ def check_loader(world: World, shard: Shard, data: hl.Dataset) -> list[int]:
     assert [batch.seeds.tolist() for batch in loader.epoch(1, done=1, seeds_done=4 * world.size)] == whole_epoch[1:]
     ids = torch.tensor([7, 3, 59, 20])
     in_order = hl.Sampled(fanouts=(1,), batch_size=2, shuffle=False).loader(shard, ids, world=world)
-    found = torch.cat([batch.seeds for batch in in_order])
+    seeds = torch.cat([batch.seeds for batch in in_order])
     steps = ids.split(2 * world.size)
-    assert torch.equal(found, torch.cat([share_of(step, world.rank, world.size) for step in steps]))
+    assert torch.equal(seeds, torch.cat([share_of(step, world.rank, world.size) for step in steps]))
     return sizes
 
 
 def check_early_end(world: World, shard: Shard) -> None:
-    """A loop that is left early keeps the ranks in step: the next epoch is complete."""
+    """A loop that ends early keeps the ranks in step: the next epoch is complete."""
     loader = hl.Sampled(fanouts=(2,), batch_size=2, look_ahead=3).loader(shard, "train", world=world)
     batches = iter(loader)
     first: Batch = next(batches)
@@ -121,7 +121,7 @@ def check_early_end(world: World, shard: Shard) -> None:
 
 
 def check_differences(world: World, shard: Shard) -> None:
-    """Ranks that were not given the same are told before the first batch."""
+    """Ranks with different arguments are refused before the first batch."""
     if world.size > 1:
         with pytest.raises(ValueError, match="rank 1 and rank 0 differ in the seeds, the method or the tables"):
             hl.Sampled(fanouts=(2,), batch_size=2 + world.rank).loader(shard, world=world)
@@ -131,7 +131,7 @@ def check_differences(world: World, shard: Shard) -> None:
 
 
 def own_loop(world: World, data: hl.Dataset | Shard, kind: str) -> list[float]:
-    """A user's own loop: the losses of some steps over all ranks."""
+    """Losses over all ranks of a few steps of a user's own training loop."""
     convs = {"sage": SAGEConv, "gcn": GCNConv, "gat": GATConv}[kind]
     torch.manual_seed(1)
     model = hl.nn.GNN([convs(4, 8), convs(8, 5)], dropout=0.3).double()
@@ -150,7 +150,7 @@ def own_loop(world: World, data: hl.Dataset | Shard, kind: str) -> list[float]:
     return losses
 
 
-def trained(
+def train_run(
     world: World, data: hl.Dataset, kind: str, inference: str, out: str | None = None, kill: int | None = None
 ) -> dict[str, Any]:
     """A run of the Trainer: losses, metrics and weights. kill: the step after which rank 1 dies."""
@@ -172,8 +172,8 @@ def trained(
     }
 
 
-def trained_on_shards(world: World, folder: str, out: str, kill: int | None) -> dict[str, Any]:
-    return trained(world, hl.shards.open(Path(folder) / f"shards-{world.size}", world), *RUNS[0], out, kill)
+def train_on_shards(world: World, folder: str, out: str, kill: int | None) -> dict[str, Any]:
+    return train_run(world, hl.shards.open(Path(folder) / f"shards-{world.size}", world), *RUNS[0], out, kill)
 
 
 RUNS = [("sage", "exact"), ("gcn", "exact"), ("gat", "sampled")]
@@ -188,14 +188,14 @@ def check_exact(world: World, shard: Shard, data: hl.Dataset) -> None:
             options = {"encoder": torch.nn.Linear(4, 4), "initial_residual": 0.1, "head": torch.nn.Linear(4, 5)}
         model = hl.nn.GNN([convs(4, 4), convs(4, 4), convs(4, 4)], **options).double()
         for name in ("x", "words"):
-            here = replace(shard, tables={"x": _narrow(shard.tables[name])})
-            whole = replace(data, tables={"x": _narrow(data.tables[name])})
-            found = shard_infer.exact(model, here, Channel(world), chunk_edges=50)
-            expected = hl.infer.exact(model, whole)[shard.nodes]
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            shard_of_table = replace(shard, tables={"x": _narrow(shard.tables[name])})
+            unsharded = replace(data, tables={"x": _narrow(data.tables[name])})
+            ours = shard_infer.exact(model, shard_of_table, Channel(world), chunk_edges=50)
+            expected = hl.infer.exact(model, unsharded)[shard.nodes]
+            torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
             rows = torch.tensor([2, 0, 9]) if world.rank == world.size - 1 else torch.empty(0, dtype=torch.int64)
-            found = shard_infer.exact(model, here, Channel(world), rows)
-            torch.testing.assert_close(found, expected[rows], rtol=1e-12, atol=1e-12)
+            ours = shard_infer.exact(model, shard_of_table, Channel(world), rows)
+            torch.testing.assert_close(ours, expected[rows], rtol=1e-12, atol=1e-12)
 
 
 def _narrow(table: hl.extend.Table) -> hl.extend.Table:
@@ -209,10 +209,8 @@ def _narrow(table: hl.extend.Table) -> hl.extend.Table:
 
 
 def check(world: World, folder: str) -> dict[str, Any]:
-    data, shard = (
-        hl.open(Path(folder) / "data"),
-        hl.shards.open_shard(Path(folder) / f"shards-{world.size}", world.rank),
-    )
+    data = hl.open(Path(folder) / "data")
+    shard = hl.shards.open_shard(Path(folder) / f"shards-{world.size}", world.rank)
     place = torch.empty(data.num_nodes, dtype=torch.int64)
     channel = Channel(world)
     place[channel.all(shard.nodes)] = torch.arange(data.num_nodes)
@@ -227,7 +225,7 @@ def check(world: World, folder: str) -> dict[str, Any]:
     alone = [batch.num_seeds for batch in few]
     return {
         "losses": {kind: own_loop(world, shard, kind) for kind in ("sage", "gcn", "gat")},
-        "runs": [trained(world, hl.shards.ShardedData(shard, world), *run) for run in RUNS],
+        "runs": [train_run(world, hl.shards.ShardedData(shard, world), *run) for run in RUNS],
         "seeds": world.sum([sum(sizes), sum(alone)]),
         "batches": [len(sizes), len(alone)],
     }

@@ -1,4 +1,4 @@
-"""One process trains a folder of shards: by every method, with the losses of the dataset that was cut."""
+"""One process trains a folder of shards with the losses of the whole dataset, by every method."""
 
 from __future__ import annotations
 
@@ -41,12 +41,13 @@ def losses_of(data: hl.Dataset, method: hl.extend.Method, kind: Any) -> list[flo
 @pytest.mark.parametrize("kind", [SAGEConv, GCNConv, GATConv])
 @pytest.mark.parametrize("method", METHODS)
 def test_losses_are_those_of_the_dataset_that_was_cut(folder: Path, method: str, kind: type):
-    found = losses_of(hl.shards.join(folder), METHODS[method], kind)
-    assert found == pytest.approx(losses_of(rich(), METHODS[method], kind), rel=1e-12)
+    ours = losses_of(hl.shards.join(folder), METHODS[method], kind)
+    assert ours == pytest.approx(losses_of(rich(), METHODS[method], kind), rel=1e-12)
 
 
-def test_its_features_stay_in_the_shards_and_its_contents_are_the_same(folder: Path):
-    data, joined = rich(), hl.shards.join(folder)
+def test_joined_features_stay_in_the_shards_and_have_the_same_contents(folder: Path):
+    data = rich()
+    joined = hl.shards.join(folder)
     # Graphs in folders have 32-bit indices where these are enough.
     data = replace(data, graph=replace(data.graph, indices=data.graph.indices.int()))
     assert isinstance(joined.x, RowsOfShards)
@@ -97,14 +98,15 @@ def test_the_command_line_trains_shards_in_one_process(tmp_path: Path, settings:
     assert len(records(tmp_path / "runs" / "shards", "epoch")) == 3
 
 
-def test_a_plan_and_evaluation_beside_training_take_shards_too(folder: Path):
+def test_a_plan_and_asynchronous_evaluation_take_shards_too(folder: Path):
     status, text, err = command("plan", folder, "model.layers=2", "model.hidden=8", "budget=1GiB")
     assert (status, err) == (0, "")
     assert "recommended: method=" in text
     metrics = []
     for evaluate in ("async", "blocking"):
         torch.manual_seed(0)
-        model, joined = hl.nn.GNN([SAGEConv(4, 5)]), hl.shards.join(folder)
+        model = hl.nn.GNN([SAGEConv(4, 5)])
+        joined = hl.shards.join(folder)
         run = hl.Trainer(model, joined, hl.Sampled(fanouts=(3,)), epochs=2, evaluate=evaluate, show=False).fit()
         metrics.append([one.metrics for one in run.evaluations])
     assert metrics[0] == metrics[1]

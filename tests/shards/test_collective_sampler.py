@@ -1,4 +1,4 @@
-"""Sampling on shards; what the ranks check is in `shards/ranks.py`."""
+"""Sampling on shards by several ranks. The checks that ranks run are in `shards/ranks.py`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
 from hopline.shards.write import cut
 from hopline.util.errors import RankError
-from tests.shards.ranks import RUNS, check, own_loop, trained, trained_on_shards
+from tests.shards.ranks import RUNS, check, own_loop, train_on_shards, train_run
 from tests.shards.test_write import rich
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path, data = tmp_path_factory.mktemp("collective"), rich()
+    path = tmp_path_factory.mktemp("collective")
+    data = rich()
     data.save(path / "data")
     for shards, how in ((1, "range"), (2, "metis"), (3, "random")):
         cut(data, make_partition(data.graph, shards, how), path / f"shards-{shards}")
@@ -32,48 +33,54 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> dict[str, list[float]]:
+def losses_alone(folder: Path) -> dict[str, list[float]]:
     data = hl.open(folder / "data")
     return {kind: own_loop(World.alone(), data, kind) for kind in ("sage", "gcn", "gat")}
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path) -> list[dict[str, Any]]:
-    return [trained(World.alone(), hl.open(folder / "data"), *run) for run in RUNS]
+def runs_alone(folder: Path) -> list[dict[str, Any]]:
+    return [train_run(World.alone(), hl.open(folder / "data"), *run) for run in RUNS]
 
 
 @pytest.fixture(scope="module")
-def found_by(folder: Path) -> Callable[[int], dict[str, Any]]:
-    """What so many ranks find: started once."""
+def results_by_size(folder: Path) -> Callable[[int], dict[str, Any]]:
+    """Results of `check` on a number of ranks. Each number is launched once."""
     return functools.cache(lambda size: run(check, LaunchSettings(devices=size, timeout_s=30), str(folder)))
 
 
 @pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.extended)])
 def test_ranks_get_what_one_process_gets(
-    found_by: Callable[[int], dict[str, Any]], alone: dict[str, list[float]], runs: list[dict[str, Any]], size: int
+    results_by_size: Callable[[int], dict[str, Any]],
+    losses_alone: dict[str, list[float]],
+    runs_alone: list[dict[str, Any]],
+    size: int,
 ) -> None:
-    found = found_by(size)
-    assert found["seeds"] == [2 * 20, 1]
-    assert found["batches"] == [2 * -(-20 // (4 * size)), 1]
-    for kind, losses in alone.items():
-        assert found["losses"][kind] == pytest.approx(losses, abs=1e-9)
-    for ours, theirs in zip(found["runs"], runs, strict=True):
+    results = results_by_size(size)
+    assert results["seeds"] == [2 * 20, 1]
+    assert results["batches"] == [2 * -(-20 // (4 * size)), 1]
+    for kind, losses in losses_alone.items():
+        assert results["losses"][kind] == pytest.approx(losses, abs=1e-9)
+    for ours, theirs in zip(results["runs"], runs_alone, strict=True):
         assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-9)
         assert ours["weights"] == pytest.approx(theirs["weights"], abs=1e-6)
         assert ours["metrics"] == theirs["metrics"]
 
 
-def test_a_rank_that_dies_is_named_and_the_run_goes_on_exactly(
-    folder: Path, found_by: Callable[[int], dict[str, Any]], tmp_path: Path
+def test_a_rank_that_dies_is_named_and_the_run_is_resumed_exactly(
+    folder: Path, results_by_size: Callable[[int], dict[str, Any]], tmp_path: Path
 ) -> None:
     settings = LaunchSettings(devices=2, timeout_s=20)
     with pytest.raises(RankError, match="rank 1"):
-        run(trained_on_shards, settings, str(folder), str(tmp_path), 5)
-    assert run(trained_on_shards, settings, str(folder), str(tmp_path), None) == found_by(2)["runs"][0]  # bit for bit
+        run(train_on_shards, settings, str(folder), str(tmp_path), 5)
+    assert (
+        run(train_on_shards, settings, str(folder), str(tmp_path), None) == results_by_size(2)["runs"][0]
+    )  # bit for bit
 
 
-def test_mistakes_get_a_sentence(folder: Path) -> None:
-    shard, method = hl.shards.open_shard(folder / "shards-1", 0), hl.Sampled(fanouts=(2,))
+def test_mistakes_are_refused_with_a_sentence(folder: Path) -> None:
+    shard = hl.shards.open_shard(folder / "shards-1", 0)
+    method = hl.Sampled(fanouts=(2,))
     with pytest.raises(ValueError, match="there are 2 shards and 1 processes: start one process per shard"):
         method.loader(hl.shards.open_shard(folder / "shards-2", 0))
     with pytest.raises(ValueError, match="there is no split 'trian'"):

@@ -1,4 +1,4 @@
-"""One rank; with several, see `shards/ranks.py`."""
+"""`ShardedData` on one rank. `shards/ranks.py` checks several."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_knows_the_sizes_and_splits_of_the_whole(folder: Path) -> None:
-    data, whole = hl.shards.open(folder / "shards-1"), rich()
+def test_sharded_data_has_the_sizes_and_splits_of_the_whole_dataset(folder: Path) -> None:
+    data = hl.shards.open(folder / "shards-1")
+    whole = rich()
     assert (data.num_nodes, data.num_edges, data.num_features, data.num_outputs) == (60, whole.num_edges, 4, 5)
     assert data.splits.keys() == whole.splits.keys()
     assert all(torch.equal(data.splits[name], ids) for name, ids in whole.splits.items())

@@ -1,3 +1,5 @@
+"""The layout of shards: every edge in the shard of its destination, and halos equal to what is sent."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -21,19 +23,19 @@ def graph_and_parts(num_shards: int, how: str = "random") -> tuple[Graph, Partit
 
 def edges_of(layout: ShardLayout, partition: Partition) -> Tensor:
     """[2, E] the graph's node ids at both ends of a layout's edges, part after part."""
-    found = []
+    edges = []
     for k, part in enumerate(layout.parts):
         src, dst = part.edge_index
         positions = partition.ptr[layout.sender(k)] + layout.halos[k][src]
-        found.append(torch.stack([partition.order[positions], layout.own_ids[dst]]))
-    return torch.cat(found, dim=1)
+        edges.append(torch.stack([partition.order[positions], layout.own_ids[dst]]))
+    return torch.cat(edges, dim=1)
 
 
 @pytest.mark.parametrize("num_shards", SHARDS)
 @pytest.mark.parametrize("how", ["random", "metis"])
 def test_every_edge_is_in_the_shard_of_its_destination(num_shards: int, how: str) -> None:
     graph, partition = graph_and_parts(num_shards, how)
-    seen = []
+    edge_ids = []
     for rank, layout in enumerate(shard_layouts(graph, partition)):
         assert layout.rank == rank
         assert torch.equal(partition.part_of[layout.own_ids], torch.full((layout.num_own,), rank, dtype=torch.int32))
@@ -43,8 +45,8 @@ def test_every_edge_is_in_the_shard_of_its_destination(num_shards: int, how: str
         counted = torch.stack([part.indptr.diff() for part in layout.parts]).sum(0)
         assert torch.equal(layout.degrees, counted)
         assert torch.equal(layout.degrees, graph.in_degrees(layout.own_ids))
-        seen.append(layout.edge_ids)
-    assert torch.equal(torch.cat(seen).sort().values, torch.arange(graph.num_edges))
+        edge_ids.append(layout.edge_ids)
+    assert torch.equal(torch.cat(edge_ids).sort().values, torch.arange(graph.num_edges))
 
 
 @pytest.mark.parametrize("num_shards", SHARDS)

@@ -1,3 +1,5 @@
+"""One shard, opened by itself from its folder."""
+
 from __future__ import annotations
 
 import json
@@ -52,7 +54,7 @@ def test_in_edges_are_found_in_the_datasets_order(folder: Path) -> None:
     assert torch.equal(shard.edge["attr"][at], data.graph.edge["attr"][expected])
 
 
-def test_what_cannot_be_opened_gets_a_sentence(folder: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_opened_is_refused_with_a_sentence(folder: Path, tmp_path: Path) -> None:
     assert is_shards(folder)
     assert is_shards(folder / "shard-0")
     assert not is_shards(tmp_path / "none")
@@ -76,16 +78,16 @@ def test_what_cannot_be_opened_gets_a_sentence(folder: Path, tmp_path: Path) -> 
     (folder / "shard-2" / "halo_rows.npy").unlink()
     with pytest.raises(ValueError, match=r"halo_rows.npy is missing"):
         open_shard(folder, 2)
-    change(folder / "shard-0", "num_shards", 2)
+    change_manifest(folder / "shard-0", "num_shards", 2)
     with pytest.raises(ValueError, match=r"do not fit together.*hopline partition"):
         open_shard(folder, 0)
-    change(folder / "shard-0", "version", 7)
+    change_manifest(folder / "shard-0", "version", 7)
     with pytest.raises(ValueError, match="has version 7, this hopline reads 1"):
         open_shard(folder, 0)
 
 
-def change(folder: Path, key: str, value: int) -> None:
-    """Another number in what a manifest says about its shard, with a checksum that fits."""
+def change_manifest(folder: Path, key: str, value: int) -> None:
+    """Change a number in a shard's manifest, with a checksum that fits."""
     manifest = manifests.read_manifest(folder)
     manifest.meta["shards"][key] = value
     (folder / "manifest.json").write_text(manifests.to_json(manifest))

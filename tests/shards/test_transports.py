@@ -1,3 +1,5 @@
+"""Transports of rows and gradients between shards: contents, bytes counted, and rounds under way."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -34,7 +36,8 @@ def group() -> Iterator[None]:
 
 def test_virtual_shards_are_slices_of_the_rows() -> None:
     layout = virtual_layout(*graph_and_parts(3))
-    transport, rows = LocalTransport(layout), randn(50, 2)
+    transport = LocalTransport(layout)
+    rows = randn(50, 2)
     parts = [part[0] for part in transport.fetch([rows], "forward", 1)]
     assert torch.equal(torch.cat(parts), rows)
     assert parts[1].data_ptr() == rows[int(layout.ptr[1])].data_ptr()
@@ -54,7 +57,8 @@ def test_gradients_are_added_to_the_rows_they_are_of() -> None:
 
 
 def test_bytes_are_counted_for_whoever_listens() -> None:
-    transport, counters = LocalTransport(virtual_layout(*graph_and_parts(2))), trace.Counters()
+    transport = LocalTransport(virtual_layout(*graph_and_parts(2)))
+    counters = trace.Counters()
     with trace.listen(counters):
         transport.return_all(transport.fetch_all(randn(50, 2), "forward"))
     assert counters.totals() == {"bytes.forward": 800, "bytes.gradient": 800}
@@ -73,7 +77,8 @@ def test_ranks_and_shards_must_be_as_many(group: None) -> None:
 
 def test_a_single_rank_sends_nothing(group: None) -> None:
     layout = shard_layouts(*graph_and_parts(1))[0]
-    transport, rows = P2PTransport(layout), randn(50, 2)
+    transport = P2PTransport(layout)
+    rows = randn(50, 2)
     assert [torch.equal(part[0], rows) for part in transport.fetch([rows], "forward", 2)] == [True]
     assert torch.equal(transport.fetch_all(rows, "forward"), rows)
     assert torch.equal(transport.return_all(rows), rows)
@@ -85,11 +90,12 @@ def test_a_single_rank_sends_nothing(group: None) -> None:
 
 
 class Wires(P2PTransport):
-    """One rank's messages, written down instead of sent."""
+    """A stand-in for the messages of one rank, which records them instead of sending."""
 
     def __init__(self, layout: Any) -> None:
         Transport.__init__(self, layout)
-        self.on_host, self.events = True, list[tuple[str, int]]()
+        self.on_host = True
+        self.events = list[tuple[str, int]]()
         self.received: WeakSet[Tensor] = WeakSet()
         self.most_alive = 0
         self.under_way: Counter[str] = Counter()
@@ -116,9 +122,10 @@ class Wires(P2PTransport):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 9])
-def test_so_many_rounds_are_asked_for_ahead(depth: int) -> None:
+def test_depth_rounds_of_rows_are_requested_ahead(depth: int) -> None:
     layout = shard_layouts(*graph_and_parts(5))[1]
-    transport, rows = Wires(layout), randn(layout.num_own, 2)
+    transport = Wires(layout)
+    rows = randn(layout.num_own, 2)
     fetched = transport.fetch([rows], "forward", depth)
     for k in range(5):
         next(fetched)  # dropped at once, as a part's rows are when it is done
@@ -129,9 +136,10 @@ def test_so_many_rounds_are_asked_for_ahead(depth: int) -> None:
     assert transport.most_alive == min(4, depth + 1)
 
 
-def test_rows_are_asked_for_ahead_when_the_caller_has_room() -> None:
+def test_rows_are_requested_ahead_when_the_caller_has_memory() -> None:
     layout = shard_layouts(*graph_and_parts(4))[1]
-    transport, later = Wires(layout), list[Callable[[], None]]()
+    transport = Wires(layout)
+    later = list[Callable[[], None]]()
     fetched = transport.fetch([randn(layout.num_own, 2)], "forward", 1, later)
     for k in range(4):
         next(fetched)
@@ -143,7 +151,7 @@ def test_rows_are_asked_for_ahead_when_the_caller_has_room() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_so_many_rounds_of_gradients_are_under_way(depth: int) -> None:
+def test_depth_rounds_of_gradients_are_under_way(depth: int) -> None:
     layout = shard_layouts(*graph_and_parts(5))[1]
     transport = Wires(layout)
     returns = transport.start_return([randn(layout.num_own, 2)], depth)
@@ -155,8 +163,8 @@ def test_so_many_rounds_of_gradients_are_under_way(depth: int) -> None:
     returns.settle()
     assert transport.under_way["gradient"] == max(0, depth - 1)
     (total,) = returns.finish()
-    wanted = torch.bincount(torch.cat(layout.sends[1:]), minlength=layout.num_own)
-    assert torch.equal(total[:, 0], wanted.double())
+    expected = torch.bincount(torch.cat(layout.sends[1:]), minlength=layout.num_own)
+    assert torch.equal(total[:, 0], expected.double())
 
 
 @pytest.mark.gpu
@@ -167,7 +175,8 @@ def test_rows_on_a_gpu_go_directly_by_nccl():
     world = World.join(RankSpec(device="cuda:0", backend="nccl", timeout_s=60, port=store.port))
     try:
         transport = P2PTransport(shard_layouts(*graph_and_parts(1))[0], world=world)
-        rows, more = randn(50, 2).cuda(), randn(50).cuda()
+        rows = randn(50, 2).cuda()
+        more = randn(50).cuda()
         received = transport.wait(*transport.post([rows, more], 0, [(50, 2), (50,)], 0, "forward"))
         assert torch.equal(received[0], rows)
         assert torch.equal(received[1], more)

@@ -1,3 +1,5 @@
+"""`verify` of a folder of shards finds flipped bits, wrong numbers and mixed cuts."""
+
 from __future__ import annotations
 
 import shutil
@@ -32,8 +34,8 @@ def test_a_flipped_bit_is_found(folder: Path) -> None:
         verify_shards(folder)
 
 
-def altered(folder: Path, array: str, position: int, value: float) -> None:
-    """One number of an array changed, with a checksum that fits: what a wrong cut would write."""
+def alter_array(folder: Path, array: str, position: int, value: float) -> None:
+    """Change one number of an array, with a checksum that fits, as a wrong cut would write it."""
     manifest = manifests.read_manifest(folder)
     entry = manifest.arrays[array]
     rows = np.load(folder / entry.file)
@@ -46,7 +48,7 @@ def altered(folder: Path, array: str, position: int, value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("array", "position", "value", "said"),
+    ("array", "position", "value", "message"),
     [
         ("nodes", 0, 59, "a node is there twice"),
         ("edge_ids", 5, 0, "an edge is missing or there twice"),
@@ -60,9 +62,9 @@ def altered(folder: Path, array: str, position: int, value: float) -> None:
         ("y", 2, 9, "y.npy holds label 9"),
     ],
 )
-def test_a_wrong_number_is_found(folder: Path, array: str, position: int, value: float, said: str) -> None:
-    altered(folder / "shard-1", array, position, value)
-    with pytest.raises(ValueError, match=said):
+def test_a_wrong_number_is_found(folder: Path, array: str, position: int, value: float, message: str) -> None:
+    alter_array(folder / "shard-1", array, position, value)
+    with pytest.raises(ValueError, match=message):
         verify_shards(folder)
 
 
@@ -70,7 +72,7 @@ def test_edges_under_another_destination_are_found(folder: Path) -> None:
     shard = open_shards(folder)[1]
     indptr = shard.layout.parts[0].indptr
     row = int(indptr.diff().argmax())
-    altered(folder / "shard-1", "part_indptr", (shard.num_own + 1) * 1 + row + 1, int(indptr[row]))
+    alter_array(folder / "shard-1", "part_indptr", (shard.num_own + 1) * 1 + row + 1, int(indptr[row]))
     with pytest.raises(ValueError, match="under another destination"):
         verify_shards(folder)
 

@@ -1,3 +1,5 @@
+"""Writing shards: their union is the dataset, and memory does not grow with edges and features."""
+
 from __future__ import annotations
 
 import errno
@@ -24,7 +26,10 @@ from tests.helpers import randint, randn, random_graph
 
 
 def rich(num_nodes: int = 60, num_edges: int = 400) -> Dataset:
-    """Edge arrays, three kinds of tables, two splits, double edges, loops, nodes without in-edges."""
+    """A dataset of everything that shards hold.
+
+    Edge arrays, three kinds of tables, two splits, double edges, loops, and nodes without in-edges.
+    """
     graph = random_graph(num_nodes, num_edges, weight=True, attr=2, loops=True, dtype=torch.int32)
     words = randn(num_nodes, 7, seed=5)
     ids = torch.arange(num_nodes)
@@ -91,7 +96,7 @@ def test_shards_on_disk_are_those_in_memory(tmp_path: Path) -> None:
             assert torch.equal(ours, theirs)
 
 
-def test_nodes_alone_in_a_shard_and_no_edges_at_all(tmp_path: Path) -> None:
+def test_shards_of_one_node_and_graphs_without_edges_are_written(tmp_path: Path) -> None:
     data = rich(12, 30)
     cut(data, make_partition(data.graph, 12, "range"), tmp_path / "shards")
     assert_same(join_shards(tmp_path / "shards"), data)
@@ -120,7 +125,7 @@ def test_a_cut_that_fails_leaves_the_old_shards(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.glob(".*"))
 
 
-def test_mistakes_get_a_sentence(tmp_path: Path) -> None:
+def test_mistakes_are_refused_with_a_sentence(tmp_path: Path) -> None:
     data = rich()
     with pytest.raises(ValueError, match="the partition is of 12 nodes"):
         cut(data, make_partition(rich(12, 30).graph, 2, "range"), tmp_path / "shards")
@@ -133,8 +138,8 @@ def test_mistakes_get_a_sentence(tmp_path: Path) -> None:
         store.open_folder(tmp_path / "shards")
 
 
-def own_memory() -> int:
-    """Bytes that are this process's own: pages of mapped files, which the system may drop, do not count."""
+def private_bytes() -> int:
+    """Bytes of private memory of this process. Pages of mapped files, which the system may drop, do not count."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
     return int(line.split()[1]) << 10
 
@@ -155,17 +160,19 @@ def test_memory_does_not_grow_with_edges_and_features(tmp_path: Path, monkeypatc
     cut(few, make_partition(few.graph, 3, "range"), tmp_path / "shards")  # what is compiled once
     data = opened(20_000, 600_000)
     gc.collect()
-    before, highest, done = own_memory(), [0], threading.Event()
+    before = private_bytes()
+    highest = [0]
+    is_done = threading.Event()
 
     def watch() -> None:
-        while not done.wait(0.001):
-            highest[0] = max(highest[0], own_memory())
+        while not is_done.wait(0.001):
+            highest[0] = max(highest[0], private_bytes())
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
         cut(data, make_partition(data.graph, 4, "random"), tmp_path / "shards")
     finally:
-        done.set()
+        is_done.set()
         watcher.join()
     assert highest[0] - before < data.num_bytes // 4, (highest[0] - before, data.num_bytes)

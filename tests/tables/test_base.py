@@ -1,3 +1,5 @@
+"""The contract of a table: shape, dtype and `read` are enough."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""`hl.table`: sizes and orders of caches, files, devices, and settings that are refused."""
+
 from __future__ import annotations
 
 import pickle
@@ -40,7 +42,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
         ("100%", 50),
     ],
 )
-def test_sizes(size: str | int, num_hot: int) -> None:
+def test_a_cache_size_is_bytes_text_or_a_share(size: str | int, num_hot: int) -> None:
     table = hl.table(ROWS, device_cache=size, graph=GRAPH, device="cpu")
     assert table.num_hot == num_hot
     ids = randint(0, 50, 70)
@@ -57,7 +59,7 @@ def test_a_bad_size_says_what_to_type(bad: str) -> None:
 
 
 @pytest.mark.parametrize("order", ["degree", "access", "observed"])
-def test_orders(order: str) -> None:
+def test_with_any_order_the_cache_holds_distinct_rows(order: str) -> None:
     table = hl.table(ROWS, device_cache="20%", order=order, graph=GRAPH, device="cpu", **ACCESS)  # type: ignore[arg-type]
     assert table.hot_ids is not None
     assert table.hot_ids.unique().numel() == 10
@@ -65,7 +67,7 @@ def test_orders(order: str) -> None:
     assert torch.equal(table[torch.arange(50)], ROWS)
 
 
-def test_what_an_order_needs() -> None:
+def test_an_order_without_its_arguments_is_refused() -> None:
     assert hl.table(ROWS, device_cache=160, order="observed", device="cpu").num_hot == 10
     assert hl.table(ROWS, device_cache=0, device="cpu").num_hot == 0  # nothing to order
     assert hl.table(ROWS, device_cache="all", device="cpu").num_hot == 50
@@ -95,7 +97,7 @@ def test_rows_in_memory_are_not_copied() -> None:
 
 
 @pytest.mark.parametrize("form", ["path", "text", "map", "array", "table"])
-def test_a_file_behind_a_ram_tier(form: str, tmp_path: Path) -> None:
+def test_a_file_is_read_through_a_ram_tier(form: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.npy"
     np.save(path, ROWS.numpy())
     x = {
@@ -115,7 +117,7 @@ def test_a_file_behind_a_ram_tier(form: str, tmp_path: Path) -> None:
     assert torch.equal(table[torch.arange(50)], ROWS)
 
 
-def test_a_file_copied_into_memory(tmp_path: Path) -> None:
+def test_a_file_can_be_copied_into_memory(tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", ROWS.numpy())
     table = hl.table(tmp_path / "rows.npy", device_cache=160, host_cache="all", graph=GRAPH, device="cpu")
     storage = table.below.storage()
@@ -149,7 +151,7 @@ def test_a_gpu_that_is_not_there_is_refused(options: dict) -> None:
         hl.table(ROWS, **options)
 
 
-def test_devices_that_make_no_sense() -> None:
+def test_devices_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         hl.table(ROWS, devices=[])
     with pytest.raises(ValueError, match="not both"):

@@ -1,3 +1,5 @@
+"""A cache over another table: hot rows are read once, writes reach both, hits and misses are counted."""
+
 from __future__ import annotations
 
 import pytest
@@ -22,7 +24,7 @@ class Counting(TensorTable):
 
 
 @pytest.mark.parametrize("hot", [[], [3], [29, 0, 7], list(range(30)), [5, 5]], ids=str)
-def test_reads_what_lies_below(hot: list[int]) -> None:
+def test_a_cache_reads_what_the_table_below_holds(hot: list[int]) -> None:
     table = CachedTable(TensorTable(ROWS), torch.tensor(hot, dtype=torch.int64))
     ids = randint(0, 30, 100)
     assert torch.equal(table.read(ids), ROWS[ids])

@@ -1,4 +1,4 @@
-"""Tables of rows from the past, and blocks that read them."""
+"""History tables: rows, half precision, files, state and ages."""
 
 from __future__ import annotations
 
@@ -39,15 +39,16 @@ def test_tables_can_be_kept_in_half_precision_and_in_files(tmp_path: Path):
     assert torch.equal(map_tensor.read(0, torch.arange(10), rows), rows)
 
 
-def test_another_width_is_a_mistake_of_ours():
+def test_rows_of_another_width_raise_an_assertion():
     histories = Histories(10)
     histories.write(0, [slice(0, 2)], randn(2, 4))
     with pytest.raises(AssertionError, match="layer 0"):
         histories.write(0, [slice(0, 2)], randn(2, 5))
 
 
-def test_the_state_is_everything():
-    one, other = Histories(6), Histories(6)
+def test_the_state_dict_restores_rows_ages_and_steps():
+    one = Histories(6)
+    other = Histories(6)
     one.write(0, [slice(0, 6)], randn(6, 2))
     one.step = 4
     one.stamp([slice(1, 3)], 4)
@@ -60,16 +61,17 @@ def test_the_state_is_everything():
 
 
 def test_ages_are_counted_in_steps():
-    histories, counters = Histories(6), trace.Counters()
+    histories = Histories(6)
+    counters = trace.Counters()
     for step, slab in ((1, slice(0, 2)), (5, slice(2, 4)), (80, slice(4, 5))):
         histories.stamp([slab], step)
     histories.step = 82
     with trace.listen(counters):
         report_ages(histories.ages(torch.arange(6)))
     counters.next_epoch()
-    found = counters.last_epoch()
-    assert found["history.rows"] == 6
-    assert found["history.never_written"] == 1
-    assert found["history.age_sum"] == 2 * 81 + 2 * 77 + 2
-    assert found["history.age.to_2"] == 1
-    assert found["history.age.older"] == 4
+    counts = counters.last_epoch()
+    assert counts["history.rows"] == 6
+    assert counts["history.never_written"] == 1
+    assert counts["history.age_sum"] == 2 * 81 + 2 * 77 + 2
+    assert counts["history.age.to_2"] == 1
+    assert counts["history.age.older"] == 4

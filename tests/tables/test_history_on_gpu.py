@@ -1,4 +1,4 @@
-"""Tables of rows for a GPU: wherever they are, and however rows come, training is the same."""
+"""History tables for a GPU: training is the same wherever they are and however rows are moved."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAYS: dict[str, Where] = {"device": "device", "pinned": "pinned", "host": "host"
 
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """A function that leaves a mover two buffers of some bytes each, so that most moves take several of them."""
+    """A function that limits a mover to two buffers of a few bytes, so that most moves need several."""
 
     def shrink(num_bytes: int) -> None:
         monkeypatch.setattr(row_mover, "NUM_BUFFERS", 2)
@@ -57,17 +57,17 @@ def test_rows_come_back_as_from_plain_tables(way: str, dtype: torch.dtype | None
     plain = Histories(200, dtype=dtype)
     ours = histories_at(WAYS[way], 200, dtype=dtype)
     generator = torch.Generator().manual_seed(0)
-    for turn in range(6):
+    for step in range(6):
         row_ranges = [slice(start, start + 25) for start in torch.randperm(8, generator=generator)[:3].mul(25).tolist()]
-        rows = randn(75, 5, seed=turn).float()
-        positions = randint(0, 200, 90, seed=turn)
-        if turn:
+        rows = randn(75, 5, seed=step).float()
+        positions = randint(0, 200, 90, seed=step)
+        if step:
             reader = ours.prefetch((0, 1), positions)
-            found = {l: reader.read(l, positions, rows.to(DEVICE)) for l in (0, 1)}
+            pulled = {l: reader.read(l, positions, rows.to(DEVICE)) for l in (0, 1)}
             for l in (0, 1):
-                assert torch.equal(found[l].cpu(), plain.read(l, positions, rows))
-                some = reader.read_subset(l, positions, torch.tensor([5, 2, 80]), rows.to(DEVICE))
-                assert torch.equal(some, found[l][[5, 2, 80]])
+                assert torch.equal(pulled[l].cpu(), plain.read(l, positions, rows))
+                subset = reader.read_subset(l, positions, torch.tensor([5, 2, 80]), rows.to(DEVICE))
+                assert torch.equal(subset, pulled[l][[5, 2, 80]])
             assert torch.equal(reader.ages(positions), plain.ages(positions))
         for l in (0, 1):
             plain.write(l, row_ranges, rows + l)
@@ -76,12 +76,12 @@ def test_rows_come_back_as_from_plain_tables(way: str, dtype: torch.dtype | None
             both.step += 1
             both.stamp(row_ranges, both.step)
     state = ours.state_dict()
-    again = histories_at(WAYS[way], 200, dtype=dtype)
-    again.load_state_dict(state)
+    restored = histories_at(WAYS[way], 200, dtype=dtype)
+    restored.load_state_dict(state)
     every = torch.arange(200)
     for l in (0, 1):
         assert torch.equal(state["tables"][str(l)], plain.tables[l])
-        assert torch.equal(again.rows(l, every).cpu(), plain.tables[l])
+        assert torch.equal(restored.rows(l, every).cpu(), plain.tables[l])
     ours.write(0, every[:3], torch.ones(3, 5))
     ours.write(0, every[[7, 4]], torch.full((2, 5), 2.0, device=DEVICE))
     assert ours.rows(0, every[:8])[:, 0].cpu().tolist() == [
@@ -103,14 +103,14 @@ def test_sums_begin_at_zero_and_are_added_up(where: Where):
     def keep(l: int, rows: torch.Tensor) -> None:
         gradients[l] = rows.cpu().clone()
 
-    for turn in range(2):
+    for round_number in range(2):
         between = Boundaries(ours, device=DEVICE, dtype=torch.float64, keep_gradients=keep)
         expected = torch.zeros(50, 3, dtype=torch.float64)
         for seed in range(3):
-            at = randn(50, seed=seed + turn).argsort()[:20]
+            positions = randn(50, seed=seed + round_number).argsort()[:20]
             rows = randn(20, 3, seed=seed)
-            between.add(0, at, rows.to(DEVICE))
-            expected[at] += rows
+            between.add(0, positions, rows.to(DEVICE))
+            expected[positions] += rows
         between.gradients_complete(0)
         assert torch.equal(between.gradient(0, torch.arange(40)).cpu(), expected[:40])
         assert torch.equal(gradients[0], expected)
@@ -130,7 +130,7 @@ def test_a_pull_sees_what_was_pushed_before_it_and_nothing_after(where: Where, s
     assert after.stamps(positions).tolist() == [-1] * 10
 
 
-def test_a_mover_has_no_more_buffers_than_it_may(small_buffers: Callable[[int], None]):
+def test_a_mover_has_at_most_its_limit_of_buffers(small_buffers: Callable[[int], None]):
     small_buffers(4 * 12)  # four rows of three float32
     mover = RowMover(DEVICE)
     table = torch.zeros(50, 3)
@@ -169,10 +169,10 @@ def test_rows_may_be_freed_while_they_are_converted_for_a_table_of_another_type(
     rows = torch.ones(1000, 256, device=DEVICE)
     ours.write(0, [slice(0, 1000)], rows, ours.now())
     del rows
-    others = [torch.full((1000, 256), 2.0, device=DEVICE) for _ in range(4)]  # these take memory that is free
+    new_tensors = [torch.full((1000, 256), 2.0, device=DEVICE) for _ in range(4)]  # these take memory that is free
 
     assert ours.rows(0, every).eq(1).all()
-    assert all(bool(other.eq(2).all()) for other in others)
+    assert all(bool(other.eq(2).all()) for other in new_tensors)
 
 
 @pytest.mark.parametrize("_", [pytest.param(0, marks=NEEDS_GPU, id="gpu")])
@@ -192,7 +192,7 @@ def test_rows_that_have_waited_are_not_written_over_rows_that_are_being_read(_: 
     assert ours.rows(0, every).eq(2).all()
 
 
-def test_where_tables_go(tmp_path: Path):
+def test_auto_puts_tables_on_the_device_if_they_fit_and_have_no_folder(tmp_path: Path):
     cpu = torch.device("cpu")
     assert choose_where(1, cpu, "auto", None) == "host"
     assert choose_where(1, cpu, "pinned", None) == "pinned"
@@ -210,7 +210,8 @@ MODELS = {
 }
 
 
-def trained(model: str, device: str, *, norm: str | None = None, **settings: Any) -> tuple[list[float], torch.Tensor]:
+def train(model: str, device: str, *, norm: str | None = None, **settings: Any) -> tuple[list[float], torch.Tensor]:
+    """Losses by epoch, and all weights in one vector, of a short historical run in float64."""
     torch.manual_seed(0)
     data = planted_partition(**DATA)
     net = hl.nn.GNN(MODELS[model](), dropout=0.3, norm=norm).double()
@@ -220,9 +221,9 @@ def trained(model: str, device: str, *, norm: str | None = None, **settings: Any
 
 
 @cache
-def trained_with_plain_tables(*settings: tuple[str, Any]) -> tuple[list[float], torch.Tensor]:
+def train_with_plain_tables(*settings: tuple[str, Any]) -> tuple[list[float], torch.Tensor]:
     """Losses and weights on the CPU, trained once for all kinds of tables."""
-    return trained("gcn", "cpu", **dict(settings))
+    return train("gcn", "cpu", **dict(settings))
 
 
 @pytest.mark.parametrize(
@@ -238,7 +239,7 @@ def trained_with_plain_tables(*settings: tuple[str, Any]) -> tuple[list[float], 
 def test_training_is_the_same_with_every_kind_of_table(
     way: str, settings: dict[str, Any], small_buffers: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ):
-    expected = trained_with_plain_tables(*settings.items())
+    expected = train_with_plain_tables(*settings.items())
     if way == SMALL_BUFFERS:
         small_buffers(1024)
 
@@ -246,7 +247,7 @@ def test_training_is_the_same_with_every_kind_of_table(
         return histories_at(WAYS[way], work.partition.num_nodes, torch.device("cpu"), name=name)
 
     monkeypatch.setattr(HistoricalWork, "_new_histories", new_histories)
-    losses, weights = trained("gcn", "cpu", **settings)
+    losses, weights = train("gcn", "cpu", **settings)
     assert losses == expected[0]
     assert torch.equal(weights, expected[1])
 
@@ -268,11 +269,11 @@ def test_a_gpu_trains_as_the_cpu_does(
 ):
     if model != "gcn" and settings.keys() & {"refresh_every", "halo"}:
         pytest.skip("once is enough")
-    expected = trained(model, "cpu", **settings)
+    expected = train(model, "cpu", **settings)
     for way in WAYS if model == "gcn" else ("device", "pinned"):
         if way == SMALL_BUFFERS:
             small_buffers(64 * 16 * 8)  # 64 of the widest rows
-        losses, weights = trained(model, "cuda", **settings, tables=WAYS[way])
+        losses, weights = train(model, "cuda", **settings, tables=WAYS[way])
         assert losses == pytest.approx(expected[0], rel=1e-8)
         torch.testing.assert_close(weights, expected[1], rtol=1e-6, atol=1e-8)
         if way == "device":
@@ -281,7 +282,7 @@ def test_a_gpu_trains_as_the_cpu_does(
 
 
 @pytest.mark.parametrize("_", [pytest.param(0, marks=NEEDS_GPU, id="gpu")])
-def test_a_run_on_a_gpu_goes_on_from_its_checkpoint_and_files_serve_too(_: int, tmp_path: Path):
+def test_a_run_on_a_gpu_is_resumed_from_its_checkpoint_also_with_tables_in_files(_: int, tmp_path: Path):
     def run(epochs: int, out: Path, resume: bool = False, **settings: Any) -> list[float]:
         torch.manual_seed(0)
         net = hl.nn.GNN(MODELS["gcn"](), dropout=0.3)

@@ -1,4 +1,4 @@
-"""Tables of several ranks: in real processes, on one host and on two that are made believe so."""
+"""History tables of several ranks: real processes on one host, and on two simulated hosts."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ def test_three_ranks_read_what_each_other_wrote(two_hosts: bool):
     folders = ("/dev/shm", tempfile.gettempdir())
     before = [set(os.listdir(folder)) for folder in folders]
     assert run(check_tables, LaunchSettings(devices=3, timeout_s=30), two_hosts) == "checked"
-    for folder, known in zip(folders, before, strict=True):
-        assert not [name for name in os.listdir(folder) if name.startswith("hopline") and name not in known]
+    for folder, names_before in zip(folders, before, strict=True):
+        assert not [name for name in os.listdir(folder) if name.startswith("hopline") and name not in names_before]
 
 
 def test_alone_one_rank_keeps_everything():
     owners = Owners(World.alone(), PartAssignment(0, (0,), (range(2),)), torch.tensor([0, 3, 5]))
     assert (owners.own, owners.host) == (range(5), range(5))
-    positions, rows = torch.tensor([1, 4]), randn(2, 3)
+    positions = torch.tensor([1, 4])
+    rows = randn(2, 3)
     assert owners.runs(positions) == [slice(0, 2)]
     expected = torch.zeros(5, 3).double().index_add_(0, positions, rows)
     assert torch.equal(owners.collect(positions, rows), expected)
 
 
-def test_a_snapshot_finds_rows_by_their_places():
+def test_a_snapshot_finds_rows_by_their_positions():
     rows = randn(3, 2)
-    found = Snapshot(torch.tensor([2, 5, 9]), {1: rows}, torch.tensor([4, -1, 7]), step=9)
-    assert torch.equal(found.rows(1, torch.tensor([9, 2, 9])), rows[[2, 0, 2]])
-    assert found.read(1, torch.tensor([5]), rows.float()).dtype == torch.float32
-    assert found.ages(torch.tensor([5, 2, 9])).tolist() == [-1, 5, 2]
+    snapshot = Snapshot(torch.tensor([2, 5, 9]), {1: rows}, torch.tensor([4, -1, 7]), step=9)
+    assert torch.equal(snapshot.rows(1, torch.tensor([9, 2, 9])), rows[[2, 0, 2]])
+    assert snapshot.read(1, torch.tensor([5]), rows.float()).dtype == torch.float32
+    assert snapshot.ages(torch.tensor([5, 2, 9])).tolist() == [-1, 5, 2]

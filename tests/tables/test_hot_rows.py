@@ -1,3 +1,5 @@
+"""Orders of hot rows: predicted access probabilities against the frequencies of sampled batches."""
+
 from __future__ import annotations
 
 import pytest
@@ -12,17 +14,20 @@ from hopline.tables import table
 from tests.helpers import generator, graph_of, randint, random_graph
 
 
-def skewed(num_nodes: int = 2000, num_edges: int = 20_000) -> Graph:
-    """Few nodes are the source of most edges; their numbers are scattered."""
+def skewed_graph(num_nodes: int = 2000, num_edges: int = 20_000) -> Graph:
+    """A graph in which few nodes, at scattered ids, are the source of most edges."""
     src = (num_nodes * torch.rand(num_edges, generator=generator(1)) ** 4).long()
     names = torch.randperm(num_nodes, generator=generator(2))
     return graph_of(names[src], randint(0, num_nodes, num_edges, 3), num_nodes)
 
 
-def simulated(graph: Graph, fanouts: tuple[int, ...], train: Tensor, batch_size: int, epochs: int, **options) -> Tensor:
-    """How often each node was in a batch."""
+def measure_access_probability(
+    graph: Graph, fanouts: tuple[int, ...], train: Tensor, batch_size: int, epochs: int, **options
+) -> Tensor:
+    """[num_nodes] the share of sampled batches that read each node's row."""
     sampler = NeighborSampler(graph, fanouts, **options)
-    count, total = torch.zeros(graph.num_nodes), 0
+    count = torch.zeros(graph.num_nodes)
+    total = 0
     for epoch in range(epochs):
         for step, seeds in enumerate(seed_batches(train, batch_size, epoch, drop_last=True)):
             count[sampler.sample(seeds, 1000 * epoch + step)[0].src_ids] += 1
@@ -36,21 +41,22 @@ def simulated(graph: Graph, fanouts: tuple[int, ...], train: Tensor, batch_size:
     ids=str,
 )
 def test_predicted_probabilities_are_the_simulated_frequencies(fanouts: tuple[int, ...], replace: bool) -> None:
-    graph, train = skewed(400, 2400), torch.arange(0, 400, 4)
-    expected = simulated(graph, fanouts, train, 5, 60, replace=replace)  # 1200 batches
-    found = order.access_probability(graph, fanouts, train, 5, replace)
-    assert float((found - expected).abs().mean()) < 0.01
-    assert float((found - expected).abs().max()) < 0.07  # draws of one batch are not quite independent
+    graph = skewed_graph(400, 2400)
+    train = torch.arange(0, 400, 4)
+    expected = measure_access_probability(graph, fanouts, train, 5, 60, replace=replace)  # 1200 batches
+    ours = order.access_probability(graph, fanouts, train, 5, replace)
+    assert float((ours - expected).abs().mean()) < 0.01
+    assert float((ours - expected).abs().max()) < 0.07  # draws of one batch are not quite independent
 
 
-def test_all_neighbours_of_all_seeds() -> None:
+def test_with_all_neighbours_and_all_seeds_every_reachable_node_is_certain() -> None:
     graph = random_graph()
     train = torch.tensor([0, 7])
-    found = order.access_probability(graph, (-1, -1), train, batch_size=99)
+    ours = order.access_probability(graph, (-1, -1), train, batch_size=99)
     reached = NeighborSampler(graph, (-1, -1)).sample(train, 0)[0].src_ids
     expected = torch.zeros(graph.num_nodes)
     expected[reached] = 1
-    assert torch.allclose(found, expected, atol=1e-6)
+    assert torch.allclose(ours, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -75,8 +81,8 @@ def test_the_hottest_are_those_of_a_stable_sort(count: int) -> None:
     assert torch.equal(order.hottest(score.float(), count), expected)
 
 
-def test_better_orders_hit_more() -> None:
-    graph = skewed()
+def test_orders_that_know_more_of_the_sampling_have_more_hits() -> None:
+    graph = skewed_graph()
     train = torch.arange(0, 2000, 10)[:60]
     rows = torch.zeros(2000, 1)
     rates = []

@@ -1,3 +1,5 @@
+"""Tables in memory and in mapped files: reads, writes, and what kernels may read directly."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -89,11 +91,12 @@ def test_a_gpu_reads_pinned_rows_and_its_own() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_gpu_writes_to_pinned_rows_and_its_own(dtype: torch.dtype) -> None:
-    ids, new = torch.tensor([3, 0, 70]).cuda(), randn(3, 5).to(dtype).cuda()
+    ids = torch.tensor([3, 0, 70]).cuda()
+    new = randn(3, 5).to(dtype).cuda()
     for table in (TensorTable(randn(90, 5).to(dtype).pin_memory()), TensorTable(randn(90, 5).to(dtype).cuda())):
-        wanted = table.rows.cpu().clone()
-        wanted[ids.cpu()] = new.cpu()
+        expected = table.rows.cpu().clone()
+        expected[ids.cpu()] = new.cpu()
         table.write(ids, new)
         assert torch.equal(table.read(ids), new)
         torch.cuda.synchronize()
-        assert torch.equal(table.rows.cpu(), wanted)
+        assert torch.equal(table.rows.cpu(), expected)

@@ -1,3 +1,5 @@
+"""Tables that other processes read: by a handle to the same memory, never by a copy per process."""
+
 from __future__ import annotations
 
 import multiprocessing
@@ -118,12 +120,12 @@ def test_a_spawned_process_reads_the_same_memory_through_a_cache_of_its_own() ->
 
 
 def _gpu_child(table: TieredTable, pipe: Connection) -> None:
-    found = table.read(torch.arange(10, device="cuda"))
+    rows = table.read(torch.arange(10, device="cuda"))
     tiers = table.tiers()
     assert tiers is not None
     assert tiers.cold is not None
     assert tiers.cold.is_pinned()
-    pipe.send((found.tolist(), table.counters()))
+    pipe.send((rows.tolist(), table.counters()))
 
 
 @pytest.mark.gpu
@@ -138,8 +140,8 @@ def test_a_spawned_process_pins_the_same_memory_for_its_gpu() -> None:
     process.start()
     theirs.close()  # so that a child that fails ends our waiting
     try:
-        found, counters = ours.recv()
-        assert found == rows[:10].tolist()
+        rows_in_child, counters = ours.recv()
+        assert rows_in_child == rows[:10].tolist()
         assert (counters["hits"], counters["misses"]) == (3, 7)
     finally:
         process.join(timeout=60)

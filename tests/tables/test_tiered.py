@@ -1,3 +1,5 @@
+"""Tables with hot rows on a device: reads equal plain rows; counters, writes, and input of kernels."""
+
 from __future__ import annotations
 
 import warnings
@@ -34,7 +36,8 @@ def test_hits_and_misses_are_those_of_numpy() -> None:
 
 
 def test_every_read_is_reported_once() -> None:
-    table, counters = tiered(), trace.Counters()
+    table = tiered()
+    counters = trace.Counters()
     table.read(torch.tensor([3, 3, 1]))
     with trace.listen(counters):
         table.report()
@@ -49,7 +52,7 @@ def test_every_read_is_reported_once() -> None:
     }
 
 
-def test_what_kernels_are_given() -> None:
+def test_tiers_gives_kernels_hot_rows_cold_rows_and_slots() -> None:
     table = tiered()
     tiers = table.tiers()
     assert tiers is not None
@@ -69,7 +72,8 @@ def test_what_kernels_are_given() -> None:
 
 def test_rows_in_one_place_are_one_tensor() -> None:
     assert tiered().storage() is None
-    everything, nothing = tiered(None), tiered(HOT[:0])
+    everything = tiered(None)
+    nothing = tiered(HOT[:0])
     assert torch.equal(everything.storage(), ROWS)  # type: ignore[arg-type]
     assert nothing.storage() is nothing.below.storage()
     assert everything.num_bytes == ROWS.nbytes
@@ -123,7 +127,7 @@ def test_rows_read_equally_often_stay() -> None:
     assert len(set(table.hot_ids.tolist()) & set(HOT.tolist())) == 3  # type: ignore[union-attr]
 
 
-def test_a_cache_over_a_cache() -> None:
+def test_a_cache_over_a_cache_reads_the_same_rows() -> None:
     counters = trace.Counters()
     below = CachedTable(TensorTable(ROWS), torch.tensor([1, 2]), counter="rows.host")
     table = TieredTable(below, HOT, "cpu")
@@ -138,7 +142,7 @@ def test_a_cache_over_a_cache() -> None:
     assert table.storage() is None
 
 
-def test_threads_read_side_by_side() -> None:
+def test_threads_read_concurrently() -> None:
     table = tiered(observe=True)
     batches = [randint(0, 60, 500, seed) for seed in range(40)]
     with ThreadPoolExecutor(8) as pool:
@@ -159,7 +163,9 @@ def test_ids_on_another_device_are_read_below() -> None:
 @needs_gpu
 @pytest.mark.parametrize("hot", [None, HOT, HOT[:0]], ids=["all", "some", "none"])
 @pytest.mark.parametrize("sorted_from", [1, 1 << 14])
-def test_on_a_gpu(hot: torch.Tensor | None, sorted_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_reads_writes_and_counts_as_the_cpu_does(
+    hot: torch.Tensor | None, sorted_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hopline.tables.tiered.SORTED_FROM", sorted_from)
     table = TieredTable(TensorTable(ROWS.clone()), hot, "cuda", observe=True)
     ids = torch.cat([randint(0, 60, 100), HOT])
@@ -167,10 +173,10 @@ def test_on_a_gpu(hot: torch.Tensor | None, sorted_from: int, monkeypatch: pytes
     try:
         with warnings.catch_warnings(action="ignore"):  # that it is a prototype
             torch.cuda.set_sync_debug_mode("error")
-        found = table.read(ids.cuda(non_blocking=True))
+        ours = table.read(ids.cuda(non_blocking=True))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(found.cpu(), ROWS[ids])
+    assert torch.equal(ours.cpu(), ROWS[ids])
     counts = table.counters()
     hits = ids.numel() if hot is None else int(torch.isin(ids, hot).sum())
     assert (counts["hits"], counts["misses"]) == (2 * hits, 2 * (ids.numel() - hits))
@@ -190,22 +196,25 @@ def test_on_a_gpu_over_rows_that_only_the_host_reads() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
-def test_beside_training_rows_are_read_where_they_always_are(device: str) -> None:
+def test_a_concurrent_view_reads_cold_memory_and_no_staged_row(device: str) -> None:
     table = TieredTable(TensorTable(ROWS.clone()), HOT, device)
     hot, cold, hot_slot = table.reserve(torch.device(device), 1).tiers
     assert hot_slot is not None
-    hot[4], hot_slot[7] = -1.0, -2 - 4  # the seventh row is staged, and will be another one soon
-    beside, ids = table.concurrent_view(), torch.tensor([7, 3])
-    assert torch.equal(beside.read(ids.to(device)).cpu(), ROWS[ids])
+    # The seventh row is staged, and will be another one soon.
+    hot[4] = -1.0
+    hot_slot[7] = -2 - 4
+    view = table.concurrent_view()
+    ids = torch.tensor([7, 3])
+    assert torch.equal(view.read(ids.to(device)).cpu(), ROWS[ids])
     if device == "cuda":  # else the host reads what is not hot
         assert table.read(ids.to(device))[0].tolist() == [-1.0] * 5
-    assert (beside.shape, beside.dtype, beside.storage()) == (table.shape, table.dtype, None)
-    assert beside.tiers(device) == (cold, None, None)
+    assert (view.shape, view.dtype, view.storage()) == (table.shape, table.dtype, None)
+    assert view.tiers(device) == (cold, None, None)
     everything = tiered(None)
     assert everything.concurrent_view().tiers() == everything.tiers()
 
 
-def test_room_behind_the_hot_rows() -> None:
+def test_staging_memory_is_reserved_behind_the_hot_rows() -> None:
     table = tiered()
     hot, _, hot_slot = table.reserve(torch.device("cpu"), 3).tiers
     assert hot.shape == (7, 5)
@@ -219,7 +228,8 @@ def test_room_behind_the_hot_rows() -> None:
 @pytest.mark.parametrize("free", [0, 1 << 30], ids=["none", "some"])
 def test_room_behind_the_hot_rows_of_a_gpu_that_has(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hopline.tables.tiered.free_bytes", lambda device: free)
-    table, ids = TieredTable(TensorTable(ROWS.clone()), HOT, "cuda"), randint(0, 60, 100)
+    table = TieredTable(TensorTable(ROWS.clone()), HOT, "cuda")
+    ids = randint(0, 60, 100)
     table.read(ids.cuda())
     assert table.reserve(torch.device("cuda"), 3).tiers.hot.shape == (7, 5)
     assert torch.equal(table.read(ids.cuda()).cpu(), ROWS[ids])

@@ -1,4 +1,4 @@
-"""Ranks that combine their gradients in other ways than by the sum, and the same training in plain torch."""
+"""Ranks that combine gradients in other ways than the sum, and the same training in plain torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def summed(parameters: Sequence[nn.Parameter], world: World) -> None:
 
 
 def nothing(parameters: Sequence[nn.Parameter], world: World) -> None:
-    """Every rank goes its own way."""
+    """Ranks do not combine gradients."""
 
 
 class NotPlain(hl.extend.Gradients):
@@ -62,7 +62,7 @@ def new_model() -> hl.nn.GNN:
 
 
 class WeightsByEpoch(hl.Callback):
-    """The weights after each epoch, one after the other."""
+    """Records the weights after each epoch."""
 
     def __init__(self) -> None:
         self.numbers: list[float] = []
@@ -87,10 +87,10 @@ def train(world: World, way: str, method: str, changes: dict[str, Any]) -> dict[
     trainer = hl.Trainer(
         model, data_in_float64(), METHODS[method], gradients=WAYS[way](), world=world, callbacks=callbacks, **settings
     )
-    done = trainer.fit()
+    run = trainer.fit()
     return {
-        "losses": [epoch.loss for epoch in done.history],
-        "metrics": [evaluation.metrics for evaluation in done.evaluations],
+        "losses": [epoch.loss for epoch in run.history],
+        "metrics": [evaluation.metrics for evaluation in run.evaluations],
         "weights": weights.numbers,
     }
 
@@ -107,7 +107,7 @@ Combine = Callable[[list[hl.nn.GNN]], None]
 def plain(
     before: Combine, after: Combine, after_epoch: Combine, method: str = "share", clip_norm: float | None = None
 ) -> dict[str, Any]:
-    """Two models, each trained on its rank's units by torch's own SGD; the functions do what ranks would exchange."""
+    """Two models, each trained on its rank's units by torch's SGD. The functions stand for exchanges of ranks."""
     data = data_in_float64()
     models = [new_model(), new_model()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
@@ -143,7 +143,7 @@ def plain(
 
 
 def idle(models: list[hl.nn.GNN]) -> None:
-    """Ranks exchange nothing."""
+    """The ranks exchange nothing."""
 
 
 @torch.no_grad()
@@ -173,7 +173,7 @@ class AverageEvery:
 
 
 class LargestWithFeedback:
-    """Each model's largest entries by absolute value are summed; the others wait for the next step."""
+    """Sums each model's largest entries by absolute value; the others are added to the next step's."""
 
     def __init__(self, share: float) -> None:
         self.share = share

@@ -1,4 +1,4 @@
-"""Methods that a user may write, trained by several ranks in tests: none of them says a total over the ranks."""
+"""Methods as a user may write them, trained by several ranks. None says its total over the ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from hopline.distributed.world import World
 from tests.ranks import KillRank
 from tests.runs import small
 
-STEPS, SEEDS = 6, 14
+STEPS = 6
+SEEDS = 14
 
 
 @dataclass(frozen=True)
 class Own(hl.extend.Method):
-    """Steps of seeds with replacement, of which this rank has all (`same`) or some of them."""
+    """A method whose ranks all have a step's seeds (`same`), or a share of them."""
 
     divide: str
 
@@ -39,8 +40,8 @@ class OwnWork(hl.extend.Work):
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[hl.extend.Unit]:
         generator = torch.Generator().manual_seed(epoch)
         for step in range(STEPS):
-            drawn = torch.randperm(self.job.train_ids.numel(), generator=generator)[:SEEDS]
-            seeds = self._own(step, self.job.train_ids[drawn])
+            seed_idx = torch.randperm(self.job.train_ids.numel(), generator=generator)[:SEEDS]
+            seeds = self._own(step, self.job.train_ids[seed_idx])
             if seeds is None:
                 return
             if step < done:
@@ -56,7 +57,8 @@ class OwnWork(hl.extend.Work):
         if self.divide in ("share", "plain"):
             return share_of(seeds, world.rank, world.size)
         # Uneven: the first of two ranks has a quarter of the seeds, and no unit in the last three steps.
-        quarter, rest = seeds[: SEEDS // 4], seeds[SEEDS // 4 :]
+        quarter = seeds[: SEEDS // 4]
+        rest = seeds[SEEDS // 4 :]
         has_ended = step >= STEPS - 3
         if world.size == 1:
             return rest if has_ended else seeds
@@ -65,13 +67,14 @@ class OwnWork(hl.extend.Work):
         return rest
 
     def _batch(self, seeds: Tensor, key: int) -> hl.Batch:
-        blocks, data = self.sampler.sample(seeds, key), self.job.data
+        blocks = self.sampler.sample(seeds, key)
+        data = self.job.data
         return hl.Batch(seeds, blocks, hl.extend.Rows(data.x, blocks[0].src_ids), data.labels[seeds], key=key)
 
 
 @dataclass
 class PlainUnit(hl.extend.Unit):
-    """A unit that says no more than it must, with a loss of its own."""
+    """A unit with the required attributes only, and a loss of its own."""
 
     job: hl.extend.Job
     batch: hl.Batch
@@ -88,7 +91,7 @@ class PlainUnit(hl.extend.Unit):
 
 @dataclass(frozen=True)
 class ByLoader(hl.extend.Method):
-    """The loader alone, in a method of one's own: without world= every rank has all seeds."""
+    """A method that only wraps the loader. Without world= every rank gets all seeds."""
 
     with_world: bool
 
@@ -110,7 +113,7 @@ class LoaderWork(hl.extend.Work):
 
 
 class HalfKnown(Own):
-    """The first rank's units say a total, the other's do not."""
+    """A method whose units know their total on the first rank only."""
 
     def bind(self, job: hl.extend.Job) -> OwnWork:
         return (WorkWithTotals if job.world.rank == 0 else OwnWork)(**vars(super().bind(job)))

@@ -1,3 +1,5 @@
+"""The thread of asynchronous evaluation: snapshots of weights, results in order, failures, its end."""
+
 from __future__ import annotations
 
 import gc
@@ -26,64 +28,68 @@ def trainer_of() -> hl.Trainer:
     return hl.Trainer(sage(data, norm="batch"), data, method(), show=False)
 
 
-def rooms_of(trainer: hl.Trainer, count: int) -> list[WeightsBuffer]:
-    """Rooms with other weights each."""
-    rooms = []
+def fill_buffers(trainer: hl.Trainer, count: int) -> list[WeightsBuffer]:
+    """Buffers that hold different weights each."""
+    buffers = []
     for _ in range(count):
         for p in trainer.model.parameters():
             p.data.add_(torch.randn_like(p))
-        rooms.append(WeightsBuffer(trainer.model.state_dict()))
-        rooms[-1].fill(trainer.model.state_dict())
-    return rooms
+        buffers.append(WeightsBuffer(trainer.model.state_dict()))
+        buffers[-1].fill(trainer.model.state_dict())
+    return buffers
 
 
-def test_a_room_holds_a_copy_of_every_weight_and_buffer():
+def test_a_weights_buffer_holds_a_copy_of_every_weight_and_buffer():
     state = {"a": torch.arange(3.0), "b": torch.tensor(7), "none": torch.empty(0, 2), "c": torch.ones(2, 2).bfloat16()}
     state["turned"] = torch.arange(6.0).view(2, 3).t()
-    room = WeightsBuffer(state)
-    room.fill(state)
+    buffer = WeightsBuffer(state)
+    buffer.fill(state)
     before = {name: tensor.clone() for name, tensor in state.items()}
     for tensor in state.values():
         tensor.add_(1)
-    assert same_weights(room.weights, before)
-    assert [t.dtype for t in room.weights.values()] == [t.dtype for t in state.values()]
-    room.fill(state)
-    assert same_weights(room.weights, state)
+    assert same_weights(buffer.weights, before)
+    assert [t.dtype for t in buffer.weights.values()] == [t.dtype for t in state.values()]
+    buffer.fill(state)
+    assert same_weights(buffer.weights, state)
 
 
-def test_it_answers_in_order_with_what_training_would_find_and_leaves_the_model_alone():
+def test_results_come_in_order_equal_blocking_ones_and_the_model_is_left_alone():
     trainer = trainer_of()
-    measure, rooms = Measure(trainer.method), rooms_of(trainer, 3)
-    threads, before = torch.get_num_threads(), {n: t.clone() for n, t in trainer.model.state_dict().items()}
+    measure = Measure(trainer.method)
+    buffers = fill_buffers(trainer, 3)
+    threads = torch.get_num_threads()
+    before = {n: t.clone() for n, t in trainer.model.state_dict().items()}
     thread = EvaluationThread(measure, trainer.job)
-    for epoch, room in enumerate(rooms, start=1):
-        thread.submit(epoch, room)
-    found = []
-    while len(found) < 3:
-        found += thread.results(wait=True)
+    for epoch, buffer in enumerate(buffers, start=1):
+        thread.submit(epoch, buffer)
+    results = []
+    while len(results) < 3:
+        results += thread.results(wait=True)
     thread.close()
-    assert [one.epoch for one in found] == [1, 2, 3]
+    assert [result.epoch for result in results] == [1, 2, 3]
     assert all(torch.equal(t, trainer.model.state_dict()[n]) for n, t in before.items())
     assert torch.get_num_threads() == threads
-    for one, room in zip(found, rooms, strict=True):
-        trainer.model.load_state_dict(room.weights)
-        assert one.metrics == measure(trainer.job)
+    for result, buffer in zip(results, buffers, strict=True):
+        trainer.model.load_state_dict(buffer.weights)
+        assert result.metrics == measure(trainer.job)
 
 
-def test_who_keeps_its_model_for_later_does_not_keep_its_job():
+def test_the_model_of_an_evaluation_thread_does_not_keep_its_job():
     """As what is recorded of a job does, which is known for as long as the job is."""
     trainer = trainer_of()
     thread = EvaluationThread(Measure(trainer.method), trainer.job)
     thread.close()
-    model, job = thread._job.model, weakref.ref(thread._job)
+    model = thread._job.model
+    job = weakref.ref(thread._job)
     del thread
     gc.collect()
     assert isinstance(model, GNN)
     assert job() is None
 
 
-def test_a_failure_comes_after_the_answers_before_it_with_its_cause():
-    trainer, calls = trainer_of(), [0]
+def test_a_failure_is_raised_after_earlier_results_with_its_cause():
+    trainer = trainer_of()
+    calls = [0]
 
     class Fails(Measure):
         def __call__(self, job: Job, keep: Any = None) -> dict[str, float]:
@@ -92,10 +98,10 @@ def test_a_failure_comes_after_the_answers_before_it_with_its_cause():
                 raise ZeroDivisionError("no\nmore")
             return super().__call__(job, keep)
 
-    rooms = rooms_of(trainer, 2)
+    buffers = fill_buffers(trainer, 2)
     thread = EvaluationThread(Fails(trainer.method), trainer.job)
-    for epoch, room in enumerate(rooms, start=1):
-        thread.submit(epoch, room)
+    for epoch, buffer in enumerate(buffers, start=1):
+        thread.submit(epoch, buffer)
     thread._future.result(60)
     assert [one.epoch for one in thread.results()] == [1]
     with pytest.raises(EvaluationError, match="evaluation after epoch 2 failed: ZeroDivisionError: no more") as caught:
@@ -105,7 +111,9 @@ def test_a_failure_comes_after_the_answers_before_it_with_its_cause():
 
 
 def test_closing_ends_an_evaluation_at_its_next_layer():
-    trainer, begun, go_on = trainer_of(), threading.Event(), threading.Event()
+    trainer = trainer_of()
+    begun = threading.Event()
+    go_on = threading.Event()
 
     class Waits(Measure):
         def __call__(self, job: Job, keep: Any = None) -> dict[str, float]:
@@ -113,9 +121,9 @@ def test_closing_ends_an_evaluation_at_its_next_layer():
             go_on.wait()
             return super().__call__(job, keep)
 
-    (room,) = rooms_of(trainer, 1)
+    (buffer,) = fill_buffers(trainer, 1)
     thread = EvaluationThread(Waits(trainer.method), trainer.job)
-    thread.submit(1, room)
+    thread.submit(1, buffer)
     begun.wait()
     thread._is_cancelled.set()
     go_on.set()
@@ -123,58 +131,63 @@ def test_closing_ends_an_evaluation_at_its_next_layer():
     assert thread.results() == []
 
 
-class Come:
-    """An event that has come."""
+class PastEvent:
+    """A CUDA event that has happened."""
 
     def synchronize(self) -> None: ...
 
-    def elapsed_time(self, other: Come) -> float:
+    def elapsed_time(self, other: PastEvent) -> float:
         return 250.0
 
 
-class Recorded:
-    """In place of a CUDA graph: what it is given is computed at once."""
+class FakeCapturedInference:
+    """In place of a captured inference: `launch` computes at once, and records the thread that called it."""
 
     is_due = True
     is_settled = False
 
     def __init__(self, trainer: hl.Trainer) -> None:
-        self.job, self.ids, self.given = trainer.job, trainer.data.splits["valid"], []
+        self.job = trainer.job
+        self.ids = trainer.data.splits["valid"]
+        self.launch_threads = []
 
     def capture(self, stream: object) -> None:
-        self.is_due, self.is_settled = False, True
+        self.is_due = False
+        self.is_settled = True
 
     def launch(self, weights: Any, after: object, stream: object) -> PendingInference:
-        self.given.append(threading.current_thread().name)
+        self.launch_threads.append(threading.current_thread().name)
         before = {name: t.clone() for name, t in self.job.module.state_dict().items()}
         self.job.module.load_state_dict(weights)
         rows = infer.exact(self.job.model, self.job.data, self.ids)
         self.job.module.load_state_dict(before)
-        return PendingInference(rows, Come(), Come())  # type: ignore[arg-type]
+        return PendingInference(rows, PastEvent(), PastEvent())  # type: ignore[arg-type]
 
 
-def test_what_is_recorded_is_launched_by_who_asks_and_waited_for_by_the_thread():
+def test_captured_inference_is_launched_by_the_caller_and_awaited_by_the_thread():
     trainer = trainer_of()
-    measure, rooms = Measure(trainer.method), rooms_of(trainer, 3)
+    measure = Measure(trainer.method)
+    buffers = fill_buffers(trainer, 3)
     thread = EvaluationThread(measure, trainer.job)
     assert thread.is_ready
-    thread._captured_inference = recorded = Recorded(trainer)  # type: ignore[assignment]
+    thread._captured_inference = recorded = FakeCapturedInference(trainer)  # type: ignore[assignment]
     assert not thread.is_ready
     assert thread.max_pending == 1, "until it is recorded, so that the same ones are replayed every time"
     thread.prepare()
     assert thread.is_ready
     assert thread.max_pending == 2
-    spans, found = Timers(), []
+    spans = Timers()
+    results = []
     with trace.listen(spans):
-        for epoch, room in enumerate(rooms, start=1):
-            thread.submit(epoch, room)
-        while len(found) < 3:
-            found += thread.results(wait=True)
+        for epoch, buffer in enumerate(buffers, start=1):
+            thread.submit(epoch, buffer)
+        while len(results) < 3:
+            results += thread.results(wait=True)
     thread.close()
-    assert recorded.given == [threading.current_thread().name] * 3
+    assert recorded.launch_threads == [threading.current_thread().name] * 3
     assert spans.this_epoch()["infer.layer"] >= 0.75
-    for epoch, (one, room) in enumerate(zip(found, rooms, strict=True), start=1):
-        trainer.model.load_state_dict(room.weights)
-        assert one.epoch == epoch
-        assert one.metrics == measure(trainer.job)
-        assert one.seconds >= 0.25
+    for epoch, (result, buffer) in enumerate(zip(results, buffers, strict=True), start=1):
+        trainer.model.load_state_dict(buffer.weights)
+        assert result.epoch == epoch
+        assert result.metrics == measure(trainer.job)
+        assert result.seconds >= 0.25

@@ -18,10 +18,11 @@ from hopline.training.report_callbacks import peak_memory_bytes
 from tests.runs import evaluated, fit, method, sage, small
 
 
-class StandIn:
-    """As much of a trainer as a callback looks at."""
+class FakeTrainer:
+    """The part of a trainer that callbacks use."""
 
-    metric, best_is = "accuracy", "max"
+    metric = "accuracy"
+    best_is = "max"
     reason: str | None = None
 
     def __init__(self) -> None:
@@ -41,9 +42,9 @@ def evaluation(epoch: int, value: float, split: str = "valid", **more: float) ->
     return hl.extend.Evaluation(epoch=epoch, split=split, metrics={"accuracy": value, **more}, seconds=0.0)
 
 
-def stops_at(stop: hl.EarlyStop, values: list[float]) -> int | None:
+def epoch_of_stop(stop: hl.EarlyStop, values: list[float]) -> int | None:
     """The epoch after which an early stop ends a run with these validation values."""
-    trainer: Any = StandIn()
+    trainer: Any = FakeTrainer()
     stop.on_fit_start(trainer)
     for epoch, value in enumerate(values, 1):
         stop.on_evaluate_end(trainer, evaluation(epoch, value))
@@ -53,19 +54,20 @@ def stops_at(stop: hl.EarlyStop, values: list[float]) -> int | None:
 
 
 def test_early_stop_waits_for_its_patience_and_begins_again_at_each_rise():
-    assert stops_at(hl.EarlyStop(2), [0.1, 0.2, 0.2, 0.3, 0.1, 0.2]) == 6
-    assert stops_at(hl.EarlyStop(1), [0.1, 0.1]) == 2
-    assert stops_at(hl.EarlyStop(3), [0.1, 0.2, 0.1, 0.1]) is None
+    assert epoch_of_stop(hl.EarlyStop(2), [0.1, 0.2, 0.2, 0.3, 0.1, 0.2]) == 6
+    assert epoch_of_stop(hl.EarlyStop(1), [0.1, 0.1]) == 2
+    assert epoch_of_stop(hl.EarlyStop(3), [0.1, 0.2, 0.1, 0.1]) is None
 
 
 def test_early_stop_starts_afresh_with_every_fit():
     stop = hl.EarlyStop(2)
-    assert stops_at(stop, [0.9, 0.1, 0.1]) == 3
-    assert stops_at(stop, [0.1, 0.2, 0.3]) is None
+    assert epoch_of_stop(stop, [0.9, 0.1, 0.1]) == 3
+    assert epoch_of_stop(stop, [0.1, 0.2, 0.3]) is None
 
 
 def test_early_stop_ignores_other_splits():
-    stop, trainer = hl.EarlyStop(1), StandIn()
+    stop = hl.EarlyStop(1)
+    trainer = FakeTrainer()
     stop.on_fit_start(trainer)  # type: ignore[arg-type]
     for epoch in range(1, 5):
         stop.on_evaluate_end(trainer, evaluation(epoch, 0.5, "test"))  # type: ignore[arg-type]
@@ -84,7 +86,8 @@ def test_early_stop_as_a_callback_ends_a_run():
 
 
 def test_keep_weights_keeps_the_first_of_equally_good_ones():
-    keep, trainer = KeepWeights(None), StandIn()
+    keep = KeepWeights(None)
+    trainer = FakeTrainer()
     for epoch, value in enumerate([0.1, 0.4, 0.4, 0.2], 1):
         nn.init.constant_(trainer.model.weight, epoch)
         keep.on_evaluate_end(trainer, evaluation(epoch, value))  # type: ignore[arg-type]
@@ -92,8 +95,9 @@ def test_keep_weights_keeps_the_first_of_equally_good_ones():
     assert trainer.model.weight.item() == 2
 
 
-def test_keep_weights_copies_what_training_goes_on_to_change():
-    keep, trainer = KeepWeights(None), StandIn()
+def test_keep_weights_copies_weights_that_training_changes_later():
+    keep = KeepWeights(None)
+    trainer = FakeTrainer()
     keep.on_evaluate_end(trainer, evaluation(1, 0.5))  # type: ignore[arg-type]
     assert keep.best is not None
     before = keep.best["weight"].item()
@@ -105,7 +109,8 @@ def test_keep_weights_copies_what_training_goes_on_to_change():
 def test_a_full_disk_is_named_and_leaves_the_old_weights(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    keep, trainer = KeepWeights(tmp_path), StandIn()
+    keep = KeepWeights(tmp_path)
+    trainer = FakeTrainer()
     keep.on_epoch_end(trainer, None)  # type: ignore[arg-type]
     before = (tmp_path / "last.pt").read_bytes()
 
@@ -123,19 +128,21 @@ def test_a_full_disk_is_named_and_leaves_the_old_weights(
 @pytest.mark.parametrize("evaluate", ["blocking", "async"])
 def test_an_epoch_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, evaluate: str):
     run = fit(small(), epochs=10, evaluate_every=3, evaluate=evaluate, show=True, out=tmp_path)
-    print_messages = capsys.readouterr().out.splitlines()
-    lines = [line for line in print_messages if "seeds/s" in line]
-    found = {e.epoch: e.metrics["accuracy"] for e in run.evaluations if e.split == "valid"}
-    assert list(found) == [3, 6, 9, 10]
+    printed = capsys.readouterr().out.splitlines()
+    lines = [line for line in printed if "seeds/s" in line]
+    accuracy_by_epoch = {e.epoch: e.metrics["accuracy"] for e in run.evaluations if e.split == "valid"}
+    assert list(accuracy_by_epoch) == [3, 6, 9, 10]
     for line, epoch in zip(lines, run.history, strict=True):
         assert line.startswith(f"epoch {epoch.epoch:>2}/10  loss {epoch.loss:.4f}  ")
-        assert ("valid" in line) == (epoch.epoch in found)
-        assert epoch.epoch not in found or f"  valid accuracy {found[epoch.epoch]:.4f}  " in line
+        assert ("valid" in line) == (epoch.epoch in accuracy_by_epoch)
+        assert (
+            epoch.epoch not in accuracy_by_epoch or f"  valid accuracy {accuracy_by_epoch[epoch.epoch]:.4f}  " in line
+        )
         assert len(line) < 100
-    assert [line for line in print_messages if line.startswith("epoch")] == lines, "nothing else is said of an epoch"
-    assert len(print_messages) == len(set(print_messages)), "nothing is said twice"
+    assert [line for line in printed if line.startswith("epoch")] == lines, "nothing else is said of an epoch"
+    assert len(printed) == len(set(printed)), "nothing is said twice"
     log = (tmp_path / "run.log").read_text()
-    assert all(line in log for line in print_messages)
+    assert all(line in log for line in printed)
     assert "done: all 10 epochs are trained" in log
 
 
@@ -183,7 +190,7 @@ def test_a_run_is_shown_in_a_few_lines(tmp_path: Path):
     assert resumed.seconds > run.seconds - parts["rest"], "what it took before counts"
 
 
-def test_work_is_without_waiting():
+def test_the_work_of_a_stage_leaves_out_waiting():
     run = fit(small(), epochs=2)
     for epoch in run.history:
         assert "wait" in epoch.stages

@@ -27,10 +27,10 @@ STATE = {"weights": torch.arange(5.0), "epoch": 3, "names": ["a", "b"]}
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     checkpoint.write(tmp_path / "c", STATE)
-    found = checkpoint.read(tmp_path / "c")
-    assert torch.equal(found["weights"], STATE["weights"])
-    assert found["epoch"] == 3
-    assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    state = checkpoint.read(tmp_path / "c")
+    assert torch.equal(state["weights"], STATE["weights"])
+    assert state["epoch"] == 3
+    assert state["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert os.listdir(tmp_path) == ["c"]
 
 
@@ -48,7 +48,7 @@ def test_a_changed_byte_is_noticed(place: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"hopline-checkpoint", b"x" * 500, b"hopline-checkpoint zz 0\n", b"hopline-checkpoint zz z\n"]
 )
-def test_another_file_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_no_checkpoint_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "c").write_bytes(content)
     with pytest.raises(ValueError, match=r"c is damaged \(its|c is not a hopline checkpoint"):
         checkpoint.read(tmp_path / "c")
@@ -87,7 +87,7 @@ def test_a_write_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pyte
 
 
 class StopAfter(Callback):
-    """Raise after so many steps, as an error in a user's code would."""
+    """Raises after a number of steps, as an error in a user's code would."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -97,15 +97,17 @@ class StopAfter(Callback):
             raise RuntimeError("enough")
 
 
-def trainer(out: Path, *, hidden: int = 4, stop: int | None = None, data: Any = None, **settings: Any) -> hl.Trainer:
+def make_trainer(
+    out: Path, *, hidden: int = 4, stop: int | None = None, data: Any = None, **settings: Any
+) -> hl.Trainer:
     data = data or small(num_train=48)
     method = settings.pop("method", hl.Sampled(fanouts=(3, 2), batch_size=16, workers=0))
     callbacks = [] if stop is None else [StopAfter(stop)]
-    given = {"epochs": 3, "show": False, "checkpoint_s": 0.0, **settings}
-    return hl.Trainer(sage(data, hidden, dropout=0.3), data, method, out=out, callbacks=callbacks, **given)
+    options = {"epochs": 3, "show": False, "checkpoint_s": 0.0, **settings}
+    return hl.Trainer(sage(data, hidden, dropout=0.3), data, method, out=out, callbacks=callbacks, **options)
 
 
-def same(one: hl.Trainer, other: hl.Trainer) -> bool:
+def have_same_weights(one: hl.Trainer, other: hl.Trainer) -> bool:
     pairs = zip(one.model.state_dict().values(), other.model.state_dict().values(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 
@@ -115,50 +117,50 @@ def same(one: hl.Trainer, other: hl.Trainer) -> bool:
 def test_every_optimizer_and_schedule_goes_on_exactly(optimizer: str, schedule: str, tmp_path: Path) -> None:
     every = 0 if schedule == "plateau" else 1
     options = {"optimizer": optimizer, "schedule": hl.Schedule(name=schedule, warmup=1, every=every)}  # type: ignore[arg-type]
-    whole = trainer(tmp_path / "whole", **options)
+    whole = make_trainer(tmp_path / "whole", **options)
     expected = whole.fit()
     with pytest.raises(RuntimeError, match="enough"):
-        trainer(tmp_path / "cut", stop=5, **options).fit()
-    second = trainer(tmp_path / "cut", resume=True, **options)
-    found = second.fit()
-    assert same(whole, second)
-    assert [e.loss for e in found.history] == [e.loss for e in expected.history]
-    assert [e.lr for e in found.history] == [e.lr for e in expected.history]
-    assert [e.metrics for e in found.evaluations] == [e.metrics for e in expected.evaluations]
-    assert found.test == expected.test
-    assert found.best_epoch == expected.best_epoch
+        make_trainer(tmp_path / "cut", stop=5, **options).fit()
+    second = make_trainer(tmp_path / "cut", resume=True, **options)
+    ours = second.fit()
+    assert have_same_weights(whole, second)
+    assert [e.loss for e in ours.history] == [e.loss for e in expected.history]
+    assert [e.lr for e in ours.history] == [e.lr for e in expected.history]
+    assert [e.metrics for e in ours.evaluations] == [e.metrics for e in expected.evaluations]
+    assert ours.test == expected.test
+    assert ours.best_epoch == expected.best_epoch
 
 
-def test_what_convs_draw_by_themselves_goes_on_exactly(tmp_path: Path) -> None:
+def test_random_draws_inside_convs_are_resumed_exactly(tmp_path: Path) -> None:
     def attentive(out: Path, callbacks: tuple[StopAfter, ...] = (), **settings: Any) -> hl.Trainer:
         torch.manual_seed(0)
         model = hl.nn.GNN([GATConv(8, 4, dropout=0.5), GATConv(4, 4, dropout=0.5)])
         method = hl.Sampled(fanouts=(3, 2), batch_size=16, workers=0)
-        given = {"epochs": 2, "show": False, "checkpoint_s": 0.0, **settings}
-        return hl.Trainer(model, small(num_train=48), method, out=out, callbacks=callbacks, **given)
+        options = {"epochs": 2, "show": False, "checkpoint_s": 0.0, **settings}
+        return hl.Trainer(model, small(num_train=48), method, out=out, callbacks=callbacks, **options)
 
-    whole = attentive(tmp_path / "whole")
-    whole.fit()
+    uninterrupted = attentive(tmp_path / "whole")
+    uninterrupted.fit()
     with pytest.raises(RuntimeError, match="enough"):
         attentive(tmp_path / "cut", (StopAfter(2),)).fit()
-    second = attentive(tmp_path / "cut", resume=True)
-    second.fit()
-    assert same(whole, second)
+    resumed = attentive(tmp_path / "cut", resume=True)
+    resumed.fit()
+    assert have_same_weights(uninterrupted, resumed)
 
 
 def test_a_finished_run_is_only_tested_again(tmp_path: Path) -> None:
-    first = trainer(tmp_path / "run").fit()
-    again = trainer(tmp_path / "run", resume=True)
-    found = again.fit()
-    assert (found.test, found.epochs, again.num_steps) == (first.test, 3, again.num_steps)
-    assert found.reason == first.reason
+    first = make_trainer(tmp_path / "run").fit()
+    resumed = make_trainer(tmp_path / "run", resume=True)
+    second = resumed.fit()
+    assert (second.test, second.epochs, resumed.num_steps) == (first.test, 3, resumed.num_steps)
+    assert second.reason == first.reason
 
 
-def test_more_epochs_go_on_from_the_last(tmp_path: Path) -> None:
-    trainer(tmp_path / "run", epochs=2).fit()
-    whole = trainer(tmp_path / "whole", epochs=4)
+def test_more_epochs_continue_from_the_last(tmp_path: Path) -> None:
+    make_trainer(tmp_path / "run", epochs=2).fit()
+    whole = make_trainer(tmp_path / "whole", epochs=4)
     whole.fit()
-    longer = trainer(tmp_path / "run", epochs=4, resume=True)
+    longer = make_trainer(tmp_path / "run", epochs=4, resume=True)
     # The best weights are in the model after fit; the last ones are what training went on from.
     longer.fit()
     assert torch.load(tmp_path / "run" / "last.pt")["convs.0.lin_l.weight"].equal(
@@ -168,11 +170,11 @@ def test_more_epochs_go_on_from_the_last(tmp_path: Path) -> None:
 
 def test_early_stopping_remembers_how_long_it_waited(tmp_path: Path) -> None:
     options = {"patience": 2, "lr": 1e-12, "epochs": 9}  # nothing improves
-    expected = trainer(tmp_path / "whole", **options).fit()
+    expected = make_trainer(tmp_path / "whole", **options).fit()
     with pytest.raises(RuntimeError, match="enough"):
-        trainer(tmp_path / "cut", stop=8, **options).fit()
-    found = trainer(tmp_path / "cut", resume=True, **options).fit()
-    assert (found.epochs, found.reason) == (expected.epochs, expected.reason)
+        make_trainer(tmp_path / "cut", stop=8, **options).fit()
+    ours = make_trainer(tmp_path / "cut", resume=True, **options).fit()
+    assert (ours.epochs, ours.reason) == (expected.epochs, expected.reason)
     assert expected.epochs < 9
 
 
@@ -189,8 +191,8 @@ def test_early_stopping_remembers_how_long_it_waited(tmp_path: Path) -> None:
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused_by_name(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
-    trainer(tmp_path / "run", epochs=1).fit()
-    kept = (tmp_path / "run" / checkpoint.FILE).read_bytes()
+    make_trainer(tmp_path / "run", epochs=1).fit()
+    checkpoint_before = (tmp_path / "run" / checkpoint.FILE).read_bytes()
     if changes.get("data") == "other":
         changes = {"data": small(num_train=48, num_edges=4200)}
     elif changes.get("data") == "split":
@@ -198,17 +200,17 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(changes: dict[str, Any],
         shifted = torch.cat([data.splits["train"][1:], data.splits["test"][-1:]]).sort().values
         changes = {"data": dataclasses.replace(data, splits={**data.splits, "train": shifted})}
     with pytest.raises(ValueError, match=named):
-        trainer(tmp_path / "run", resume=True, **changes).fit()
-    assert (tmp_path / "run" / checkpoint.FILE).read_bytes() == kept
+        make_trainer(tmp_path / "run", resume=True, **changes).fit()
+    assert (tmp_path / "run" / checkpoint.FILE).read_bytes() == checkpoint_before
 
 
 def test_workers_and_look_ahead_may_change(tmp_path: Path) -> None:
-    trainer(tmp_path / "run", epochs=1).fit()
+    make_trainer(tmp_path / "run", epochs=1).fit()
     other = hl.Sampled(fanouts=(3, 2), batch_size=16, workers=2, look_ahead=3)
-    assert trainer(tmp_path / "run", resume=True, method=other).fit().epochs == 3
+    assert make_trainer(tmp_path / "run", resume=True, method=other).fit().epochs == 3
 
 
-def test_a_method_that_cannot_begin_in_the_middle_goes_on_too(tmp_path: Path) -> None:
+def test_a_method_that_skips_units_to_resume_is_resumed_exactly(tmp_path: Path) -> None:
     class Plain(hl.Sampled):
         def bind(self, job: Any) -> Any:
             work = super().bind(job)
@@ -220,13 +222,13 @@ def test_a_method_that_cannot_begin_in_the_middle_goes_on_too(tmp_path: Path) ->
             return Work()
 
     method = Plain(fanouts=(3, 2), batch_size=16, workers=0)
-    whole = trainer(tmp_path / "whole", method=method)
-    whole.fit()
+    uninterrupted = make_trainer(tmp_path / "whole", method=method)
+    uninterrupted.fit()
     with pytest.raises(RuntimeError, match="enough"):
-        trainer(tmp_path / "cut", method=method, stop=5).fit()
-    second = trainer(tmp_path / "cut", method=method, resume=True)
-    second.fit()
-    assert same(whole, second)
+        make_trainer(tmp_path / "cut", method=method, stop=5).fit()
+    resumed = make_trainer(tmp_path / "cut", method=method, resume=True)
+    resumed.fit()
+    assert have_same_weights(uninterrupted, resumed)
 
 
 def test_a_callback_of_the_users_keeps_its_state(tmp_path: Path) -> None:
@@ -242,27 +244,29 @@ def test_a_callback_of_the_users_keeps_its_state(tmp_path: Path) -> None:
         def restore_state(self, state: dict[str, Any]) -> None:
             self.epochs = state["epochs"]
 
-    first = trainer(tmp_path / "run", epochs=2)
+    first = make_trainer(tmp_path / "run", epochs=2)
     first.callbacks.append(Count())
     first.fit()
-    second, count = trainer(tmp_path / "run", epochs=3, resume=True), Count()
+    second = make_trainer(tmp_path / "run", epochs=3, resume=True)
+    count = Count()
     second.callbacks.append(count)
     second.fit()
     assert count.epochs == 3
 
 
 def test_a_folder_with_a_run_is_not_overwritten_without_resume(tmp_path: Path) -> None:
-    trainer(tmp_path / "run", epochs=1).fit()
+    make_trainer(tmp_path / "run", epochs=1).fit()
     with pytest.raises(ValueError, match="resume=true"):
-        trainer(tmp_path / "run", epochs=1).fit()
+        make_trainer(tmp_path / "run", epochs=1).fit()
 
 
 def test_resume_without_a_checkpoint_begins(tmp_path: Path) -> None:
-    assert trainer(tmp_path / "new", resume=True, epochs=1).fit().epochs == 1
+    assert make_trainer(tmp_path / "new", resume=True, epochs=1).fit().epochs == 1
 
 
 def test_within_an_epoch_the_clock_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, written = [0.0], []
+    now = [0.0]
+    written = []
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(checkpoint, "write", lambda path, state: written.append(state["position"]["units"]))
 
@@ -270,7 +274,7 @@ def test_within_an_epoch_the_clock_decides(tmp_path: Path, monkeypatch: pytest.M
         def on_step_end(self, trainer: hl.Trainer, step: StepEnd) -> None:
             now[0] += 4.0
 
-    job = trainer(tmp_path / "run", epochs=1, checkpoint_s=8.0)  # three steps
+    job = make_trainer(tmp_path / "run", epochs=1, checkpoint_s=8.0)  # three steps
     job.callbacks.append(Wait())
     job.fit()
     assert written == [2, 0]  # after eight seconds, and at the end
@@ -279,7 +283,7 @@ def test_within_an_epoch_the_clock_decides(tmp_path: Path, monkeypatch: pytest.M
 def test_checkpoints_are_written_by_time_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = []
     monkeypatch.setattr(checkpoint, "write", lambda path, state: written.append(state["position"]["epoch"]))
-    trainer(tmp_path / "run", epochs=20, checkpoint_s=60.0).fit()
+    make_trainer(tmp_path / "run", epochs=20, checkpoint_s=60.0).fit()
     assert written == [21]
 
 
@@ -287,7 +291,8 @@ def test_checkpoints_are_written_by_time_and_at_the_end(tmp_path: Path, monkeypa
 def test_where_writing_takes_long_fewer_are_written(
     takes_s: float, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, written = [0.0], []
+    now = [0.0]
+    written = []
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])
 
     def write(path: Path, state: dict[str, Any]) -> None:
@@ -299,7 +304,7 @@ def test_where_writing_takes_long_fewer_are_written(
             now[0] += 4.0
 
     monkeypatch.setattr(checkpoint, "write", write)
-    job = trainer(tmp_path / "run", epochs=20, checkpoint_s=8.0)  # 60 steps
+    job = make_trainer(tmp_path / "run", epochs=20, checkpoint_s=8.0)  # 60 steps
     job.callbacks.append(Wait())
     job.fit()
     assert written[:2] == [2, 2 + steps]  # how long it takes is known after the first
@@ -307,10 +312,11 @@ def test_where_writing_takes_long_fewer_are_written(
 
 
 class Fails(Callback):
-    """Raises when an evaluation has come, as a kill between two checkpoints would."""
+    """Raises when an evaluation has ended, as a kill between two checkpoints would."""
 
     def __init__(self, epoch: int, hook: str) -> None:
-        self.epoch, self.hook = epoch, hook
+        self.epoch = epoch
+        self.hook = hook
 
     def on_epoch_end(self, trainer: hl.Trainer, epoch: EpochEnd) -> None:
         if self.hook == "epoch" and epoch.epoch == self.epoch:
@@ -324,12 +330,12 @@ class Fails(Callback):
 @pytest.mark.parametrize("hook", ["epoch", "valid"])
 @pytest.mark.parametrize("checkpoint_s", [0.0, 60.0])
 def test_every_epoch_and_evaluation_is_recorded_once(checkpoint_s: float, hook: str, tmp_path: Path) -> None:
-    trainer(tmp_path / "run", epochs=2, checkpoint_s=checkpoint_s).fit()
-    cut = trainer(tmp_path / "run", epochs=5, checkpoint_s=checkpoint_s, resume=True)
+    make_trainer(tmp_path / "run", epochs=2, checkpoint_s=checkpoint_s).fit()
+    cut = make_trainer(tmp_path / "run", epochs=5, checkpoint_s=checkpoint_s, resume=True)
     cut.callbacks.append(Fails(4, hook))
     with pytest.raises(RuntimeError, match="enough"):
         cut.fit()
-    trainer(tmp_path / "run", epochs=5, checkpoint_s=checkpoint_s, resume=True).fit()
+    make_trainer(tmp_path / "run", epochs=5, checkpoint_s=checkpoint_s, resume=True).fit()
     assert [r["epoch"] for r in records(tmp_path / "run", "epoch")] == [1, 2, 3, 4, 5]
     explained = [r["epoch"] for r in records(tmp_path / "run", "pipeline")]
     assert explained == sorted(set(explained))
@@ -348,29 +354,29 @@ def test_resuming_a_finished_run_changes_nothing_in_its_folder(
     early: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = {"epochs": 9, "patience": 1, "lr": 1e-12} if early else {"epochs": 3}
-    first = trainer(tmp_path / "run", **options).fit()
+    first = make_trainer(tmp_path / "run", **options).fit()
     before = contents(tmp_path / "run")
     with caplog.at_level("INFO", logger="hopline"):
-        again = trainer(tmp_path / "run", resume=True, **options).fit()
+        resumed = make_trainer(tmp_path / "run", resume=True, **options).fit()
     assert contents(tmp_path / "run") == before
-    assert (again.test, again.valid, again.best_epoch) == (first.test, first.valid, first.best_epoch)
-    said = "training has ended after epoch 2: validation" if early else "all 3 epochs were trained"
-    assert said in caplog.text
+    assert (resumed.test, resumed.valid, resumed.best_epoch) == (first.test, first.valid, first.best_epoch)
+    sentence = "training has ended after epoch 2: validation" if early else "all 3 epochs were trained"
+    assert sentence in caplog.text
     assert "seeds done" not in caplog.text
 
 
 def test_a_refused_resume_changes_nothing_in_the_folder(tmp_path: Path) -> None:
-    trainer(tmp_path / "run", epochs=1).fit()
+    make_trainer(tmp_path / "run", epochs=1).fit()
     before = contents(tmp_path / "run")
     with pytest.raises(ValueError, match="seed is 0 there and 5 here"):
-        trainer(tmp_path / "run", epochs=2, resume=True, seed=5).fit()
+        make_trainer(tmp_path / "run", epochs=2, resume=True, seed=5).fit()
     assert contents(tmp_path / "run") == before
 
 
 @pytest.mark.parametrize("payload", ["text", "list", "no format", "no identity"])
 def test_a_checkpoint_that_holds_something_else_is_named(payload: str, tmp_path: Path) -> None:
     """With a checksum that is right, as of a file that another program or an earlier version has made."""
-    trainer(tmp_path / "run", epochs=1).fit()
+    make_trainer(tmp_path / "run", epochs=1).fit()
     buffer = io.BytesIO(b"neither zip nor pickle")
     values = {"list": [1, 2], "no format": {"epoch": 1}, "no identity": {"format": 1, "epoch": 1}}
     if payload in values:
@@ -380,7 +386,7 @@ def test_a_checkpoint_that_holds_something_else_is_named(payload: str, tmp_path:
     path = tmp_path / "run" / checkpoint.FILE
     path.write_bytes(header + content)
     with pytest.raises(ValueError, match=r"checkpoint.pt is damaged \(.*\): restore it, or remove it to begin anew"):
-        trainer(tmp_path / "run", epochs=2, resume=True).fit()
+        make_trainer(tmp_path / "run", epochs=2, resume=True).fit()
 
 
 def test_a_signal_that_comes_while_ranks_agree_is_not_forgotten(tmp_path: Path) -> None:

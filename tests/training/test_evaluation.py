@@ -1,4 +1,4 @@
-"""Evaluation beside training gives the run that would have waited for it."""
+"""Asynchronous evaluation gives the run that blocking evaluation gives."""
 
 from __future__ import annotations
 
@@ -29,24 +29,25 @@ from tests.warm import Process, python
 
 @pytest.fixture
 def thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training never takes over an evaluation, as where a GPU trains."""
+    """Training never evaluates a snapshot itself, as where a GPU trains."""
     monkeypatch.setattr(AsyncEvaluator, "can_help", False)
 
 
 @pytest.fixture
 def permits(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
-    """One for each evaluation that the thread may do, so that a test decides when results come. There is none at first.
+    """A semaphore with one permit per evaluation that the thread may run, none at first.
 
-    Training does not wait for them: the backlog is long enough.
+    A test decides by it when results come. The backlog is so long that training does not wait for them.
     """
-    permits, evaluate = threading.Semaphore(0), EvaluationThread._evaluate
+    permits = threading.Semaphore(0)
+    evaluate = EvaluationThread._evaluate
 
     def evaluate_with_permit(
-        self: EvaluationThread, room: async_evaluation.WeightsBuffer
+        self: EvaluationThread, buffer: async_evaluation.WeightsBuffer
     ) -> tuple[dict[str, float], float]:
         while not (permits.acquire(timeout=0.01) or self._is_cancelled.is_set()):
             pass
-        return evaluate(self, room)
+        return evaluate(self, buffer)
 
     monkeypatch.setattr(EvaluationThread, "_evaluate", evaluate_with_permit)
     monkeypatch.setattr(async_evaluation, "BACKLOG", 100)
@@ -54,7 +55,7 @@ def permits(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
 
 
 class Permit(hl.Callback):
-    """Lets the thread evaluate all that it is asked for, once an epoch is trained."""
+    """Releases all permits once an epoch is trained."""
 
     def __init__(self, permits: threading.Semaphore, epoch: int) -> None:
         self.permits = permits
@@ -71,7 +72,7 @@ def model_of(kind: str, data: hl.Dataset) -> nn.Module:
 
 
 def outcome(run: hl.Run, model: nn.Module) -> dict[str, Any]:
-    """All of a run but its times."""
+    """Everything of a run except its times."""
     return {
         "losses": losses(run),
         "evaluations": [(e.epoch, e.split, e.metrics) for e in run.evaluations],
@@ -89,15 +90,15 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("helps", [False, True])
 @pytest.mark.parametrize("name", RUNS)
-def test_it_is_the_run_that_would_have_waited(name: str, helps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_asynchronous_evaluation_ends_with_the_blocking_run(
+    name: str, helps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(AsyncEvaluator, "can_help", helps)
     compare_with_blocking(*RUNS[name], tmp_path)
 
 
 @pytest.mark.parametrize("name", ["patience", "every third"])
-def test_it_is_that_run_too_where_training_had_gone_on_when_the_last_result_came(
-    name: str, tmp_path: Path, permits: threading.Semaphore
-):
+def test_late_results_end_with_the_blocking_run_too(name: str, tmp_path: Path, permits: threading.Semaphore):
     compare_with_blocking(*RUNS[name], tmp_path, permits)
     (end,) = records(tmp_path / "async", "end")
     assert end["dropped"] >= 2
@@ -106,33 +107,39 @@ def test_it_is_that_run_too_where_training_had_gone_on_when_the_last_result_came
 def compare_with_blocking(
     kind: str, settings: dict[str, Any], folder: Path, permits: threading.Semaphore | None = None
 ) -> None:
-    """permits: results come when training is two epochs further than the blocking run was."""
-    data, found, weights = small(), {}, {}
+    """Asynchronous evaluation gives the blocking run: results, weights, records and checkpoint.
+
+    permits: results come when training is two epochs further than the blocking run was.
+    """
+    data = small()
+    outcomes = {}
+    weights = {}
     for how in ("blocking", "async"):
         model = model_of(kind, data)
-        late = [] if permits is None or not found else [Permit(permits, found["blocking"]["end"][0] + 2)]
+        late = [] if permits is None or not outcomes else [Permit(permits, outcomes["blocking"]["end"][0] + 2)]
         run = fit(data, model, evaluate=how, out=folder / how, callbacks=late, **settings)
-        found[how] = outcome(run, model)
+        outcomes[how] = outcome(run, model)
         weights[how] = {n: torch.load(folder / how / n, weights_only=True) for n in ("best.pt", "last.pt")}
-    assert found["async"] == found["blocking"]
+    assert outcomes["async"] == outcomes["blocking"]
     for name in ("best.pt", "last.pt"):
         assert same_weights(weights["async"][name], weights["blocking"][name])
     for event in ("epoch", "evaluate"):
-        of = {how: [r["epoch"] for r in records(folder / how, event)] for how in found}
-        assert of["async"] == of["blocking"]
+        epochs_recorded = {how: [r["epoch"] for r in records(folder / how, event)] for how in outcomes}
+        assert epochs_recorded["async"] == epochs_recorded["blocking"]
     if "patience" in settings:  # so that this looks at what it is meant to
-        assert found["blocking"]["end"][0] < 28
+        assert outcomes["blocking"]["end"][0] < 28
     ended = checkpoint.read(folder / "async" / checkpoint.FILE)
-    assert ended["position"]["epoch"] == found["blocking"]["end"][0] + 1
+    assert ended["position"]["epoch"] == outcomes["blocking"]["end"][0] + 1
     model = model_of(kind, data)
-    again = fit(data, model, evaluate="async", out=folder / "async", resume=True, **settings)  # nothing left
-    assert outcome(again, model) == found["blocking"]
+    resumed = fit(data, model, evaluate="async", out=folder / "async", resume=True, **settings)  # nothing left
+    assert outcome(resumed, model) == outcomes["blocking"]
 
 
 def test_an_error_in_epochs_that_would_not_have_been_trained_is_dropped_with_them(permits: threading.Semaphore):
     data = small()
     settings: dict[str, Any] = {"epochs": 30, "patience": 1, "lr": 0.1}
-    steps, fails_after = [0], [math.inf]
+    steps = [0]
+    fails_after = [math.inf]
 
     def step(model: nn.Module, batch: hl.Batch) -> Tensor:
         steps[0] += 1
@@ -145,18 +152,21 @@ def test_an_error_in_epochs_that_would_not_have_been_trained_is_dropped_with_the
     whole = outcome(fit(data, model, train_step=step, **settings), model)
     last = whole["end"][0]
     assert last < 29
-    steps, fails_after = [0], [3 * (last + 1)]
+    steps = [0]
+    fails_after = [3 * (last + 1)]
     model = model_of("gat", data)
     assert outcome(fit(data, model, train_step=step, evaluate="async", **settings), model) == whole
     assert steps[0] == 3 * (last + 2)
-    steps, fails_after = [0], [0]
+    steps = [0]
+    fails_after = [0]
     with pytest.raises(ValueError, match="the loss became nan"):
         fit(data, model_of("gat", data), train_step=step, evaluate="async", **settings)
 
 
 @pytest.mark.usefixtures("thread_alone")
 def test_training_does_not_wait_and_hooks_come_in_order(permits: threading.Semaphore):
-    data, watch = small(), Recorder()
+    data = small()
+    watch = Recorder()
     run = fit(data, epochs=4, evaluate="async", callbacks=[watch, Permit(permits, 4)])
     names = [name for name, _ in watch.calls if name != "step"]
     assert names == ["fit_start", *["epoch"] * 4, *["evaluate"] * 5, "fit_end"]
@@ -180,7 +190,8 @@ def test_with_a_full_backlog_training_waits_for_the_oldest(
 
     monkeypatch.setattr(AsyncEvaluator, "_collect", permit_one)
     monkeypatch.setattr(async_evaluation, "BACKLOG", 2)
-    data, watch = small(), Recorder()
+    data = small()
+    watch = Recorder()
     run = fit(data, epochs=5, evaluate="async", callbacks=[watch], out=tmp_path)
     (close,) = records(tmp_path, "close")
     assert close["counters"]["evaluate.waits"] == 3
@@ -217,7 +228,7 @@ def test_a_crash_in_evaluation_surfaces_with_its_traceback(tmp_path: Path, monke
         fit(small(), epochs=1, evaluate="async")
 
 
-def test_training_evaluates_itself_what_it_would_have_to_wait_for(
+def test_training_evaluates_a_snapshot_itself_when_the_backlog_is_full(
     monkeypatch: pytest.MonkeyPatch, permits: threading.Semaphore
 ):
     monkeypatch.setattr(async_evaluation, "BACKLOG", 3)  # two that the thread has been asked for, and one more
@@ -230,19 +241,21 @@ def test_training_evaluates_itself_what_it_would_have_to_wait_for(
         plain(self, snapshot)
 
     monkeypatch.setattr(AsyncEvaluator, "_evaluate_in_trainer", noted)
-    data, found = small(), []
+    data = small()
+    outcomes = []
     for how in ("blocking", "async"):
         model = model_of("sage", data)
-        found.append(outcome(fit(data, model, epochs=5, evaluate=how), model))
+        outcomes.append(outcome(fit(data, model, epochs=5, evaluate=how), model))
     assert in_trainer[0] == 3
-    assert found[0] == found[1]
+    assert outcomes[0] == outcomes[1]
 
 
 class StopAt(hl.Callback):
-    """Interrupts after an epoch; first it waits for some evaluations, as if epochs took long."""
+    """Interrupts a run after an epoch, once some evaluations have ended."""
 
     def __init__(self, epoch: int, after: int = 0) -> None:
-        self.epoch, self.after = epoch, after
+        self.epoch = epoch
+        self.after = after
 
     def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
         if step.epoch == self.epoch:
@@ -257,30 +270,31 @@ class StopAt(hl.Callback):
 def test_interrupted_and_resumed_is_the_run_that_never_stopped(
     later: str, tmp_path: Path, permits: threading.Semaphore
 ):
-    after = 0
+    num_evaluated = 0
     if later == "async":
-        after = 1
+        num_evaluated = 1
         permits.release()  # no more than one, so that no result ends the run before it is interrupted
-    data, watch = small(), Recorder()
+    data = small()
+    watch = Recorder()
     settings: dict[str, Any] = {"epochs": 30, "patience": 3, "lr": 0.1}
     model = model_of("gat", data)
-    whole = outcome(fit(data, model, **settings), model)
-    stops_after = whole["end"][0]
+    expected = outcome(fit(data, model, **settings), model)
+    stops_after = expected["end"][0]
     model = model_of("gat", data)
-    callbacks = [StopAt(stops_after + 1, after=after), watch]
+    callbacks = [StopAt(stops_after + 1, after=num_evaluated), watch]
     with pytest.raises(KeyboardInterrupt):
         fit(data, model, evaluate="async", out=tmp_path, callbacks=callbacks, checkpoint_s=0.0, **settings)
-    left = dict(checkpoint.read(tmp_path / checkpoint.FILE)["callbacks"])["Waiting"]["waiting"]
-    assert [one["epoch"] for one in left][-1] == stops_after
+    waiting = dict(checkpoint.read(tmp_path / checkpoint.FILE)["callbacks"])["Waiting"]["waiting"]
+    assert [snapshot["epoch"] for snapshot in waiting][-1] == stops_after
     (ended,) = watch.payloads("fit_end")
-    assert len(ended.evaluations) == after  # a finished one is not lost
+    assert len(ended.evaluations) == num_evaluated  # a finished one is not lost
     permits.release(100)
     model = model_of("gat", data)
     run = fit(data, model, evaluate=later, out=tmp_path, resume=True, **settings)
-    assert outcome(run, model) == whole
-    of = {event: [r["epoch"] for r in records(tmp_path, event)] for event in ("epoch", "evaluate")}
-    assert of["epoch"] == list(range(1, stops_after + 1))
-    assert of["evaluate"][:-1] == list(range(1, stops_after + 1))  # and the test
+    assert outcome(run, model) == expected
+    epochs_recorded = {event: [r["epoch"] for r in records(tmp_path, event)] for event in ("epoch", "evaluate")}
+    assert epochs_recorded["epoch"] == list(range(1, stops_after + 1))
+    assert epochs_recorded["evaluate"][:-1] == list(range(1, stops_after + 1))  # and the test
 
 
 class Own(hl.Trainer):
@@ -288,7 +302,7 @@ class Own(hl.Trainer):
         return super().evaluate(split, exact=exact)
 
 
-def test_what_could_not_be_the_same_is_refused():
+def test_asynchronous_evaluation_that_could_differ_is_refused():
     data = small()
     with pytest.raises(ValueError, match=r"a copy of the model, without Own\.evaluate: set evaluate=blocking"):
         Own(sage(data), data, method(), evaluate="async")
@@ -318,7 +332,8 @@ def start(folder: Path, *settings: str) -> Process:
 def test_an_end_by_ctrl_c_keeps_the_results_that_have_come(tmp_path: Path):
     process = start(tmp_path, "out=run", "epochs=100000")
     try:
-        metrics, until = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 90
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        until = time.monotonic() + 90
         while not (metrics.exists() and '"evaluate"' in metrics.read_text()) and time.monotonic() < until:
             assert process.poll() is None, process.communicate()
             time.sleep(0.1)
@@ -330,13 +345,13 @@ def test_an_end_by_ctrl_c_keeps_the_results_that_have_come(tmp_path: Path):
     assert not psutil.wait_procs(family, timeout=20)[1]
     assert "Traceback" not in errors
     assert process.returncode == 128 + signal.SIGINT, errors
-    kept = checkpoint.read(tmp_path / "run" / checkpoint.FILE)
-    assert kept["evaluations"]
-    assert [e["epoch"] for e in kept["evaluations"]] == list(range(1, len(kept["evaluations"]) + 1))
+    stored = checkpoint.read(tmp_path / "run" / checkpoint.FILE)
+    assert stored["evaluations"]
+    assert [e["epoch"] for e in stored["evaluations"]] == list(range(1, len(stored["evaluations"]) + 1))
 
 
-def test_several_ranks_end_with_the_run_that_waited(tmp_path: Path):
-    found = {}
+def test_several_ranks_end_with_the_blocking_run(tmp_path: Path):
+    outcomes = {}
     for how in ("blocking", "async"):
         settings = ["devices=2", f"evaluate={how}", f"out={how}", "epochs=8", "patience=1", "lr=1.0", "show=false"]
         process = start(tmp_path, *settings)
@@ -345,10 +360,10 @@ def test_several_ranks_end_with_the_run_that_waited(tmp_path: Path):
         evaluations = [(r["epoch"], r["split"], r["metrics"]) for r in records(tmp_path / how, "evaluate")]
         ended = {key: records(tmp_path / how, "end")[0][key] for key in ("epochs", "best_epoch", "reason", "test")}
         weights = {n: torch.load(tmp_path / how / n, weights_only=True) for n in ("best.pt", "last.pt")}
-        found[how] = (evaluations, ended, [r["loss"] for r in records(tmp_path / how, "epoch")], weights)
-    assert found["async"][:3] == found["blocking"][:3]
-    assert found["blocking"][1]["epochs"] < 8
-    assert all(same_weights(found["async"][3][name], weights) for name, weights in found["blocking"][3].items())
+        outcomes[how] = (evaluations, ended, [r["loss"] for r in records(tmp_path / how, "epoch")], weights)
+    assert outcomes["async"][:3] == outcomes["blocking"][:3]
+    assert outcomes["blocking"][1]["epochs"] < 8
+    assert all(same_weights(outcomes["async"][3][name], weights) for name, weights in outcomes["blocking"][3].items())
 
 
 def test_a_result_is_a_value_until_the_trainer_acts_on_it():

@@ -1,4 +1,4 @@
-"""`fit` in a thread that is not the main one, as Ray Train and servers call it: signals cannot be caught there."""
+"""`fit` outside the main thread, where signals cannot be caught. Ray Train and servers call it so."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DATA = small()
 
 
 def in_a_thread(function: Callable[[], Any]) -> Any:
-    """What the function returns, or raises, in a new thread."""
+    """Call a function in a new thread, and return or raise what it does."""
     results: list[Any] = []
     errors: list[BaseException] = []
 
@@ -39,7 +39,7 @@ def in_a_thread(function: Callable[[], Any]) -> Any:
 
 
 class Fail(hl.Callback):
-    """Ends the run after its second epoch, as a kill would."""
+    """Raises after the second epoch, as a kill would end the run."""
 
     def on_epoch_end(self, trainer: hl.Trainer, epoch: EpochEnd) -> None:
         if epoch.epoch == 2:
@@ -71,7 +71,7 @@ def test_a_run_is_the_same_in_a_thread_with_and_without_a_folder(settings: dict[
     assert torch.get_num_threads() == threads
 
 
-def test_a_run_that_failed_in_a_thread_goes_on_in_another_one(tmp_path: Path):
+def test_a_run_that_failed_in_a_thread_is_resumed_in_another_one(tmp_path: Path):
     expected = fit()
     with pytest.raises(OSError, match="the disk is gone"):
         in_a_thread(lambda: fit(tmp_path / "run", (Fail(),)))

@@ -1,4 +1,4 @@
-"""`Trainer(gradients=)`: how ranks combine what they learn, by default their sum."""
+"""`Trainer(gradients=)`: how ranks combine their gradients, by default by the sum."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def over_ranks(way: str, how: str = "share", /, **changes: Any) -> dict[str, Any
     return run(train, TWO, way, how, changes)
 
 
-def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found["losses"] == pytest.approx(expected["losses"], abs=1e-12)
-    assert found["weights"] == pytest.approx(expected["weights"], abs=1e-12)
+def assert_close(ours: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert ours["losses"] == pytest.approx(expected["losses"], abs=1e-12)
+    assert ours["weights"] == pytest.approx(expected["weights"], abs=1e-12)
 
 
 def test_the_sum_as_a_function_is_the_default_to_the_bit() -> None:
@@ -51,9 +51,9 @@ def test_the_sum_as_a_function_is_the_default_to_the_bit() -> None:
 
 @pytest.mark.parametrize("clip_norm", [None, 0.4])
 def test_weights_averaged_every_third_step_are_those_of_plain_torch(clip_norm: float | None) -> None:
-    found = over_ranks("local 3", clip_norm=clip_norm)
-    assert_close(found, plain(twice, AverageEvery(3), average, clip_norm=clip_norm))
-    assert found["weights"] != pytest.approx(over_ranks("default", clip_norm=clip_norm)["weights"], abs=1e-6)
+    ours = over_ranks("local 3", clip_norm=clip_norm)
+    assert_close(ours, plain(twice, AverageEvery(3), average, clip_norm=clip_norm))
+    assert ours["weights"] != pytest.approx(over_ranks("default", clip_norm=clip_norm)["weights"], abs=1e-6)
 
 
 @pytest.mark.parametrize("how", ["share", "uneven"])
@@ -63,9 +63,9 @@ def test_weights_averaged_after_every_step_of_sgd_are_those_of_the_sum(how: str)
 
 @pytest.mark.parametrize("clip_norm", [None, 0.4])
 def test_largest_entries_with_feedback_are_those_of_plain_torch(clip_norm: float | None) -> None:
-    found = over_ranks("top few", clip_norm=clip_norm)  # clipped after they are combined
-    assert_close(found, plain(LargestWithFeedback(0.1), idle, idle, clip_norm=clip_norm))
-    assert found["weights"] != pytest.approx(over_ranks("default", clip_norm=clip_norm)["weights"], abs=1e-6)
+    ours = over_ranks("top few", clip_norm=clip_norm)  # clipped after they are combined
+    assert_close(ours, plain(LargestWithFeedback(0.1), idle, idle, clip_norm=clip_norm))
+    assert ours["weights"] != pytest.approx(over_ranks("default", clip_norm=clip_norm)["weights"], abs=1e-6)
 
 
 def test_all_entries_are_the_sum_also_where_a_rank_has_no_unit() -> None:
@@ -73,7 +73,7 @@ def test_all_entries_are_the_sum_also_where_a_rank_has_no_unit() -> None:
 
 
 @pytest.mark.parametrize("way", ["local 3", "top few"])
-def test_a_run_that_was_killed_goes_on_to_the_bit(way: str, tmp_path: Path) -> None:
+def test_a_killed_run_is_resumed_to_the_bit(way: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"accumulate": 2, "clip_norm": 0.5, "optimizer": "adam", "checkpoint_s": 0.0}
     whole = over_ranks(way, **changes, out=str(tmp_path / "whole"))
     with pytest.raises(RankError, match="rank 1"):  # step 5 of 6: one after the second epoch has begun
@@ -86,7 +86,7 @@ def test_a_run_that_was_killed_goes_on_to_the_bit(way: str, tmp_path: Path) -> N
         train(ALONE, way, "share", {**changes, "out": str(tmp_path / "cut")})
 
 
-def test_a_function_remembers_nothing_so_that_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
+def test_a_function_has_no_state_so_another_number_of_ranks_resumes(tmp_path: Path) -> None:
     out = str(tmp_path / "run")
     over_ranks("function", epochs=1, out=out)
     assert_close(train(ALONE, "function", "share", {"out": out}), train(ALONE, "default", "share", {}))
@@ -106,7 +106,7 @@ def test_a_state_that_no_checkpoint_can_keep_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["function", "local 3", "top all"])
-def test_one_process_is_trained_as_without_it(way: str) -> None:
+def test_combining_gradients_changes_nothing_in_one_process(way: str) -> None:
     assert_close(train(ALONE, way, "share", {}), train(ALONE, "default", "share", {}))
 
 
@@ -136,16 +136,16 @@ def test_one_process_that_was_resumed_remembers_what_was_left_out(tmp_path: Path
     assert train(ALONE, "top few", "share", {**changes, "out": str(tmp_path)}) == whole
 
 
-def test_config_and_report_name_it(tmp_path: Path) -> None:
-    for name, given, expected in (
+def test_config_and_report_name_the_gradients_setting(tmp_path: Path) -> None:
+    for name, gradients, expected in (
         ("usual", None, {"kind": "sum"}),
         ("function", summed, {"kind": "summed"}),
         ("object", LocalSGD(every=5), {"kind": "LocalSGD", "every": 5}),
     ):
-        fit(small(), gradients=given, epochs=1, out=tmp_path / name)
+        fit(small(), gradients=gradients, epochs=1, out=tmp_path / name)
         stored = json.loads((tmp_path / name / "config.json").read_text())
         assert stored["config"]["gradients"] == expected
-        assert ("gradients.kind" in stored["changed"]) == (given is not None)
+        assert ("gradients.kind" in stored["changed"]) == (gradients is not None)
         page = (tmp_path / name / "report.html").read_text()
         assert ("LocalSGD" in page) == (name == "object")
 
@@ -154,7 +154,7 @@ def test_config_and_report_name_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("gradients", "sentence"),
     [
         ("mean", r"gradients must be a function of \(parameters, world\), or an object of .*, not 'mean'"),
         (LocalSGD, r"gradients must be an object, not the class LocalSGD: write LocalSGD\(...\)"),
@@ -162,10 +162,10 @@ def test_config_and_report_name_it(tmp_path: Path) -> None:
         (3, "gradients must be a function of"),
     ],
 )
-def test_what_combines_nothing_is_refused(given: Any, sentence: str) -> None:
+def test_what_combines_nothing_is_refused(gradients: Any, sentence: str) -> None:
     data = small()
     with pytest.raises(ValueError, match=sentence):
-        hl.Trainer(sage(data), data, gradients=given)
+        hl.Trainer(sage(data), data, gradients=gradients)
 
 
 def test_ranks_of_full_batch_cannot_step_apart() -> None:

@@ -1,4 +1,4 @@
-"""A metric is best at its highest or at its lowest: best epoch, patience, schedule and report go the same way."""
+"""A metric's mode, max or min, decides best epoch, patience, plateau schedule and report alike."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.runs import evaluated, fit, records, small, without
         *[(name, None) for name in ("neg_mse", "negative log loss", "brier_score", "size", "", "flossing")],
     ],
 )
-def test_what_a_name_tells(name: str, mode: str | None):
+def test_the_name_of_a_metric_tells_its_mode(name: str, mode: str | None):
     assert mode_of(name) == mode
 
 
@@ -32,7 +32,8 @@ class Scripted:
     """A test step that returns the next of some values."""
 
     def __init__(self, name: str, *values: float) -> None:
-        self.name, self.values = name, iter(values)
+        self.name = name
+        self.values = iter(values)
 
     def __call__(self, model: nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]:
         return {self.name: next(self.values)}
@@ -45,24 +46,24 @@ def scripted(name: str, *values: float, **settings: Any) -> hl.Run:
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "best"), [("mse", {}, 3), ("accuracy", {}, 1), ("size", {"metric_mode": "min"}, 3)]
+    ("name", "settings", "best"), [("mse", {}, 3), ("accuracy", {}, 1), ("size", {"metric_mode": "min"}, 3)]
 )
-def test_the_best_epoch_is_the_lowest_of_what_falls(name: str, given: dict[str, Any], best: int):
-    run = scripted(name, 3.0, 2.0, 1.0, 1.5, **given)
+def test_the_best_epoch_is_the_lowest_of_what_falls(name: str, settings: dict[str, Any], best: int):
+    run = scripted(name, 3.0, 2.0, 1.0, 1.5, **settings)
     assert (run.best_epoch, run.valid) == (best, {1: 3.0, 3: 1.0}[best])
 
 
-def test_the_user_has_the_last_word():
+def test_metric_mode_overrides_what_the_name_tells():
     assert scripted("loss", 3.0, 2.0, 1.0, metric_mode="max").best_epoch == 1
 
 
-def test_patience_waits_for_a_fall():
+def test_patience_counts_evaluations_without_a_fall():
     run = scripted("mse", 3.0, 2.0, 2.5, 2.0, 0.1, patience=2)
     assert (run.epochs, run.best_epoch) == (4, 2)
     assert run.reason == "validation mse has not fallen below 2.0000 (epoch 2) for 2 evaluations"
 
 
-def test_a_plateau_is_where_it_no_longer_falls():
+def test_a_plateau_schedule_acts_when_the_metric_no_longer_falls():
     schedule = hl.Schedule(name="plateau", every=0, factor=0.1)
     run = scripted("mse", 3.0, 2.0, 1.0, 2.0, 2.0, schedule=schedule, lr=1.0, optimizer="sgd")
     assert [epoch.lr for epoch in run.history] == pytest.approx([1.0, 1.0, 1.0, 1.0, 0.1])
@@ -108,18 +109,22 @@ class StopAfter(hl.Callback):
 
 
 def test_a_resumed_run_keeps_to_it(tmp_path: Path):
-    whole = fit(small(), **FALLING)
-    losses = {e.epoch: e.metrics["loss"] for e in whole.evaluations if e.split == "valid"}
-    assert whole.best_epoch == min(losses, key=lambda epoch: losses[epoch]) < whole.epochs < 12
+    uninterrupted = fit(small(), **FALLING)
+    losses = {e.epoch: e.metrics["loss"] for e in uninterrupted.evaluations if e.split == "valid"}
+    assert uninterrupted.best_epoch == min(losses, key=lambda epoch: losses[epoch]) < uninterrupted.epochs < 12
     with pytest.raises(RuntimeError, match="enough"):
-        fit(small(), out=tmp_path, checkpoint_s=0.0, callbacks=[StopAfter(3 * whole.best_epoch + 2)], **FALLING)
+        fit(small(), out=tmp_path, checkpoint_s=0.0, callbacks=[StopAfter(3 * uninterrupted.best_epoch + 2)], **FALLING)
     with pytest.raises(
         ValueError, match=r"has kept the epoch with the min of loss, and here the max is the best: .*'min'"
     ):
         fit(small(), out=tmp_path, resume=True, metric_mode="max", **FALLING)
-    found = fit(small(), out=tmp_path, resume=True, **FALLING)
-    assert (found.best_epoch, found.epochs, found.reason) == (whole.best_epoch, whole.epochs, whole.reason)
-    assert evaluated(found) == evaluated(whole)
+    resumed = fit(small(), out=tmp_path, resume=True, **FALLING)
+    assert (resumed.best_epoch, resumed.epochs, resumed.reason) == (
+        uninterrupted.best_epoch,
+        uninterrupted.epochs,
+        uninterrupted.reason,
+    )
+    assert evaluated(resumed) == evaluated(uninterrupted)
 
 
 def test_a_checkpoint_that_kept_the_highest_loss_is_refused(tmp_path: Path):
@@ -134,8 +139,10 @@ def test_a_checkpoint_that_kept_the_highest_loss_is_refused(tmp_path: Path):
 
 def test_the_page_of_a_run_that_was_killed_shows_the_lowest(tmp_path: Path):
     fit(small(), out=tmp_path, **FALLING)
-    kept = [line for line in (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True) if '"end"' not in line]
-    (tmp_path / "metrics.jsonl").write_text("".join(kept))
+    lines_before_end = [
+        line for line in (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True) if '"end"' not in line
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines_before_end))
     best = min(r["metrics"]["loss"] for r in records(tmp_path, "evaluate") if r["split"] == "valid")
     tiles = render_html(tmp_path).split("best valid")[0]
     assert f"{best:.4f}" in tiles[-200:]

@@ -19,21 +19,22 @@ GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.
 @pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
 def test_steps_are_torchs_with_clipping(kind: str, device: str):
     torch.manual_seed(0)
-    ours, theirs = nn.Linear(6, 4).to(device), nn.Linear(6, 4).to(device)
+    ours = nn.Linear(6, 4).to(device)
+    theirs = nn.Linear(6, 4).to(device)
     theirs.load_state_dict(ours.state_dict())
     update = Update(ours, make_optimizer(kind, [(list(ours.parameters()), 0.01)], 0.05), 0.5, print)
     plain = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind]
     optimizer = plain(theirs.parameters(), lr=0.05, weight_decay=0.01)
     # Gradients that stay where they are are captured; those of other places must not be taken for them.
-    both = [[torch.empty_like(p) for p in ours.parameters()] for _ in range(2)]
-    for turn, here in enumerate([0] * 5 + [1] * 3 + [0, 1] * 3):
-        for p, q, place in zip(ours.parameters(), theirs.parameters(), both[here], strict=True):
-            q.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(turn)).to(device)
+    gradient_buffers = [[torch.empty_like(p) for p in ours.parameters()] for _ in range(2)]
+    for step, which in enumerate([0] * 5 + [1] * 3 + [0, 1] * 3):
+        for p, q, place in zip(ours.parameters(), theirs.parameters(), gradient_buffers[which], strict=True):
+            q.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).to(device)
             p.grad = place.copy_(q.grad)
         nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
         optimizer.step()
         update()
-        if turn == 4:  # by then it is captured
+        if step == 4:  # by then it is captured
             for group in update.optimizer.param_groups:
                 group["lr"] = group["lr"].fill_(0.01) if device == "cuda" else 0.01
             for group in optimizer.param_groups:
@@ -54,22 +55,22 @@ def test_settings_that_a_callback_changes_are_followed(kind: str, device: str):
     plain = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind]
     optimizer = plain(theirs[0].parameters(), lr=0.05, weight_decay=0.01)
     places = [torch.empty_like(p) for p in ours.parameters()]
-    for turn in range(24):
+    for step in range(24):
         for p, q, place in zip(ours.parameters(), theirs.parameters(), places, strict=True):
-            q.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(turn)).to(device)
+            q.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).to(device)
             p.grad = place.copy_(q.grad)
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         nn.utils.clip_grad_norm_(stepped, 0.5)
         optimizer.step()
         update()
-        for one in (update.optimizer, optimizer):
-            if turn == 6:
-                one.param_groups[0]["weight_decay"] = 0.3
-            if turn == 12:
-                one.param_groups[0]["lr"] = 0.01
-            if turn == 18:
-                module = ours if one is update.optimizer else theirs
-                one.add_param_group({"params": list(module[1].parameters()), "lr": 0.02, "weight_decay": 0.1})
+        for either in (update.optimizer, optimizer):
+            if step == 6:
+                either.param_groups[0]["weight_decay"] = 0.3
+            if step == 12:
+                either.param_groups[0]["lr"] = 0.01
+            if step == 18:
+                module = ours if either is update.optimizer else theirs
+                either.add_param_group({"params": list(module[1].parameters()), "lr": 0.02, "weight_decay": 0.1})
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
 
@@ -77,7 +78,7 @@ def test_settings_that_a_callback_changes_are_followed(kind: str, device: str):
 @pytest.mark.parametrize("_", [pytest.param(0, marks=GPU.marks, id="gpu")])
 @pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
-def test_captured_steps_are_to_the_bit_those_that_are_not_wherever_gradients_were(
+def test_captured_steps_equal_eager_steps_to_the_bit_for_gradients_in_any_memory(
     kind: str, clip_norm: float | None, _: int
 ):
     """Gradients come by turns at more places than the optimizer's kernel remembers."""
@@ -87,21 +88,23 @@ def test_captured_steps_are_to_the_bit_those_that_are_not_wherever_gradients_wer
     updates = [Update(m, make_optimizer(kind, [(list(m.parameters()), 0.01)], 0.05), clip_norm, print) for m in modules]
     updates[1].can_capture = False
     places = [[torch.empty_like(p) for p in modules[0].parameters()] for _ in range(12)]
-    for turn in range(30):
+    for step in range(30):
         for module, update in zip(modules, updates, strict=True):
-            for p, place in zip(module.parameters(), places[turn % 12], strict=True):
-                p.grad = place.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(turn)))
+            for p, place in zip(module.parameters(), places[step % 12], strict=True):
+                p.grad = place.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(step)))
             update()
     assert updates[0].num_graphs == MAX_CAPTURES
     for p, q in zip(*(module.parameters() for module in modules), strict=True):
         assert torch.equal(p, q)
 
 
-class Noted:
-    """An optimizer's steps on a GPU that is stood in for: `did` says how each was done."""
+class LoggedUpdate:
+    """An optimizer on a fake GPU. `step` runs one step and returns what it did."""
 
     def __init__(self, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.module, self.log, self.lines = nn.Linear(2, 1), fake_cuda.log, []
+        self.module = nn.Linear(2, 1)
+        self.log = fake_cuda.log
+        self.lines = []
         optimizer = make_optimizer("adam", [(list(self.module.parameters()), 0.0)], 0.1)
         self.update = Update(self.module, optimizer, None, self.lines.append)
         self.update.can_capture = True
@@ -114,13 +117,13 @@ class Noted:
         if self.fails and is_captured:
             raise ZeroDivisionError("no more")
 
-    def place(self) -> list[torch.Tensor]:
-        """Memory for gradients."""
+    def new_gradients(self) -> list[torch.Tensor]:
+        """A new tensor per parameter; steps are captured by the memory of their gradients."""
         return [torch.zeros_like(p) for p in self.module.parameters()]
 
-    def did(self, place: list[torch.Tensor]) -> str:
-        """How the step with gradients at a place was done: the words that count, with the number of the graph."""
-        for p, grad in zip(self.module.parameters(), place, strict=True):
+    def step(self, gradients: list[torch.Tensor]) -> str:
+        """Run one step with these gradients. Returns its actions, such as `replay of 0` for CUDA graph 0."""
+        for p, grad in zip(self.module.parameters(), gradients, strict=True):
             p.grad = grad
         self.log.clear()
         self.update()
@@ -131,61 +134,63 @@ class Noted:
 CAPTURED = "capture {0}, run, end of capture {0}, replay of {0}"
 
 
-def test_a_graph_is_replayed_for_gradients_where_it_reads_them_only(
+def test_a_graph_is_replayed_only_for_gradients_in_the_memory_it_reads(
     fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ):
-    noted = Noted(fake_cuda, monkeypatch)
-    both = [noted.place(), noted.place()]
-    did = [noted.did(both[here]) for here in [0] * 4 + [1] * 3 + [0, 1, 0]]
-    assert did[:4] == ["run", "run", CAPTURED.format(0), "replay of 0"]
-    assert did[4:7] == ["run", CAPTURED.format(1), "replay of 1"]
-    assert did[7:] == ["replay of 0", "replay of 1", "replay of 0"]
+    logged = LoggedUpdate(fake_cuda, monkeypatch)
+    gradients = [logged.new_gradients(), logged.new_gradients()]
+    actions = [logged.step(gradients[which]) for which in [0] * 4 + [1] * 3 + [0, 1, 0]]
+    assert actions[:4] == ["run", "run", CAPTURED.format(0), "replay of 0"]
+    assert actions[4:7] == ["run", CAPTURED.format(1), "replay of 1"]
+    assert actions[7:] == ["replay of 0", "replay of 1", "replay of 0"]
     for _ in range(MAX_CAPTURES + 2):  # places that come twice, one after the other
-        both.append(noted.place())
-        did = [noted.did(both[-1]) for _ in range(2)]
-    assert noted.update.num_graphs == MAX_CAPTURES
-    assert did == ["run", "run"]
-    assert noted.did(both[0]) == "replay of 0"
+        gradients.append(logged.new_gradients())
+        actions = [logged.step(gradients[-1]) for _ in range(2)]
+    assert logged.update.num_graphs == MAX_CAPTURES
+    assert actions == ["run", "run"]
+    assert logged.step(gradients[0]) == "replay of 0"
 
 
-def test_places_that_never_come_again_are_not_remembered_but_graphs_are(
+def test_gradient_memory_that_never_comes_again_is_forgotten_but_graphs_are_kept(
     fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ):
-    noted = Noted(fake_cuda, monkeypatch)
-    first, others = noted.place(), []
+    logged = LoggedUpdate(fake_cuda, monkeypatch)
+    first = logged.new_gradients()
+    later_buffers = []
     for _ in range(3):
-        noted.did(first)
+        logged.step(first)
     for _ in range(MAX_SEEN_KEYS + 5):
-        others.append(noted.place())  # all at once, so that each is at another place
-        noted.did(others[-1])
-    assert len(noted.update.captured) < MAX_SEEN_KEYS
-    assert noted.did(first) == "replay of 0"
-    assert noted.did(others[0]) == "run", "it was forgotten"
-    assert noted.did(others[0]) == CAPTURED.format(1)
+        later_buffers.append(logged.new_gradients())  # all at once, so that each is at another place
+        logged.step(later_buffers[-1])
+    assert len(logged.update.captured) < MAX_SEEN_KEYS
+    assert logged.step(first) == "replay of 0"
+    assert logged.step(later_buffers[0]) == "run", "it was forgotten"
+    assert logged.step(later_buffers[0]) == CAPTURED.format(1)
 
 
 def test_a_step_that_cannot_be_captured_is_run_and_none_is_tried_again(
     fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ):
-    noted = Noted(fake_cuda, monkeypatch)
-    both = [noted.place(), noted.place()]
+    logged = LoggedUpdate(fake_cuda, monkeypatch)
+    gradients = [logged.new_gradients(), logged.new_gradients()]
     for _ in range(3):
-        noted.did(both[0])
-    noted.fails = True
-    did = [noted.did(both[here]) for here in (1, 1, 1, 0)]
-    assert did == ["run", "capture 1, run, end of capture 1, run", "run", "run"]
-    assert noted.update.num_graphs == 0
-    assert len(noted.lines) == 1
-    assert noted.lines[0].startswith("the optimizer's step is not captured in a CUDA graph")
-    assert noted.lines[0].endswith(": no more")
+        logged.step(gradients[0])
+    logged.fails = True
+    actions = [logged.step(gradients[which]) for which in (1, 1, 1, 0)]
+    assert actions == ["run", "capture 1, run, end of capture 1, run", "run", "run"]
+    assert logged.update.num_graphs == 0
+    assert len(logged.lines) == 1
+    assert logged.lines[0].startswith("the optimizer's step is not captured in a CUDA graph")
+    assert logged.lines[0].endswith(": no more")
 
 
 def test_a_step_is_run_while_another_thread_has_the_capture_lock_and_captured_later(
     fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ):
-    noted = Noted(fake_cuda, monkeypatch)
-    place = noted.place()
-    begun, ended = threading.Event(), threading.Event()
+    logged = LoggedUpdate(fake_cuda, monkeypatch)
+    gradients = logged.new_gradients()
+    begun = threading.Event()
+    ended = threading.Event()
 
     def evaluate() -> None:
         with streams.capture_lock:
@@ -195,11 +200,11 @@ def test_a_step_is_run_while_another_thread_has_the_capture_lock_and_captured_la
     thread = threading.Thread(target=evaluate)
     thread.start()
     begun.wait()
-    did = [noted.did(place) for _ in range(4)]
+    actions = [logged.step(gradients) for _ in range(4)]
     ended.set()
     thread.join()
-    assert did == ["run"] * 4
-    assert noted.did(place) == CAPTURED.format(0)
+    assert actions == ["run"] * 4
+    assert logged.step(gradients) == CAPTURED.format(0)
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
@@ -218,7 +223,7 @@ def test_the_rest_has_a_weight_decay_of_its_own(kind: str, device: str):
     assert device == "cpu" or first.data_ptr() != second.data_ptr()
 
 
-def test_without_one_all_parameters_are_in_one_group():
+def test_without_another_weight_decay_all_parameters_are_in_one_group():
     model = nn.Linear(3, 3)
     optimizer = make_optimizer("adam", split_decay(model, [model.bias], 0.5, None), 0.1)
     assert [len(group["params"]) for group in optimizer.param_groups] == [2]

@@ -1,4 +1,4 @@
-"""Steps of several ranks whose units do not know the total: equal to one process with the examples of all of them."""
+"""Ranks whose units do not know the total take the steps of one process with all their examples."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from tests.training.own_ranks import train
 TWO = LaunchSettings(devices=2, timeout_s=30)
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found["losses"] == pytest.approx(expected["losses"], abs=1e-12)
-    assert found["weights"] == pytest.approx(expected["weights"], abs=1e-12)
+def assert_same(ours: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert ours["losses"] == pytest.approx(expected["losses"], abs=1e-12)
+    assert ours["weights"] == pytest.approx(expected["weights"], abs=1e-12)
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("name", ["same", "share", "uneven", "plain", "loader", "loader of ranks"])
 def test_two_ranks_with_an_own_method_are_equal_to_one_process(name: str, accumulate: int) -> None:
-    found = run(_train, TWO, name, {"accumulate": accumulate})
-    assert_same(found, train(World.alone(), name, accumulate=accumulate))
+    ours = run(_train, TWO, name, {"accumulate": accumulate})
+    assert_same(ours, train(World.alone(), name, accumulate=accumulate))
 
 
 def _train(world: World, name: str, changes: dict[str, Any]) -> dict[str, Any]:
     return train(world, name, **changes)
 
 
-def test_uneven_ranks_go_on_from_the_middle_of_an_epoch(tmp_path: Path) -> None:
+def test_uneven_ranks_resume_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"accumulate": 4, "checkpoint_s": 0.0, "out": str(tmp_path / "run")}
     with pytest.raises(RankError, match="rank 1"):  # in step 4, the end of the second epoch, where rank 0 has no unit
         run(_train, TWO, "uneven", {**changes, "kill": [1, 4]})
@@ -49,9 +49,12 @@ def test_ranks_that_disagree_about_the_total_are_refused() -> None:
         run(_train, TWO, "half known", {})
 
 
-class Counted(Unit):
+class SizedUnit(Unit):
+    """A unit of some size that may know the total over all ranks."""
+
     def __init__(self, size: int, total: int | None) -> None:
-        self.size, self.total = size, total
+        self.size = size
+        self.total = total
 
     @property
     def total_size(self) -> int | None:
@@ -61,8 +64,8 @@ class Counted(Unit):
         return torch.zeros(())
 
 
-class Asked(World):
-    """One of two ranks, where the other one says the same; counts the exchanges."""
+class EchoWorld(World):
+    """One of two ranks, where the other one says the same. Counts the exchanges."""
 
     def __init__(self) -> None:
         super().__init__(RankSpec(rank=0, size=2))
@@ -78,7 +81,8 @@ class Asked(World):
 
 
 def test_units_that_know_the_total_cost_one_exchange_an_epoch() -> None:
-    world, units = Asked(), [Counted(3, 7), Counted(4, 9), Counted(0, 1)]
+    world = EchoWorld()
+    units = [SizedUnit(3, 7), SizedUnit(4, 9), SizedUnit(0, 1)]
 
     def groups() -> Generator[list[Unit], None, None]:
         yield [*units[:2]]
@@ -90,5 +94,5 @@ def test_units_that_know_the_total_cost_one_exchange_an_epoch() -> None:
 
 
 def test_sizes_are_summed_where_units_do_not_know_the_total() -> None:
-    assert total_size([Counted(3, None), Counted(4, None)], Asked()) == 14
-    assert total_size([Counted(3, None), Counted(4, None)], World.alone()) == 7
+    assert total_size([SizedUnit(3, None), SizedUnit(4, None)], EchoWorld()) == 14
+    assert total_size([SizedUnit(3, None), SizedUnit(4, None)], World.alone()) == 7

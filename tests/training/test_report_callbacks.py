@@ -1,4 +1,4 @@
-"""What a run promised and what it did, as the callbacks record it."""
+"""Callbacks that record the memory budget, the plan and the bottleneck of a run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.helpers import guarded
 from tests.runs import fit, method, records, sage, small
 
 
-class StandIn:
-    """A guard that took given bytes."""
+class FakeGuard:
+    """A guard with a fixed record of bytes."""
 
     def __init__(self, *, steps: int = 4, **changes: int) -> None:
         self.record: dict[str, Any] = {"limit_bytes": 100, "promised_bytes": 90.0, "peak_bytes": 80}
@@ -31,52 +31,53 @@ class StandIn:
         return dict(self.record)
 
 
-class Guarded(hl.Callback):
-    """Puts a stand-in in place of a guard when the epoch has been trained."""
+class InstallGuard(hl.Callback):
+    """Puts a fake guard in place of the trainer's when an epoch has been trained."""
 
-    def __init__(self, guard: StandIn) -> None:
+    def __init__(self, guard: FakeGuard) -> None:
         self.guard = guard
 
     def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.extend.EpochEnd) -> None:
         trainer.guard = self.guard  # type: ignore[assignment]
 
 
-def said(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
+def messages_with(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
+    """The logged messages that contain a word."""
     return [line for line in caplog.messages if word in line]
 
 
 @pytest.fixture(autouse=True)
-def _listening(caplog: pytest.LogCaptureFixture) -> None:
+def _record_messages(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="hopline")
 
 
 def test_a_budgets_record_is_in_the_report_of_its_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    guard = StandIn(steps=10 * MAX_POINTS, split=3, pieces=7, over=2, oom=1, cut=4, edges_cut=5000, resampled=6)
-    run = hl.Trainer(sage(small()), small(), method(), callbacks=[Guarded(guard)], epochs=1, out=tmp_path).fit()
+    guard = FakeGuard(steps=10 * MAX_POINTS, split=3, pieces=7, over=2, oom=1, cut=4, edges_cut=5000, resampled=6)
+    run = hl.Trainer(sage(small()), small(), method(), callbacks=[InstallGuard(guard)], epochs=1, out=tmp_path).fit()
     assert run.epochs == 1
-    (found,) = records(tmp_path, "budget")
-    assert found["epoch"] == 1
-    assert (found["num_steps"], found["steps_per_point"]) == (10 * MAX_POINTS, 10)
-    assert len(found["before"]) == len(found["after"]) == MAX_POINTS
-    assert max(found["before"]) == 10 * MAX_POINTS - 1
-    (line,) = said(caplog, "promised")
+    (record,) = records(tmp_path, "budget")
+    assert record["epoch"] == 1
+    assert (record["num_steps"], record["steps_per_point"]) == (10 * MAX_POINTS, 10)
+    assert len(record["before"]) == len(record["after"]) == MAX_POINTS
+    assert max(record["before"]) == 10 * MAX_POINTS - 1
+    (line,) = messages_with(caplog, "promised")
     assert line.startswith("budget: ")
     for words in ("3 batches split into 7 pieces", "6 samples drawn anew", "5,000 edges cut from 4 batches"):
         assert words in line
     assert "up to 80 B, promised 90 B, allowed 100 B" in line
-    (line,) = said(caplog, "epoch 1: ")
+    (line,) = messages_with(caplog, "epoch 1: ")
     assert "memory ran out in 1 steps" in line
     assert "2 steps were over the limit" in line
     assert "Memory budget" in (tmp_path / "report.html").read_text()
 
 
 def test_an_epoch_that_fitted_says_nothing(caplog: pytest.LogCaptureFixture):
-    trainer = hl.Trainer(sage(small()), small(), method(), callbacks=[Guarded(StandIn())], epochs=1)
+    trainer = hl.Trainer(sage(small()), small(), method(), callbacks=[InstallGuard(FakeGuard())], epochs=1)
     trainer.fit()
-    assert not said(caplog, "promised")
+    assert not messages_with(caplog, "promised")
 
 
-def test_ranks_are_put_together():
+def test_the_budget_record_combines_all_ranks():
     class Two:
         size = 2
 
@@ -91,53 +92,56 @@ def test_ranks_are_put_together():
             self.record = record
 
     trainer: Any = type("T", (), {"world": Two(), "say": staticmethod(print)})()
-    trainer.guard = StandIn(split=3, pieces=7)
+    trainer.guard = FakeGuard(split=3, pieces=7)
     report: Any = Report()
     WatchBudget(report).on_epoch_end(
         trainer, hl.extend.EpochEnd(epoch=4, **dict.fromkeys(NUMBERS, 0.0), slowest_stage="")
     )
-    found = report.record
-    assert (found["limit_bytes"], found["promised_bytes"], found["peak_bytes"]) == (70, 95, 80)
-    assert (found["split"], found["pieces"], found["oom"]) == (6, 14, 0)
+    logged = report.record
+    assert (logged["limit_bytes"], logged["promised_bytes"], logged["peak_bytes"]) == (70, 95, 80)
+    assert (logged["split"], logged["pieces"], logged["oom"]) == (6, 14, 0)
 
 
 NUMBERS = ("loss", "lr", "seconds", "seeds_per_s")
 
 
-def test_a_real_guard_through_a_run_that_is_resumed(tmp_path: Path):
+def test_a_resumed_run_records_each_epochs_budget_once(tmp_path: Path):
     data = small()
 
     def trainer(epochs: int) -> hl.Trainer:
-        found = hl.Trainer(sage(data), data, method(), epochs=epochs, out=tmp_path, resume=epochs > 1, show=False)
-        found.guard = Guard(found.job, Budget(device="8GiB"), 200_000)
-        found.work = guarded(found.work, found.method, found.guard)
-        return found
+        guarded_trainer = hl.Trainer(
+            sage(data), data, method(), epochs=epochs, out=tmp_path, resume=epochs > 1, show=False
+        )
+        guarded_trainer.guard = Guard(guarded_trainer.job, Budget(device="8GiB"), 200_000)
+        guarded_trainer.work = guarded(guarded_trainer.work, guarded_trainer.method, guarded_trainer.guard)
+        return guarded_trainer
 
     trainer(1).fit()
     trainer(2).fit()
     first, second = records(tmp_path, "budget")
     assert (first["epoch"], second["epoch"]) == (1, 2)
-    for found in (first, second):
-        assert found["num_steps"] == len(found["after"]) == 3
-        assert found["split"] > 0
-        assert max(found["after"]) == found["peak_bytes"] <= found["limit_bytes"] == 200_000 < max(found["before"])
-        assert found["over"] == 0
+    for record in (first, second):
+        assert record["num_steps"] == len(record["after"]) == 3
+        assert record["split"] > 0
+        assert max(record["after"]) == record["peak_bytes"] <= record["limit_bytes"] == 200_000 < max(record["before"])
+        assert record["over"] == 0
     page = render(tmp_path)
     assert "before splitting, step 1:" in page
     assert "before splitting, step 6:" in page
 
 
-def test_a_plan_is_in_the_report_and_what_was_measured_beside_it(tmp_path: Path):
+def test_a_plan_is_in_the_report_next_to_the_measured_bytes(tmp_path: Path):
     data = small()
     trainer = hl.Trainer(sage(data), data, method(), epochs=1, out=tmp_path, show=False, budget="64MiB")
     trainer.fit()
     assert trainer.plan is not None
-    (plan,), (found,) = records(tmp_path, "plan"), records(tmp_path, "budget")
+    (plan,) = records(tmp_path, "plan")
+    (record,) = records(tmp_path, "budget")
     (total,) = plan["totals"]
     assert (total["place"], total["budget_bytes"]) == ("host", 64 * 2**20)
     assert total["promised_bytes"] == trainer.plan.peak_bytes("host")
     assert {"graph", "features", "weights", "optimizer"} <= {item["name"] for item in plan["items"]}
-    assert 0 < found["peak_bytes"] <= found["promised_bytes"] <= found["limit_bytes"] < total["budget_bytes"]
+    assert 0 < record["peak_bytes"] <= record["promised_bytes"] <= record["limit_bytes"] < total["budget_bytes"]
     page = (tmp_path / "report.html").read_text()
     assert "Memory plan" in page
     assert "Memory budget" in page
@@ -145,17 +149,18 @@ def test_a_plan_is_in_the_report_and_what_was_measured_beside_it(tmp_path: Path)
 
 def test_the_pipeline_explains_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     run = fit(small(), epochs=3, out=tmp_path, show=True)
-    epochs, (end,) = records(tmp_path, "pipeline"), records(tmp_path, "explain")
-    assert [found["epoch"] for found in epochs] == [1, 2, 3]
+    epochs = records(tmp_path, "pipeline")
+    (end,) = records(tmp_path, "explain")
+    assert [record["epoch"] for record in epochs] == [1, 2, 3]
     assert not records(tmp_path, "budget"), "there was none"
-    for found, epoch in zip(epochs, run.history, strict=True):
-        assert found["num_batches"] == 3
-        assert found["workers"] == 1
-        assert found["stages"]["forward"] == epoch.stages["forward"]
-        assert found["stages"]["sample"] > 0
-        assert found["achieved"] == pytest.approx(epoch.seconds / found["serial_s"])
+    for record, epoch in zip(epochs, run.history, strict=True):
+        assert record["num_batches"] == 3
+        assert record["workers"] == 1
+        assert record["stages"]["forward"] == epoch.stages["forward"]
+        assert record["stages"]["sample"] > 0
+        assert record["achieved"] == pytest.approx(epoch.seconds / record["serial_s"])
     assert end["seconds"] == pytest.approx((run.history[1].seconds + run.history[2].seconds) / 2)
-    assert not said(caplog, "bottleneck:"), "there is nothing to gain in a second"
+    assert not messages_with(caplog, "bottleneck:"), "there is nothing to gain in a second"
     page = (tmp_path / "report.html").read_text()
     assert "<h2>Pipeline</h2>" in page
     assert "Memory budget" not in page
@@ -172,10 +177,10 @@ def test_a_bottleneck_is_said_where_something_can_be_done(
     monkeypatch.setattr("hopline.training.report_callbacks.explain", found)
     monkeypatch.setattr("hopline.training.report_callbacks.LONG_S", 0.0)
     fit(small(), epochs=2)
-    assert said(caplog, "bottleneck") == ([f"bottleneck: gather: {advice}"] if advice else [])
+    assert messages_with(caplog, "bottleneck") == ([f"bottleneck: gather: {advice}"] if advice else [])
 
 
-def test_an_epoch_whose_first_steps_were_elsewhere_is_not_explained(tmp_path: Path):
+def test_an_epoch_that_was_resumed_midway_is_not_explained(tmp_path: Path):
     data = small()
 
     class Stop(hl.Callback):
@@ -186,8 +191,8 @@ def test_an_epoch_whose_first_steps_were_elsewhere_is_not_explained(tmp_path: Pa
     with pytest.raises(KeyboardInterrupt):
         fit(data, epochs=2, out=tmp_path, callbacks=[Stop()], checkpoint_s=0.0)
     fit(data, epochs=2, out=tmp_path, resume=True)
-    assert [found["epoch"] for found in records(tmp_path, "epoch")] == [1, 2]
-    assert [found["epoch"] for found in records(tmp_path, "pipeline")] == [2]
+    assert [record["epoch"] for record in records(tmp_path, "epoch")] == [1, 2]
+    assert [record["epoch"] for record in records(tmp_path, "pipeline")] == [2]
 
 
 def test_evaluation_that_takes_longer_than_training_is_said(caplog: pytest.LogCaptureFixture):
@@ -197,19 +202,19 @@ def test_evaluation_that_takes_longer_than_training_is_said(caplog: pytest.LogCa
             run.history = [run.history[0]] * 2
 
     fit(small(), epochs=2, show=True, callbacks=[Slow()])
-    assert said(caplog, "evaluation") == ["evaluation: 75% of the run: set evaluate_every=5 or evaluate=async"]
+    assert messages_with(caplog, "evaluation") == ["evaluation: 75% of the run: set evaluate_every=5 or evaluate=async"]
 
 
 def test_advice_is_for_what_this_run_can_change():
     data = small()
-    found = setup_of(hl.Trainer(sage(data), data, method(workers=0), show=False))
-    assert found == Setup(
+    setup = setup_of(hl.Trainer(sage(data), data, method(workers=0), show=False))
+    assert setup == Setup(
         workers=0,
         look_ahead=2,
-        max_workers=found.num_cores,
-        num_cores=found.num_cores,
+        max_workers=setup.num_cores,
+        num_cores=setup.num_cores,
         sampled=True,
-        gpu_free=found.gpu_free,
+        gpu_free=setup.gpu_free,
     )
-    whole = setup_of(hl.Trainer(sage(data), data, hl.FullBatch(num_shards=2), show=False))
-    assert (whole.workers, whole.max_workers, whole.sampled) == (0, 0, False)
+    full_batch = setup_of(hl.Trainer(sage(data), data, hl.FullBatch(num_shards=2), show=False))
+    assert (full_batch.workers, full_batch.max_workers, full_batch.sampled) == (0, 0, False)

@@ -1,4 +1,4 @@
-"""What training does with what a user may do: one output column, frozen parameters, duplicates, changed data, hooks."""
+"""Rules for unusual training: one output column, frozen parameters, duplicates, changed data, hooks."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def test_a_single_score_for_two_classes_is_trained_by_bce_and_judged_by_its_sign
     assert len({e.metrics["accuracy"] for e in run.evaluations}) > 1
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_a_single_score_for_more_classes_is_refused(own: bool):
+@pytest.mark.parametrize("has_own_step", [False, True])
+def test_a_single_score_for_more_classes_is_refused(has_own_step: bool):
     data = small()
-    step: Any = (lambda model, batch: model(batch).square().mean()) if own else None
+    step: Any = (lambda model, batch: model(batch).square().mean()) if has_own_step else None
     with pytest.raises(ValueError, match="the model puts out 1 column for 4 classes: widen its last layer"):
         fit(data, sage(data, outputs=1), epochs=1, train_step=step)
 
@@ -55,8 +55,8 @@ def _layers(trainer: hl.Trainer) -> nn.ModuleList:
     return trainer.model.convs
 
 
-class Norms(hl.Callback):
-    """The norm of the gradient after each step, of what the optimizer steps."""
+class GradientNorms(hl.Callback):
+    """The norm, after each step, of the gradient of the parameters that the optimizer steps."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
@@ -67,7 +67,7 @@ class Norms(hl.Callback):
 
 
 class Unfreeze(hl.Callback):
-    """Trains the first layer from some step on."""
+    """Trains the first layer from a given step on."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -78,7 +78,8 @@ class Unfreeze(hl.Callback):
 
 
 def test_parameters_that_are_unfrozen_are_clipped_with_the_others():
-    data, norms = small(), Norms()
+    data = small()
+    norms = GradientNorms()
     model = sage(data)
     model.convs[0].requires_grad_(False)
     first = copied(model.convs[0].state_dict())
@@ -92,17 +93,19 @@ def test_gradients_of_parameters_that_the_optimizer_does_not_step_are_neither_ad
         def make_optimizer(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(_layers(self)[1].parameters(), lr=0.0)
 
-    data, norms, others = small(), Norms(), list[float]()
+    data = small()
+    norms = GradientNorms()
+    unstepped_norms = list[float]()
 
     class Others(hl.Callback):
         def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
             grads = [p.grad.flatten() for p in _layers(trainer)[0].parameters() if p.grad is not None]
-            others.append(float(torch.cat(grads).norm()))
+            unstepped_norms.append(float(torch.cat(grads).norm()))
 
     how = method(batch_size=150, fanouts=(-1, -1), shuffle=False)
     Some(sage(data), data, how, epochs=4, clip_norm=0.01, callbacks=[norms, Others()], show=False).fit()
     assert norms.norms == pytest.approx([0.01] * 4, rel=1e-4)
-    assert others == pytest.approx(others[:1] * 4)  # the same weights at every step
+    assert unstepped_norms == pytest.approx(unstepped_norms[:1] * 4)  # the same weights at every step
 
 
 def test_a_parameter_that_is_not_the_models_is_refused():
@@ -129,7 +132,8 @@ def test_a_training_node_that_is_there_twice_is_refused(how: hl.extend.Method):
 
 @pytest.mark.parametrize("settings", [{}, {"compensate": True}, {"lag": 1}, {"warm_up": False}], ids=str)
 def test_a_second_fit_leaves_nothing_of_the_first_in_the_tables(settings: dict[str, Any]):
-    data, how = small(), hl.Historical(num_parts=4, parts_per_batch=1, partition="random", **settings)
+    data = small()
+    how = hl.Historical(num_parts=4, parts_per_batch=1, partition="random", **settings)
     trainer = hl.Trainer(sage(data), data, how, epochs=2, lr=0.02, show=False)
     trainer.fit()
     weights = copied(trainer.model.state_dict())
@@ -167,43 +171,47 @@ def test_batches_of_compensated_histories_give_equal_shares_of_the_full_gradient
     model.zero_grad()
     for group in work.parts.groups_of(1) if max_batches is None else [(part,) for part in range(10)]:
         work.unit(work.batch(group, None)).forward_backward(num_train / 10)  # type: ignore[arg-type]
-    found = [p.grad / 10 for p in model.parameters()]  # type: ignore[operator]
+    mean_gradients = [p.grad / 10 for p in model.parameters()]  # type: ignore[operator]
     model.zero_grad()
-    x, index = data.x.read(torch.arange(40)), graph.edge_index()
+    x = data.x.read(torch.arange(40))
+    index = graph.edge_index()
     out = model.convs[1](model.convs[0](x, index).tanh(), index)
     assert data.y is not None
     nn.functional.cross_entropy(out[data.train_ids], data.y[data.train_ids]).backward()
-    for ours, p in zip(found, model.parameters(), strict=True):
+    for ours, p in zip(mean_gradients, model.parameters(), strict=True):
         assert torch.allclose(ours, p.grad, atol=1e-10)  # type: ignore[arg-type]
 
 
 # ---- arrays that are changed in place
 
 
-def weighted() -> hl.Dataset:
+def weighted_dataset() -> hl.Dataset:
     return dataset_of(random_graph(60, 300, loops=True, weight=True), randn(60, 5))
 
 
 @pytest.mark.parametrize("kind", [GCNConv, GraphConv])
 @pytest.mark.parametrize("chunk_edges", [None, 50])
 def test_edge_weights_that_changed_are_read_again_by_inference(kind: Any, chunk_edges: int | None):
-    data, ids = weighted(), torch.arange(60)
+    data = weighted_dataset()
+    ids = torch.arange(60)
     model = hl.nn.GNN([kind(5, 4), kind(4, 3)]).double().eval()
 
     def plain() -> Tensor:
-        index, weight = data.graph.edge_index(), data.graph.edge["weight"]
+        index = data.graph.edge_index()
+        weight = data.graph.edge["weight"]
         h = model.convs[0](data.x.read(ids), index, weight).relu()
         return model.convs[1](h, index, weight).detach()
 
     for _ in range(3):
-        found = [infer.exact(model, data, ids, chunk_edges=chunk_edges) for _ in range(3)]
-        assert all(torch.allclose(one, plain(), atol=1e-10) for one in found)
+        outputs = [infer.exact(model, data, ids, chunk_edges=chunk_edges) for _ in range(3)]
+        assert all(torch.allclose(ours, plain(), atol=1e-10) for ours in outputs)
         data.graph.edge["weight"].mul_(randn(data.num_edges, seed=8).abs())
 
 
 def test_edge_weights_that_changed_are_read_again_by_batches():
-    data = weighted()
-    model, ids = hl.nn.GNN([GCNConv(5, 4), GCNConv(4, 3)]).double().eval(), torch.arange(60)
+    data = weighted_dataset()
+    model = hl.nn.GNN([GCNConv(5, 4), GCNConv(4, 3)]).double().eval()
+    ids = torch.arange(60)
     loader = hl.Sampled(fanouts=(-1, -1), batch_size=60, shuffle=False).loader(data, ids, model=model)
     infer.sampled(model, loader)
     data.graph.edge["weight"].mul_(randn(data.num_edges, seed=8).abs())
@@ -214,7 +222,7 @@ def test_edge_weights_that_changed_are_read_again_by_batches():
 @pytest.mark.parametrize("how", [method(), HISTORICAL, hl.FullBatch(num_shards=2)], ids=name_of)
 @pytest.mark.parametrize("name", ["edge array 'weight'", "table 'x'"])
 def test_a_dataset_that_changes_under_a_trainer_is_refused(how: hl.extend.Method, name: str):
-    data = weighted()
+    data = weighted_dataset()
 
     class Change(hl.Callback):
         def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.extend.EpochEnd) -> None:
@@ -234,7 +242,8 @@ def test_a_dataset_that_changes_under_a_trainer_is_refused(how: hl.extend.Method
     "listen", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
 )
 def test_hooks_that_layers_would_pass_by_are_refused_or_run(listen: str):
-    ours, theirs = hl.nn.GNN([GCNConv(5, 4), GCNConv(4, 3)]), GCN(5, 4, 2, 3, dropout=0.5)
+    ours = hl.nn.GNN([GCNConv(5, 4), GCNConv(4, 3)])
+    theirs = GCN(5, 4, 2, 3, dropout=0.5)
     getattr(ours, listen)(lambda *_: None)
     getattr(theirs.dropout, listen)(lambda *_: None)
     with pytest.raises(ValueError, match="GNN has hooks"):
@@ -243,24 +252,24 @@ def test_hooks_that_layers_would_pass_by_are_refused_or_run(listen: str):
 
 
 def test_a_hook_on_the_dropout_of_a_pyg_model_acts_in_training_and_in_evaluation():
-    data = weighted()
+    data = weighted_dataset()
     torch.manual_seed(0)
     model = GCN(5, 4, 2, 3, dropout=0.5).double()
-    model.dropout.register_forward_hook(lambda module, given, out: out + 1)  # type: ignore[operator]
+    model.dropout.register_forward_hook(lambda module, inputs, out: out + 1)  # type: ignore[operator]
     ids = torch.arange(60)
-    found = infer.exact(model, data, ids)
+    ours = infer.exact(model, data, ids)
     weight = data.graph.edge["weight"]
-    assert torch.allclose(found, model.eval()(data.x.read(ids), data.graph.edge_index(), edge_weight=weight))
+    assert torch.allclose(ours, model.eval()(data.x.read(ids), data.graph.edge_index(), edge_weight=weight))
 
 
 def test_a_hook_that_is_put_on_a_model_after_the_trainer_was_made_is_refused():
     data = small()
     trainer = hl.Trainer(sage(data), data, hl.FullBatch(num_shards=2), show=False)
-    trainer.model.register_forward_hook(lambda module, given, out: -out)
+    trainer.model.register_forward_hook(lambda module, inputs, out: -out)
     with pytest.raises(ValueError, match="GNN has hooks"):
         trainer.fit()
     trainer = hl.Trainer(GCN(8, 4, 2, 4), data, hl.FullBatch(num_shards=2), show=False)
-    trainer.model.register_forward_hook(lambda module, given, out: -out)
+    trainer.model.register_forward_hook(lambda module, inputs, out: -out)
     with pytest.raises(ValueError, match="hooks were put on GCN after the Trainer was made: put them on before"):
         trainer.fit()
 
@@ -280,19 +289,24 @@ def test_a_hook_that_is_put_on_a_model_after_the_trainer_was_made_is_refused():
     ids=["block", "tree", "historical", "sequential", "one shot"],
 )
 def test_two_calls_draw_the_same_dropout_unless_the_batch_is_redrawn(how: hl.extend.Method):
-    data, found = small(), list[tuple[float, float, float, float]]()
+    data = small()
+    distances = list[tuple[float, float, float, float]]()
 
     def distance(model: nn.Module, one: hl.Batch, other: hl.Batch) -> float:
         return float((model(one) - model(other)).norm().detach())
 
     def step(model: nn.Module, batch: hl.Batch) -> Tensor:
-        first, second = batch.with_other_dropout(1), batch.with_other_dropout(2)
-        same, other = distance(model, batch, batch), distance(model, batch, first)
-        found.append((same, other, distance(model, first, second), distance(model, first, batch.with_other_dropout(1))))
+        first = batch.with_other_dropout(1)
+        second = batch.with_other_dropout(2)
+        same = distance(model, batch, batch)
+        other = distance(model, batch, first)
+        distances.append(
+            (same, other, distance(model, first, second), distance(model, first, batch.with_other_dropout(1)))
+        )
         return nn.functional.cross_entropy(model(batch), batch.labels)
 
     fit(data, sage(data, dropout=0.5, input_dropout=0.2), how, epochs=1, train_step=step)
-    for same, other, another, again in found:
+    for same, other, another, again in distances:
         assert (same, again) == (0, 0)
         assert min(other, another) > 1e-2
 

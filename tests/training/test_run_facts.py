@@ -18,8 +18,8 @@ def test_the_start_of_a_run_is_recorded_once_before_its_first_epoch(tmp_path: Pa
     data = small()
     model = sage(data)
     fit(data, model, out=tmp_path)
-    first, *others = records(tmp_path)
-    assert [r["event"] for r in others].count("start") == 0
+    first, *later = records(tmp_path)
+    assert [r["event"] for r in later].count("start") == 0
     assert first.pop("elapsed_s") >= 0
     described = first.pop("method")
     assert first == {
@@ -81,7 +81,7 @@ class Mine(hl.extend.Method):
         return method().bind(job)
 
 
-def test_models_of_pyg_and_methods_of_the_users_own(tmp_path: Path):
+def test_models_of_pyg_and_methods_of_the_users_own_are_described(tmp_path: Path):
     data = small()
     fit(data, GCN(8, 6, 2, 4), Mine(), epochs=1, out=tmp_path)
     (start,) = records(tmp_path, "start")

@@ -82,10 +82,12 @@ def test_a_run_that_is_going_on_cannot_be_resumed_and_a_killed_one_can(tmp_path:
     process = start(tmp_path, "a", 100_000)
     try:
         wait_for(tmp_path / "run" / "last.pt", process)
-        held = rf"run is being written by another run \(process {process.pid} on .*\): wait for its end, choose another"
-        with pytest.raises(ValueError, match=held):
+        message = (
+            rf"run is being written by another run \(process {process.pid} on .*\): wait for its end, choose another"
+        )
+        with pytest.raises(ValueError, match=message):
             fit(small(), out=tmp_path / "run", resume=True)
-        with pytest.raises(ValueError, match=held):
+        with pytest.raises(ValueError, match=message):
             fit(small(), out=tmp_path / "run")
     finally:
         process.kill()
@@ -141,7 +143,8 @@ def test_one_process_does_not_hold_a_folder_twice(tmp_path: Path):
 
 
 def test_a_file_that_was_removed_meanwhile_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    first, second = RunLock(tmp_path), RunLock(tmp_path, 5.0)
+    first = RunLock(tmp_path)
+    second = RunLock(tmp_path, 5.0)
     first.__enter__()
     real = fcntl.flock
 
@@ -156,7 +159,7 @@ def test_a_file_that_was_removed_meanwhile_is_no_lock(tmp_path: Path, monkeypatc
         pass
 
 
-def test_where_nothing_can_be_locked_the_run_goes_on_and_says_so(
+def test_where_nothing_can_be_locked_the_run_trains_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     def unsupported(file: int, how: int) -> None:

@@ -1,4 +1,4 @@
-"""The training loop: epochs, evaluation, the weights that are kept, ways to extend it, and how it fails."""
+"""The training loop: epochs, evaluation, best weights, extension by the user, and failures."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ def test_fewer_epochs_than_between_evaluations_leave_weights(tmp_path: Path):
 
 
 def test_every_epoch_trains_every_seed_once():
-    seen: list[int] = []
+    trained_seeds: list[int] = []
 
     def step(model: nn.Module, batch: hl.Batch) -> Tensor:
-        seen.extend(batch.seeds.tolist())
+        trained_seeds.extend(batch.seeds.tolist())
         return model(batch).square().mean()
 
     data = small()
     fit(data, epochs=2, train_step=step)
     train = data.splits["train"].tolist()
-    assert sorted(seen[: len(train)]) == sorted(seen[len(train) :]) == train
-    assert seen[: len(train)] != seen[len(train) :]
+    assert sorted(trained_seeds[: len(train)]) == sorted(trained_seeds[len(train) :]) == train
+    assert trained_seeds[: len(train)] != trained_seeds[len(train) :]
 
 
 def test_early_stop_says_why_and_stops():
@@ -129,26 +129,28 @@ def test_the_rate_of_an_epoch_is_what_its_steps_used():
 
 def test_the_model_ends_with_the_best_weights_and_the_test_is_theirs(tmp_path: Path):
     """Validation scores are scripted, so that the best epoch is neither the first nor the last."""
-    data, scores = small(), {1: 0.1, 2: 0.9, 3: 0.5}
-    seen: list[dict[str, Tensor]] = []
+    data = small()
+    scores = {1: 0.1, 2: 0.9, 3: 0.5}
+    weights_by_epoch: list[dict[str, Tensor]] = []
 
     class Scripted(hl.Trainer):
         def evaluate(self, split: str, *, exact: bool = True) -> dict[str, float]:
             if split == "valid":
-                seen.append(copied(self.model.state_dict()))
-                return {"accuracy": scores[len(seen)]}
+                weights_by_epoch.append(copied(self.model.state_dict()))
+                return {"accuracy": scores[len(weights_by_epoch)]}
             return super().evaluate(split, exact=exact)
 
     torch.manual_seed(1)
     model = GraphSAGE(data.num_features, 16, 2, data.num_classes, dropout=0.5)
     run = Scripted(model, data, method(), epochs=3, lr=0.05, show=False, out=tmp_path).fit()
     assert (run.best_epoch, run.valid) == (2, 0.9)
-    assert same_weights(model.state_dict(), seen[1])
-    assert same_weights(torch.load(tmp_path / "best.pt", weights_only=True), seen[1])
-    assert same_weights(torch.load(tmp_path / "last.pt", weights_only=True), seen[2])
-    assert not same_weights(seen[1], seen[2])
+    assert same_weights(model.state_dict(), weights_by_epoch[1])
+    assert same_weights(torch.load(tmp_path / "best.pt", weights_only=True), weights_by_epoch[1])
+    assert same_weights(torch.load(tmp_path / "last.pt", weights_only=True), weights_by_epoch[2])
+    assert not same_weights(weights_by_epoch[1], weights_by_epoch[2])
 
-    pyg, ids = data.to_pyg(), data.splits["test"]
+    pyg = data.to_pyg()
+    ids = data.splits["test"]
     with torch.no_grad():
         predicted = model.eval()(pyg.x, pyg.edge_index)[ids].argmax(dim=-1)
     assert run.test == pytest.approx((predicted == labels(data, "test")).double().mean().item())
@@ -158,7 +160,8 @@ def test_the_model_ends_with_the_best_weights_and_the_test_is_theirs(tmp_path: P
 def test_kept_weights_load_into_the_plain_pyg_model(kind: Any, tmp_path: Path):
     data = small()
     run = fit(data, kind(data.num_features, 16, 2, data.num_classes), out=tmp_path)
-    pyg, ids = data.to_pyg(), data.splits["test"]
+    pyg = data.to_pyg()
+    ids = data.splits["test"]
     plain = kind(data.num_features, 16, 2, data.num_classes)
     for name in ("last.pt", "best.pt"):
         plain.load_state_dict(torch.load(tmp_path / name, weights_only=True))
@@ -216,7 +219,8 @@ class PiecesWork(hl.extend.Work):
     sampler: hl.extend.NeighborSampler
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[hl.extend.Unit]:
-        key, data = derive_key(self.job.seed, epoch), self.job.data
+        key = derive_key(self.job.seed, epoch)
+        data = self.job.data
         assert data.y is not None
         for seeds in self.job.train_ids[: sum(self.spec.sizes)].split(list(self.spec.sizes))[done:]:
             blocks = self.sampler.sample(seeds, key)
@@ -258,16 +262,17 @@ def test_clip_norm_bounds_the_update(clip: float | None):
 
 
 def test_bf16_computes_in_bfloat16_and_keeps_float32_weights():
-    data, seen = small(), set()
+    data = small()
+    score_dtypes = set()
 
     def step(model: nn.Module, batch: hl.Batch) -> Tensor:
         scores = model(batch)
-        seen.add(scores.dtype)
+        score_dtypes.add(scores.dtype)
         return nn.functional.cross_entropy(scores.float(), batch.labels)
 
     model = sage(data)
     run = fit(data, model, epochs=8, precision="bf16", train_step=step)
-    assert seen == {torch.bfloat16}
+    assert score_dtypes == {torch.bfloat16}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert losses(run)[-1] < losses(run)[0]
 
@@ -282,24 +287,26 @@ def test_each_optimizer_lowers_the_loss(optimizer: str):
 
 
 def test_a_seed_gives_the_same_run_for_any_number_of_workers():
-    data, found = small(), []
+    data = small()
+    outcomes = []
     for workers in (0, 1, 3):
         model = sage(data, dropout=0.5)
         run = fit(data, model, method(workers=workers), epochs=3, seed=5)
-        found.append((losses(run), run.test, copied(model.state_dict())))
-    for other in found[1:]:
-        assert other[:2] == found[0][:2]
-        assert same_weights(other[2], found[0][2])
+        outcomes.append((losses(run), run.test, copied(model.state_dict())))
+    for other in outcomes[1:]:
+        assert other[:2] == outcomes[0][:2]
+        assert same_weights(other[2], outcomes[0][2])
 
 
 def test_the_seed_reaches_draws_inside_convs():
-    data, found = small(), []
+    data = small()
+    losses_by_state = []
     for state in (1, 2):
         torch.manual_seed(3)
         model = GAT(data.num_features, 8, 2, data.num_classes, dropout=0.5)
         torch.manual_seed(state)  # must not matter
-        found.append(losses(fit(data, model, seed=4)))
-    assert found[0] == found[1]
+        losses_by_state.append(losses(fit(data, model, seed=4)))
+    assert losses_by_state[0] == losses_by_state[1]
 
 
 def test_another_seed_gives_another_run():
@@ -307,10 +314,11 @@ def test_another_seed_gives_another_run():
     assert losses(fit(data, seed=1)) != losses(fit(data, seed=2))
 
 
-def test_fitting_again_goes_on_from_the_best_weights():
+def test_fitting_again_starts_from_the_best_weights():
     data = small()
     trainer = hl.Trainer(sage(data), data, method(), epochs=2, lr=0.02, patience=5, show=False)
-    first, second = trainer.fit(), trainer.fit()
+    first = trainer.fit()
+    second = trainer.fit()
     assert second.epochs == 2
     assert second.history[0].loss < first.history[0].loss
 
@@ -319,7 +327,8 @@ def test_fitting_again_goes_on_from_the_best_weights():
 
 
 def test_hooks_are_called_in_order_with_their_payloads():
-    data, watch = small(), Recorder()
+    data = small()
+    watch = Recorder()
     run = fit(data, how=method(batch_size=100), epochs=2, callbacks=[watch])
     epoch = ["step", "step", "epoch", "evaluate"]
     assert [name for name, _ in watch.calls] == ["fit_start", *epoch, *epoch, "evaluate", "fit_end"]
@@ -346,17 +355,19 @@ def test_what_a_test_step_draws_is_not_what_training_draws():
     def drawing(model: nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]:
         return {"drawn_score": float(torch.rand(1))}
 
-    data, found = small(), []
+    data = small()
+    loss_curves = []
     for test_step in (drawing, None):
         torch.manual_seed(3)
         model = hl.nn.GNN([GATConv(8, 4, dropout=0.5), GATConv(4, 4, dropout=0.5)])  # which draws by itself
         run = hl.Trainer(model, data, method(), epochs=3, test_step=test_step, show=False).fit()
-        found.append([epoch.loss for epoch in run.history])
-    assert found[0] == found[1]
+        loss_curves.append([epoch.loss for epoch in run.history])
+    assert loss_curves[0] == loss_curves[1]
 
 
 def test_own_training_and_test_steps_are_used():
-    data, calls = small(), []
+    data = small()
+    calls = []
 
     def train_step(model: nn.Module, batch: hl.Batch) -> Tensor:
         return model(batch).square().mean()
@@ -379,7 +390,8 @@ def test_a_method_of_the_users_own_trains():
 
 
 def test_units_commit_after_the_optimizer_step():
-    data, order = small(), []
+    data = small()
+    order = []
 
     class Noted(hl.extend.BatchUnit):
         def forward_backward(self, total: int) -> Tensor:
@@ -391,9 +403,9 @@ def test_units_commit_after_the_optimizer_step():
 
     class Watched(hl.Trainer):
         def make_optimizer(self) -> torch.optim.Optimizer:
-            made = super().make_optimizer()
-            made.register_step_post_hook(lambda *_: order.append(("step", 0)))
-            return made
+            optimizer = super().make_optimizer()
+            optimizer.register_step_post_hook(lambda *_: order.append(("step", 0)))
+            return optimizer
 
     class Work(PiecesWork):
         def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[hl.extend.Unit]:
@@ -437,7 +449,7 @@ def test_the_last_layer_has_a_weight_decay_of_its_own(kind: str):
     assert len(main["params"]) + len(rest["params"]) == len(list(model.parameters()))
 
 
-def test_what_has_no_layers_has_no_rest():
+def test_a_model_without_layers_refuses_a_weight_decay_of_the_rest():
     data = small()
 
     class Own(nn.Module):
@@ -503,9 +515,9 @@ def test_a_binary_task_is_scored_by_roc_auc_with_one_output_or_two(outputs: int)
 def test_nodes_without_a_label_take_part_as_neighbours_only():
     data = small(num_test=20)
     assert data.y is not None
-    known = torch.cat(list(data.splits.values()))
+    labelled = torch.cat(list(data.splits.values()))
     y = torch.full_like(data.y, -1)
-    y[known] = data.y[known]
+    y[labelled] = data.y[labelled]
     assert (y < 0).any()
     assert losses(fit(dataclasses.replace(data, y=y))) == losses(fit(data))
 
@@ -525,7 +537,8 @@ class Plain(nn.Module):
     def __init__(self, data: hl.Dataset) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = SAGEConv(data.num_features, 16), SAGEConv(16, data.num_classes)
+        self.first = SAGEConv(data.num_features, 16)
+        self.second = SAGEConv(16, data.num_classes)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return self.second(nn.functional.dropout(self.first(x, edge_index).relu(), 0.2, self.training), edge_index)
@@ -535,7 +548,8 @@ def test_any_module_over_x_and_edge_index_trains_and_is_tested_exactly():
     data = small()
     model = Plain(data)
     run = fit(data, model, epochs=4)
-    pyg, ids = data.to_pyg(), data.splits["test"]
+    pyg = data.to_pyg()
+    ids = data.splits["test"]
     with torch.no_grad():
         scores = model.eval()(pyg.x, pyg.edge_index)[ids]
     assert losses(run)[-1] < losses(run)[0]
@@ -621,11 +635,13 @@ def test_an_exception_in_a_callback_ends_cleanly_with_a_report(kind: type[BaseEx
     def fail(*_: Any) -> None:
         raise kind("no more")
 
-    broken, watch = hl.Callback(), Recorder()
+    broken = hl.Callback()
+    watch = Recorder()
     setattr(broken, hook, fail)
     with pytest.raises(kind, match="no more"):
         fit(small(), how=method(workers=3, batch_size=10), out=tmp_path, callbacks=[broken, watch])
-    (end,), (close,) = records(tmp_path, "end"), records(tmp_path, "close")
+    (end,) = records(tmp_path, "end")
+    (close,) = records(tmp_path, "close")
     assert end["reason"] == f"{kind.__name__}: no more"
     expected = "interrupted: no more" if kind is KeyboardInterrupt else f"failed: {kind.__name__}: no more"
     assert close["status"] == expected
@@ -790,16 +806,17 @@ def test_a_misspelt_argument_is_refused_with_the_one_that_was_meant():
 
 
 def test_a_failed_start_leaves_no_folder(tmp_path: Path):
-    data, out = small(), tmp_path / "runs" / "one"
+    data = small()
+    out = tmp_path / "runs" / "one"
 
     def broken(model: nn.Module, batch: hl.Batch) -> Tensor:
         raise RuntimeError("no step was possible")
 
-    for out, kept in ((tmp_path / "runs" / "one", False), (tmp_path, True)):
+    for out, existed_before in ((tmp_path / "runs" / "one", False), (tmp_path, True)):
         (tmp_path / "mine.txt").write_text("mine")
         with pytest.raises(RuntimeError, match="no step was possible"):
             hl.Trainer(sage(data), data, method(), train_step=broken, out=out, show=False).fit()
-        assert out.exists() == kept
+        assert out.exists() == existed_before
         assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
     hl.Trainer(sage(data), data, method(), epochs=1, out=tmp_path, show=False).fit()
 

@@ -1,4 +1,4 @@
-"""What a run says about the age of its histories."""
+"""The message of a run about the staleness of its historical embeddings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.runs import records, small
 
 
 def fit(out: Path, lr: float, **method: object) -> hl.Run:
-    """Few steps an epoch over random parts, so that rows wait for long; lr decides how far they move meanwhile."""
+    """A run of few steps per epoch over random parts, so that histories get stale. lr decides how far rows move."""
     data = small()
     torch.manual_seed(0)
     model = hl.nn.GNN([GCNConv(data.num_features, 8), GCNConv(8, data.num_classes)])
@@ -32,15 +32,15 @@ def test_a_run_says_when_its_histories_are_old(
     caplog.set_level(logging.INFO, logger="hopline")
     monkeypatch.setattr(watch_staleness, "MAX_DRIFT", 0.2)  # which a small graph exceeds in few steps
     fit(tmp_path / "run", lr)
-    (found,) = records(tmp_path / "run", "history")
-    assert (found["drift"] > 0.2) == warns
-    assert found["age"] > 1
-    said = [line for line in caplog.messages if "histories are old" in line]
-    assert len(said) == warns
+    (record,) = records(tmp_path / "run", "history")
+    assert (record["drift"] > 0.2) == warns
+    assert record["age"] > 1
+    warnings = [line for line in caplog.messages if "histories are old" in line]
+    assert len(warnings) == warns
     assert ("histories are old" in (tmp_path / "run" / "report.html").read_text()) == warns
     if warns:
-        assert len(found["sentence"]) <= 100
-        assert "set method.refresh_every=1" in said[0]
+        assert len(record["sentence"]) <= 100
+        assert "set method.refresh_every=1" in warnings[0]
 
 
 def test_rows_that_do_not_wait_move_less(tmp_path: Path):

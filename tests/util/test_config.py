@@ -76,7 +76,7 @@ class Run(Base):
 RUN = Run(data="demo")
 
 
-def changed(*assignments: str) -> Run:
+def override_run(*assignments: str) -> Run:
     return spec.override(RUN, assignments)
 
 
@@ -162,32 +162,32 @@ def test_from_dict_refuses(data: dict[str, Any], words: str):
     ],
 )
 def test_override_reads_values_by_annotation(assignment: str, name: str, value: object):
-    got = getattr(changed(assignment), name)
-    assert got == value
-    assert type(got) is type(value)
+    ours = getattr(override_run(assignment), name)
+    assert ours == value
+    assert type(ours) is type(value)
 
 
 def test_override_leaves_the_rest_and_the_original_alone():
-    assert changed("epochs=3") == Run(data="demo", epochs=3)
+    assert override_run("epochs=3") == Run(data="demo", epochs=3)
     assert RUN.epochs == 10
-    assert changed() == RUN
+    assert override_run() == RUN
 
 
 def test_later_assignments_win_and_a_kind_comes_before_its_fields():
-    assert changed("epochs=1", "epochs=2").epochs == 2
-    assert changed("method.num_shards=3", "method=full_batch").method == FullBatch(num_shards=3)
-    assert changed("model.name=gat", "model=gcn").model.name == "gcn"
-    assert changed("model=gcn", "model.name=gat", "model.hidden=1").model == Model(name="gat", hidden=1)
+    assert override_run("epochs=1", "epochs=2").epochs == 2
+    assert override_run("method.num_shards=3", "method=full_batch").method == FullBatch(num_shards=3)
+    assert override_run("model.name=gat", "model=gcn").model.name == "gcn"
+    assert override_run("model=gcn", "model.name=gat", "model.hidden=1").model == Model(name="gat", hidden=1)
 
 
 def test_picking_a_kind_carries_nothing_over():
-    small = changed("method.batch_size=64")
+    small = override_run("method.batch_size=64")
     assert spec.override(small, ["method=full_batch"]).method == FullBatch(batch_size=7)
     assert spec.override(small, ["method=sampled"]).method == Sampled()
 
 
 def test_none_removes_an_optional_dataclass():
-    limited = changed("limits.device=5")
+    limited = override_run("limits.device=5")
     assert limited.limits == Limits(device=5)
     assert spec.override(limited, ["limits=none"]).limits is None
 
@@ -233,14 +233,14 @@ def test_assignments_of_one_level_are_checked_together():
 )
 def test_override_refuses(assignment: str, words: list[str]):
     with pytest.raises(ValueError, match=r".+") as error:
-        changed(assignment)
+        override_run(assignment)
     for word in words:
         assert word in str(error.value)
 
 
 def test_override_runs_the_checks_of_the_dataclass():
     with pytest.raises(ValueError, match="at least 1"):
-        changed("method=full_batch", "method.num_shards=0")
+        override_run("method=full_batch", "method.num_shards=0")
 
 
 @pytest.mark.parametrize(
@@ -291,15 +291,17 @@ def test_nearest_ignores_case_and_says_nothing_when_nothing_is_near():
 
 
 def test_settings_are_listed_with_group_type_default_and_sentence():
-    found = {(setting.group, setting.key): setting[2:] for setting in spec.settings_of(Run)}
-    assert found["run", "data"] == ("text", None, "Which graph.")
-    assert found["base", "seed"] == ("an integer", "0", "Where randomness starts.")
-    assert found["run", "method"] == ("sampled or full_batch", "sampled", "How it trains.")
-    assert found["method=full_batch", "method.num_shards"] == ("an integer", "8", "Shards, one resident at a time.")
-    assert found["method=sampled", "method.fanouts"][:2] == ("integers separated by commas", "15,10,5")
-    assert found["method=sampled", "method.batch_size"][1] == "1024"
-    assert found["method=full_batch", "method.batch_size"][1] == "7"
-    assert found["model", "model.hidden"] == ("an integer", "256", "Width of the hidden layers.")
-    assert found["model", "model"] == ("'gcn' or 'sage' or 'gat'", "sage", "Which convolution."), "short for model.name"
-    assert ("model", "model.name") not in found
-    assert found["run", "lr"] == ("a number", "0.003", "")
+    listed = {(setting.group, setting.key): setting[2:] for setting in spec.settings_of(Run)}
+    assert listed["run", "data"] == ("text", None, "Which graph.")
+    assert listed["base", "seed"] == ("an integer", "0", "Where randomness starts.")
+    assert listed["run", "method"] == ("sampled or full_batch", "sampled", "How it trains.")
+    assert listed["method=full_batch", "method.num_shards"] == ("an integer", "8", "Shards, one resident at a time.")
+    assert listed["method=sampled", "method.fanouts"][:2] == ("integers separated by commas", "15,10,5")
+    assert listed["method=sampled", "method.batch_size"][1] == "1024"
+    assert listed["method=full_batch", "method.batch_size"][1] == "7"
+    assert listed["model", "model.hidden"] == ("an integer", "256", "Width of the hidden layers.")
+    assert listed["model", "model"] == ("'gcn' or 'sage' or 'gat'", "sage", "Which convolution."), (
+        "short for model.name"
+    )
+    assert ("model", "model.name") not in listed
+    assert listed["run", "lr"] == ("a number", "0.003", "")

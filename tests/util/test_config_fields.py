@@ -73,7 +73,7 @@ def test_other_values_are_refused_by_name(wrong: dict[str, Any], message: str):
 
 
 @settings
-class Later:
+class SettingsWithRemovedRate:
     """Settings of a class that once had a rate, 0.5 by default."""
 
     REMOVED: ClassVar = {
@@ -89,28 +89,28 @@ class Later:
 
 def test_a_removed_setting_is_refused_with_what_to_do_instead():
     with pytest.raises(TypeError, match="Later: rate was removed: set count=2"):
-        Later(rate=0.5)  # type: ignore[call-arg]
+        SettingsWithRemovedRate(rate=0.5)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="rate was removed: set count=2"):
-        override(Later(), ["rate=0.5"])
+        override(SettingsWithRemovedRate(), ["rate=0.5"])
     with pytest.raises(ValueError, match="rate was removed: set count=2"):
-        from_dict(Later, {"count": 3, "rate": 0.7})
+        from_dict(SettingsWithRemovedRate, {"count": 3, "rate": 0.7})
 
 
 def test_a_removed_value_is_refused_with_what_to_do_instead():
     refused = (
-        lambda: Later(order="best"),  # type: ignore[arg-type]
-        lambda: override(Later(), ["order=best"]),
-        lambda: from_dict(Later, {"order": "best"}),
+        lambda: SettingsWithRemovedRate(order="best"),  # type: ignore[arg-type]
+        lambda: override(SettingsWithRemovedRate(), ["order=best"]),
+        lambda: from_dict(SettingsWithRemovedRate, {"order": "best"}),
     )
     for give in refused:
         with pytest.raises(ValueError, match=r"^order=best was removed: set order=first"):
             give()
     with pytest.raises(ValueError, match=r"order=lst is not valid: .*Did you mean 'last'"):
-        override(Later(), ["order=lst"])
+        override(SettingsWithRemovedRate(), ["order=lst"])
 
 
 def test_a_stored_run_that_had_a_removed_settings_default_is_read():
-    assert from_dict(Later, {"count": 3, "rate": 0.5}) == Later(count=3)
+    assert from_dict(SettingsWithRemovedRate, {"count": 3, "rate": 0.5}) == SettingsWithRemovedRate(count=3)
 
 
 @settings
@@ -143,8 +143,8 @@ class Model:
     ],
 )  # fmt: skip
 def test_keywords_are_typed_one_by_one_and_their_text_says_their_type(text: str, value: Any):
-    found = override(Model(), [f"conv.options.key={text}"]).conv.options["key"]
-    assert (found, type(found)) == (value, type(value))
+    ours = override(Model(), [f"conv.options.key={text}"]).conv.options["key"]
+    assert (ours, type(ours)) == (value, type(value))
 
 
 def test_keywords_are_added_to_those_of_a_recipe_and_replaced_one_by_one():
@@ -167,8 +167,8 @@ def test_a_mapping_is_not_typed_as_a_whole(text: str):
 
 
 def test_keywords_come_back_from_json():
-    given = Model(conv=Conv(options={"heads": 8, "dropout": 1.0, "aggr": ["mean", "max"], "bias": False, "dim": None}))
-    assert from_dict(Model, json.loads(json.dumps(to_dict(given)))) == given
+    model = Model(conv=Conv(options={"heads": 8, "dropout": 1.0, "aggr": ["mean", "max"], "bias": False, "dim": None}))
+    assert from_dict(Model, json.loads(json.dumps(to_dict(model)))) == model
     for wrong in ({"heads": {"a": 1}}, [1], 3, {"aggr": [[1]]}):
         with pytest.raises(ValueError, match=r"conv.options=.* is not valid: expected keyword arguments by name"):
             from_dict(Model, {"conv": {"options": wrong}})

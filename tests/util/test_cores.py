@@ -1,4 +1,4 @@
-"""How many cores there are: by affinity, and by a container's share."""
+"""The number of cores: by affinity, and by a container's share."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hopline.util.host import host_identity, num_cores, queued_s, who_set_thread
 
 
 @pytest.fixture
-def sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
+def sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
 
 
-@pytest.mark.usefixtures("sixteen")
+@pytest.mark.usefixtures("sixteen_cores")
 @pytest.mark.parametrize(
     ("files", "cores"),
     [
@@ -35,25 +35,29 @@ def sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 16),
     ],
 )
-def test_the_smaller_of_affinity_and_share(files: dict[str, str], cores: int, tmp_path: Path) -> None:
+def test_the_number_of_cores_is_the_smaller_of_affinity_and_share(
+    files: dict[str, str], cores: int, tmp_path: Path
+) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert num_cores(tmp_path) == cores
 
 
-def test_here_there_is_at_least_one() -> None:
+def test_a_machine_has_at_least_one_core() -> None:
     assert 1 <= num_cores() <= (os.cpu_count() or 1)
 
 
-def test_how_long_a_thread_had_no_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    began, before = time.perf_counter(), queued_s()
+def test_queued_s_is_the_time_a_thread_waited_for_a_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    began = time.perf_counter()
+    before = queued_s()
     assert 0 <= queued_s() - before <= time.perf_counter() - began
-    told, open_file = tmp_path / "schedstat", os.open
-    told.write_text("700000000 2500000000 31\n")
-    monkeypatch.setattr(os, "open", lambda path, flags: open_file(told, flags))
+    schedstat = tmp_path / "schedstat"
+    open_file = os.open
+    schedstat.write_text("700000000 2500000000 31\n")
+    monkeypatch.setattr(os, "open", lambda path, flags: open_file(schedstat, flags))
     assert queued_s() == 2.5, "seconds, of the second number's nanoseconds"
-    told.unlink()
+    schedstat.unlink()
     assert queued_s() == 0, "a system that does not say"
 
 
@@ -72,7 +76,7 @@ def test_how_long_a_thread_had_no_core(monkeypatch: pytest.MonkeyPatch, tmp_path
     ],
     ids=str,
 )
-def test_who_has_set_the_threads(
+def test_threads_set_by_the_user_are_told_from_those_of_a_launcher(
     variables: dict[str, str],
     launcher_started_with: str | None,
     expected: str | None,
@@ -93,6 +97,6 @@ def test_who_has_set_the_threads(
 
 def test_the_host_of_a_process_is_the_same_in_another_one() -> None:
     command = [sys.executable, "-c", "from hopline.util.host import host_identity; print(host_identity())"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ))
-    assert found.stdout.strip() == host_identity()
+    process = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ))
+    assert process.stdout.strip() == host_identity()
     assert platform.node() in host_identity()

@@ -34,7 +34,8 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name_and_the_name_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     order: list[str] = []
-    fsync, replace = os.fsync, os.replace
+    fsync = os.fsync
+    replace = os.replace
 
     def synced(handle: int) -> None:
         order.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")
@@ -65,7 +66,7 @@ def test_where_writing_fails_the_old_file_stays_alone(error: BaseException, tmp_
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_a_disk_that_is_full_at_the_last_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_disk_that_is_full_when_syncing_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write(tmp_path / "a", b"old")
 
     def full(handle: int) -> None:

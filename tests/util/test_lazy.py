@@ -71,13 +71,13 @@ print(json.dumps(found))
 
 def test_commands_that_compute_nothing_import_nothing_heavy(tmp_path: Path):
     words = [sys.executable, "-c", PROBE, json.dumps(HEAVY), json.dumps(list(COMMANDS))]
-    done = subprocess.run(words, env=environment(), cwd=tmp_path, capture_output=True, text=True, check=True)
+    process = subprocess.run(words, env=environment(), cwd=tmp_path, capture_output=True, text=True, check=True)
 
-    found = json.loads(done.stdout)
-    assert {command: loaded for command, (_, loaded, _) in found.items() if loaded} == {}
-    statuses = {command: status for command, (status, _, _) in found.items()}
+    results = json.loads(process.stdout)
+    assert {command: loaded for command, (_, loaded, _) in results.items() if loaded} == {}
+    statuses = {command: status for command, (status, _, _) in results.items()}
     assert statuses == {"import hopline": 0, **COMMANDS}
-    assert all(said.startswith("error: ") for status, _, said in found.values() if status)
+    assert all(printed.startswith("error: ") for status, _, printed in results.values() if status)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""Freed memory is kept only while somebody asks for it, and a user's own settings are left alone."""
+"""Freed memory is held back only while asked for, and the user's own malloc settings are left alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 
 from hopline.util import host
 
-TRIM, MMAP, ARENAS = -1, -3, -8
+TRIM = -1
+MMAP = -3
+ARENAS = -8
 """glibc's M_TRIM_THRESHOLD, M_MMAP_THRESHOLD and M_ARENA_MAX."""
 GLIBC = {TRIM: 64 << 20, MMAP: 32 << 20}
 """Where glibc's own thresholds end once blocks of 32 MB were freed."""
@@ -21,11 +23,11 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gl
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """What glibc was told last, by setting; nothing reaches the real one."""
-    told: dict[int, int] = {}
+    """The last value of each malloc setting. No call reaches the real glibc."""
+    value_of: dict[int, int] = {}
 
     def mallopt(name: int, value: int) -> int:
-        told[name] = value
+        value_of[name] = value
         return 1
 
     library = SimpleNamespace(mallopt=mallopt, malloc_trim=lambda bytes_left: 1)
@@ -33,7 +35,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     monkeypatch.setattr(host, "_heap", host._Heap())
     for name in [n for n in host.os.environ if n.startswith("MALLOC_")]:
         monkeypatch.delenv(name)
-    return told
+    return value_of
 
 
 def test_freed_memory_is_kept_within_the_context(settings: dict[int, int]):
@@ -48,7 +50,7 @@ def test_freed_memory_is_not_kept_after_an_error(settings: dict[int, int]):
     assert settings == GLIBC
 
 
-def test_the_last_of_several_contexts_ends_it(settings: dict[int, int]):
+def test_freed_memory_is_kept_until_the_last_context_ends(settings: dict[int, int]):
     with host.keep_freed_memory_within():
         with host.keep_freed_memory_within():
             pass
@@ -71,7 +73,7 @@ def test_settings_of_the_user_are_left_alone(settings: dict[int, int], monkeypat
     assert settings == {}
 
 
-def test_elsewhere_nothing_is_touched(settings: dict[int, int], monkeypatch: pytest.MonkeyPatch):
+def test_without_glibc_nothing_is_touched(settings: dict[int, int], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not host.keep_freed_memory()
     with host.keep_freed_memory_within():

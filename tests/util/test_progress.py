@@ -15,7 +15,7 @@ from hopline.util.progress import progress
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def leave_nothing_behind() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     assert set(threading.enumerate()) == before
@@ -38,9 +38,10 @@ def stop_at_three(console: Console, error: type[BaseException]) -> None:
         raise error
 
 
-def visible(file: StringIO) -> list[str]:
-    """What a terminal shows in the end, following the cursor."""
-    lines, row = [""], 0
+def text_on_screen(file: StringIO) -> list[str]:
+    """The text that a terminal shows at the end, after all movements of the cursor."""
+    lines = [""]
+    row = 0
     for code, text in re.findall(r"(\x1b\[\??[0-9]*[A-Za-z]|\r|\n)|([^\x1b\r\n]+)", file.getvalue()):
         if code == "\n":
             row += 1
@@ -93,7 +94,7 @@ def test_bar_shows_amount_time_and_values():
     with progress("epoch [1]", 4, "batches", console=console) as shown:
         for _ in range(4):
             shown.advance(loss=torch.tensor(0.123456))
-    (line,) = visible(file)
+    (line,) = text_on_screen(file)
     assert line.startswith("epoch [1]")
     assert "4/4 batches" in line
     assert "batches/s" in line
@@ -105,7 +106,7 @@ def test_bar_without_a_total_ends_full():
     console, file = terminal()
     with progress("scan", None, console=console) as shown:
         shown.advance(7)
-    assert "7/7" in visible(file)[0]
+    assert "7/7" in text_on_screen(file)[0]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -113,7 +114,7 @@ def test_bar_restores_the_terminal_after_an_error(error: type[BaseException]):
     console, file = terminal()
     with pytest.raises(error):
         stop_at_three(console, error)
-    assert "3/10" in visible(file)[0]
+    assert "3/10" in text_on_screen(file)[0]
     assert file.getvalue().rindex("\x1b[?25h") > file.getvalue().rindex("\x1b[?25l"), "cursor is shown again"
 
 
@@ -125,21 +126,22 @@ def test_nested_bars_share_one_display_and_a_second_run_starts_afresh():
                 inner.advance(3)
                 assert len(module._displays) == 1
             outer.advance()
-    assert [line.split("━")[0].strip() for line in visible(file)] == ["epoch 0", "epoch 1", "fit"]
+    assert [line.split("━")[0].strip() for line in text_on_screen(file)] == ["epoch 0", "epoch 1", "fit"]
     with progress("again", 1, console=console) as shown:
         shown.advance()
-    assert [line.split("━")[0].strip() for line in visible(file)][3:] == ["again"]
+    assert [line.split("━")[0].strip() for line in text_on_screen(file)][3:] == ["again"]
 
 
 def test_overlapping_bars_may_close_in_any_order():
     console, file = terminal()
-    first, second = progress("first", 1, console=console), progress("second", 1, console=console)
+    first = progress("first", 1, console=console)
+    second = progress("second", 1, console=console)
     late = first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
     late.advance()
     second.__exit__(None, None, None)
-    assert len(visible(file)) == 2
+    assert len(text_on_screen(file)) == 2
 
 
 @pytest.mark.parametrize("make", [terminal, plain])
@@ -147,7 +149,7 @@ def test_threads_may_advance_together(make):
     console, file = make()
     with progress("load", 800, "rows", console=console) as shown, ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: [shown.advance() for _ in range(100)], range(8)))
-    assert re.search(r"800(/800)? rows", visible(file)[-1])
+    assert re.search(r"800(/800)? rows", text_on_screen(file)[-1])
 
 
 @pytest.mark.parametrize("make", [terminal, plain])
@@ -159,7 +161,7 @@ def test_disabled_shows_nothing(make):
     assert file.getvalue() == ""
 
 
-def test_standard_error_is_where_it_goes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_progress_is_written_to_standard_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TTY_COMPATIBLE", "0")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     with progress("load", 1) as shown:

@@ -54,7 +54,7 @@ def test_a_handler_that_python_did_not_install_is_left_alone(monkeypatch: pytest
     assert signal.SIGUSR1 in set_numbers
 
 
-def test_where_nothing_would_be_lost_the_first_raises() -> None:
+def test_the_first_signal_raises_where_nothing_would_be_lost() -> None:
     with Signals(), pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGUSR1)
 
@@ -74,9 +74,9 @@ class Broken:
         raise ValueError("broken")
 
 
-def test_one_that_python_drops_is_not_forgotten_and_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr("sys.unraisablehook", lambda what: told.append(str(what.exc_value)))
+def test_a_signal_that_python_drops_is_remembered_without_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[str] = []
+    monkeypatch.setattr("sys.unraisablehook", lambda what: reported.append(str(what.exc_value)))
     with Signals() as signals:
         gone: object = Deleted()
         del gone
@@ -85,7 +85,7 @@ def test_one_that_python_drops_is_not_forgotten_and_nothing_is_said(monkeypatch:
         del gone
     gone = Broken()
     del gone
-    assert told == ["broken", "broken"]
+    assert reported == ["broken", "broken"]
 
 
 def test_a_run_whose_interruption_python_drops_ends_after_the_next_step(tmp_path: Path) -> None:
@@ -118,19 +118,20 @@ def test_a_signal_during_an_evaluation_waits_for_it_and_loses_nothing(evaluate: 
             if epoch.epoch == 3 and evaluate == "async":
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    data, settings = small(), {"epochs": 5, "show": False, "evaluate": evaluate}
-    whole = hl.Trainer(sage(data), data, method(), **settings).fit()
+    data = small()
+    settings = {"epochs": 5, "show": False, "evaluate": evaluate}
+    uninterrupted = hl.Trainer(sage(data), data, method(), **settings).fit()
     kind = Noticed if evaluate == "blocking" else hl.Trainer
     with pytest.raises(Interrupted, match="SIGTERM"):
         kind(sage(data), data, method(), out=tmp_path, callbacks=[Notices()], **settings).fit()
-    kept = checkpoint.read(tmp_path / checkpoint.FILE)
-    assert [epoch["epoch"] for epoch in kept["history"]] == [1, 2, 3]
-    assert (kept["position"]["epoch"], kept["position"]["units"]) == (4, 0)
+    stored = checkpoint.read(tmp_path / checkpoint.FILE)
+    assert [epoch["epoch"] for epoch in stored["history"]] == [1, 2, 3]
+    assert (stored["position"]["epoch"], stored["position"]["units"]) == (4, 0)
     trainer = hl.Trainer(sage(data), data, method(), out=tmp_path, resume=True, **settings)
-    assert [epoch.loss for epoch in trainer.fit().history] == [epoch.loss for epoch in whole.history]
+    assert [epoch.loss for epoch in trainer.fit().history] == [epoch.loss for epoch in uninterrupted.history]
 
 
-def test_what_was_ignored_stays_ignored() -> None:
+def test_a_signal_that_was_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         with Signals() as signals:
@@ -140,17 +141,17 @@ def test_what_was_ignored_stays_ignored() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_in_another_thread_nothing_is_installed() -> None:
-    found = []
+def test_outside_the_main_thread_no_handler_is_installed() -> None:
+    handlers = []
 
     def work() -> None:
         with Signals():
-            found.append(signal.getsignal(signal.SIGTERM))
+            handlers.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == [signal.getsignal(signal.SIGTERM)]
+    assert handlers == [signal.getsignal(signal.SIGTERM)]
 
 
 def start(folder: Path, *settings: str) -> Process:

@@ -29,7 +29,7 @@ class Recorder:
         self.counts.append((name, amount))
 
 
-def timed(timers: Timers, **seconds: float) -> None:
+def add_times(timers: Timers, **seconds: float) -> None:
     for name, duration_s in seconds.items():
         timers.on_span(Span(name, 0.0, duration_s, "main"))
 
@@ -53,7 +53,7 @@ def test_spans_and_counts_reach_listeners_only_while_they_listen():
     assert ended.thread == threading.current_thread().name
 
 
-def test_a_span_that_raises_is_reported_and_the_error_goes_on():
+def test_a_span_that_raises_is_reported_and_the_error_is_raised():
     recorder = Recorder()
     with listen(recorder), pytest.raises(KeyError), span("fails"):
         raise KeyError
@@ -97,8 +97,8 @@ def test_statistics_set_the_first_epoch_apart():
     timers = Timers()
     later = [1.0, 2.0, 4.0]
     for seconds in [9.0, *later]:
-        timed(timers, sample=seconds / 2, gather=0.5)
-        timed(timers, sample=seconds / 2)
+        add_times(timers, sample=seconds / 2, gather=0.5)
+        add_times(timers, sample=seconds / 2)
         timers.next_epoch()
     sample, gather = timers.statistics()
     assert (sample.name, sample.calls, sample.first_epoch_s) == ("sample", 8, 9.0)
@@ -109,13 +109,13 @@ def test_statistics_set_the_first_epoch_apart():
 
 def test_one_epoch_has_no_mean_and_two_have_no_spread():
     timers = Timers()
-    timed(timers, step=3.0)
+    add_times(timers, step=3.0)
     assert timers.statistics()[0].first_epoch_s == 3.0, "an epoch never closed is the first"
     timers.next_epoch()
     only = timers.statistics()[0]
     assert only.first_epoch_s == 3.0
     assert math.isnan(only.mean_s)
-    timed(timers, step=1.0)
+    add_times(timers, step=1.0)
     timers.next_epoch()
     both = timers.statistics()[0]
     assert both.mean_s == 1.0
@@ -125,19 +125,19 @@ def test_one_epoch_has_no_mean_and_two_have_no_spread():
 def test_an_epoch_without_a_region_counts_as_zero_seconds():
     timers = Timers()
     for seconds in ({"step": 1.0}, {"step": 1.0, "evaluate": 4.0}, {"step": 1.0}):
-        timed(timers, **seconds)
+        add_times(timers, **seconds)
         timers.next_epoch()
     evaluate = timers.statistics()[1]
     assert (evaluate.first_epoch_s, evaluate.mean_s, evaluate.calls) == (0.0, 2.0, 1)
 
 
-def test_last_epoch_and_slowest():
+def test_last_epoch_and_slowest_are_of_the_last_completed_epoch():
     timers = Timers()
     assert timers.last_epoch() == {}
     assert timers.slowest() is None
-    timed(timers, sample=1.0, gather=3.0, step=2.0)
+    add_times(timers, sample=1.0, gather=3.0, step=2.0)
     timers.next_epoch()
-    timed(timers, sample=100.0)
+    add_times(timers, sample=100.0)
     assert timers.last_epoch() == {"sample": 1.0, "gather": 3.0, "step": 2.0}
     assert timers.slowest() == "gather"
     assert timers.slowest(among=["sample", "step"]) == "step"
@@ -173,7 +173,8 @@ def test_counters_add_up_per_epoch_and_overall():
 
 
 def test_many_threads_lose_nothing():
-    timers, counters = Timers(), Counters()
+    timers = Timers()
+    counters = Counters()
 
     def work(_: int) -> None:
         for _ in range(200):
@@ -188,10 +189,11 @@ def test_many_threads_lose_nothing():
 
 
 class FakeEvent:
-    """A moment of a GPU, which is over when somebody has waited for it."""
+    """A CUDA event, which has happened once somebody has waited for it."""
 
     def __init__(self, at_ms: float, over: bool) -> None:
-        self.at_ms, self.over = at_ms, over
+        self.at_ms = at_ms
+        self.over = over
 
     def query(self) -> bool:
         return self.over
@@ -206,15 +208,16 @@ class FakeEvent:
 def test_spans_of_a_gpu_are_reported_when_they_have_ended(monkeypatch: pytest.MonkeyPatch):
     pending = deque[Any]()
     monkeypatch.setattr(trace._trace, "pending", pending)
-    here, timers = threading.current_thread().name, trace.Timers()
+    this_thread = threading.current_thread().name
+    timers = trace.Timers()
 
     def begun(name: str, thread: str, over: bool) -> None:
         start, end = (cast(torch.cuda.Event, event) for event in (FakeEvent(1, True), FakeEvent(3, over)))
         pending.append(trace._DeviceSpan(name=name, start_s=0.0, thread=thread, start=start, end=end))
 
     with trace.listen(timers):
-        begun("done", here, over=True)
-        begun("under way", here, over=False)
+        begun("done", this_thread, over=True)
+        begun("under way", this_thread, over=False)
         begun("another's", "another", over=False)
         for _ in range(4):
             trace._report_oldest()

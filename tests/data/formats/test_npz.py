@@ -1,3 +1,5 @@
+"""Datasets from `.npz` files: real graphs, random splits, and damaged files by name."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -47,7 +49,7 @@ def test_real_graphs_keep_what_is_theirs(real_data: Path) -> None:
         from_npz(real_data / "hetero_dblp.npz")
 
 
-def test_of_edges_alone_the_largest_id_tells_the_number_of_nodes(tmp_path: Path) -> None:
+def test_without_node_arrays_the_largest_id_gives_the_number_of_nodes(tmp_path: Path) -> None:
     path = tmp_path / "g.npz"
     np.savez(path, edge_index=np.array([[0, 4], [2, 1]]))
     assert (from_npz(path).num_nodes, from_npz(path).num_edges) == (5, 2)

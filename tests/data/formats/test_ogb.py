@@ -1,3 +1,5 @@
+"""Datasets from OGB folders in both layouts: edges, labels and features, and folders that are refused."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -46,7 +48,7 @@ def test_edges_are_reversed_where_ogb_does_it(tmp_path: Path, make_ogb_folder: M
     assert from_ogb_folder(tmp_path / "ogbn_products").num_edges == 60 - loops
 
 
-def test_many_labels_and_edge_features(tmp_path: Path, make_ogb_folder: MakeFolder) -> None:
+def test_multi_label_targets_and_edge_features_are_read(tmp_path: Path, make_ogb_folder: MakeFolder) -> None:
     root = tmp_path / "ogbn_proteins"
     labels = np.eye(12, 5).astype(np.int64)
     make_ogb_folder(root, extra={"edge-feat": np.arange(60.0).reshape(30, 2), "node-label": labels})

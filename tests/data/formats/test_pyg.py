@@ -1,3 +1,5 @@
+"""Datasets from PyG `Data` objects and SciPy matrices, and back to PyG."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -11,7 +13,8 @@ from hopline.data.formats.pyg import from_pyg, from_scipy, to_pyg
 from hopline.tables import SparseTable
 
 
-def sample() -> Data:
+def make_pyg_data() -> Data:
+    """30 nodes with edge weights and attributes, three masks, and a table of years."""
     generator = torch.Generator().manual_seed(0)
     mask = torch.zeros(30, dtype=torch.bool)
     mask[:10] = True
@@ -28,8 +31,8 @@ def sample() -> Data:
     )
 
 
-def test_everything_goes_there_and_back() -> None:
-    data = sample()
+def test_a_pyg_graph_survives_conversion_and_back() -> None:
+    data = make_pyg_data()
     dataset = from_pyg(data, name="there")
     assert (dataset.name, dataset.num_classes) == ("there", 3)
     assert set(dataset.graph.edge) == {"weight", "attr"}
@@ -48,7 +51,7 @@ def test_everything_goes_there_and_back() -> None:
 
 
 def test_sparse_features_stay_sparse() -> None:
-    data = sample()
+    data = make_pyg_data()
     dense = torch.eye(30)
     data.x = dense.to_sparse_coo()
     dataset = from_pyg(data)
@@ -56,8 +59,8 @@ def test_sparse_features_stay_sparse() -> None:
     assert torch.equal(to_pyg(dataset).x, dense)  # type: ignore[arg-type]
 
 
-def test_several_masks_and_other_labels() -> None:
-    data = sample()
+def test_several_masks_are_several_splits_and_other_labels_are_read() -> None:
+    data = make_pyg_data()
     masks = torch.zeros(30, 3, dtype=torch.bool)
     masks[5:8] = torch.eye(3, dtype=torch.bool)
     data.train_mask = masks

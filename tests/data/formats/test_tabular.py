@@ -1,3 +1,5 @@
+"""Datasets from CSV and Parquet tables: ids, labels and splits, and errors that name row and column."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -32,7 +34,7 @@ def edges(tmp_path: Path) -> Path:
     return tmp_path / "edges.csv"
 
 
-def test_an_edge_list_alone(edges: Path, tmp_path: Path) -> None:
+def test_an_edge_list_alone_makes_a_graph(edges: Path, tmp_path: Path) -> None:
     dataset = from_csv(edges)
     assert (dataset.name, dataset.num_nodes) == ("edges", 4)
     assert dataset.graph.indices.tolist() == [3, 0, 2]
@@ -94,7 +96,7 @@ def test_bad_ids_say_where_and_what_to_do(edges: Path, tmp_path: Path) -> None:
         IdMap(np.array([4, 3, 4]))
 
 
-def test_of_a_column_of_texts_the_one_that_is_no_number_is_named(tmp_path: Path) -> None:
+def test_the_text_in_a_column_of_numbers_is_named(tmp_path: Path) -> None:
     path = tmp_path / "e.csv"
     path.write_text("src,dst\n0,1\n1,2\n2,-7x\n")
     with pytest.raises(ValueError, match=r"e\.csv, edge 2: node id '-7x' is not a number"):
@@ -213,13 +215,14 @@ def test_without_a_split_column_nodes_are_split_as_those_of_an_npz(tmp_path: Pat
     (tmp_path / "n.csv").write_text("\n".join(["id,f,label", *(rows[i] for i in order)]))
     (tmp_path / "e.csv").write_text("src,dst\n0,1\n1,2\n")
     np.savez(tmp_path / "g.npz", edge_index=np.array([[0, 1], [1, 2]]), y=labels, x=np.zeros((200, 1), np.float32))
-    tables, arrays = from_csv(tmp_path / "e.csv", tmp_path / "n.csv"), from_npz(tmp_path / "g.npz")
+    tables = from_csv(tmp_path / "e.csv", tmp_path / "n.csv")
+    arrays = from_npz(tmp_path / "g.npz")
     assert {name: len(ids) for name, ids in tables.splits.items()} == {"train": 60, "valid": 90, "test": 21}
     for name, ids in arrays.splits.items():
         assert tables.splits[name].tolist() == ids.tolist()
     assert tables.meta["split"] == arrays.meta["split"]
-    drawn = from_csv(tmp_path / "e.csv", tmp_path / "n.csv", split_shares=(0.5, 0.25, 0.25))
-    assert len(drawn.splits["train"]) == round(171 / 2)
+    by_shares = from_csv(tmp_path / "e.csv", tmp_path / "n.csv", split_shares=(0.5, 0.25, 0.25))
+    assert len(by_shares.splits["train"]) == round(171 / 2)
 
 
 def test_text_where_numbers_belong_is_refused(edges: Path, tmp_path: Path) -> None:
@@ -266,8 +269,8 @@ def test_a_column_of_ids_by_another_name_is_no_feature(tmp_path: Path, caplog: p
         from_csv(tmp_path / "e.csv", tmp_path / "n.csv")
     data = from_csv(tmp_path / "e.csv", tmp_path / "n.csv", columns=Columns(id="node_id"))
     assert data.labels.tolist() == [0, 0, 1]
-    kept = from_csv(tmp_path / "e.csv", tmp_path / "n.csv", columns=Columns(features=("node_id", "f")))
-    assert kept.labels.tolist() == [1, 0, 0]
+    with_id_feature = from_csv(tmp_path / "e.csv", tmp_path / "n.csv", columns=Columns(features=("node_id", "f")))
+    assert with_id_feature.labels.tolist() == [1, 0, 0]
     assert "its rows are nodes 0, 1, 2, ..." in caplog.text
 
 

@@ -1,3 +1,5 @@
+"""Reading CSV and Parquet files in chunks: types of columns, chosen columns, and damaged files by name."""
+
 from __future__ import annotations
 
 import gzip
@@ -16,34 +18,35 @@ TABLE = "id,size,name\n7,1.5,ann\n8,,bob\n9,2.5,\n"
 
 @pytest.fixture(params=["arrow", "plain"])
 def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways of reading CSV must agree."""
+    """The reader of CSV files: pyarrow's, or the plain one that is used without pyarrow."""
     if request.param == "plain":
         monkeypatch.setattr(csv_parquet.importlib.util, "find_spec", lambda name: None)
     return request.param
 
 
-def whole(chunks: list[Chunk]) -> Chunk:
+def join_chunks(chunks: list[Chunk]) -> Chunk:
+    """Each column over all chunks."""
     return {name: np.concatenate([c[name] for c in chunks]) for name in chunks[0]}
 
 
 def test_columns_are_numbers_or_text(reader: str, tmp_path: Path) -> None:
     for name, data in (("a.csv", TABLE.encode()), ("a.csv.gz", gzip.compress(TABLE.encode()))):
         (tmp_path / name).write_bytes(data)
-        found = whole(list(read_csv(tmp_path / name)))
-        assert found["id"].tolist() == [7, 8, 9]
-        assert found["id"].dtype == np.int64
-        assert np.array_equal(found["size"], [1.5, np.nan, 2.5], equal_nan=True)
-        assert found["name"].tolist() == ["ann", "bob", ""]
+        columns = join_chunks(list(read_csv(tmp_path / name)))
+        assert columns["id"].tolist() == [7, 8, 9]
+        assert columns["id"].dtype == np.int64
+        assert np.array_equal(columns["size"], [1.5, np.nan, 2.5], equal_nan=True)
+        assert columns["name"].tolist() == ["ann", "bob", ""]
         assert columns_of(tmp_path / name) == ["id", "size", "name"]
 
 
 def test_columns_can_be_chosen_named_and_numbered(reader: str, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(TABLE)
-    assert list(whole(list(read_csv(tmp_path / "a.csv", columns=["name", "id"])))) == ["name", "id"]
+    assert list(join_chunks(list(read_csv(tmp_path / "a.csv", columns=["name", "id"])))) == ["name", "id"]
     (tmp_path / "b.csv").write_text("1;2\n3;4\n")
-    named = whole(list(read_csv(tmp_path / "b.csv", header=("s", "d"), delimiter=";")))
+    named = join_chunks(list(read_csv(tmp_path / "b.csv", header=("s", "d"), delimiter=";")))
     assert named["d"].tolist() == [2, 4]
-    with_index = whole(list(read_csv(tmp_path / "b.csv", header=(), delimiter=";")))
+    with_index = join_chunks(list(read_csv(tmp_path / "b.csv", header=(), delimiter=";")))
     assert {k: v.tolist() for k, v in with_index.items()} == {"0": [1, 3], "1": [2, 4]}
     with pytest.raises(ValueError, match=r"has no column 'nam', only id, size, name.*Did you mean 'name'"):
         list(read_csv(tmp_path / "a.csv", columns=["nam"]))
@@ -58,7 +61,9 @@ def test_bad_files_are_named(reader: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_plain_reading_goes_in_chunks_and_names_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plain_reader_reads_in_chunks_and_names_the_line_of_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(csv_parquet.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(csv_parquet, "CHUNK_ROWS", 2)
     (tmp_path / "a.csv").write_text("a,b\n1,2\n3,4\n5,6\n7\n")
@@ -68,7 +73,7 @@ def test_plain_reading_goes_in_chunks_and_names_the_line(tmp_path: Path, monkeyp
         next(chunks)
 
 
-def test_parquet_columns_and_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_columns_and_lists_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(csv_parquet, "CHUNK_ROWS", 2)
     path = tmp_path / "a.parquet"
     parquet.write_table(
@@ -76,9 +81,9 @@ def test_parquet_columns_and_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     chunks = list(read_file(path))
     assert len(chunks) == 2
-    found = whole(chunks)
-    assert found["x"].tolist() == [[1, 2], [3, 4], [5, 6]]
-    assert found["s"].tolist() == ["a", "", "c"]
+    columns = join_chunks(chunks)
+    assert columns["x"].tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert columns["s"].tolist() == ["a", "", "c"]
     assert columns_of(path) == ["id", "x", "s"]
     with pytest.raises(ValueError, match="has no column 'y'"):
         list(read_parquet(path, columns=["y"]))

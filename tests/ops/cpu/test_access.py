@@ -1,3 +1,5 @@
+"""`add_to_sources`: each source gets the sum over its out-edges, for any number of threads."""
+
 from __future__ import annotations
 
 import pytest
@@ -23,17 +25,18 @@ def test_threads_that_add_to_one_place_lose_nothing() -> None:
     indices = randint(0, 4, num_edges).int()  # all edges begin in four nodes
     ones = torch.ones(indptr.numel() - 1, dtype=torch.int64)
     with torch_threads(4):
-        found = add_to_sources(indptr, indices, ones)
-    assert torch.equal(found[:4], torch.bincount(indices))
+        sums = add_to_sources(indptr, indices, ones)
+    assert torch.equal(sums[:4], torch.bincount(indices))
 
 
-def test_a_graph_without_edges() -> None:
+def test_a_graph_without_edges_adds_nothing() -> None:
     none = torch.empty(0, dtype=torch.int32)
     assert add_to_sources(torch.zeros(4, dtype=torch.int64), none, torch.ones(3, dtype=torch.int64)).tolist() == [0] * 3
 
 
 @pytest.mark.parametrize("bad", [-1, 3])
 def test_an_edge_that_leads_nowhere_is_refused(bad: int) -> None:
-    indptr, indices = torch.tensor([0, 1, 2, 2]), torch.tensor([1, bad])
+    indptr = torch.tensor([0, 1, 2, 2])
+    indices = torch.tensor([1, bad])
     with pytest.raises(ValueError, match="hopline verify"):
         add_to_sources(indptr, indices, torch.ones(3, dtype=torch.int64))

@@ -28,8 +28,8 @@ def results(function, x: Tensor, weight: Tensor, bias: Tensor | None) -> list[Te
 def test_equals_torch_in_float64(size: int, with_bias: bool) -> None:
     tensors = randn(size, 7), randn(5, 7, seed=1), randn(5, seed=2) if with_bias else None
     with own_threads(3):
-        found = results(cpu_linear.linear, *tensors)
-    for ours, theirs in zip(found, results(nn.functional.linear, *tensors), strict=True):
+        our_results = results(cpu_linear.linear, *tensors)
+    for ours, theirs in zip(our_results, results(nn.functional.linear, *tensors), strict=True):
         assert (ours is None) == (theirs is None)
         if ours is not None and theirs is not None:
             assert_close(ours, theirs, 1e-12)
@@ -37,16 +37,17 @@ def test_equals_torch_in_float64(size: int, with_bias: bool) -> None:
 
 def test_the_number_of_threads_changes_no_bit() -> None:
     tensors = (randn(SIZES[-1], 33, dtype=torch.float32), randn(16, 33, dtype=torch.float32), None)
-    found = []
+    by_threads = []
     for threads in (1, 2, 5):
         with own_threads(threads):
-            found.append(results(cpu_linear.linear, *tensors))
-    for other in found[1:]:
-        assert all(a is b is None or torch.equal(a, b) for a, b in zip(other, found[0], strict=True))
+            by_threads.append(results(cpu_linear.linear, *tensors))
+    for other in by_threads[1:]:
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(other, by_threads[0], strict=True))
 
 
-def test_columns_of_a_wider_matrix_and_no_gradient_of_the_input() -> None:
-    wide, weight = randn(SIZES[-1], 9), randn(4, 3).requires_grad_()
+def test_strided_columns_and_inputs_without_gradient_equal_torch() -> None:
+    wide = randn(SIZES[-1], 9)
+    weight = randn(4, 3).requires_grad_()
     out = cpu_linear.linear(wide[:, 2:5], weight)
     out.sum().backward()
     assert_close(out, wide[:, 2:5] @ weight.t(), 1e-12)
@@ -54,8 +55,9 @@ def test_columns_of_a_wider_matrix_and_no_gradient_of_the_input() -> None:
     assert_close(weight.grad, wide[:, 2:5].sum(0).expand(4, 3), 1e-9)
 
 
-def test_a_gradient_that_is_an_expanded_number() -> None:
-    x, weight = randn(SIZES[-1], 3).requires_grad_(), randn(2, 3)
+def test_an_expanded_upstream_gradient_equals_torch() -> None:
+    x = randn(SIZES[-1], 3).requires_grad_()
+    weight = randn(2, 3)
     cpu_linear.linear(x, weight).sum().backward()  # the gradient of sum has strides of 0
     assert x.grad is not None
     assert_close(x.grad, weight.sum(0).expand_as(x), 1e-12)
@@ -63,26 +65,28 @@ def test_a_gradient_that_is_an_expanded_number() -> None:
 
 @pytest.mark.parametrize("shape", [(7,), (2, 3000, 7)])
 def test_other_shapes_are_left_to_torch(shape: tuple[int, ...]) -> None:
-    x, weight = randn(*shape), randn(5, 7)
+    x = randn(*shape)
+    weight = randn(5, 7)
     assert torch.equal(cpu_linear.linear(x, weight), nn.functional.linear(x, weight))
 
 
 def test_autocast_is_left_to_torch() -> None:
-    x, weight = randn(SIZES[-1], 4, dtype=torch.float32), randn(3, 4, dtype=torch.float32)
+    x = randn(SIZES[-1], 4, dtype=torch.float32)
+    weight = randn(3, 4, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert cpu_linear.linear(x, weight).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("module", [nn.Linear(6, 3), pyg.Linear(6, 3), nn.Sequential(nn.ReLU(), nn.Linear(6, 3))])
 def test_every_linear_layer_within_is_spread(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setattr(cpu_linear, "linear", lambda *args: seen.append(args) or torch.zeros(1))
+    calls = []
+    monkeypatch.setattr(cpu_linear, "linear", lambda *args: calls.append(args) or torch.zeros(1))
     x = torch.randn(4, 6)
     with ops.own_threads(2):
         module(x)
-    assert len(seen) == 1
+    assert len(calls) == 1
     module(x)
-    assert len(seen) == 1
+    assert len(calls) == 1
 
 
 def test_an_error_in_a_range_reaches_the_caller() -> None:

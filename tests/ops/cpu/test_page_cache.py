@@ -1,4 +1,4 @@
-"""Rows that have to come from the disk: found out, asked for in the order of the file, and read right."""
+"""Rows on disk: cold pages are detected, requested in the order of the file, and read correctly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers import assert_close, batch_of, randint, randn, random_graph
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the Linux kernel")
 
 
-def mapped(path: Path, rows: Tensor) -> Tensor:
+def map_file(path: Path, rows: Tensor) -> Tensor:
     rows.numpy().tofile(path)
     return torch.from_numpy(np.memmap(path, mode="c", dtype=rows.numpy().dtype, shape=tuple(rows.shape)))
 
@@ -41,7 +41,7 @@ def everything_is_cold(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cold_rows_are_told_from_warm_ones(tmp_path: Path) -> None:
     rows = torch.arange(20_000 * 1000, dtype=torch.int32).view(20_000, 1000)
-    file = mapped(tmp_path / "rows", rows)
+    file = map_file(tmp_path / "rows", rows)
     ids = randint(0, 20_000, 500)
     drop_from_memory(tmp_path / "rows")
     if not ops.is_cold(file, ids):
@@ -66,12 +66,13 @@ def test_cold_rows_are_read_right(
     monkeypatch.setattr(cpu_page_cache, "BYTES_AT_ONCE", piece_bytes)
     rows = randn(900, *shape)
     ids = randint(0, 900, 300).to(dtype)  # in no order, some of them twice
-    assert torch.equal(ops.gather_rows(mapped(tmp_path / "rows", rows), ids), rows[ids.long()])
+    assert torch.equal(ops.gather_rows(map_file(tmp_path / "rows", rows), ids), rows[ids.long()])
 
 
 @pytest.mark.usefixtures("everything_is_cold")
 def test_pieces_cover_every_position_once_in_the_order_of_the_file() -> None:
-    rows, ids = torch.zeros(5000, 2000), randint(0, 5000, 3000).numpy()
+    rows = torch.zeros(5000, 2000)
+    ids = randint(0, 5000, 3000).numpy()
     pieces = list(cpu_page_cache.in_order_of_file(rows, ids))
     assert len(pieces) == 1
     assert (np.diff(ids[pieces[0]]) >= 0).all()
@@ -80,7 +81,9 @@ def test_pieces_cover_every_position_once_in_the_order_of_the_file() -> None:
 
 @pytest.mark.usefixtures("everything_is_cold")
 def test_sampling_and_reading_ahead_are_the_same_from_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, x, conv = random_graph(), randn(50, 4), SAGEConv(4, 3).double()
+    graph = random_graph()
+    x = randn(50, 4)
+    conv = SAGEConv(4, 3).double()
 
     def results() -> tuple[Tensor, Tensor]:
         block = batch_of(graph, None, (3, 2), torch.arange(6)).blocks[0]
@@ -108,8 +111,9 @@ def test_sampling_and_reading_ahead_are_the_same_from_the_disk(monkeypatch: pyte
 def test_neighbouring_pages_are_one_request(
     ids: list[int], requests: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page, seen = cpu_page_cache._PAGE, []
-    monkeypatch.setattr(cpu_page_cache, "_madvise", lambda start, size, advice: seen.append((start, start + size)))
+    page = cpu_page_cache._PAGE
+    ranges = []
+    monkeypatch.setattr(cpu_page_cache, "_madvise", lambda start, size, advice: ranges.append((start, start + size)))
     monkeypatch.setattr(cpu_page_cache, "LARGEST_GAP", 4)
     cpu_page_cache._request_pages.py_func(16 * page, page // 4, np.array(ids))
-    assert [((a // page) - 16, (b // page) - 16) for a, b in seen] == requests
+    assert [((a // page) - 16, (b // page) - 16) for a, b in ranges] == requests

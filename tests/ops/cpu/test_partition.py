@@ -1,3 +1,5 @@
+"""Partitioning by streaming: sizes of parts, communities found, results that depend on the key alone."""
+
 from __future__ import annotations
 
 import itertools
@@ -11,8 +13,8 @@ from hopline.ops.cpu.partition import _even_out, _pack, cut_edges, stream_parts,
 from tests.helpers import graph_of, randint, random_graph, torch_threads
 
 
-def communities(num_nodes: int = 2000, size: int = 100, num_edges: int = 12_000) -> Graph:
-    """Nine edges of ten inside of communities, whose nodes are shuffled."""
+def community_graph(num_nodes: int = 2000, size: int = 100, num_edges: int = 12_000) -> Graph:
+    """A graph with nine of ten edges inside communities, whose nodes have scattered ids."""
     src = randint(0, num_nodes, num_edges)
     dst = src // size * size + randint(0, size, num_edges, seed=1)
     dst[: num_edges // 10] = randint(0, num_nodes, num_edges // 10, seed=2)
@@ -20,7 +22,9 @@ def communities(num_nodes: int = 2000, size: int = 100, num_edges: int = 12_000)
     return graph_of(shuffled[src], shuffled[dst], num_nodes)
 
 
-def streamed(graph: Graph, num_parts: int, slack: float = 0.1, key: int = 0, passes: int = 20) -> np.ndarray:
+def partition_by_streaming(
+    graph: Graph, num_parts: int, slack: float = 0.1, key: int = 0, passes: int = 20
+) -> np.ndarray:
     return stream_parts(graph.indptr.numpy(), graph.indices.numpy(), num_parts, slack, key, passes, lambda _: None)
 
 
@@ -57,7 +61,7 @@ def test_undirected_does_not_depend_on_the_threads() -> None:
 @pytest.mark.parametrize("num_parts", [2, 7, 20, 33])
 @pytest.mark.parametrize("slack", [0.0, 0.1])
 def test_streamed_parts_have_the_sizes_asked_for(num_parts: int, slack: float) -> None:
-    sizes = np.bincount(streamed(communities(), num_parts, slack), minlength=num_parts)
+    sizes = np.bincount(partition_by_streaming(community_graph(), num_parts, slack), minlength=num_parts)
     mean = 2000 / num_parts
     assert sizes.min() >= max(1, int(mean * (1 - slack)))
     assert sizes.max() <= max(np.ceil(mean), mean * (1 + slack))
@@ -65,49 +69,53 @@ def test_streamed_parts_have_the_sizes_asked_for(num_parts: int, slack: float) -
 
 @pytest.mark.parametrize("both_ways", [False, True])
 def test_streaming_finds_communities(both_ways: bool) -> None:
-    graph = communities()
+    graph = community_graph()
     if both_ways:
         src, dst = graph.edge_index()
         graph = graph_of(torch.cat([src, dst]), torch.cat([dst, src]), graph.num_nodes)
-    parts = streamed(graph, 20)
+    parts = partition_by_streaming(graph, 20)
     assert cut_edges(graph.indptr.numpy(), graph.indices.numpy(), parts) < 0.2 * graph.num_edges
 
 
 def test_streaming_depends_on_the_key_alone() -> None:
-    graph = communities()
-    assert np.array_equal(streamed(graph, 20, key=3), streamed(graph, 20, key=3))
-    assert not np.array_equal(streamed(graph, 20, key=3), streamed(graph, 20, key=4))
+    graph = community_graph()
+    assert np.array_equal(partition_by_streaming(graph, 20, key=3), partition_by_streaming(graph, 20, key=3))
+    assert not np.array_equal(partition_by_streaming(graph, 20, key=3), partition_by_streaming(graph, 20, key=4))
 
 
 @pytest.mark.parametrize("num_nodes", [1, 5, 40])
-def test_streaming_without_edges_and_with_a_part_per_node(num_nodes: int) -> None:
+def test_streaming_works_without_edges_and_with_a_part_per_node(num_nodes: int) -> None:
     none = graph_of(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), num_nodes)
     star = graph_of(torch.arange(num_nodes), torch.zeros(num_nodes, dtype=torch.int64), num_nodes)
     for graph in (none, star):
-        assert np.bincount(streamed(graph, num_nodes), minlength=num_nodes).tolist() == [1] * num_nodes
-        sizes = np.bincount(streamed(graph, (num_nodes + 1) // 2), minlength=(num_nodes + 1) // 2)
+        assert np.bincount(partition_by_streaming(graph, num_nodes), minlength=num_nodes).tolist() == [1] * num_nodes
+        sizes = np.bincount(partition_by_streaming(graph, (num_nodes + 1) // 2), minlength=(num_nodes + 1) // 2)
         assert 1 <= sizes.min() <= sizes.max() <= 2
 
 
 def test_every_range_of_nodes_is_reported() -> None:
     heard: list[int] = []
-    graph = communities()
+    graph = community_graph()
     stream_parts(graph.indptr.numpy(), graph.indices.numpy(), 4, 0.1, 0, 3, heard.append)
     assert 3 <= len(heard) <= 6
     assert set(heard) == {2000}
 
 
 def test_a_cluster_that_fits_nowhere_is_split() -> None:
-    indptr, indices = np.zeros(9, dtype=np.int64), np.empty(0, dtype=np.int32)
-    order, ptr = np.arange(8, dtype=np.int32), np.array([0, 3, 6, 8])
-    parts, sizes = np.full(8, -1, dtype=np.int32), np.zeros(2, dtype=np.int32)
+    indptr = np.zeros(9, dtype=np.int64)
+    indices = np.empty(0, dtype=np.int32)
+    order = np.arange(8, dtype=np.int32)
+    ptr = np.array([0, 3, 6, 8])
+    parts = np.full(8, -1, dtype=np.int32)
+    sizes = np.zeros(2, dtype=np.int32)
     _pack(indptr, indices, order, ptr, np.arange(3), 4, parts, sizes)
     assert sizes.tolist() == [4, 4]
     assert parts.tolist()[:6] == [0, 0, 0, 1, 1, 1]
 
 
 def test_light_parts_get_nodes_of_heavy_ones() -> None:
-    parts, sizes = np.array([0, 0, 0, 0, 0, 1, 1, 1], dtype=np.int32), np.array([5, 3, 0], dtype=np.int32)
+    parts = np.array([0, 0, 0, 0, 0, 1, 1, 1], dtype=np.int32)
+    sizes = np.array([5, 3, 0], dtype=np.int32)
     _even_out(np.arange(8, dtype=np.int32), parts, sizes, 2)
     assert sizes.tolist() == [3, 3, 2]
     assert parts.tolist() == [2, 2, 0, 0, 0, 1, 1, 1]

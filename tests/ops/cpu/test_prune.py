@@ -1,3 +1,5 @@
+"""Leaving out edges so that a batch fits: the order of edges, and the last edge that fits."""
+
 from __future__ import annotations
 
 import itertools
@@ -12,7 +14,9 @@ from hopline.ops.cpu import cut_batches as cpu_cut_batches
 
 def random_blocks(seed: int = 0) -> tuple[list[cpu_cut_batches.Edges], list[int]]:
     """Two blocks, 12 -> 6 -> 3 nodes, and the numbers of their nodes."""
-    rng, sizes, blocks = np.random.default_rng(seed), [12, 6, 3], []
+    rng = np.random.default_rng(seed)
+    sizes = [12, 6, 3]
+    blocks = []
     for num_src, num_dst in itertools.pairwise(sizes):
         indptr = np.concatenate([[0], rng.integers(0, 5, num_dst).cumsum()])
         blocks.append((indptr, rng.integers(0, num_src, indptr[-1]).astype(np.int32)))
@@ -26,8 +30,8 @@ def pairs(edges: cpu_cut_batches.Edges) -> list[tuple[int, int]]:
 
 def test_drawn_numbers_are_those_of_the_keyed_generator():
     first, second = cpu_cut_batches.drawn_numbers([3, 4], -5)
-    drawn = random.draw(-5, torch.arange(7), 0) & cpu_cut_batches.NEVER
-    assert np.concatenate([first, second]).tolist() == drawn.tolist()
+    expected = random.draw(-5, torch.arange(7), 0) & cpu_cut_batches.NEVER
+    assert np.concatenate([first, second]).tolist() == expected.tolist()
     assert len(first) == 3
 
 
@@ -67,7 +71,8 @@ def test_numbers_by_hubs_are_all_different_and_in_the_order_of_the_hubs(key: int
 def test_entries_say_when_edges_and_nodes_come_in(seed: int):
     (edges, _), (num_src, num_dst, _) = random_blocks(seed)
     rng = np.random.default_rng(seed)
-    number, dst_entry = rng.permutation(len(edges[1])), rng.integers(-1, 10, num_dst)
+    number = rng.permutation(len(edges[1]))
+    dst_entry = rng.integers(-1, 10, num_dst)
     src_entry, edge_entry = cpu_cut_batches.entries(edges, number, dst_entry, num_src)
     for last in range(-1, len(number) + 10):
         present = {d for d in range(num_dst) if dst_entry[d] <= last}
@@ -75,29 +80,31 @@ def test_entries_say_when_edges_and_nodes_come_in(seed: int):
         assert (edge_entry <= last).tolist() == inside
         reached = present | {s for (s, _), is_in in zip(pairs(edges), inside, strict=True) if is_in}
         assert set(np.flatnonzero(src_entry <= last).tolist()) == reached
-        indptr, src_idx, kept = cpu_cut_batches.kept_edges(edges, edge_entry, dst_entry, src_entry, last)
-        assert kept.tolist() == np.flatnonzero(inside).tolist()
-        chosen, present_in_order = np.flatnonzero(src_entry <= last), sorted(present)
-        found = [(int(chosen[s]), present_in_order[d]) for s, d in pairs((indptr, src_idx))]
-        assert found == [pair for pair, is_in in zip(pairs(edges), inside, strict=True) if is_in]
+        indptr, src_idx, edge_positions = cpu_cut_batches.kept_edges(edges, edge_entry, dst_entry, src_entry, last)
+        assert edge_positions.tolist() == np.flatnonzero(inside).tolist()
+        chosen = np.flatnonzero(src_entry <= last)
+        present_in_order = sorted(present)
+        ours = [(int(chosen[s]), present_in_order[d]) for s, d in pairs((indptr, src_idx))]
+        assert ours == [pair for pair, is_in in zip(pairs(edges), inside, strict=True) if is_in]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_last_that_fits_is_found(seed: int):
     rng = np.random.default_rng(seed)
     kinds = [rng.integers(0, 50, rng.integers(0, 40)) for _ in range(3)]  # some entries are equal
-    price, limit = np.array([3, 1, 2]), int(rng.integers(0, 200))
+    price = np.array([3, 1, 2])
+    limit = int(rng.integers(0, 200))
 
     def taken(last: int) -> int:
         return sum(p * int((values <= last).sum()) for p, values in zip(price, kinds, strict=True))
 
     every = sorted({-1, *np.concatenate(kinds).tolist()})
     expected = max(last for last in every if taken(last) <= limit or last == -1)
-    asked: list[int] = []
+    calls: list[int] = []
 
     def fits(counts: np.ndarray) -> bool:
-        asked.append(1)
+        calls.append(1)
         return int(counts @ price) <= limit
 
     assert cpu_cut_batches.last_that_fits([k.copy() for k in kinds], fits) == expected
-    assert len(asked) <= 40
+    assert len(calls) <= 40

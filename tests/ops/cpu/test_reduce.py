@@ -19,12 +19,13 @@ def edges(num_dst: int = 30, num_rows: int = 25, num_edges: int = 200, seed: int
     counts = torch.bincount(randint(0, num_dst, num_edges, seed), minlength=num_dst)
     counts[3] += counts[4]
     counts[4] = 0
-    counts[-1], counts[0] = 0, int(counts[0] + counts[-1])
+    counts[0] += counts[-1]
+    counts[-1] = 0
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
     return indptr, randint(0, num_rows, num_edges, seed + 1).int()
 
 
-def both(
+def run_both(
     rows: Tensor, reduce: str, weight: Tensor | None = None, indptr_src: tuple[Tensor, Tensor] | None = None
 ) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
     """(output, gradient of rows, gradient of weights) of the kernel and of the reference."""
@@ -40,17 +41,17 @@ def both(
 
 
 def assert_equal_results(results: list[tuple[Tensor, Tensor | None, Tensor | None]], tolerance: float) -> None:
-    for found, expected in zip(*results, strict=True):
-        assert (found is None) == (expected is None)
-        if found is not None and expected is not None:
-            assert found.dtype == expected.dtype
-            assert_close(found, expected, tolerance)
+    for ours, expected in zip(*results, strict=True):
+        assert (ours is None) == (expected is None)
+        if ours is not None and expected is not None:
+            assert ours.dtype == expected.dtype
+            assert_close(ours, expected, tolerance)
 
 
 @parametrize_pairwise(reduce=REDUCTIONS, weighted=[False, True], shape=[(), (1,), (7,), (64,), (2, 5)])
 def test_equals_the_reference_in_float64(reduce: str, weighted: bool, shape: tuple[int, ...]) -> None:
     rows = randn(25, *shape)
-    assert_equal_results(both(rows, reduce, randn(200, seed=3) if weighted else None), 1e-12)
+    assert_equal_results(run_both(rows, reduce, randn(200, seed=3) if weighted else None), 1e-12)
 
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
@@ -64,15 +65,15 @@ def test_edges_that_indptr_leaves_out_have_no_gradient(reduce: str, weighted: bo
 
     rows = randn(6, 3).requires_grad_()
     found_weight = None if weight is None else weight.clone().requires_grad_()
-    found = cpu_reduce.reduce_edges(rows, indptr, src_idx, reduce, found_weight)
-    (found * randn(3, 3, seed=5)).sum().backward()
+    ours = cpu_reduce.reduce_edges(rows, indptr, src_idx, reduce, found_weight)
+    (ours * randn(3, 3, seed=5)).sum().backward()
 
     expected_rows = rows.detach().clone().requires_grad_()
     expected_weight = None if weight is None else weight[1:5].clone().requires_grad_()
     expected = reference.reduce_edges(expected_rows, indptr - 1, src_idx[1:5], reduce, expected_weight)
     (expected * randn(3, 3, seed=5)).sum().backward()
 
-    assert_close(found, expected, 1e-12)
+    assert_close(ours, expected, 1e-12)
     assert rows.grad is not None
     assert expected_rows.grad is not None
     assert_close(rows.grad, expected_rows.grad, 1e-12)
@@ -86,8 +87,8 @@ def test_edges_that_indptr_leaves_out_have_no_gradient(reduce: str, weighted: bo
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_float32_outputs_equal_the_reference_bit_for_bit(reduce: str) -> None:
     rows = randn(25, 33, dtype=torch.float32)
-    (found, grad, _), (expected, expected_grad, _) = both(rows, reduce)
-    assert torch.equal(found, expected)
+    (ours, grad, _), (expected, expected_grad, _) = run_both(rows, reduce)
+    assert torch.equal(ours, expected)
     assert grad is not None
     assert expected_grad is not None
     assert_close(grad, expected_grad, 1e-5)
@@ -98,26 +99,28 @@ def test_half_types_are_summed_in_float32(dtype: torch.dtype, reduce: str, weigh
     rows = randn(25, 8, dtype=dtype)
     weight = torch.rand(200) if weighted else None
     indptr, src_idx = edges()
-    found = cpu_reduce.reduce_edges(rows, indptr, src_idx, reduce, weight)
-    wide = reference.reduce_edges(rows.float(), indptr, src_idx, reduce, weight)
-    assert found.dtype == dtype
-    assert_close(found.float(), wide, torch.finfo(dtype).eps)
+    ours = cpu_reduce.reduce_edges(rows, indptr, src_idx, reduce, weight)
+    expected = reference.reduce_edges(rows.float(), indptr, src_idx, reduce, weight)
+    assert ours.dtype == dtype
+    assert_close(ours.float(), expected, torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("values", [[0.0], [0.0, 1.0], [-1.0, 0.0], [-2.0, -1.0]], ids=str)
 def test_max_shares_its_gradient_among_ties_as_torch_does(values: list[float]) -> None:
     rows = torch.tensor(values, dtype=torch.float64)[randint(0, len(values), 25 * 4, seed=2)].view(25, 4)
-    assert_equal_results(both(rows, "max"), 1e-12)
+    assert_equal_results(run_both(rows, "max"), 1e-12)
 
 
 def test_max_lets_nan_and_infinity_through() -> None:
     rows = randn(25, 3)
-    rows[2, 0], rows[5, 1], rows[6, 2] = torch.nan, torch.inf, -torch.inf
+    rows[2, 0] = torch.nan
+    rows[5, 1] = torch.inf
+    rows[6, 2] = -torch.inf
     indptr, src_idx = edges()
-    found = cpu_reduce.reduce_edges(rows, indptr, src_idx, "max")
+    ours = cpu_reduce.reduce_edges(rows, indptr, src_idx, "max")
     expected = reference.reduce_edges(rows, indptr, src_idx, "max")
-    assert bool(found.isnan().any())
-    assert_close(found, expected, 0)
+    assert bool(ours.isnan().any())
+    assert_close(ours, expected, 0)
 
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
@@ -137,7 +140,7 @@ def test_a_destination_without_edges_gets_zeros_and_gives_no_gradient(reduce: st
 @pytest.mark.parametrize(
     "rows", [torch.zeros(0, 3), torch.zeros(4, 0), torch.zeros(0, 2, 2)], ids=lambda r: str(r.shape)
 )
-def test_nothing_to_reduce(reduce: str, rows: Tensor) -> None:
+def test_without_edges_outputs_and_gradients_have_the_right_shapes(reduce: str, rows: Tensor) -> None:
     no_edges = torch.empty(0, dtype=torch.int32)
     for num_dst in (0, 2):
         r = rows.clone().requires_grad_()
@@ -160,41 +163,46 @@ def test_views_and_int64_sources_give_the_same(reduce: str) -> None:
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 def test_gradients_are_those_of_finite_differences(reduce: str) -> None:
     indptr, src_idx = edges(num_dst=6, num_rows=5, num_edges=14)
-    rows, weight = randn(5, 3).requires_grad_(), randn(14, seed=8).requires_grad_()
+    rows = randn(5, 3).requires_grad_()
+    weight = randn(14, seed=8).requires_grad_()
     torch.autograd.gradcheck(lambda r, w: cpu_reduce.reduce_edges(r, indptr, src_idx, reduce, w), (rows, weight))
 
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-def test_own_rows_stand_beside_the_reduced_ones(reduce: str, weighted: bool) -> None:
-    (indptr, src_idx), own = edges(), randint(0, 25, 30, seed=7)  # some rows are the own of several
+def test_own_rows_stand_to_the_right_of_the_reduced_ones(reduce: str, weighted: bool) -> None:
+    indptr, src_idx = edges()
+    own_ids = randint(0, 25, 30, seed=7)  # some rows are the own row of several destinations
     results = []
     for module in (cpu_reduce, reference):
-        rows, weight = randn(25, 7).requires_grad_(), randn(200, seed=3).requires_grad_() if weighted else None
-        out = module.reduce_edges(rows, indptr, src_idx, reduce, weight, own)
+        rows = randn(25, 7).requires_grad_()
+        weight = randn(200, seed=3).requires_grad_() if weighted else None
+        out = module.reduce_edges(rows, indptr, src_idx, reduce, weight, own_ids)
         (out * randn(30, 14, seed=5)).sum().backward()
         results.append((out.detach(), rows.grad, None if weight is None else weight.grad))
     assert_equal_results(results, 1e-12)
-    assert torch.equal(results[0][0][:, 7:], randn(25, 7)[own])
+    assert torch.equal(results[0][0][:, 7:], randn(25, 7)[own_ids])
 
 
 @pytest.mark.parametrize(
-    ("rows", "own", "message"),
+    ("rows", "own_ids", "message"),
     [
         (randn(4, 3), [0], r"one row id per destination: expected shape \[2\], got \[1\]"),
         (randn(4, 3, 2), [0, 1], r"expected 2 dimensions, got shape \[4, 3, 2\]"),
         (randn(4), [0, 1], r"expected 2 dimensions, got shape \[4\]"),
     ],
 )
-def test_own_rows_that_do_not_fit_are_refused(rows: Tensor, own: list[int], message: str) -> None:
+def test_own_rows_that_do_not_fit_are_refused(rows: Tensor, own_ids: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        cpu_reduce.reduce_edges(rows, torch.tensor([0, 1, 1]), torch.tensor([0]), "sum", None, torch.tensor(own))
+        cpu_reduce.reduce_edges(rows, torch.tensor([0, 1, 1]), torch.tensor([0]), "sum", None, torch.tensor(own_ids))
 
 
-@pytest.mark.parametrize("own", [[0, 4], [-1, 0]])
-def test_own_rows_that_do_not_exist_are_refused(own: list[int]) -> None:
+@pytest.mark.parametrize("own_ids", [[0, 4], [-1, 0]])
+def test_own_rows_that_do_not_exist_are_refused(own_ids: list[int]) -> None:
     with pytest.raises(IndexError, match=r"outside 0 \.\. 3"):
-        cpu_reduce.reduce_edges(randn(4, 3), torch.tensor([0, 1, 1]), torch.tensor([0]), "sum", None, torch.tensor(own))
+        cpu_reduce.reduce_edges(
+            randn(4, 3), torch.tensor([0, 1, 1]), torch.tensor([0]), "sum", None, torch.tensor(own_ids)
+        )
 
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
@@ -206,13 +214,13 @@ def test_the_number_of_threads_changes_no_bit(reduce: str, dtype: torch.dtype) -
     results = []
     for threads in (1, 2, 5):
         with torch_threads(threads):
-            results.append(both(rows, reduce, weight, pair)[0])
+            results.append(run_both(rows, reduce, weight, pair)[0])
     for other in results[1:]:
-        for found, expected in zip(other, results[0], strict=True):
-            assert found is expected is None or torch.equal(found, expected)  # type: ignore[arg-type]
+        for ours, expected in zip(other, results[0], strict=True):
+            assert ours is expected is None or torch.equal(ours, expected)  # type: ignore[arg-type]
 
 
-def test_only_the_gradients_that_are_asked_for() -> None:
+def test_only_the_gradients_that_are_needed_are_computed() -> None:
     indptr, src_idx = edges()
     weight = randn(200, seed=3).requires_grad_()
     rows = randn(25, 4)
@@ -231,15 +239,17 @@ def test_only_the_gradients_that_are_asked_for() -> None:
     p=[0.0, 0.1, 0.5, 0.9, 1.0],
 )
 def test_dropout_equals_the_reference_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...], p: float) -> None:
-    x, ids = randn(40, *shape, dtype=dtype), randint(0, 2**40, 40)
+    x = randn(40, *shape, dtype=dtype)
+    ids = randint(0, 2**40, 40)
     for key in (0, -3, 2**61):
-        found = cpu_reduce.keyed_dropout(x, p, key, ids)
-        assert found.dtype == dtype
-        assert torch.equal(found, reference.keyed_dropout(x, p, key, ids))
+        ours = cpu_reduce.keyed_dropout(x, p, key, ids)
+        assert ours.dtype == dtype
+        assert torch.equal(ours, reference.keyed_dropout(x, p, key, ids))
 
 
 def test_dropout_of_nothing_and_of_everything() -> None:
-    x, ids = randn(10, 6), torch.arange(10)
+    x = randn(10, 6)
+    ids = torch.arange(10)
     assert torch.equal(cpu_reduce.keyed_dropout(x, 0.0, 1, ids), x)
     assert not cpu_reduce.keyed_dropout(x, 1.0, 1, ids).any()
     assert cpu_reduce.keyed_dropout(x[:0], 0.5, 1, ids[:0]).shape == (0, 6)
@@ -247,7 +257,8 @@ def test_dropout_of_nothing_and_of_everything() -> None:
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
 def test_dropout_keeps_the_expectation_and_drops_the_share(p: float) -> None:
-    rows, width = 3000, 101
+    rows = 3000
+    width = 101
     out = cpu_reduce.keyed_dropout(torch.ones(rows, width, dtype=torch.float64), p, 7, torch.arange(rows))
     spread = (p / (1 - p) / (rows * width)) ** 0.5
     assert abs(float(out.mean()) - 1) < 4 * spread
@@ -256,10 +267,10 @@ def test_dropout_keeps_the_expectation_and_drops_the_share(p: float) -> None:
 
 
 def test_dropout_columns_and_neighbouring_nodes_are_independent() -> None:
-    kept = (cpu_reduce.keyed_dropout(torch.ones(40000, 6), 0.5, 3, torch.arange(40000)) > 0).double() - 0.5
-    columns = kept.t() @ kept / 10000
+    centred = (cpu_reduce.keyed_dropout(torch.ones(40000, 6), 0.5, 3, torch.arange(40000)) > 0).double() - 0.5
+    columns = centred.t() @ centred / 10000
     assert float((columns - torch.eye(6)).abs().max()) < 4 / 200
-    assert float(((kept[1:] * kept[:-1]).mean(0) * 4).abs().max()) < 4 / 200
+    assert float(((centred[1:] * centred[:-1]).mean(0) * 4).abs().max()) < 4 / 200
 
 
 def test_a_node_has_the_same_mask_wherever_it_stands() -> None:
@@ -271,7 +282,8 @@ def test_a_node_has_the_same_mask_wherever_it_stands() -> None:
 
 
 def test_dropout_backward_draws_the_same_mask_again() -> None:
-    x, ids = randn(12, 9).requires_grad_(), torch.arange(12)
+    x = randn(12, 9).requires_grad_()
+    ids = torch.arange(12)
     out = cpu_reduce.keyed_dropout(x, 0.4, 3, ids)
     (grad,) = torch.autograd.grad(out.sum(), x)
     assert_close(out.detach(), (x * grad).detach(), 1e-15)
@@ -279,7 +291,8 @@ def test_dropout_backward_draws_the_same_mask_again() -> None:
 
 
 def test_dropout_can_be_differentiated_twice() -> None:
-    x, ids = randn(3, 4).requires_grad_(), torch.arange(3)
+    x = randn(3, 4).requires_grad_()
+    ids = torch.arange(3)
     torch.autograd.gradgradcheck(lambda v: cpu_reduce.keyed_dropout(v**2, 0.4, 3, ids), (x,))
 
 
@@ -289,7 +302,8 @@ def test_dropout_needs_one_id_per_row() -> None:
 
 
 def test_dropout_bits_do_not_depend_on_threads() -> None:
-    x, ids = randn(3000, 64, dtype=torch.float32), torch.arange(3000)
+    x = randn(3000, 64, dtype=torch.float32)
+    ids = torch.arange(3000)
     with torch_threads(1):
         alone = cpu_reduce.keyed_dropout(x, 0.5, 1, ids)
     with torch_threads(2):
@@ -299,11 +313,12 @@ def test_dropout_bits_do_not_depend_on_threads() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
 def test_dropout_of_stored_columns_is_that_of_whole_rows(p: float, dtype: torch.dtype) -> None:
-    x, ids = randn(50, 23).to(dtype), randint(0, 10**12, 50)
+    x = randn(50, 23).to(dtype)
+    ids = randint(0, 10**12, 50)
     rows, columns = (x > 0.5).nonzero(as_tuple=True)
     indptr = torch.zeros(51, dtype=torch.int64)
     indptr[1:] = torch.bincount(rows, minlength=50).cumsum(0)
     expected = cpu_reduce.keyed_dropout(x, p, 9, ids)[rows, columns]
     for module in (cpu_reduce, reference):
-        found = module.keyed_dropout_stored(x[rows, columns], indptr, columns.int(), p, 9, ids)
-        torch.testing.assert_close(found, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)
+        ours = module.keyed_dropout_stored(x[rows, columns], indptr, columns.int(), p, 9, ids)
+        torch.testing.assert_close(ours, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)

@@ -1,3 +1,5 @@
+"""What the Numba kernels share: the random generator, prefetching, threads, and their errors."""
+
 from __future__ import annotations
 
 import concurrent.futures
@@ -68,14 +70,14 @@ def test_prefetch_of_any_index_reads_nothing() -> None:
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("size", [0, 1, 3, 1000])
 def test_ranges_cover_everything_once(threads: int, size: int) -> None:
-    seen = np.zeros(size, dtype=np.int64)
+    visits = np.zeros(size, dtype=np.int64)
 
     def visit(start: int, stop: int) -> None:
-        seen[start:stop] += 1
+        visits[start:stop] += 1
 
     with torch_threads(threads):
         cpu_runtime.over_ranges(visit, size, work=1 << 24)
-    assert (seen == 1).all()
+    assert (visits == 1).all()
 
 
 def test_small_work_stays_on_the_calling_thread() -> None:
@@ -94,7 +96,7 @@ def test_an_error_in_any_range_reaches_the_caller() -> None:
         cpu_runtime.over_ranges(fail_at_the_end, 100, work=1 << 24)
 
 
-def test_a_thread_that_works_beside_others_starts_no_more_threads() -> None:
+def test_a_serial_thread_starts_no_more_threads() -> None:
     ranges: list[tuple[int, int]] = []
 
     def work() -> None:
@@ -112,7 +114,8 @@ def test_a_thread_that_works_beside_others_starts_no_more_threads() -> None:
 
 
 def test_own_threads_leave_torch_one_thread_and_give_it_back() -> None:
-    used, another_came = set(), threading.Event()
+    used = set()
+    another_came = threading.Event()
 
     def visit(start: int, stop: int) -> None:
         used.add((threading.get_ident(), torch.get_num_threads()))
@@ -139,9 +142,9 @@ def test_threads_do_not_wait_for_one_that_never_started(monkeypatch: pytest.Monk
         return [concurrent.futures.Future() for _ in range(count)]
 
     monkeypatch.setattr(cpu_runtime._kernel_threads, "submit", never_run)
-    seen: list[int] = []
-    cpu_runtime.in_threads(seen.append, 5, threads=3)
-    assert seen == [0, 1, 2, 3, 4]
+    tasks_run: list[int] = []
+    cpu_runtime.in_threads(tasks_run.append, 5, threads=3)
+    assert tasks_run == [0, 1, 2, 3, 4]
 
 
 def test_a_pool_that_is_replaced_has_taken_its_tasks_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,10 +172,10 @@ def test_a_pool_that_is_replaced_has_taken_its_tasks_before(monkeypatch: pytest.
 
 
 def test_threads_that_work_alone_leave_other_threads_their_number() -> None:
-    found: list[int] = []
+    num_threads: list[int] = []
 
     def ask() -> None:
-        found.append(torch.get_num_threads())
+        num_threads.append(torch.get_num_threads())
 
     with torch_threads(3):
         with cpu_runtime.start_threads(2, "test") as pool:
@@ -181,4 +184,4 @@ def test_threads_that_work_alone_leave_other_threads_their_number() -> None:
         later.start()
         later.join()
         assert torch.get_num_threads() == 3
-    assert found == [3]
+    assert num_threads == [3]

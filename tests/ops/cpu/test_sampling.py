@@ -22,30 +22,31 @@ SHAPES = [(2, 1), (3, 1), (3, 2), (5, 4), (20, 5), (21, 5), (41, 10), (64, 15), 
 
 
 @cache
-def over_nodes(degree: int, fanout: int, count: int, replace: bool = False) -> Tensor:
-    """Positions picked by many nodes under one key: [count, fanout]."""
+def positions_over_nodes(degree: int, fanout: int, count: int, replace: bool = False) -> Tensor:
+    """[count, fanout] positions that many nodes draw under one key."""
     indptr = torch.arange(count + 1) * degree
     indices = torch.arange(degree, dtype=torch.int32).repeat(count)
-    found = cpu_sampling.sample_neighbors(indptr, indices, torch.arange(count), fanout, derive_key(3, 1, 0), replace)
-    return found.ids.long().view(count, fanout)
+    sample = cpu_sampling.sample_neighbors(indptr, indices, torch.arange(count), fanout, derive_key(3, 1, 0), replace)
+    return sample.ids.long().view(count, fanout)
 
 
 @cache
-def over_keys(degree: int, fanout: int, count: int, replace: bool = False) -> Tensor:
-    """Positions picked by one node under many keys: [count, fanout]."""
-    indptr, indices = torch.tensor([0, 0, degree]), torch.arange(degree)
+def positions_over_keys(degree: int, fanout: int, count: int, replace: bool = False) -> Tensor:
+    """[count, fanout] positions that one node draws under many keys."""
+    indptr = torch.tensor([0, 0, degree])
+    indices = torch.arange(degree)
     node = torch.tensor([1])
     keys = [derive_key(5, 1, step) for step in range(count)]
     return torch.stack([cpu_sampling.sample_neighbors(indptr, indices, node, fanout, key, replace).ids for key in keys])
 
 
 Picks = Callable[[int, int, int], Tensor]
-MANY = pytest.mark.parametrize("picks", [over_nodes, over_keys], ids=["nodes", "keys"])
+MANY = pytest.mark.parametrize("picks", [positions_over_nodes, positions_over_keys], ids=["nodes", "keys"])
 
 
 def many_of(shapes: list[tuple[int, int]], of_keys: list[tuple[int, int]]) -> pytest.MarkDecorator:
     """Many nodes for all shapes; many keys, which take a call each, for some: an array and a hash table."""
-    cases = [(over_nodes, *shape) for shape in shapes] + [(over_keys, *shape) for shape in of_keys]
+    cases = [(positions_over_nodes, *shape) for shape in shapes] + [(positions_over_keys, *shape) for shape in of_keys]
     return pytest.mark.parametrize(("picks", "degree", "fanout"), cases)
 
 
@@ -67,9 +68,9 @@ def test_every_neighbour_is_equally_likely(picks: Picks, degree: int, fanout: in
 @many_of([s for s in SHAPES if s[1] > 1 and s[0] <= 64], [(5, 4), (41, 10)])
 def test_every_ordered_pair_of_picks_is_equally_likely(picks: Picks, degree: int, fanout: int) -> None:
     rounds = 4000
-    drawn = picks(degree, fanout, rounds)
+    positions = picks(degree, fanout, rounds)
     for i, j in {(0, 1), (0, fanout - 1), (fanout - 2, fanout - 1)}:
-        pairs = torch.bincount(drawn[:, i] * degree + drawn[:, j], minlength=degree**2).view(degree, degree)
+        pairs = torch.bincount(positions[:, i] * degree + positions[:, j], minlength=degree**2).view(degree, degree)
         assert not pairs.diagonal().any()
         cells = pairs[~torch.eye(degree, dtype=torch.bool)]
         assert_chi_square(cells, rounds / cells.numel(), cells.numel() - 1)
@@ -77,10 +78,11 @@ def test_every_ordered_pair_of_picks_is_equally_likely(picks: Picks, degree: int
 
 @MANY
 def test_pairs_of_a_large_neighbourhood_are_equally_likely(picks: Picks) -> None:
-    rounds, bins = 4000, 8
-    drawn = picks(1000, 10, rounds) % bins
+    rounds = 4000
+    bins = 8
+    positions = picks(1000, 10, rounds) % bins
     for i, j in ((0, 1), (0, 9), (4, 5)):
-        counts = torch.bincount(drawn[:, i] * bins + drawn[:, j], minlength=bins**2).view(bins, bins)
+        counts = torch.bincount(positions[:, i] * bins + positions[:, j], minlength=bins**2).view(bins, bins)
         per_bin = 1000 / bins
         expected = torch.full((bins, bins), rounds * per_bin**2 / (1000 * 999))
         expected.diagonal().fill_(rounds * per_bin * (per_bin - 1) / (1000 * 999))
@@ -98,12 +100,12 @@ def test_two_neighbours_are_included_together_as_often_as_they_should(picks: Pic
 
 
 def test_nodes_with_consecutive_ids_pick_independently() -> None:
-    picks = over_nodes(8, 1, 40000).view(-1, 2)
+    picks = positions_over_nodes(8, 1, 40000).view(-1, 2)
     assert_chi_square(torch.bincount(picks[:, 0] * 8 + picks[:, 1], minlength=64), 20000 / 64, 63)
 
 
 def test_consecutive_steps_pick_independently() -> None:
-    picks = over_keys(4, 1, 8000).view(-1, 2)
+    picks = positions_over_keys(4, 1, 8000).view(-1, 2)
     assert_chi_square(torch.bincount(picks[:, 0] * 4 + picks[:, 1], minlength=16), 4000 / 16, 15)
 
 
@@ -111,11 +113,11 @@ def test_consecutive_steps_pick_independently() -> None:
 @pytest.mark.parametrize(("degree", "fanout"), [(2, 1), (3, 7), (20, 5)])
 def test_with_replacement_every_pick_is_uniform_and_independent(picks: Callable, degree: int, fanout: int) -> None:
     rounds = 4000
-    drawn = picks(degree, fanout, rounds, True)
+    positions = picks(degree, fanout, rounds, True)
     for j in range(fanout):
-        assert_chi_square(torch.bincount(drawn[:, j], minlength=degree), rounds / degree, degree - 1)
+        assert_chi_square(torch.bincount(positions[:, j], minlength=degree), rounds / degree, degree - 1)
     if fanout > 1:
-        pairs = torch.bincount(drawn[:, 0] * degree + drawn[:, 1], minlength=degree**2)
+        pairs = torch.bincount(positions[:, 0] * degree + positions[:, 1], minlength=degree**2)
         assert_chi_square(pairs, rounds / degree**2, degree**2 - 1)
 
 
@@ -124,13 +126,13 @@ def test_with_replacement_every_pick_is_uniform_and_independent(picks: Callable,
 def test_samples_are_distinct_edges_of_their_node(fanout: int, dtype: torch.dtype) -> None:
     graph = random_graph(dtype=dtype)
     nodes = randint(0, graph.num_nodes, 80, seed=4)
-    found = cpu_sampling.sample_neighbors(graph.indptr, graph.indices, nodes, fanout, 9)
-    assert found.ids.dtype == dtype
-    assert torch.equal(found.ids, graph.indices[found.edge_ids])
+    sample = cpu_sampling.sample_neighbors(graph.indptr, graph.indices, nodes, fanout, 9)
+    assert sample.ids.dtype == dtype
+    assert torch.equal(sample.ids, graph.indices[sample.edge_ids])
     for i, node in enumerate(nodes.tolist()):
-        mine = found.edge_ids[int(found.indptr[i]) : int(found.indptr[i + 1])].tolist()
-        assert len(mine) == len(set(mine)) == min(fanout, len(neighbors_of(graph, node)))
-        assert all(int(graph.indptr[node]) <= e < int(graph.indptr[node + 1]) for e in mine)
+        edges_of_node = sample.edge_ids[int(sample.indptr[i]) : int(sample.indptr[i + 1])].tolist()
+        assert len(edges_of_node) == len(set(edges_of_node)) == min(fanout, len(neighbors_of(graph, node)))
+        assert all(int(graph.indptr[node]) <= e < int(graph.indptr[node + 1]) for e in edges_of_node)
 
 
 @pytest.mark.parametrize("replace", [False, True])
@@ -149,43 +151,45 @@ def test_a_smaller_fanout_is_a_prefix_of_a_larger(replace: bool) -> None:
 def test_minus_one_takes_all_in_order() -> None:
     graph = random_graph()
     nodes = torch.tensor([7, 0, 49, 7])
-    found = cpu_sampling.sample_neighbors(graph.indptr, graph.indices, nodes, -1, 1)
-    assert found.ids.tolist() == [u for v in nodes.tolist() for u in neighbors_of(graph, v)]
+    sample = cpu_sampling.sample_neighbors(graph.indptr, graph.indices, nodes, -1, 1)
+    assert sample.ids.tolist() == [u for v in nodes.tolist() for u in neighbors_of(graph, v)]
 
 
 def test_with_replacement_fills_the_fanout_except_where_there_is_nothing() -> None:
     graph = random_graph()
-    found = cpu_sampling.sample_neighbors(graph.indptr, graph.indices, torch.arange(50), 9, 1, replace=True)
+    sample = cpu_sampling.sample_neighbors(graph.indptr, graph.indices, torch.arange(50), 9, 1, replace=True)
     degrees = graph.in_degrees()
-    assert torch.equal(found.indptr.diff(), torch.where(degrees > 0, 9, 0))
+    assert torch.equal(sample.indptr.diff(), torch.where(degrees > 0, 9, 0))
 
 
 @pytest.mark.parametrize("fanout", [-1, 1, 4])
 @pytest.mark.parametrize("replace", [False, True])
-def test_no_nodes_and_no_edges(fanout: int, replace: bool) -> None:
+def test_no_nodes_or_no_edges_give_an_empty_sample(fanout: int, replace: bool) -> None:
     replace = replace and fanout > 0
-    indptr, indices = torch.zeros(4, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
+    indptr = torch.zeros(4, dtype=torch.int64)
+    indices = torch.empty(0, dtype=torch.int32)
     nobody = torch.empty(0, dtype=torch.int64)
     for nodes in (nobody, torch.arange(3)):
-        found = cpu_sampling.sample_neighbors(indptr, indices, nodes, fanout, 1, replace)
-        assert found.indptr.tolist() == [0] * (nodes.numel() + 1)
-        assert found.ids.numel() == found.edge_ids.numel() == 0
+        sample = cpu_sampling.sample_neighbors(indptr, indices, nodes, fanout, 1, replace)
+        assert sample.indptr.tolist() == [0] * (nodes.numel() + 1)
+        assert sample.ids.numel() == sample.edge_ids.numel() == 0
 
 
 @pytest.mark.parametrize("fanout", [5, 300])
-def test_a_million_neighbours(fanout: int) -> None:
+def test_a_million_neighbours_are_sampled_uniformly(fanout: int) -> None:
     degree = 10**6
-    indptr, indices = torch.tensor([0, 3, 3 + degree]), torch.arange(degree + 3, dtype=torch.int32)
+    indptr = torch.tensor([0, 3, 3 + degree])
+    indices = torch.arange(degree + 3, dtype=torch.int32)
     counts = torch.zeros(50, dtype=torch.int64)
     rounds = 3000 // fanout
     for key in range(rounds):
-        found = cpu_sampling.sample_neighbors(indptr, indices, torch.tensor([1]), fanout, derive_key(key))
-        assert torch.unique(found.edge_ids).numel() == fanout
-        counts += torch.bincount((found.edge_ids - 3) * 50 // degree, minlength=50)
+        sample = cpu_sampling.sample_neighbors(indptr, indices, torch.tensor([1]), fanout, derive_key(key))
+        assert torch.unique(sample.edge_ids).numel() == fanout
+        counts += torch.bincount((sample.edge_ids - 3) * 50 // degree, minlength=50)
     assert_chi_square(counts, rounds * fanout / 50, 49)
     last = derive_key(rounds - 1)
     plain = reference.sample_neighbors(indptr, indices, torch.tensor([1]), fanout, last)
-    assert torch.equal(found.edge_ids, plain.edge_ids)
+    assert torch.equal(sample.edge_ids, plain.edge_ids)
 
 
 @pytest.mark.parametrize("node", [-1, 50, 2**40])
@@ -210,19 +214,19 @@ def test_a_damaged_indptr_is_an_error(damage: list[int]) -> None:
 def test_id_map_numbers_by_first_occurrence_over_many_rounds(dense: bool, dtype: torch.dtype) -> None:
     id_map = cpu_sampling.IdMap(20000, dense=dense)
     for seed, rounds in enumerate([3, 1, 6, 2]):  # grows, is cleared, and grows again
-        known: dict[int, int] = {}
+        local_ids: dict[int, int] = {}
         for r in range(rounds):
             nodes = randint(0, 20000, 4000, seed=10 * seed + r).to(dtype)
-            expected = [known.setdefault(v, len(known)) for v in nodes.tolist()]
+            expected = [local_ids.setdefault(v, len(local_ids)) for v in nodes.tolist()]
             assert id_map.add(nodes).tolist() == expected
-            assert id_map.ids().tolist() == list(known)
-            assert id_map.size == len(known)
+            assert id_map.ids().tolist() == list(local_ids)
+            assert id_map.size == len(local_ids)
         id_map.clear()
         assert id_map.size == id_map.ids().numel() == 0
 
 
 @pytest.mark.parametrize("dense", [True, False], ids=["dense", "hash"])
-def test_id_map_takes_nothing(dense: bool) -> None:
+def test_id_map_accepts_an_empty_list(dense: bool) -> None:
     id_map = cpu_sampling.IdMap(5, dense=dense)
     assert id_map.add(torch.empty(0, dtype=torch.int64)).numel() == 0
     assert id_map.add(torch.tensor([4])).tolist() == [0]
@@ -276,9 +280,9 @@ DTYPES = [
 def test_gather_rows_of_any_type_and_width(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     rows = (100 * randn(40, *shape)).to(dtype)
     for ids in (randint(0, 40, 100), randint(0, 40, 3).int(), torch.empty(0, dtype=torch.int64)):
-        found = cpu_sampling.gather_rows(rows, ids)
-        assert found.dtype == dtype
-        assert torch.equal(found, rows[ids.long()])
+        ours = cpu_sampling.gather_rows(rows, ids)
+        assert ours.dtype == dtype
+        assert torch.equal(ours, rows[ids.long()])
 
 
 def test_gather_rows_from_views() -> None:
@@ -332,8 +336,8 @@ def test_gather_rows_keeps_gradients() -> None:
 @pytest.mark.parametrize("size", [0, 1, 500])
 def test_group_edges_equals_the_reference(size: int, dtype: torch.dtype) -> None:
     keys = randint(0, 20, size).to(dtype)
-    for found, expected in zip(cpu_sampling.group_edges(keys, 23), reference.group_edges(keys, 23), strict=True):
-        assert torch.equal(found, expected)
+    for ours, expected in zip(cpu_sampling.group_edges(keys, 23), reference.group_edges(keys, 23), strict=True):
+        assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("bad", [-1, 5])
@@ -345,6 +349,6 @@ def test_group_edges_refuses_a_group_that_is_not_there(bad: int) -> None:
 @pytest.mark.parametrize("loops", [False, True])
 def test_self_loops_equal_the_reference(loops: bool) -> None:
     graph = random_graph(loops=loops)
-    found = cpu_sampling.self_loops(graph.indptr, graph.indices)
-    assert torch.equal(found, reference.self_loops(graph.indptr, graph.indices))
-    assert found.numel() == (6 if loops else 0)
+    ours = cpu_sampling.self_loops(graph.indptr, graph.indices)
+    assert torch.equal(ours, reference.self_loops(graph.indptr, graph.indices))
+    assert ours.numel() == (6 if loops else 0)

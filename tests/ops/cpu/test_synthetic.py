@@ -26,7 +26,8 @@ def test_another_key_gives_another_order() -> None:
 
 
 def test_any_range_of_nodes_has_the_ranks_of_the_whole() -> None:
-    whole, some = np.empty(1000, dtype=np.int64), np.empty(100, dtype=np.int64)
+    whole = np.empty(1000, dtype=np.int64)
+    some = np.empty(100, dtype=np.int64)
     cpu_synthetic.fill_ranks(0, np.uint64(7), np.uint64(5), 1000, whole)
     cpu_synthetic.fill_ranks(250, np.uint64(7), np.uint64(5), 1000, some)
     assert some.tolist() == whole[250:350].tolist()

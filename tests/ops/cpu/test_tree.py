@@ -30,7 +30,8 @@ def test_trees_are_those_of_the_reference(seed: int):
 
 
 def test_a_damaged_graph_is_refused():
-    indptr, indices = torch.tensor([0, 2, 5]), torch.tensor([0, 1, 0])
+    indptr = torch.tensor([0, 2, 5])
+    indices = torch.tensor([0, 1, 0])
     with pytest.raises(ValueError, match="hopline verify"):
         cpu_sampling.sample_tree(indptr, indices, torch.tensor([1]), Slots(1, (2,)), 0)
     with pytest.raises(ValueError, match="outside"):

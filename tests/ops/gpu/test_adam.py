@@ -23,25 +23,27 @@ def test_steps_are_torchs_and_so_is_the_state(kind: str, decay: float):
     theirs = [torch.nn.Parameter(t.clone().to(KERNEL_DEVICE)) for t in start]
     rate = torch.tensor(0.01, device=KERNEL_DEVICE)
     options: dict[str, Any] = {"lr": rate, "weight_decay": decay, "capturable": KERNEL_DEVICE == "cuda"}
-    found = getattr(gpu_loss_and_adam, kind)(ours, **options)
-    expected = getattr(torch.optim, kind)(theirs, lr=0.01, weight_decay=decay)
-    for turn in range(6):
+    our_optimizer = getattr(gpu_loss_and_adam, kind)(ours, **options)
+    torch_optimizer = getattr(torch.optim, kind)(theirs, lr=0.01, weight_decay=decay)
+    for step in range(6):
         for a, b in zip(ours, theirs, strict=True):
-            b.grad = randn(*b.shape, seed=turn).float().to(KERNEL_DEVICE)
+            b.grad = randn(*b.shape, seed=step).float().to(KERNEL_DEVICE)
             a.grad = b.grad.clone()  # at another place each time
-        found.step()
-        expected.step()
-        if turn == 3:
+        our_optimizer.step()
+        torch_optimizer.step()
+        if step == 3:
             rate.fill_(0.002)
-            for group in expected.param_groups:
+            for group in torch_optimizer.param_groups:
                 group["lr"] = 0.002
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(found.state[a]["exp_avg_sq"], expected.state[b]["exp_avg_sq"], rtol=1e-5, atol=1e-8)
-        assert float(found.state[a]["step"]) == 6
+        torch.testing.assert_close(
+            our_optimizer.state[a]["exp_avg_sq"], torch_optimizer.state[b]["exp_avg_sq"], rtol=1e-5, atol=1e-8
+        )
+        assert float(our_optimizer.state[a]["step"]) == 6
     copy = getattr(torch.optim, kind)(theirs, lr=0.01)
-    copy.load_state_dict(found.state_dict())
-    torch.testing.assert_close(copy.state[theirs[0]]["exp_avg"], found.state[ours[0]]["exp_avg"])
+    copy.load_state_dict(our_optimizer.state_dict())
+    torch.testing.assert_close(copy.state[theirs[0]]["exp_avg"], our_optimizer.state[ours[0]]["exp_avg"])
 
 
 def test_what_the_kernel_cannot_do_is_left_to_torch():
@@ -62,13 +64,13 @@ def test_options_that_the_kernel_does_not_know_are_taken_by_torch(option: str):
     on_gpu = KERNEL_DEVICE == "cuda"
     options: dict[str, Any] = {option: True}
     rate = torch.tensor(0.1, device=KERNEL_DEVICE)
-    found = gpu_loss_and_adam.Adam([ours], lr=rate, capturable=on_gpu, **options)
-    expected = torch.optim.Adam([theirs], lr=0.1, **options)
-    for turn in range(4):
-        theirs.grad = (randn(5, seed=turn) / (1 + turn)).float().to(KERNEL_DEVICE)
+    our_optimizer = gpu_loss_and_adam.Adam([ours], lr=rate, capturable=on_gpu, **options)
+    torch_optimizer = torch.optim.Adam([theirs], lr=0.1, **options)
+    for step in range(4):
+        theirs.grad = (randn(5, seed=step) / (1 + step)).float().to(KERNEL_DEVICE)
         ours.grad = theirs.grad.clone()
-        found.step()
-        expected.step()
+        our_optimizer.step()
+        torch_optimizer.step()
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 

@@ -26,7 +26,7 @@ SLOPE = 0.3
 
 
 def tree(seeds: int = 9, fanouts: tuple[int, ...] = (3, 10, 2), hop: int = 1) -> Edges:
-    """With empty slots, an empty seed, and nodes that are their own neighbours."""
+    """A tree with empty slots, an empty seed, and nodes that are their own neighbours."""
     indptr, indices = csr()
     indices[indptr[3] : indptr[3] + 3] = 3
     start = torch.cat([torch.tensor([3, -1]), torch.arange(seeds - 2)])
@@ -37,7 +37,7 @@ def tree(seeds: int = 9, fanouts: tuple[int, ...] = (3, 10, 2), hop: int = 1) ->
 
 
 def block(num_src: int = 40, num_dst: int = 24) -> Edges:
-    """With a hub, destinations without edges, a source without any, double edges and self-loops."""
+    """A block with a hub, destinations and a source without edges, double edges and self-loops."""
     degrees = torch.cat([torch.tensor([70, 0, 1]), randint(0, 12, num_dst - 4), torch.zeros(1, dtype=torch.int64)])
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degrees.cumsum(0)])
     src = randint(0, num_src - 1, int(indptr[-1]))
@@ -52,27 +52,29 @@ both_of_each = parametrize_kernel([("tree", True), ("block", False)], layout=[*L
 
 def pairs(edges: Edges, loops: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(destinations, sources, place of each among its destination's edges), self-loops being at place 0."""
-    found, is_tree = [], edges.slots is not None
+    triples = []
+    is_tree = edges.slots is not None
     for d in range(edges.num_dst):
         if is_tree and edges.sources[d] < 0:
             continue
-        start, stop = int(edges.starts[d]), int(edges.stops[d]) + (int(edges.starts[d]) if is_tree else 0)
+        start = int(edges.starts[d])
+        stop = int(edges.stops[d]) + (int(edges.starts[d]) if is_tree else 0)
         if loops:
-            found.append((d, d, 0))
+            triples.append((d, d, 0))
         for place, e in enumerate(range(start, stop)):
             src = e if is_tree else int(edges.sources[e])
             same = edges.sources[e] == edges.sources[d] if is_tree else src == d
             if not (loops and same):
-                found.append((d, src, place + 1))
-    dst, src, place = torch.tensor(found).t().to(DEVICE)
+                triples.append((d, src, place + 1))
+    dst, src, place = torch.tensor(triples).t().to(DEVICE)
     return dst, src, place
 
 
-def attended(
+def attend_by_definition(
     x: Tensor, own: Tensor | None, att: Tensor, att_own: Tensor | None, edges: Edges, loops: bool,
     factors: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The definition, with a row per edge."""
+    """Attention by its definition, with a row per edge."""
     heads, columns = att.shape
     rows = x.view(-1, heads, columns)
     own_rows = (x[: edges.num_dst] if own is None else own).view(-1, heads, columns)
@@ -92,31 +94,31 @@ def inputs(
     edges: Edges, heads: int, columns: int, v2: bool, shared: bool, dtype: torch.dtype = torch.float64
 ) -> list[Tensor | None]:
     width = heads * columns
-    made = [
+    tensors = [
         randn(edges.num_src, width, seed=1),
         None if shared else randn(edges.num_dst, width, seed=2),
         randn(heads, columns, seed=3),
         None if v2 else randn(heads, columns, seed=4),
     ]
     if edges.slots is not None:
-        assert made[0] is not None
-        made[0][(edges.sources[: edges.num_src] < 0).cpu()] = 1e3  # nobody may read these
+        assert tensors[0] is not None
+        tensors[0][(edges.sources[: edges.num_src] < 0).cpu()] = 1e3  # nobody may read these
     kinds = (dtype, dtype, torch.promote_types(dtype, torch.float32), torch.promote_types(dtype, torch.float32))
-    return [None if t is None else t.to(k).to(DEVICE).requires_grad_() for t, k in zip(made, kinds, strict=True)]
+    return [None if t is None else t.to(k).to(DEVICE).requires_grad_() for t, k in zip(tensors, kinds, strict=True)]
 
 
-def run(function: Any, given: list[Tensor | None], *options: Any, **named: Any) -> tuple[Tensor, list[Tensor | None]]:
+def run(function: Any, tensors: list[Tensor | None], *options: Any, **named: Any) -> tuple[Tensor, list[Tensor | None]]:
     """(output, gradients of a random projection of it)."""
-    out = function(*given, *options, **named)
+    out = function(*tensors, *options, **named)
     (out * randn(*out.shape, seed=9).bfloat16().to(out)).sum().backward()
-    return out.detach(), [None if t is None else t.grad for t in given]
+    return out.detach(), [None if t is None else t.grad for t in tensors]
 
 
-def assert_equal(found: Any, expected: Any, tolerance: float) -> None:
-    for ours, theirs in zip([found[0], *found[1]], [expected[0], *expected[1]], strict=True):
-        assert (ours is None) == (theirs is None)
-        if ours is not None:
-            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+def assert_equal(ours: Any, expected: Any, tolerance: float) -> None:
+    for our_tensor, expected_tensor in zip([ours[0], *ours[1]], [expected[0], *expected[1]], strict=True):
+        assert (our_tensor is None) == (expected_tensor is None)
+        if our_tensor is not None:
+            torch.testing.assert_close(our_tensor, expected_tensor, rtol=tolerance, atol=tolerance)
 
 
 @parametrize_kernel(
@@ -131,11 +133,11 @@ def assert_equal(found: Any, expected: Any, tolerance: float) -> None:
     loops=[False, True],
     shared=[False, True],
 )
-def test_attention_and_its_gradients(layout: str, v2: bool, loops: bool, shared: bool):
+def test_outputs_and_gradients_are_those_of_the_definition(layout: str, v2: bool, loops: bool, shared: bool):
     edges = LAYOUTS[layout]()
-    expected = run(attended, inputs(edges, 2, 5, v2, shared), edges, loops)
-    found = run(gpu_attention.attend, inputs(edges, 2, 5, v2, shared), edges, slope=SLOPE, loops=loops)
-    assert_equal(found, expected, 1e-10)
+    expected = run(attend_by_definition, inputs(edges, 2, 5, v2, shared), edges, loops)
+    ours = run(gpu_attention.attend, inputs(edges, 2, 5, v2, shared), edges, slope=SLOPE, loops=loops)
+    assert_equal(ours, expected, 1e-10)
     check_device_errors()
 
 
@@ -145,42 +147,51 @@ def test_attention_and_its_gradients(layout: str, v2: bool, loops: bool, shared:
     v2=[False, True],
     shape=[(1, 1), (3, 40), (4, 8), (1, 300)],
 )
-def test_any_number_and_width_of_heads(layout: str, v2: bool, shape: tuple[int, int]):
+def test_any_number_and_width_of_heads_equals_the_definition(layout: str, v2: bool, shape: tuple[int, int]):
     edges = LAYOUTS[layout]()
     heads, columns = shape
-    given, same = (inputs(edges, heads, columns, v2, shared=True) for _ in range(2))
-    expected = run(attended, [t if i < 2 else scaled(t) for i, t in enumerate(given)], edges, True)
-    found = run(gpu_attention.attend, [t if i < 2 else scaled(t) for i, t in enumerate(same)], edges, slope=SLOPE)
-    assert_equal(found, expected, 1e-9)
+    inputs_of_definition, inputs_of_kernel = (inputs(edges, heads, columns, v2, shared=True) for _ in range(2))
+    expected = run(
+        attend_by_definition, [t if i < 2 else scale_down(t) for i, t in enumerate(inputs_of_definition)], edges, True
+    )
+    ours = run(
+        gpu_attention.attend,
+        [t if i < 2 else scale_down(t) for i, t in enumerate(inputs_of_kernel)],
+        edges,
+        slope=SLOPE,
+    )
+    assert_equal(ours, expected, 1e-9)
 
 
-def scaled(att: Tensor | None) -> Tensor | None:
+def scale_down(att: Tensor | None) -> Tensor | None:
     """Scores that plain `exp` can take for rows of any width."""
     return None if att is None else (att.detach() / 20).requires_grad_()
 
 
 @parametrize_kernel([("tree", False), ("block", True)], layout=[*LAYOUTS], v2=[False, True])
-def test_single_precision(layout: str, v2: bool):
+def test_single_precision_is_near_the_definition_in_double(layout: str, v2: bool):
     edges = LAYOUTS[layout]()
-    given, same = (inputs(edges, 2, 8, v2, shared=True, dtype=torch.float32) for _ in range(2))
-    exact = [None if t is None else t.detach().double().requires_grad_() for t in same]
-    out, grads = run(attended, exact, edges, True)
+    inputs_of_kernel, inputs_of_definition = (
+        inputs(edges, 2, 8, v2, shared=True, dtype=torch.float32) for _ in range(2)
+    )
+    exact = [None if t is None else t.detach().double().requires_grad_() for t in inputs_of_definition]
+    out, grads = run(attend_by_definition, exact, edges, True)
     expected = out.float(), [None if g is None else g.float() for g in grads]
-    assert_equal(run(gpu_attention.attend, given, edges, slope=SLOPE), expected, 1e-5)
+    assert_equal(run(gpu_attention.attend, inputs_of_kernel, edges, slope=SLOPE), expected, 1e-5)
 
 
 @both_of_each
 def test_half_precision_is_summed_in_single(layout: str, v2: bool):
     edges = LAYOUTS[layout]()
-    given = inputs(edges, 2, 8, v2, shared=True, dtype=torch.bfloat16)
-    exact = [None if t is None else t.detach().double().requires_grad_() for t in given]
-    expected, grads = run(attended, exact, edges, True)
-    found, ours = run(gpu_attention.attend, given, edges, slope=SLOPE)
-    assert found.dtype == torch.bfloat16
-    for one, other in zip([found, *ours], [expected, *grads], strict=True):
-        if one is not None:
-            assert other is not None
-            assert (one.double() - other).norm() < 5e-3 * other.norm()
+    tensors = inputs(edges, 2, 8, v2, shared=True, dtype=torch.bfloat16)
+    exact = [None if t is None else t.detach().double().requires_grad_() for t in tensors]
+    expected, grads = run(attend_by_definition, exact, edges, True)
+    ours, our_grads = run(gpu_attention.attend, tensors, edges, slope=SLOPE)
+    assert ours.dtype == torch.bfloat16
+    for our_tensor, exact_tensor in zip([ours, *our_grads], [expected, *grads], strict=True):
+        if our_tensor is not None:
+            assert exact_tensor is not None
+            assert (our_tensor.double() - exact_tensor).norm() < 5e-3 * exact_tensor.norm()
 
 
 def factors_of(edges: Edges, loops: bool, heads: int, p: float, key: int) -> Tensor:
@@ -188,8 +199,8 @@ def factors_of(edges: Edges, loops: bool, heads: int, p: float, key: int) -> Ten
     dst, _, place = pairs(edges, loops)
     number = place[:, None] * heads + torch.arange(heads, device=DEVICE)
     raw = random.draw(key, edges.ids[: edges.num_dst][dst][:, None], number)
-    kept = ((raw >> 48) & 0xFFFF) >= round(p * 65536)
-    return kept.double() * (65536 / (65536 - round(p * 65536)))
+    is_kept = ((raw >> 48) & 0xFFFF) >= round(p * 65536)
+    return is_kept.double() * (65536 / (65536 - round(p * 65536)))
 
 
 @parametrize_kernel(
@@ -199,16 +210,18 @@ def factors_of(edges: Edges, loops: bool, heads: int, p: float, key: int) -> Ten
     key_on_device=[False, True],
 )
 def test_dropout_is_drawn_from_the_key_and_again_in_backward(layout: str, v2: bool, key_on_device: bool):
-    edges, key, p = LAYOUTS[layout](), random.derive_key(3, 4), 0.4
+    edges = LAYOUTS[layout]()
+    key = random.derive_key(3, 4)
+    p = 0.4
     factors = factors_of(edges, True, 2, p, key)
     assert 0.3 < float((factors == 0).double().mean()) < 0.5
-    expected = run(attended, inputs(edges, 2, 5, v2, False), edges, True, factors)
-    given = torch.tensor([key], device=DEVICE) if key_on_device else key
-    found = run(gpu_attention.attend, inputs(edges, 2, 5, v2, False), edges, slope=SLOPE, p=p, key=given)
-    assert_equal(found, expected, 1e-10)
+    expected = run(attend_by_definition, inputs(edges, 2, 5, v2, False), edges, True, factors)
+    key_argument = torch.tensor([key], device=DEVICE) if key_on_device else key
+    ours = run(gpu_attention.attend, inputs(edges, 2, 5, v2, False), edges, slope=SLOPE, p=p, key=key_argument)
+    assert_equal(ours, expected, 1e-10)
 
 
-def test_all_is_dropped_at_one():
+def test_dropout_of_one_gives_zeros():
     edges = block()
     out, (grad, *_) = run(gpu_attention.attend, inputs(edges, 2, 5, False, True), edges, p=1.0, key=1)
     assert not out.any()
@@ -217,21 +230,21 @@ def test_all_is_dropped_at_one():
 
 
 @parametrize_kernel([(True,)], v2=[False, True])
-def test_empty_slots_matter_to_nobody(v2: bool):
+def test_rows_of_empty_slots_are_not_read(v2: bool):
     edges = tree()
-    empty = edges.sources[: edges.num_src] < 0
-    given, same = (inputs(edges, 2, 5, v2, shared=True) for _ in range(2))
-    assert same[0] is not None
-    same[0].data[empty] = float("nan")
-    out, grads = run(gpu_attention.attend, given, edges)
-    again, others = run(gpu_attention.attend, same, edges)
-    assert torch.equal(out, again)
-    assert not out[empty[: edges.num_dst]].any()
-    for one, other in zip(grads, others, strict=True):
-        assert one is None or (other is not None and torch.equal(one, other))
+    is_empty = edges.sources[: edges.num_src] < 0
+    clean, spoilt = (inputs(edges, 2, 5, v2, shared=True) for _ in range(2))
+    assert spoilt[0] is not None
+    spoilt[0].data[is_empty] = float("nan")
+    out, grads = run(gpu_attention.attend, clean, edges)
+    spoilt_out, spoilt_grads = run(gpu_attention.attend, spoilt, edges)
+    assert torch.equal(out, spoilt_out)
+    assert not out[is_empty[: edges.num_dst]].any()
+    for grad, spoilt_grad in zip(grads, spoilt_grads, strict=True):
+        assert grad is None or (spoilt_grad is not None and torch.equal(grad, spoilt_grad))
     assert grads[0] is not None
-    assert empty.any()
-    assert not grads[0][empty].any()
+    assert is_empty.any()
+    assert not grads[0][is_empty].any()
 
 
 @parametrize_kernel([("block",)], layout=[*LAYOUTS])
@@ -247,14 +260,14 @@ def test_every_run_gives_the_same_bits(layout: str):
 
 def test_large_scores_do_not_overflow():
     edges = block()
-    given = inputs(edges, 1, 4, False, True, torch.float32)
-    given[2] = torch.full((1, 4), 500.0, device=DEVICE, requires_grad=True)
-    out, grads = run(gpu_attention.attend, given, edges)
+    tensors = inputs(edges, 1, 4, False, True, torch.float32)
+    tensors[2] = torch.full((1, 4), 500.0, device=DEVICE, requires_grad=True)
+    out, grads = run(gpu_attention.attend, tensors, edges)
     assert out.isfinite().all()
     assert all(g is None or bool(g.isfinite().all()) for g in grads)
 
 
-def test_nothing_to_attend_to():
+def test_destinations_without_edges_get_zeros():
     none = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     edges = gpu_attention.block_edges(none, none[:0].int(), 3, none[:0])
     x = torch.ones(3, 4, device=DEVICE, requires_grad=True)
@@ -279,13 +292,13 @@ def test_edges_that_do_not_fit_raise_later(damage: str):
 
 
 @both_of_each
-def test_the_tiles_do_not_matter(layout: str, v2: bool, monkeypatch: pytest.MonkeyPatch):
+def test_the_tile_sizes_change_no_result(layout: str, v2: bool, monkeypatch: pytest.MonkeyPatch):
     """Many programs, each with several rounds of edges; in the interpreter tiles are large otherwise."""
     edges = LAYOUTS[layout]()
-    expected = run(attended, inputs(edges, 2, 5, v2, True), edges, True)
+    expected = run(attend_by_definition, inputs(edges, 2, 5, v2, True), edges, True)
     monkeypatch.setattr(gpu_attention, "_tile", lambda columns, edges: {"R": 16, "E": 4})
-    found = run(gpu_attention.attend, inputs(edges, 2, 5, v2, True), edges, slope=SLOPE)
-    assert_equal(found, expected, 1e-10)
+    ours = run(gpu_attention.attend, inputs(edges, 2, 5, v2, True), edges, slope=SLOPE)
+    assert_equal(ours, expected, 1e-10)
 
 
 @pytest.mark.gpu
@@ -293,12 +306,12 @@ def test_the_tiles_do_not_matter(layout: str, v2: bool, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing_waits_for_the_device(layout: str):
     edges = LAYOUTS[layout]()
-    given = inputs(edges, 2, 8, False, True, torch.float32)
+    tensors = inputs(edges, 2, 8, False, True, torch.float32)
     projection = randn(edges.num_dst, 16, dtype=torch.float32).to(DEVICE)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = gpu_attention.attend(*given, edges, p=0.5, key=3)  # type: ignore[arg-type]
-        found.mul(projection).sum().backward()
+        out = gpu_attention.attend(*tensors, edges, p=0.5, key=3)  # type: ignore[arg-type]
+        out.mul(projection).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(found, gpu_attention.attend(*given, edges, p=0.5, key=3))  # type: ignore[arg-type]
+    assert torch.equal(out, gpu_attention.attend(*tensors, edges, p=0.5, key=3))  # type: ignore[arg-type]

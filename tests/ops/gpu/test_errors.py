@@ -1,3 +1,5 @@
+"""Errors that kernels find on the device are raised once, at the next check."""
+
 from __future__ import annotations
 
 import pytest

@@ -25,17 +25,18 @@ def test_loss_and_gradient_are_torchs(shape: tuple[int, int], dtype: torch.dtype
     num, classes = shape
     values = (5 * randn(num, classes)).to(dtype).to(KERNEL_DEVICE)
     labels = randint(0, classes, num).to(KERNEL_DEVICE)
-    found, expected = values.clone().requires_grad_(), values.float().requires_grad_()
-    ours = gpu_loss_and_adam.cross_entropy(found, labels)
-    theirs = torch.nn.functional.cross_entropy(expected, labels)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    (3 * ours).backward()
-    (3 * theirs).backward()
-    assert found.grad is not None
-    assert expected.grad is not None
-    assert found.grad.dtype == dtype
+    our_scores = values.clone().requires_grad_()
+    torch_scores = values.float().requires_grad_()
+    our_loss = gpu_loss_and_adam.cross_entropy(our_scores, labels)
+    torch_loss = torch.nn.functional.cross_entropy(torch_scores, labels)
+    torch.testing.assert_close(our_loss, torch_loss, rtol=1e-5, atol=1e-6)
+    (3 * our_loss).backward()
+    (3 * torch_loss).backward()
+    assert our_scores.grad is not None
+    assert torch_scores.grad is not None
+    assert our_scores.grad.dtype == dtype
     tolerance: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-4}
-    torch.testing.assert_close(found.grad.float(), expected.grad, **tolerance)
+    torch.testing.assert_close(our_scores.grad.float(), torch_scores.grad, **tolerance)
 
 
 @pytest.mark.parametrize("label", [-100, -1, 3])

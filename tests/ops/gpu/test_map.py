@@ -1,4 +1,4 @@
-"""The map with a stamp per node, and the sorting one behind it, against that of the CPU."""
+"""The device id map with a stamp per node, and the sorting map behind it, against the CPU's map."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ DEVICE = torch.device(KERNEL_DEVICE)
     dtype=[torch.int32, torch.int64],
 )
 def test_equals_the_map_of_the_cpu_over_several_batches(dense: bool, dtype: torch.dtype) -> None:
-    ours, expected = DeviceIdMap(300, DEVICE, dense), IdMap(300)
+    ours = DeviceIdMap(300, DEVICE, dense)
+    expected = IdMap(300)
     for batch in range(3):
         for hop, size in enumerate((5, 0, 80, 1500)):
             nodes = randint(0, 300, size, seed=10 * batch + hop).to(dtype)

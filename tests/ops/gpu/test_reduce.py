@@ -53,12 +53,12 @@ def run(
     return out.detach().cpu(), r.grad.cpu(), None if w is None or w.grad is None else w.grad.cpu()
 
 
-def assert_same_results(found: Results, expected: Results, tolerance: float) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours is None) == (theirs is None)
-        if ours is not None and theirs is not None:
-            assert ours.dtype == theirs.dtype
-            assert_close(ours, theirs, tolerance)
+def assert_same_results(ours: Results, expected: Results, tolerance: float) -> None:
+    for our_tensor, expected_tensor in zip(ours, expected, strict=True):
+        assert (our_tensor is None) == (expected_tensor is None)
+        if our_tensor is not None and expected_tensor is not None:
+            assert our_tensor.dtype == expected_tensor.dtype
+            assert_close(our_tensor, expected_tensor, tolerance)
 
 
 @parametrize_kernel(
@@ -103,9 +103,9 @@ def test_half_types_are_reduced_in_float32_and_rounded_once(dtype: torch.dtype, 
     weight = randn(200, seed=3, dtype=dtype) if weighted else None
     rows = randn(25, 8, dtype=dtype)
     exact = reference.reduce_edges(rows.float(), indptr, src_idx, reduce, None if weight is None else weight.float())
-    found, _, _ = run(gpu_reduce, rows, indptr, src_idx, reduce, weight)
-    assert found.dtype == dtype
-    assert_close(found.float(), exact.to(dtype).float(), torch.finfo(dtype).eps)
+    ours, _, _ = run(gpu_reduce, rows, indptr, src_idx, reduce, weight)
+    assert ours.dtype == dtype
+    assert_close(ours.float(), exact.to(dtype).float(), torch.finfo(dtype).eps)
 
 
 @parametrize_kernel(
@@ -116,13 +116,13 @@ def test_half_types_are_reduced_in_float32_and_rounded_once(dtype: torch.dtype, 
 def test_gradients_of_half_types_are_summed_in_float32(dtype: torch.dtype, reduce: str) -> None:
     arguments = (*edges(), reduce)
     rows = randn(25, 8, dtype=dtype)
-    _, found, _ = run(gpu_reduce, rows, *arguments)
+    _, ours, _ = run(gpu_reduce, rows, *arguments)
     leaf = rows.float().requires_grad_()
     out = reference.reduce_edges(leaf, *arguments)
     (exact,) = torch.autograd.grad(out, leaf, randn(*out.shape, seed=5, dtype=dtype).float())
-    assert found is not None
-    assert found.dtype == dtype
-    assert_close(found.float(), exact.to(dtype).float(), 2 * torch.finfo(dtype).eps)
+    assert ours is not None
+    assert ours.dtype == dtype
+    assert_close(ours.float(), exact.to(dtype).float(), 2 * torch.finfo(dtype).eps)
 
 
 @parametrize_kernel(
@@ -133,8 +133,8 @@ def test_gradients_of_half_types_are_summed_in_float32(dtype: torch.dtype, reduc
 )
 def test_own_rows_stand_to_the_right(reduce: str, weighted: bool, which: str) -> None:
     weight = randn(150, seed=3) if weighted else None
-    own = torch.arange(20) if which == "first" else randint(0, 25, 20, seed=9)
-    arguments = (randn(25, 5), *edges(20, 25, 150), reduce, weight, own)
+    own_ids = torch.arange(20) if which == "first" else randint(0, 25, 20, seed=9)
+    arguments = (randn(25, 5), *edges(20, 25, 150), reduce, weight, own_ids)
     assert_same_results(run(gpu_reduce, *arguments), run(reference, *arguments), 1e-12)
 
 
@@ -146,17 +146,21 @@ def test_ties_and_the_initial_zero_share_the_gradient_of_a_maximum() -> None:
 
 def test_nan_and_infinity_come_through_a_maximum() -> None:
     rows = randn(25, 3)
-    rows[4, 0], rows[7, 1], rows[:, 2] = float("nan"), float("inf"), float("-inf")
-    found, expected = (run(m, rows, *edges(), "max")[0] for m in (gpu_reduce, reference))
-    assert torch.equal(found.isnan(), expected.isnan())
-    assert_close(found, expected)
+    rows[4, 0] = float("nan")
+    rows[7, 1] = float("inf")
+    rows[:, 2] = float("-inf")
+    ours, expected = (run(m, rows, *edges(), "max")[0] for m in (gpu_reduce, reference))
+    assert torch.equal(ours.isnan(), expected.isnan())
+    assert_close(ours, expected)
 
 
 @parametrize_kernel([("mean",), ("max",)], reduce=REDUCTIONS)
-def test_a_destination_with_a_million_edges(reduce: str) -> None:
-    indptr, src_idx = torch.tensor([0, 2, 10**6, 10**6, 10**6 + 3]), randint(0, 9, 10**6 + 3)
+def test_a_destination_with_a_million_edges_equals_the_reference(reduce: str) -> None:
+    indptr = torch.tensor([0, 2, 10**6, 10**6, 10**6 + 3])
+    src_idx = randint(0, 9, 10**6 + 3)
     if not CUDA:  # interpreted loops are slow: the same row, shorter
-        indptr, src_idx = torch.tensor([0, 2, 1500, 1500, 1503]), src_idx[:1503]
+        indptr = torch.tensor([0, 2, 1500, 1500, 1503])
+        src_idx = src_idx[:1503]
     rows = randn(9, 3)
     out = gpu_reduce.reduce_edges(*(t.to(KERNEL_DEVICE) for t in (rows, indptr, src_idx)), reduce)
     assert_close(out.cpu(), reference.reduce_edges(rows, indptr, src_idx, reduce), 1e-9)
@@ -164,15 +168,17 @@ def test_a_destination_with_a_million_edges(reduce: str) -> None:
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 @pytest.mark.parametrize(("num_dst", "num_edges", "width"), [(0, 0, 4), (3, 0, 4), (3, 5, 0)], ids=str)
-def test_nothing_to_reduce(reduce: str, num_dst: int, num_edges: int, width: int) -> None:
+def test_no_edges_and_empty_rows_equal_the_reference(reduce: str, num_dst: int, num_edges: int, width: int) -> None:
     indptr = torch.tensor([0, *[num_edges] * num_dst])
-    src_idx, weight = torch.zeros(num_edges, dtype=torch.int32), randn(num_edges)
+    src_idx = torch.zeros(num_edges, dtype=torch.int32)
+    weight = randn(num_edges)
     arguments = (randn(6, width), indptr, src_idx, reduce, weight if reduce != "max" else None)
     assert_same_results(run(gpu_reduce, *arguments), run(reference, *arguments), 0)
 
 
 def test_a_table_of_which_few_rows_are_read_needs_no_gradient() -> None:
-    table, indptr = randn(2000, 16, dtype=torch.bfloat16).to(KERNEL_DEVICE), torch.tensor([0, 3, 4]).to(KERNEL_DEVICE)
+    table = randn(2000, 16, dtype=torch.bfloat16).to(KERNEL_DEVICE)
+    indptr = torch.tensor([0, 3, 4]).to(KERNEL_DEVICE)
     ids = torch.tensor([1999, 0, 7, 7], device=KERNEL_DEVICE)
     out = gpu_reduce.reduce_edges(table, indptr, ids, "mean", own=ids[:2])
     assert not out.requires_grad
@@ -182,7 +188,8 @@ def test_a_table_of_which_few_rows_are_read_needs_no_gradient() -> None:
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 @pytest.mark.parametrize("bad", [-1, 25, 2**31 - 1])
 def test_a_source_that_is_not_there_is_not_followed_and_reported(reduce: str, bad: int) -> None:
-    indptr, src_idx = torch.tensor([0, 2]), torch.tensor([3, bad], dtype=torch.int32)
+    indptr = torch.tensor([0, 2])
+    src_idx = torch.tensor([3, bad], dtype=torch.int32)
     gpu_reduce.reduce_edges(*(t.to(KERNEL_DEVICE) for t in (randn(25, 4), indptr, src_idx)), reduce)
     with pytest.raises(IndexError, match="source"):
         gpu_runtime.check_device_errors()
@@ -197,15 +204,15 @@ def test_a_damaged_indptr_is_reported(indptr: list[int]) -> None:
 
 
 def test_an_own_row_that_is_not_there_is_reported() -> None:
-    some = (randn(25, 4), torch.tensor([0, 1]), torch.tensor([1]))
-    own = torch.tensor([25], device=KERNEL_DEVICE)
-    gpu_reduce.reduce_edges(*(t.to(KERNEL_DEVICE) for t in some), "sum", own=own)
+    arguments = (randn(25, 4), torch.tensor([0, 1]), torch.tensor([1]))
+    own_ids = torch.tensor([25], device=KERNEL_DEVICE)
+    gpu_reduce.reduce_edges(*(t.to(KERNEL_DEVICE) for t in arguments), "sum", own=own_ids)
     with pytest.raises(IndexError, match="outside the rows"):
         gpu_runtime.check_device_errors()
 
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
-def test_arguments_that_are_not_contiguous(reduce: str) -> None:
+def test_arguments_that_are_not_contiguous_equal_the_reference(reduce: str) -> None:
     indptr, src_idx = edges(20, 25, 150)
     plain = (randn(25, 6), indptr, src_idx, reduce, None, torch.arange(20))
     spread = [torch.stack([t, t], -1)[..., 0] if isinstance(t, Tensor) else t for t in plain]
@@ -227,15 +234,16 @@ def test_a_hundred_runs_give_the_same_bits_without_waiting_for_the_device(reduce
     indptr, src_idx = (t.cuda() for t in edges(3000, 2000, 100_000))
     rows = randn(2000, 64, dtype=torch.float32).cuda().requires_grad_()
     weight = None if reduce == "max" else randn(100_000, dtype=torch.float32).cuda().requires_grad_()
-    own = randint(0, 2000, 3000).cuda()
+    own_ids = randint(0, 2000, 3000).cuda()
     leaves = [rows] if weight is None else [rows, weight]
     upstream = randn(3000, 128, dtype=torch.float32).cuda()
 
     def once() -> list[Tensor]:
-        out = gpu_reduce.reduce_edges(rows, indptr, src_idx, reduce, weight, own)
+        out = gpu_reduce.reduce_edges(rows, indptr, src_idx, reduce, weight, own_ids)
         return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
-    first, runs = once(), []
+    first = once()
+    runs = []
     torch.cuda.set_sync_debug_mode("error")
     try:
         runs = [once() for _ in range(100)]
@@ -248,9 +256,10 @@ def test_a_hundred_runs_give_the_same_bits_without_waiting_for_the_device(reduce
 @gpu_only
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_rows_in_pinned_host_memory_are_read_in_place(reduce: str) -> None:
-    (indptr, src_idx), rows = edges(), randn(25, 33, dtype=torch.bfloat16)
+    indptr, src_idx = edges()
+    rows = randn(25, 33, dtype=torch.bfloat16)
     expected = gpu_reduce.reduce_edges(rows.cuda(), indptr.cuda(), src_idx.cuda(), reduce)
-    found = gpu_reduce.reduce_edges(rows.pin_memory(), indptr.cuda(), src_idx.cuda(), reduce)
-    assert torch.equal(found, expected)
+    ours = gpu_reduce.reduce_edges(rows.pin_memory(), indptr.cuda(), src_idx.cuda(), reduce)
+    assert torch.equal(ours, expected)
     with pytest.raises(ValueError, match="pin it"):
         gpu_reduce.reduce_edges(rows, indptr.cuda(), src_idx.cuda(), reduce)

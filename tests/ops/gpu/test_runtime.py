@@ -41,7 +41,8 @@ def _shuffle_kernel(key, ids, degrees, out, FANOUT: tl.constexpr, T: tl.constexp
 
 @pytest.mark.parametrize("key", [0, -1, 2**63 - 1, -(2**63), 123456789])
 def test_draws_are_those_of_torch(key: int) -> None:
-    ids, limits = randint(0, 2**50, 64), randint(1, 2**31, 64, seed=1)
+    ids = randint(0, 2**50, 64)
+    limits = randint(1, 2**31, 64, seed=1)
     draws, scaled = torch.empty(2, 64, dtype=torch.int64, device=KERNEL_DEVICE)
     on_device = gpu_runtime.key_on(draws.device, key)
     _draw_kernel[(1,)](on_device, ids.to(KERNEL_DEVICE), limits.to(KERNEL_DEVICE), draws, scaled, T=64)
@@ -51,16 +52,17 @@ def test_draws_are_those_of_torch(key: int) -> None:
 
 
 def test_a_shuffle_of_all_is_a_permutation_and_a_smaller_one_begins_it() -> None:
-    ids, degrees = torch.arange(16, device=KERNEL_DEVICE), torch.full((16,), 6, device=KERNEL_DEVICE)
-    found = {}
+    ids = torch.arange(16, device=KERNEL_DEVICE)
+    degrees = torch.full((16,), 6, device=KERNEL_DEVICE)
+    picks = {}
     for fanout in (1, 4, 6):
-        found[fanout] = torch.empty(16, fanout, dtype=torch.int32, device=KERNEL_DEVICE)
+        picks[fanout] = torch.empty(16, fanout, dtype=torch.int32, device=KERNEL_DEVICE)
         key = gpu_runtime.key_on(ids.device, 7)
-        _shuffle_kernel[(1,)](key, ids, degrees.int(), found[fanout], FANOUT=fanout, T=16)
-    assert torch.equal(found[6].sort(1).values.cpu(), torch.arange(6).int().expand(16, 6))
-    assert torch.unique(found[6], dim=0).size(0) > 10
+        _shuffle_kernel[(1,)](key, ids, degrees.int(), picks[fanout], FANOUT=fanout, T=16)
+    assert torch.equal(picks[6].sort(1).values.cpu(), torch.arange(6).int().expand(16, 6))
+    assert torch.unique(picks[6], dim=0).size(0) > 10
     for fanout in (1, 4):
-        assert torch.equal(found[fanout], found[6][:, :fanout])
+        assert torch.equal(picks[fanout], picks[6][:, :fanout])
 
 
 def test_a_key_on_the_device_is_taken_as_it_is() -> None:

@@ -23,11 +23,11 @@ def on_device(*tensors: Tensor) -> list[Tensor]:
     return [t.to(KERNEL_DEVICE) for t in tensors]
 
 
-def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.device.type == KERNEL_DEVICE
-        assert ours.dtype == theirs.dtype
-        assert torch.equal(ours.cpu(), theirs)
+def assert_same(ours: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for our_tensor, expected_tensor in zip(ours, expected, strict=True):
+        assert our_tensor.device.type == KERNEL_DEVICE
+        assert our_tensor.dtype == expected_tensor.dtype
+        assert torch.equal(our_tensor.cpu(), expected_tensor)
 
 
 def csr(dtype: torch.dtype = torch.int64, num_nodes: int = 60) -> tuple[Tensor, Tensor]:
@@ -51,47 +51,48 @@ def test_samples_are_those_of_the_reference(dtype: torch.dtype, fanout: int) -> 
     indptr, indices = csr(dtype)
     key = 3 if dtype == torch.int32 else -(2**63)
     nodes = torch.cat([torch.arange(60), torch.tensor([8, 8, 7])])
-    found = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), fanout, key)
-    assert_same(found, reference.sample_neighbors(indptr, indices, nodes, fanout, key))
+    ours = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), fanout, key)
+    assert_same(ours, reference.sample_neighbors(indptr, indices, nodes, fanout, key))
 
 
 @parametrize_kernel([(6,), (40,)], fanout=[1, 6, 40])
 def test_samples_with_replacement_are_those_of_the_reference(fanout: int) -> None:
     indptr, indices = csr(torch.int32)
     nodes = torch.arange(60)
-    found = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), fanout, -7, True)
-    assert_same(found, reference.sample_neighbors(indptr, indices, nodes, fanout, -7, True))
+    ours = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), fanout, -7, True)
+    assert_same(ours, reference.sample_neighbors(indptr, indices, nodes, fanout, -7, True))
 
 
-def test_more_nodes_than_a_program_takes() -> None:
+def test_more_nodes_than_one_program_takes_are_sampled() -> None:
     indptr, indices = csr()
     nodes = randint(0, 60, 1100)
-    found = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), 2, 5)
-    assert_same(found, reference.sample_neighbors(indptr, indices, nodes, 2, 5))
+    ours = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), 2, 5)
+    assert_same(ours, reference.sample_neighbors(indptr, indices, nodes, 2, 5))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_all_neighbours_come_in_order(dtype: torch.dtype) -> None:
     indptr, indices = csr(dtype)
     nodes = torch.tensor([7, 0, 3, 59, 7, 58])
-    found = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), -1, 0)
-    assert_same(found, reference.sample_neighbors(indptr, indices, nodes, -1, 0))
+    ours = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), -1, 0)
+    assert_same(ours, reference.sample_neighbors(indptr, indices, nodes, -1, 0))
     assert_same(gpu_sampling.row_positions(*on_device(indptr, nodes)), reference.row_positions(indptr, nodes))
 
 
 @pytest.mark.parametrize("fanout", [-1, 3, 40])
 @pytest.mark.parametrize("nodes", [[], [0, 5]], ids=["no nodes", "no edges"])
-def test_nothing_to_sample(fanout: int, nodes: list[int]) -> None:
+def test_no_nodes_or_no_edges_give_an_empty_sample(fanout: int, nodes: list[int]) -> None:
     indptr, indices = csr()
-    some = torch.tensor(nodes, dtype=torch.int64)
-    found = gpu_sampling.sample_neighbors(*on_device(indptr, indices, some), fanout, 1)
-    assert_same(found, reference.sample_neighbors(indptr, indices, some, fanout, 1))
-    assert found.ids.numel() == 0
+    node_ids = torch.tensor(nodes, dtype=torch.int64)
+    ours = gpu_sampling.sample_neighbors(*on_device(indptr, indices, node_ids), fanout, 1)
+    assert_same(ours, reference.sample_neighbors(indptr, indices, node_ids, fanout, 1))
+    assert ours.ids.numel() == 0
 
 
-def test_node_ids_and_keys_in_other_shapes() -> None:
+def test_node_ids_and_keys_of_other_types_equal_the_reference() -> None:
     indptr, indices = csr()
-    nodes, key = torch.arange(60), torch.tensor([9])
+    nodes = torch.arange(60)
+    key = torch.tensor([9])
     expected = reference.sample_neighbors(indptr, indices, nodes, 4, 9)
     assert_same(
         gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes.int()), 4, key.to(KERNEL_DEVICE)), expected
@@ -99,14 +100,15 @@ def test_node_ids_and_keys_in_other_shapes() -> None:
 
 
 @pytest.mark.parametrize("fanout", [-1, 3])
-def test_ids_that_are_not_contiguous(fanout: int) -> None:
+def test_ids_that_are_not_contiguous_equal_the_reference(fanout: int) -> None:
     indptr, indices = csr()
-    nodes, rows = torch.tensor([7, 1, 3, 0, 58, 2]), randn(60, 3)
-    some = nodes.to(KERNEL_DEVICE)[::2]
-    found = gpu_sampling.sample_neighbors(*on_device(indptr, indices), some, fanout, 1)
-    assert_same(found, reference.sample_neighbors(indptr, indices, nodes[::2], fanout, 1))
-    assert_same((gpu_sampling.gather_rows(*on_device(rows), some),), (rows[nodes[::2]],))
-    assert gpu_sampling.DeviceIdMap(60, some.device).add(some.flip(0)[::2]).tolist() == [0, 1]
+    nodes = torch.tensor([7, 1, 3, 0, 58, 2])
+    rows = randn(60, 3)
+    strided = nodes.to(KERNEL_DEVICE)[::2]
+    ours = gpu_sampling.sample_neighbors(*on_device(indptr, indices), strided, fanout, 1)
+    assert_same(ours, reference.sample_neighbors(indptr, indices, nodes[::2], fanout, 1))
+    assert_same((gpu_sampling.gather_rows(*on_device(rows), strided),), (rows[nodes[::2]],))
+    assert gpu_sampling.DeviceIdMap(60, strided.device).add(strided.flip(0)[::2]).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("fanout", [-1, 3])
@@ -130,8 +132,8 @@ def test_a_pinned_graph_is_sampled_in_place() -> None:
     indptr, indices = csr(torch.int32)
     nodes = torch.arange(60)
     for fanout in (-1, 5, 70):
-        found = gpu_sampling.sample_neighbors(indptr.pin_memory(), indices.pin_memory(), nodes.cuda(), fanout, 5)
-        assert_same(found, reference.sample_neighbors(indptr, indices, nodes, fanout, 5))
+        ours = gpu_sampling.sample_neighbors(indptr.pin_memory(), indices.pin_memory(), nodes.cuda(), fanout, 5)
+        assert_same(ours, reference.sample_neighbors(indptr, indices, nodes, fanout, 5))
     with pytest.raises(ValueError, match="the graph is in host memory"):
         gpu_sampling.sample_neighbors(indptr, indices, nodes.cuda(), 3, 5)
 
@@ -154,11 +156,12 @@ def test_a_hundred_runs_on_many_nodes_are_equal() -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_relabelling_equals_the_reference(top: int, dtype: torch.dtype) -> None:
     dtype = torch.int64 if top > 2**31 else dtype
-    seeds, neighbors = randint(0, top, 30).unique(), randint(0, top, 700, seed=1).to(dtype)
+    seeds = randint(0, top, 30).unique()
+    neighbors = randint(0, top, 700, seed=1).to(dtype)
     assert_same(gpu_sampling.relabel(*on_device(seeds, neighbors)), reference.relabel(seeds, neighbors))
 
 
-def test_relabelling_nothing_and_what_is_no_node() -> None:
+def test_relabelling_accepts_no_ids_and_refuses_negative_ones() -> None:
     nobody = torch.empty(0, dtype=torch.int64, device=KERNEL_DEVICE)
     ids, idx = gpu_sampling.relabel(nobody, nobody)
     assert ids.numel() == idx.numel() == 0
@@ -183,13 +186,13 @@ def test_relabelling_nothing_and_what_is_no_node() -> None:
     dtype=[torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool],
     shape=[(), (1,), (3,), (16,), (2, 5), (1433,)],
 )
-def test_rows_of_any_type_and_width(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_rows_of_any_type_and_width_are_gathered(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     rows = (50 * randn(30, *shape)).to(dtype)
     for ids in (randint(0, 30, 99)[: 5000 // rows[0].numel()], randint(0, 30, 3).int(), torch.empty(0).long()):
         assert_same((gpu_sampling.gather_rows(*on_device(rows, ids)),), (rows[ids.long()],))
 
 
-def test_rows_that_begin_anywhere_and_in_any_order() -> None:
+def test_rows_of_views_are_gathered() -> None:
     rows, ids = on_device(randn(31, 6, dtype=torch.float32), randint(0, 30, 50))
     for some in (rows.view(-1)[1:181].view(30, 6), rows[:30, ::2], rows.t()[:, :30].t()):
         assert torch.equal(gpu_sampling.gather_rows(some, ids), some[ids])
@@ -227,7 +230,8 @@ def test_what_no_row_can_be_taken_from_is_refused() -> None:
 @gpu_only
 @pytest.mark.parametrize("width", [3, 128])
 def test_rows_in_host_memory_are_read_from_the_gpu(width: int) -> None:
-    rows, ids = randn(5000, width, dtype=torch.bfloat16), randint(0, 5000, 3000)
+    rows = randn(5000, width, dtype=torch.bfloat16)
+    ids = randint(0, 5000, 3000)
     pinned = rows.pin_memory()
     for programs in (None, 8):
         assert torch.equal(gpu_sampling.gather_rows(pinned, ids.cuda(), programs).cpu(), rows[ids])
@@ -242,11 +246,11 @@ def test_gathering_does_not_wait_for_the_device() -> None:
     gpu_sampling.gather_rows(rows, ids)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = gpu_sampling.gather_rows(rows, ids)
+        ours = gpu_sampling.gather_rows(rows, ids)
         _, order = gpu_sampling.group_edges(ids, 100)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(found, rows[ids])
+    assert torch.equal(ours, rows[ids])
     assert torch.equal(ids[order], ids.sort().values)
 
 

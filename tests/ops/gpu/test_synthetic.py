@@ -33,16 +33,18 @@ def cpu_ranks(first: int, count: int, key: int, half: int, num_nodes: int) -> np
     nodes_and_half=[(2, 1), (5, 2), (100, 4), (1023, 5), (1025, 6), (70_000, 9)],
     key=[99, -(2**62) - 7],
 )
-def test_ranks(nodes_and_half: tuple[int, int], key: int) -> None:
+def test_ranks_of_all_nodes_are_those_of_numba(nodes_and_half: tuple[int, int], key: int) -> None:
     num_nodes, half = nodes_and_half
-    found = gpu_synthetic.ranks(0, num_nodes, key, half, num_nodes, DEVICE)
-    assert found.tolist() == cpu_ranks(0, num_nodes, key, half, num_nodes).tolist()
+    ours = gpu_synthetic.ranks(0, num_nodes, key, half, num_nodes, DEVICE)
+    assert ours.tolist() == cpu_ranks(0, num_nodes, key, half, num_nodes).tolist()
 
 
 def test_ranks_of_a_range_of_many_nodes() -> None:
-    first, num_nodes, half = 3_000_000_000, 3_000_000_300, 16
-    found = gpu_synthetic.ranks(first, 300, -5, half, num_nodes, DEVICE)
-    assert found.tolist() == cpu_ranks(first, 300, -5, half, num_nodes).tolist()
+    first = 3_000_000_000
+    num_nodes = 3_000_000_300
+    half = 16
+    ours = gpu_synthetic.ranks(first, 300, -5, half, num_nodes, DEVICE)
+    assert ours.tolist() == cpu_ranks(first, 300, -5, half, num_nodes).tolist()
 
 
 @parametrize_kernel(
@@ -56,9 +58,10 @@ def test_ranks_of_a_range_of_many_nodes() -> None:
     homophily=[0.0, 0.3, 1.0],
     dtype=[torch.int32, torch.int64],
 )
-def test_sources(sizes: tuple[int, int, int], homophily: float, dtype: torch.dtype) -> None:
+def test_sources_are_those_of_numba(sizes: tuple[int, int, int], homophily: float, dtype: torch.dtype) -> None:
     num_nodes, half, num_classes = sizes
-    rank_key, draw_key = 2**61 + 3, -11
+    rank_key = 2**61 + 3
+    draw_key = -11
     ranks = cpu_ranks(0, num_nodes, rank_key, half, num_nodes)
     degrees = np.random.default_rng(0).integers(0, 9, num_nodes)
     degrees[[0, -1]] = 0  # empty rows at the ends and a hub between them
@@ -69,16 +72,17 @@ def test_sources(sizes: tuple[int, int, int], homophily: float, dtype: torch.dty
         0, ranks, indptr, unsigned(rank_key), unsigned(draw_key), np.uint64(half), num_nodes, num_classes,
         homophily, expected,
     )  # fmt: skip
-    found = gpu_synthetic.sources(
+    ours = gpu_synthetic.sources(
         torch.from_numpy(indptr).to(DEVICE), torch.from_numpy(ranks).to(DEVICE), rank_key, draw_key, half,
         num_classes, homophily, dtype,
     )  # fmt: skip
-    assert found.dtype == dtype
-    assert torch.equal(found.cpu().long(), torch.from_numpy(expected))
+    assert ours.dtype == dtype
+    assert torch.equal(ours.cpu().long(), torch.from_numpy(expected))
 
 
 def test_no_edges_have_no_sources() -> None:
-    ranks, indptr = torch.arange(4, device=DEVICE), torch.zeros(5, dtype=torch.int64, device=DEVICE)
+    ranks = torch.arange(4, device=DEVICE)
+    indptr = torch.zeros(5, dtype=torch.int64, device=DEVICE)
     assert gpu_synthetic.sources(indptr, ranks, 1, 2, 1, 2, 0.5, torch.int32).shape == (0,)
 
 
@@ -87,13 +91,13 @@ def test_no_edges_have_no_sources() -> None:
     shape=[(2, 1), (1000, 8), (333, 100), (5, 1433)],
     dtype=[torch.float32, torch.float16, torch.bfloat16],
 )
-def test_features(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_features_are_those_of_numba(shape: tuple[int, int], dtype: torch.dtype) -> None:
     num_nodes, num_features = shape
     means = randn(2, num_features, dtype=torch.float32)
     labels = torch.arange(num_nodes) % 2
     expected = np.empty((num_nodes, num_features), dtype=np.float32)
     cpu_synthetic.fill_features(0, labels.numpy(), means.numpy(), 1.0, unsigned(-3), expected)
-    found = gpu_synthetic.features(labels.to(DEVICE), means.to(DEVICE), -3, dtype)
+    ours = gpu_synthetic.features(labels.to(DEVICE), means.to(DEVICE), -3, dtype)
     # The interpreter cuts bfloat16 off where GPUs round.
     one_bit_off = 2**-7 if dtype == torch.bfloat16 and KERNEL_DEVICE == "cpu" else 0
-    torch.testing.assert_close(found.cpu(), torch.from_numpy(expected).to(dtype), rtol=one_bit_off, atol=0)
+    torch.testing.assert_close(ours.cpu(), torch.from_numpy(expected).to(dtype), rtol=one_bit_off, atol=0)

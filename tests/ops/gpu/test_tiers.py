@@ -1,3 +1,5 @@
+"""Gathering hot, cold and staged rows on the GPU (or in Triton's interpreter) against the definition."""
+
 from __future__ import annotations
 
 import pytest
@@ -34,27 +36,29 @@ def test_reads_as_the_definition_says(num_hot: int, id_dtype: torch.dtype) -> No
     rows = randn(NUM_ROWS, 16, dtype=torch.float32)
     hot, hot_slot = tiers(rows, num_hot)
     ids = torch.cat([randint(0, NUM_ROWS, 300), torch.tensor([-1, 0, NUM_ROWS - 1, -1])]).to(id_dtype)
-    counts, expected_counts = new_counts(KERNEL_DEVICE), new_counts("cpu")
-    found = gpu_tiers.gather_tiers(hot, readable(rows), hot_slot, ids.to(KERNEL_DEVICE), counts)
+    counts = new_counts(KERNEL_DEVICE)
+    expected_counts = new_counts("cpu")
+    ours = gpu_tiers.gather_tiers(hot, readable(rows), hot_slot, ids.to(KERNEL_DEVICE), counts)
     expected = gather_tiers_reference(hot.cpu(), rows, hot_slot.cpu(), ids, expected_counts)
-    assert torch.equal(found.cpu(), expected)
+    assert torch.equal(ours.cpu(), expected)
     assert counts.sum(0).tolist() == expected_counts.sum(0).tolist()
 
 
 @pytest.mark.parametrize("staged", [True, False])
-def test_staged_rows_as_the_definition_says(staged: bool) -> None:
+def test_staged_rows_are_read_as_the_definition_says(staged: bool) -> None:
     rows = randn(NUM_ROWS, 16, dtype=torch.float32)
     hot, hot_slot = tiers(rows, 50)
-    others = (hot_slot < 0).nonzero().view(-1)[:30]
-    hot_slot[others] = -2 - torch.arange(50, 80, dtype=torch.int32, device=hot_slot.device)
-    hot = torch.cat([hot, -rows[others.cpu()].to(hot.device)])  # so that one sees where a row came from
+    staged_ids = (hot_slot < 0).nonzero().view(-1)[:30]
+    hot_slot[staged_ids] = -2 - torch.arange(50, 80, dtype=torch.int32, device=hot_slot.device)
+    hot = torch.cat([hot, -rows[staged_ids.cpu()].to(hot.device)])  # so that one sees where a row came from
     ids = torch.cat([randint(0, NUM_ROWS, 300), torch.tensor([-1])])
-    counts, expected_counts = new_counts(KERNEL_DEVICE), new_counts("cpu")
-    found = gpu_tiers.gather_tiers(
+    counts = new_counts(KERNEL_DEVICE)
+    expected_counts = new_counts("cpu")
+    ours = gpu_tiers.gather_tiers(
         hot, readable(rows), hot_slot, ids.to(KERNEL_DEVICE), counts, ids.argsort().to(KERNEL_DEVICE), staged
     )
     expected = gather_tiers_reference(hot.cpu(), rows, hot_slot.cpu(), ids, expected_counts, staged)
-    assert torch.equal(found.cpu(), expected)
+    assert torch.equal(ours.cpu(), expected)
     assert counts.sum(0).tolist() == expected_counts.sum(0).tolist()
     assert bool((expected_counts.sum(0)[2] > 0) == staged)
 
@@ -74,16 +78,16 @@ def test_staged_rows_as_the_definition_says(staged: bool) -> None:
     dtype=[torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64, torch.bool],
     shape=[(), (1,), (7,), (128,), (2, 3)],
 )
-def test_any_type_and_width(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_rows_of_any_type_and_width_are_read(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     rows = (10 * randn(NUM_ROWS, *shape)).to(dtype)
     hot, hot_slot = tiers(rows, 60)
     ids = randint(0, NUM_ROWS, 90).to(KERNEL_DEVICE)
-    found = gpu_tiers.gather_tiers(hot, readable(rows), hot_slot, ids)
-    assert (found.dtype, found.device) == (dtype, ids.device)
-    assert torch.equal(found.cpu(), rows[ids.cpu()])
+    ours = gpu_tiers.gather_tiers(hot, readable(rows), hot_slot, ids)
+    assert (ours.dtype, ours.device) == (dtype, ids.device)
+    assert torch.equal(ours.cpu(), rows[ids.cpu()])
 
 
-def test_rows_wider_than_a_program_and_rows_that_are_not_aligned() -> None:
+def test_wide_and_unaligned_rows_are_read() -> None:
     wide = randn(NUM_ROWS, 2 * gpu_tiers.MAX_COLUMNS + 3, dtype=torch.float64)
     ids = randint(0, NUM_ROWS, 20).to(KERNEL_DEVICE)
     hot, hot_slot = tiers(wide, 60)
@@ -93,13 +97,13 @@ def test_rows_wider_than_a_program_and_rows_that_are_not_aligned() -> None:
     assert torch.equal(gpu_tiers.gather_tiers(shifted, None, None, ids), shifted[ids])
 
 
-def test_everything_hot_needs_no_places() -> None:
+def test_without_cold_rows_no_slots_are_needed() -> None:
     rows = randn(NUM_ROWS, 5).to(KERNEL_DEVICE)
     ids = torch.tensor([3, -1, 199, 200], device=KERNEL_DEVICE)  # the last one is not there, and nothing is touched
     counts = new_counts(KERNEL_DEVICE)
-    found = gpu_tiers.gather_tiers(rows, None, None, ids, counts)
-    assert torch.equal(found[[0, 2]], rows[[3, 199]])
-    assert not found[[1, 3]].any()
+    ours = gpu_tiers.gather_tiers(rows, None, None, ids, counts)
+    assert torch.equal(ours[[0, 2]], rows[[3, 199]])
+    assert not ours[[1, 3]].any()
     assert counts.sum(0).tolist() == [2, 0, 0]
     assert gpu_tiers.gather_tiers(rows, None, None, ids[:0]).shape == (0, 5)
     assert torch.equal(gpu_tiers.gather_tiers(rows, None, None, ids[::2]), rows[[3, 199]])
@@ -109,8 +113,8 @@ def test_the_order_of_reading_changes_nothing() -> None:
     rows = randn(NUM_ROWS, 6)
     hot, hot_slot = tiers(rows, 50)
     ids = torch.cat([randint(0, NUM_ROWS, 70), torch.tensor([-1])]).to(KERNEL_DEVICE)
-    found = gpu_tiers.gather_tiers(hot, readable(rows), hot_slot, ids, None, ids.argsort())
-    assert torch.equal(found, gpu_tiers.gather_tiers(hot, readable(rows), hot_slot, ids))
+    ours = gpu_tiers.gather_tiers(hot, readable(rows), hot_slot, ids, None, ids.argsort())
+    assert torch.equal(ours, gpu_tiers.gather_tiers(hot, readable(rows), hot_slot, ids))
 
 
 def test_several_programs_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,35 +123,37 @@ def test_several_programs_count_together(monkeypatch: pytest.MonkeyPatch) -> Non
     hot, hot_slot = tiers(rows, 100)
     ids = randint(0, NUM_ROWS, 150)
     counts = new_counts(KERNEL_DEVICE)
-    found = gpu_tiers.gather_tiers(hot, readable(rows), hot_slot, ids.to(KERNEL_DEVICE), counts)
+    ours = gpu_tiers.gather_tiers(hot, readable(rows), hot_slot, ids.to(KERNEL_DEVICE), counts)
     num_hits = int((hot_slot.cpu()[ids] >= 0).sum())
-    assert torch.equal(found.cpu(), rows[ids])
+    assert torch.equal(ours.cpu(), rows[ids])
     assert counts.sum(0).tolist() == [num_hits, 150 - num_hits, 0]
     assert int((counts.sum(1) > 0).sum()) > 1
 
 
 def test_accesses_are_counted_by_row() -> None:
-    seen = torch.zeros(NUM_ROWS, dtype=torch.int32, device=KERNEL_DEVICE)
+    counts = torch.zeros(NUM_ROWS, dtype=torch.int32, device=KERNEL_DEVICE)
     ids = randint(-1, 20, 1500).to(KERNEL_DEVICE)
-    gpu_tiers.count_ids(seen, ids)
-    gpu_tiers.count_ids(seen, ids[:0])
-    assert torch.equal(seen.cpu().long(), torch.bincount(ids.cpu()[ids.cpu() >= 0], minlength=NUM_ROWS))
+    gpu_tiers.count_ids(counts, ids)
+    gpu_tiers.count_ids(counts, ids[:0])
+    assert torch.equal(counts.cpu().long(), torch.bincount(ids.cpu()[ids.cpu() >= 0], minlength=NUM_ROWS))
 
 
 @pytest.mark.gpu
 @needs_gpu
-def test_can_be_captured() -> None:
+def test_gather_tiers_can_be_captured_in_a_cuda_graph() -> None:
     rows = randn(NUM_ROWS, 33, dtype=torch.float32)
     hot, hot_slot = tiers(rows, 50)
-    cold, ids, counts = rows.pin_memory(), randint(0, NUM_ROWS, 400).cuda(), new_counts("cuda")
+    cold = rows.pin_memory()
+    ids = randint(0, NUM_ROWS, 400).cuda()
+    counts = new_counts("cuda")
     gpu_tiers.gather_tiers(hot, cold, hot_slot, ids, counts)  # compiled before it is captured
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = gpu_tiers.gather_tiers(hot, cold, hot_slot, ids, counts)
+        ours = gpu_tiers.gather_tiers(hot, cold, hot_slot, ids, counts)
     counts.zero_()
     for seed in range(3):
         ids.copy_(randint(0, NUM_ROWS, 400, seed))
         graph.replay()
-        assert torch.equal(found.cpu(), rows[ids.cpu()])
+        assert torch.equal(ours.cpu(), rows[ids.cpu()])
     assert int(counts.sum()) == 3 * 400

@@ -18,8 +18,8 @@ pytestmark = RUNS_ON_GPU
 DEVICE = torch.device(KERNEL_DEVICE)
 
 
-def csr(dtype: torch.dtype = torch.int32, most: int = 300) -> tuple[Tensor, Tensor]:
-    degrees = torch.cat([torch.tensor([0, 1, 2, 5, 15, 16, most, 0]), randint(0, 40, 50)])
+def csr(dtype: torch.dtype = torch.int32, max_degree: int = 300) -> tuple[Tensor, Tensor]:
+    degrees = torch.cat([torch.tensor([0, 1, 2, 5, 15, 16, max_degree, 0]), randint(0, 40, 50)])
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degrees.cumsum(0)])
     return indptr, randint(0, degrees.numel(), int(indptr[-1])).to(dtype)
 
@@ -34,28 +34,31 @@ def on_device(indptr: Tensor, indices: Tensor, seeds: Tensor) -> tuple[Tensor, T
     dtype=[torch.int32, torch.int64],
 )
 def test_trees_are_those_of_the_reference(replace: bool, dtype: torch.dtype):
-    indptr, indices = csr(dtype, most=1_000_000)
+    indptr, indices = csr(dtype, max_degree=1_000_000)
     seeds = torch.cat([torch.arange(20), torch.tensor([-1, 6])])
-    slots, key = Slots(22, (5, 3), 7), random.derive_key(5, 2)
+    slots = Slots(22, (5, 3), 7)
+    key = random.derive_key(5, 2)
     expected = reference.sample_tree(indptr, indices, seeds, slots, key, replace, with_edges=True)
-    found = gpu_tree.sample_tree(*on_device(indptr, indices, seeds), slots, key, replace, with_edges=True)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours is not None
-        assert theirs is not None
-        assert ours.dtype == theirs.dtype
-        assert torch.equal(ours.cpu(), theirs)
+    ours = gpu_tree.sample_tree(*on_device(indptr, indices, seeds), slots, key, replace, with_edges=True)
+    for our_tensor, expected_tensor in zip(ours, expected, strict=True):
+        assert our_tensor is not None
+        assert expected_tensor is not None
+        assert our_tensor.dtype == expected_tensor.dtype
+        assert torch.equal(our_tensor.cpu(), expected_tensor)
 
 
 @parametrize_kernel([(1, 3), (50, 0), (1024, 1), (3000, 2)], num_seeds=[1, 50, 1024, 3000], seed=[0, 1, 2, 3])
 def test_an_epoch_has_the_order_of_the_host(num_seeds: int, seed: int):
-    key, (state, ahead) = random.derive_key(seed, 4), torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
+    key = random.derive_key(seed, 4)
+    state, ahead = torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
     draws = gpu_tree.start_epoch(state, ahead, num_seeds, key, seed, 12 * seed)
     assert state.tolist() == ahead.tolist() == [key, seed, 12 * seed]
     assert torch.equal(draws.argsort(stable=True).cpu(), random.permutation(key, num_seeds))
 
 
 def test_a_step_has_the_seeds_and_keys_of_the_host():
-    order, epoch_key = torch.randperm(50), random.derive_key(1, 4)
+    order = torch.randperm(50)
+    epoch_key = random.derive_key(1, 4)
     state = torch.tensor([epoch_key, 3, 30]).to(DEVICE)
     for step, position in ((3, 30), (4, 42)):
         seeds, keys = gpu_tree.next_step(state, order.to(DEVICE), 6, 6, 12)

@@ -20,8 +20,9 @@ pytestmark = RUNS_ON_GPU
 DEVICE = torch.device(KERNEL_DEVICE)
 
 
-def reduced_in_torch(x: Tensor, slots: Slots, hop: int, nodes: Tensor, how: str, weight: Tensor | None) -> Tensor:
-    num_dst, num_src = slots.up_to(hop), slots.up_to(hop + 1)
+def reduce_in_torch(x: Tensor, slots: Slots, hop: int, nodes: Tensor, how: str, weight: Tensor | None) -> Tensor:
+    num_dst = slots.up_to(hop)
+    num_src = slots.up_to(hop + 1)
     parents = slots.parents(nodes.device)[:num_src]
     edge = ((nodes[:num_src] >= 0) & (parents >= 0)).nonzero().view(-1)
     dst = parents[edge].long()
@@ -46,25 +47,28 @@ def reduced_in_torch(x: Tensor, slots: Slots, hop: int, nodes: Tensor, how: str,
     own=[False, True],
     width=[1, 7, 32],
 )
-def test_reducing_and_its_gradient(how: str, own: bool, width: int):
+def test_outputs_and_gradients_are_those_of_torch(how: str, own: bool, width: int):
     indptr, indices = csr()
-    slots, hop = Slots(6, (3, 2)), 1
+    slots = Slots(6, (3, 2))
+    hop = 1
     nodes, counts, _ = gpu_tree.sample_tree(*on_device(indptr, indices, torch.arange(6)), slots, 3)
     weight = None
     if how.startswith("weighted"):
-        how, weight = how.removeprefix("weighted "), randn(slots.up_to(2)).to(DEVICE)
+        how = how.removeprefix("weighted ")
+        weight = randn(slots.up_to(2)).to(DEVICE)
         weight[::4] = 0  # more ties
     values = randn(slots.up_to(2), width)
     values[values.abs() < 0.4] = 0  # ties, some of them of zeros
-    grads, outs = [], []
+    grads = []
+    outs = []
     for ours in (True, False):
         x = values.clone().to(DEVICE).requires_grad_()
         if ours:
             out = gpu_tree.reduce_tree(x, slots, hop, nodes, counts, how, weight, own)
         else:
-            out = reduced_in_torch(x, slots, hop, nodes, how, weight)
-            there = (nodes[: slots.up_to(hop)] >= 0)[:, None]
-            out = torch.cat([out, torch.where(there, x[: slots.up_to(hop)], 0)], dim=1) if own else out
+            out = reduce_in_torch(x, slots, hop, nodes, how, weight)
+            is_present = (nodes[: slots.up_to(hop)] >= 0)[:, None]
+            out = torch.cat([out, torch.where(is_present, x[: slots.up_to(hop)], 0)], dim=1) if own else out
         (out * randn(*out.shape, seed=9).to(DEVICE)).sum().backward()
         assert x.grad is not None
         outs.append(out.detach())
@@ -80,7 +84,8 @@ def test_reducing_and_its_gradient(how: str, own: bool, width: int):
 )
 def test_a_table_is_read_straight_into_the_reduction(dtype: torch.dtype, tiered: bool):
     indptr, indices = csr()
-    slots, hop = Slots(6, (3, 2)), 1
+    slots = Slots(6, (3, 2))
+    hop = 1
     nodes, _, _ = gpu_tree.sample_tree(*on_device(indptr, indices, torch.arange(6)), slots, 3)
     table = randn(58, 10).to(dtype).to(DEVICE)
     place = torch.full((58,), -1, dtype=torch.int32, device=DEVICE)
@@ -92,7 +97,7 @@ def test_a_table_is_read_straight_into_the_reduction(dtype: torch.dtype, tiered:
     out = gpu_tree.reduce_rows(x, slots, hop, nodes, "mean", None, True, dtype, True, tiers)
     rows = torch.where((nodes >= 0)[:, None], table[nodes.long().clamp(min=0)], 0)
     exact = rows.to(torch.promote_types(dtype, torch.float32))
-    expected = torch.cat([reduced_in_torch(exact, slots, hop, nodes, "mean", None), exact[: slots.up_to(hop)]], dim=1)
+    expected = torch.cat([reduce_in_torch(exact, slots, hop, nodes, "mean", None), exact[: slots.up_to(hop)]], dim=1)
     torch.testing.assert_close(out, expected.to(dtype))
     if tiered:
         read = torch.cat([nodes[: slots.up_to(hop)], nodes[slots.num_seeds :]])
@@ -101,18 +106,19 @@ def test_a_table_is_read_straight_into_the_reduction(dtype: torch.dtype, tiered:
         assert hits.sum(0).tolist() == [num_hits, read.numel() - num_hits, 0]
 
 
-def test_dense_rows_are_those_of_the_slots_that_are_there():
-    slots, hop = Slots(6, (3, 2)), 1
+def test_dense_rows_are_those_of_the_present_slots():
+    slots = Slots(6, (3, 2))
+    hop = 1
     nodes, _, _ = gpu_tree.sample_tree(*on_device(*csr(), torch.arange(6)), slots, 3)
     inner = gpu_tree.dense_rows(nodes[: slots.up_to(hop)], slots.parents(DEVICE))
     assert inner.slots[: int(inner.total)].tolist() == (nodes[: slots.up_to(hop)] >= 0).nonzero().view(-1).tolist()
     table = randn(58, 10).to(DEVICE)
     plain = (table, slots, hop, nodes, "mean", None, True, table.dtype, True)
     by_slot = gpu_tree.reduce_rows(*plain)
-    found = gpu_tree.reduce_rows(*plain, dense_out=inner.row_of_slot)
-    there = inner.slots[: int(inner.total)].long()
-    assert torch.equal(found[: there.numel()], by_slot[there])
+    ours = gpu_tree.reduce_rows(*plain, dense_out=inner.row_of_slot)
+    present_slots = inner.slots[: int(inner.total)].long()
+    assert torch.equal(ours[: present_slots.numel()], by_slot[present_slots])
 
     below = (slots, 0, nodes, "sum", None, True, table.dtype, False)
     expected = gpu_tree.reduce_rows(by_slot, *below)
-    assert torch.equal(gpu_tree.reduce_rows(found, *below, dense_in=inner.row_of_slot), expected)
+    assert torch.equal(gpu_tree.reduce_rows(ours, *below, dense_in=inner.row_of_slot), expected)

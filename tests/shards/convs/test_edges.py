@@ -1,3 +1,5 @@
+"""Edges of a shard: chunks, self-loops and GCN's norm are those of PyG on the whole graph."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -19,14 +21,14 @@ PARTITION = make_partition(GRAPH, 3, "random", seed=1)
 LAYOUT = virtual_layout(GRAPH, PARTITION)
 
 
-def ends(edges: Edges) -> Tensor:
-    """[2, num_edges] the graph's ids at both ends, part after part."""
+def global_ends(edges: Edges) -> Tensor:
+    """[2, num_edges] int64: global ids of sources and destinations, part after part."""
     src = [LAYOUT.own_ids[part.src_idx.long() + edges.layout.own_range(k)[0]] for k, part in enumerate(edges.parts)]
     return torch.stack([torch.cat(src), LAYOUT.own_ids[edges.destinations()]])
 
 
-def in_order(edge_index: Tensor, *values: Tensor) -> list[Tensor]:
-    """Edges sorted by both ends, and their values; only for edges of which none is double."""
+def sort_edges(edge_index: Tensor, *values: Tensor) -> list[Tensor]:
+    """Edges, and values of edges, sorted by source and destination. Only for graphs without double edges."""
     order = torch.argsort(edge_index[0] * 1000 + edge_index[1], stable=True)
     return [edge_index[:, order], *(v[order] for v in values)]
 
@@ -34,7 +36,9 @@ def in_order(edge_index: Tensor, *values: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("max_edges", [1, 7, 50, 10_000])
 def test_chunks_are_all_edges_in_order(max_edges: int) -> None:
     edges = Edges.of(LAYOUT)
-    src, dst, positions = [], [], []
+    src = []
+    dst = []
+    positions = []
     for k in range(3):
         for chunk in edges.chunks(k, max_edges):
             assert 1 <= chunk.num_edges <= max_edges
@@ -66,14 +70,15 @@ def test_loops_and_their_rows_are_those_of_pyg(fill: object) -> None:
     edges = Edges.of(LAYOUT)
     edges_with_loops = edges.with_loops()
     attr = GRAPH.edge["attr"]
-    given = attr[LAYOUT.edge_ids]
-    values = edges_with_loops.rows_with_loops(given, loop_attributes(edges, given, fill))
+    own_attr = attr[LAYOUT.edge_ids]
+    values = edges_with_loops.rows_with_loops(own_attr, loop_attributes(edges, own_attr, fill))
     plain = add_self_loops(*remove_self_loops(GRAPH.edge_index(), attr), fill_value=fill, num_nodes=30)  # type: ignore[arg-type]
-    ours = ends(edges_with_loops)
-    assert torch.equal(in_order(ours)[0], in_order(plain[0])[0])
-    is_loop, was_loop = ours[0] == ours[1], plain[0][0] == plain[0][1]
+    ours = global_ends(edges_with_loops)
+    assert torch.equal(sort_edges(ours)[0], sort_edges(plain[0])[0])
+    is_loop = ours[0] == ours[1]
+    was_loop = plain[0][0] == plain[0][1]
     torch.testing.assert_close(
-        in_order(ours[:, is_loop], values[is_loop])[1], in_order(plain[0][:, was_loop], plain[1][was_loop])[1]
+        sort_edges(ours[:, is_loop], values[is_loop])[1], sort_edges(plain[0][:, was_loop], plain[1][was_loop])[1]
     )
     assert torch.equal(values[~is_loop].sort(0).values, plain[1][~was_loop].sort(0).values)
 
@@ -86,19 +91,19 @@ def test_the_norm_and_its_gradient_are_those_of_pyg(weighted: bool, add_loops: b
     normed: Any = plain_norm(GRAPH.edge_index(), weight, 30, improved, add_loops, dtype=torch.float64)
     edge_index, expected = normed
     edges = Edges.of(LAYOUT)
-    ours = None if weight is None else weight.detach()[LAYOUT.edge_ids].requires_grad_()
+    own_weight = None if weight is None else weight.detach()[LAYOUT.edge_ids].requires_grad_()
     edges_with_loops = edges.with_loops() if add_loops else None
-    found = gcn_norm(edges, edges_with_loops, LocalTransport(LAYOUT), ours, improved, torch.float64)
+    ours = gcn_norm(edges, edges_with_loops, LocalTransport(LAYOUT), own_weight, improved, torch.float64)
     # Summed over edges between the same nodes, since some are double.
     pairs = torch.zeros(30, 30, dtype=torch.float64)
-    by_pair = pairs.index_put(tuple(ends(edges_with_loops or edges)), found, accumulate=True)
+    by_pair = pairs.index_put(tuple(global_ends(edges_with_loops or edges)), ours, accumulate=True)
     plain = pairs.index_put((edge_index[0], edge_index[1]), expected, accumulate=True)
     torch.testing.assert_close(by_pair, plain, rtol=1e-10, atol=1e-12)
-    if weight is not None and ours is not None:
+    if weight is not None and own_weight is not None:
         (by_pair * randn(30, 30)).sum().backward()
         (plain * randn(30, 30)).sum().backward()
         assert weight.grad is not None
-        torch.testing.assert_close(ours.grad, weight.grad[LAYOUT.edge_ids], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(own_weight.grad, weight.grad[LAYOUT.edge_ids], rtol=1e-10, atol=1e-12)
 
 
 def test_all_edges_at_once_are_in_the_order_of_the_graph() -> None:
@@ -116,15 +121,17 @@ def test_all_edges_at_once_are_in_the_order_of_the_graph() -> None:
 
 @pytest.mark.parametrize("other", [torch.float64, torch.float32])
 def test_several_tensors_travel_together_where_they_can(other: torch.dtype) -> None:
-    calls, transport = [], LocalTransport(LAYOUT)
-    x, y = randn(30, 2, 3).requires_grad_(), randn(30, dtype=other).requires_grad_()
+    calls = []
+    transport = LocalTransport(LAYOUT)
+    x = randn(30, 2, 3).requires_grad_()
+    y = randn(30, dtype=other).requires_grad_()
     real = transport.fetch_all
     transport.fetch_all = lambda rows, kind: (calls.append(kind), real(rows, kind))[1]
-    found = gather_sources_together([x, y], transport, None, "forward")
-    assert torch.equal(found[0], x)
-    assert torch.equal(found[1], y)
+    gathered = gather_sources_together([x, y], transport, None, "forward")
+    assert torch.equal(gathered[0], x)
+    assert torch.equal(gathered[1], y)
     assert len(calls) == (1 if other == torch.float64 else 2)
-    (found[0].sum() + 2 * found[1].sum()).backward()
+    (gathered[0].sum() + 2 * gathered[1].sum()).backward()
     assert torch.equal(x.grad, torch.ones_like(x))  # type: ignore[arg-type]
     assert torch.equal(y.grad, 2 * torch.ones_like(y))  # type: ignore[arg-type]
 

@@ -1,3 +1,5 @@
+"""Replaying a conv's messages on a chunk of edges: its arguments, and the reductions it makes."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -17,20 +19,19 @@ CHUNK = Chunk(slice(0, 5), slice(0, 3), torch.tensor([0, 1, 2, 1, 0]), torch.ten
 DEGREES = torch.tensor([2, 2, 1])
 
 
-class Plain(pyg.MessagePassing):
-    """Sends rows as they are."""
+class CopyConv(pyg.MessagePassing):
+    """A conv whose messages are the source rows."""
 
 
-def largest(logits: Tensor) -> Tensor:
+def max_logits(logits: Tensor) -> Tensor:
+    """[3, ...] the largest logit of each destination's edges."""
     return pyg_utils.scatter(logits, CHUNK.dst, 0, 3, "max")
 
 
 def test_arguments_are_told_apart_by_their_names() -> None:
-    conv, x, attr = (
-        pyg.PNAConv(4, 4, ["mean"], ["identity"], torch.tensor([1, 2]), edge_dim=2),
-        randn(3, 4),
-        randn(5, 2),
-    )
+    conv = pyg.PNAConv(4, 4, ["mean"], ["identity"], torch.tensor([1, 2]), edge_dim=2)
+    x = randn(3, 4)
+    attr = randn(5, 2)
     inputs = Inputs()
     call = plan(conv, "message", {"x": x, "edge_attr": attr}, inputs, 5, 3)
     assert {name: getattr(value, "role", None) for name, value in call.arguments.items()} == {
@@ -42,7 +43,8 @@ def test_arguments_are_told_apart_by_their_names() -> None:
 
 
 def test_edge_updates_are_run_where_their_edges_are() -> None:
-    conv, inputs = pyg.GATConv(4, 4).double(), Inputs()
+    conv = pyg.GATConv(4, 4).double()
+    inputs = Inputs()
     alpha = DeferredEdgeUpdate({"alpha": (randn(3, 1), randn(3, 1, seed=1)), "edge_attr": None})
     call = plan(conv, "message", {"x": (randn(3, 1, 4), None), "alpha": alpha}, inputs, 5, 3)
     assert call.arguments["alpha"].function == "edge_update"
@@ -53,14 +55,14 @@ def test_edge_updates_are_run_where_their_edges_are() -> None:
         "edge": [],
         "constant": [],
     }
-    found = replay(conv, call, rows, CHUNK, DEGREES, largest)
-    assert found.softmax_weights is not None
-    sums = [pyg_utils.scatter(t, CHUNK.dst, 0, 3, "sum") for t in (found.reductions[0].rows, found.softmax_weights)]
+    ours = replay(conv, call, rows, CHUNK, DEGREES, max_logits)
+    assert ours.softmax_weights is not None
+    sums = [pyg_utils.scatter(t, CHUNK.dst, 0, 3, "sum") for t in (ours.reductions[0].rows, ours.softmax_weights)]
     edge_index = torch.stack([CHUNK.src, CHUNK.dst])
     expected = conv.propagate(
         edge_index, x=(inputs.source[0], None), alpha=conv.edge_updater(edge_index, **alpha.kwargs), size=(3, 3)
     )
-    plain = finish(conv, found.reduce_order, sums[:1], sums[1], DEGREES)
+    plain = finish(conv, ours.reduce_order, sums[:1], sums[1], DEGREES)
     torch.testing.assert_close(plain, expected)
 
 
@@ -81,51 +83,56 @@ AGGREGATIONS: list[Any] = [
 
 @pytest.mark.parametrize("aggr", AGGREGATIONS, ids=str)
 def test_an_aggregation_is_what_it_makes_of_its_reductions(aggr: Any) -> None:
-    conv, x, inputs = Plain(aggr).double(), randn(3, 4), Inputs()
+    conv = CopyConv(aggr).double()
+    x = randn(3, 4)
+    inputs = Inputs()
     call = plan(conv, "message", {"x": x}, inputs, 5, 3)
     rows: dict[Any, list[Tensor]] = {"source": [x[CHUNK.src]], "destination": [], "edge": [], "constant": []}
-    found = replay(conv, call, rows, CHUNK, DEGREES, largest)
-    reduced = [pyg_utils.scatter(r.rows, CHUNK.dst, 0, 3, r.how) for r in found.reductions]
+    recorded = replay(conv, call, rows, CHUNK, DEGREES, max_logits)
+    reduced = [pyg_utils.scatter(r.rows, CHUNK.dst, 0, 3, r.how) for r in recorded.reductions]
     weight_sum = (
-        None if found.softmax_weights is None else pyg_utils.scatter(found.softmax_weights, CHUNK.dst, 0, 3, "sum")
+        None
+        if recorded.softmax_weights is None
+        else pyg_utils.scatter(recorded.softmax_weights, CHUNK.dst, 0, 3, "sum")
     )
-    out = finish(conv, found.reduce_order, reduced, weight_sum, DEGREES)
+    out = finish(conv, recorded.reduce_order, reduced, weight_sum, DEGREES)
     torch.testing.assert_close(out, conv.aggr_module(x[CHUNK.src], CHUNK.dst, dim_size=3))
 
 
 def test_rows_that_are_reduced_twice_alike_are_recorded_once() -> None:
-    conv, inputs = Plain(["mean", "sum", "std"]).double(), Inputs()
+    conv = CopyConv(["mean", "sum", "std"]).double()
+    inputs = Inputs()
     call = plan(conv, "message", {"x": randn(3, 4)}, inputs, 5, 3)
     rows: dict[Any, list[Tensor]] = {"source": [randn(5, 4)], "destination": [], "edge": [], "constant": []}
-    found = replay(conv, call, rows, CHUNK, DEGREES, largest)
-    assert (len(found.reductions), found.reduce_order) == (2, [0, 0, 0, 1])
+    recorded = replay(conv, call, rows, CHUNK, DEGREES, max_logits)
+    assert (len(recorded.reductions), recorded.reduce_order) == (2, [0, 0, 0, 1])
 
 
 @pytest.mark.parametrize("aggr", ["mul", "median", "lstm", None])
 def test_what_cannot_be_split_says_so(aggr: str | None) -> None:
-    conv = Plain(aggr, aggr_kwargs={"in_channels": 4, "out_channels": 4} if aggr == "lstm" else None).double()
+    conv = CopyConv(aggr, aggr_kwargs={"in_channels": 4, "out_channels": 4} if aggr == "lstm" else None).double()
     call = plan(conv, "message", {"x": randn(3, 4)}, Inputs(), 5, 3)
     rows: dict[Any, list[Tensor]] = {"source": [randn(5, 4)], "destination": [], "edge": [], "constant": []}
     with pytest.raises(CannotSplit, match=r"all edges of a node at once|reduces by 'mul'"):
-        replay(conv, call, rows, CHUNK, DEGREES, largest)
+        replay(conv, call, rows, CHUNK, DEGREES, max_logits)
 
 
 def test_an_argument_that_nobody_gives_is_named() -> None:
     with pytest.raises(CannotSplit, match="message asks for x_j"):
-        plan(Plain(), "message", {}, Inputs(), 5, 3)
+        plan(CopyConv(), "message", {}, Inputs(), 5, 3)
     with pytest.raises(CannotSplit, match=r"x_j has shape \[1, 3, 4\]"):
-        plan(Plain(), "message", {"x": randn(1, 3, 4)}, Inputs(), 5, 3)
+        plan(CopyConv(), "message", {"x": randn(1, 3, 4)}, Inputs(), 5, 3)
 
 
 def test_pyg_itself_is_left_alone() -> None:
-    conv = Plain(SoftmaxAggregation())
+    conv = CopyConv(SoftmaxAggregation())
     before = dict(conv.aggr_module.__dict__)
     call = plan(conv, "message", {"x": randn(3, 4)}, Inputs(), 5, 3)
     rows: dict[Any, list[Tensor]] = {"source": [randn(5, 4)], "destination": [], "edge": [], "constant": []}
-    replay(conv, call, rows, CHUNK, DEGREES, largest)
+    replay(conv, call, rows, CHUNK, DEGREES, max_logits)
     assert dict(conv.aggr_module.__dict__) == before
     assert type(conv.aggr_module).forward.__globals__["softmax"] is pyg_utils.softmax
 
 
-def test_numbers_per_node_stand_before_those_of_rows() -> None:
+def test_unsqueeze_like_adds_dimensions_at_the_end() -> None:
     assert unsqueeze_like(torch.zeros(3, 2), torch.zeros(3, 2, 4, 5)).shape == (3, 2, 1, 1)

@@ -1,4 +1,4 @@
-"""Batch norms over the rows of all ranks are torch's over all rows."""
+"""Batch norms over the rows of all ranks equal torch's batch norm over all rows."""
 
 from __future__ import annotations
 
@@ -17,60 +17,63 @@ ROWS = (5, 0, 12)
 """Of each rank; one has none."""
 
 
-def norm() -> nn.BatchNorm1d:
-    made = nn.BatchNorm1d(4).double()
+def new_batch_norm() -> nn.BatchNorm1d:
+    """A batch norm with random weight and bias."""
+    batch_norm = nn.BatchNorm1d(4).double()
     with torch.no_grad():
-        made.weight.copy_(randn(4, seed=5))
-        made.bias.copy_(randn(4, seed=6))
-    return made
+        batch_norm.weight.copy_(randn(4, seed=5))
+        batch_norm.bias.copy_(randn(4, seed=6))
+    return batch_norm
 
 
-def through(made: nn.BatchNorm1d, x: torch.Tensor, weight: torch.Tensor) -> dict[str, Any]:
+def run_batch_norm(batch_norm: nn.BatchNorm1d, x: torch.Tensor, weight: torch.Tensor) -> dict[str, Any]:
+    """Outputs, gradients and running statistics after two passes, and outputs in evaluation."""
     x = x.clone().requires_grad_()
     for _ in range(2):
-        made.zero_grad()
+        batch_norm.zero_grad()
         x.grad = None
-        out = made(x)
+        out = batch_norm(x)
         (out * weight).sum().backward()
-    made.eval()
+    batch_norm.eval()
     assert x.grad is not None
-    assert made.weight.grad is not None
-    assert made.bias.grad is not None
-    assert made.running_mean is not None
-    assert made.running_var is not None
+    assert batch_norm.weight.grad is not None
+    assert batch_norm.bias.grad is not None
+    assert batch_norm.running_mean is not None
+    assert batch_norm.running_var is not None
     return {
         "out": out.detach(),
         "x": x.grad,
-        "weight": made.weight.grad,
-        "bias": made.bias.grad,
-        "mean": made.running_mean,
-        "var": made.running_var,
-        "evaluated": made(x).detach(),
+        "weight": batch_norm.weight.grad,
+        "bias": batch_norm.bias.grad,
+        "mean": batch_norm.running_mean,
+        "var": batch_norm.running_var,
+        "evaluated": batch_norm(x).detach(),
     }
 
 
-def one_rank(world: World) -> dict[str, list[Any]]:
+def run_on_rank(world: World) -> dict[str, list[Any]]:
+    """The results of `run_batch_norm` over all ranks, by name. This rank has `ROWS[rank]` of the rows."""
     first = sum(ROWS[: world.rank])
     mine = slice(first, first + ROWS[world.rank])
-    made = norm()
+    batch_norm = new_batch_norm()
     with norms_over_ranks(world):
-        found = through(made, randn(sum(ROWS), 4)[mine], randn(sum(ROWS), 4, seed=1)[mine])
-    world.sum_gradients(made.parameters())  # as the trainer does
-    gather_sources = {}
-    for name, value in found.items():
+        own_results = run_batch_norm(batch_norm, randn(sum(ROWS), 4)[mine], randn(sum(ROWS), 4, seed=1)[mine])
+    world.sum_gradients(batch_norm.parameters())  # as the trainer does
+    results = {}
+    for name, value in own_results.items():
         by_row = name in ("out", "x", "evaluated")
         pieces = world.all_to_all([value if by_row or r == 0 else value[:0] for r in range(world.size)])
-        gather_sources[name] = torch.cat(pieces).tolist() if by_row else value.tolist()
-    return gather_sources
+        results[name] = torch.cat(pieces).tolist() if by_row else value.tolist()
+    return results
 
 
-def test_rows_gradients_and_running_statistics():
-    found = run(one_rank, LaunchSettings(devices=3, timeout_s=60))
-    expected = through(norm(), randn(sum(ROWS), 4), randn(sum(ROWS), 4, seed=1))
+def test_rows_gradients_and_running_statistics_are_those_of_torch():
+    ours = run(run_on_rank, LaunchSettings(devices=3, timeout_s=60))
+    expected = run_batch_norm(new_batch_norm(), randn(sum(ROWS), 4), randn(sum(ROWS), 4, seed=1))
     for name, value in expected.items():
-        torch.testing.assert_close(torch.tensor(found[name], dtype=torch.float64), value, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(torch.tensor(ours[name], dtype=torch.float64), value, rtol=1e-10, atol=1e-12)
 
 
-def test_one_process_is_left_alone():
+def test_one_process_uses_torchs_batch_norm():
     with norms_over_ranks(World.alone()):
-        assert torch.equal(norm()(randn(6, 4)), norm()(randn(6, 4)))
+        assert torch.equal(new_batch_norm()(randn(6, 4)), new_batch_norm()(randn(6, 4)))

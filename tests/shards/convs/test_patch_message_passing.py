@@ -1,3 +1,5 @@
+"""Patched convs run over shards, and are unpatched after the call, also after an error."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -23,8 +25,8 @@ def run(module: nn.Module, mode: Mode, *args: Any) -> Any:
         return module(*args, None)
 
 
-class Updated(pyg.MessagePassing):
-    """Looks at rows and the number of nodes in `update`, and at edges in `aggregate` where asked to."""
+class UpdateConv(pyg.MessagePassing):
+    """A conv whose `update` reads rows and the number of nodes."""
 
     def forward(self, x: Tensor, edge_index: Any) -> Tensor:
         return self.propagate(edge_index, x=(x, 2 * x), y=x)
@@ -36,19 +38,23 @@ class Updated(pyg.MessagePassing):
         return inputs + y / dim_size
 
 
-class Aggregated(Updated):
+class Aggregated(UpdateConv):
+    """`UpdateConv` with an `aggregate` of its own, which reads edges."""
+
     def aggregate(self, inputs: Tensor, index: Tensor, x_j: Tensor, dim_size: int) -> Tensor:  # type: ignore[override]
         return torch.zeros(dim_size, 4, dtype=inputs.dtype).index_add(0, index, inputs * x_j.cos())
 
 
 @pytest.mark.parametrize("mode", ["sequential", "stored", "one_shot"])
 def test_update_gets_what_it_asks_for(mode: Mode) -> None:
-    conv, x = Updated(), randn(30, 4)
+    conv = UpdateConv()
+    x = randn(30, 4)
     torch.testing.assert_close(run(conv, mode, x), conv(x, GRAPH.edge_index()))
 
 
 def test_an_aggregate_of_its_own_runs_on_all_edges_only() -> None:
-    conv, x = Aggregated(), randn(30, 4)
+    conv = Aggregated()
+    x = randn(30, 4)
     for mode in ("stored", "one_shot"):
         torch.testing.assert_close(run(conv, mode, x), conv(x, GRAPH.edge_index()))
     with pytest.raises(CannotSplit, match="the aggregate of Aggregated"):
@@ -59,30 +65,33 @@ def test_convs_inside_a_module_run_too() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = pyg.SAGEConv(4, 4).double(), pyg.GraphConv(4, 2).double()
+            self.first = pyg.SAGEConv(4, 4).double()
+            self.second = pyg.GraphConv(4, 2).double()
 
         def forward(self, x: Tensor, edge_index: Any) -> Tensor:
             return self.second(self.first(x, edge_index).relu(), edge_index)
 
-    module, x = Two(), randn(30, 4)
+    module = Two()
+    x = randn(30, 4)
     torch.testing.assert_close(run(module, "sequential", x), module(x, GRAPH.edge_index()))
 
 
 def test_propagate_is_put_back_also_after_an_error() -> None:
     conv = pyg.SAGEConv(4, 4)
     conv.decomposed_layers = 2  # PyG itself puts another propagate on such an instance
-    own = conv.__dict__["propagate"]
+    pygs_propagate = conv.__dict__["propagate"]
     with pytest.raises(RuntimeError):
         run(conv, "sequential", torch.randn(30, 5))
-    assert conv.__dict__["propagate"] is own
+    assert conv.__dict__["propagate"] is pygs_propagate
     assert "edge_updater" not in conv.__dict__
 
 
 def test_hooks_on_messages_are_refused_and_others_run() -> None:
-    conv, seen = pyg.SAGEConv(4, 4).double(), []
-    conv.register_forward_hook(lambda *_: seen.append(True))
+    conv = pyg.SAGEConv(4, 4).double()
+    calls = []
+    conv.register_forward_hook(lambda *_: calls.append(True))
     run(conv, "sequential", randn(30, 4))
-    assert seen == [True]
+    assert calls == [True]
     conv.register_message_forward_hook(lambda module, inputs, out: out)
     with pytest.raises(CannotSplit, match="hooks"):
         run(conv, "sequential", randn(30, 4))

@@ -1,4 +1,4 @@
-"""Convs over virtual shards and over ranks equal plain PyG; what cannot is refused by name."""
+"""Convs over virtual shards and over ranks equal plain PyG; those that cannot are refused by name."""
 
 from __future__ import annotations
 
@@ -35,29 +35,39 @@ def test_virtual_shards_equal_plain_pyg(name: str) -> None:
         many = virtual_layout(graph, make_partition(graph, 8, "metis" if discrete else "random", seed=1))
         few = virtual_layout(graph, make_partition(graph, 3, "metis", seed=1))
         for mode, layout in (("sequential", many), ("stored", many), ("one_shot", few)):
-            found = sharded(conv, graph, x, layout, None, mode=mode)
-            assert error(found, expected, layout) <= 1, (mode, layout is many, discrete)
+            ours = sharded(conv, graph, x, layout, None, mode=mode)
+            assert error(ours, expected, layout) <= 1, (mode, layout is many, discrete)
 
 
 def test_one_rank_equals_plain_pyg() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        found = on_ranks(World.alone(), list(SUITE))
+        results = on_ranks(World.alone(), list(SUITE))
     finally:
         dist.destroy_process_group()
-    assert {name: worst for name, worst in found["errors"].items() if not worst <= 1} == {}
+    assert {name: worst for name, worst in results["errors"].items() if not worst <= 1} == {}
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.extended)])
 def test_ranks_equal_plain_pyg(size: int) -> None:
-    found = run(on_ranks, LaunchSettings(devices=size, timeout_s=60), list(SUITE))
-    assert {name: worst for name, worst in found["errors"].items() if not worst <= 1} == {}
-    traffic = found["traffic"]
-    once = traffic["halo"]["rows"] * 4 * 8
-    assert traffic["sage-mean sequential"] == {"forward": once, "refetch": 0, "gradient": once}
-    twice = traffic["halo"]["rows"] * 2 * (4 + 1) * 8  # two heads: projected rows, and their part of the logits
-    assert traffic["gat sequential"] == {"forward": twice, "refetch": twice, "gradient": twice}
-    assert traffic["gat stored"] == traffic["gat one_shot"] == {"forward": twice, "refetch": 0, "gradient": twice}
+    results = run(on_ranks, LaunchSettings(devices=size, timeout_s=60), list(SUITE))
+    assert {name: worst for name, worst in results["errors"].items() if not worst <= 1} == {}
+    traffic = results["traffic"]
+    bytes_of_rows = traffic["halo"]["rows"] * 4 * 8
+    assert traffic["sage-mean sequential"] == {"forward": bytes_of_rows, "refetch": 0, "gradient": bytes_of_rows}
+    bytes_of_heads = (
+        traffic["halo"]["rows"] * 2 * (4 + 1) * 8
+    )  # two heads: projected rows, and their part of the logits
+    assert traffic["gat sequential"] == {
+        "forward": bytes_of_heads,
+        "refetch": bytes_of_heads,
+        "gradient": bytes_of_heads,
+    }
+    assert (
+        traffic["gat stored"]
+        == traffic["gat one_shot"]
+        == {"forward": bytes_of_heads, "refetch": 0, "gradient": bytes_of_heads}
+    )
 
 
 def small(**options: Any) -> tuple[ShardConvs, Graph]:
@@ -67,19 +77,20 @@ def small(**options: Any) -> tuple[ShardConvs, Graph]:
 
 
 @pytest.mark.parametrize("edges", [0, 1, 2500])
-def test_a_graph_like_those_of_sars_tests(edges: int) -> None:
+def test_random_multigraphs_with_metis_parts_equal_plain_pyg(edges: int) -> None:
     src, dst = torch.randint(0, 1000, (2, edges), generator=torch.Generator().manual_seed(0))
     order = torch.argsort(dst, stable=True)
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(dst, minlength=1000).cumsum(0)])
-    graph, x = Graph(indptr, src[order]), randn(1000, 10)
+    graph = Graph(indptr, src[order])
+    x = randn(1000, 10)
     for conv in (pyg.GraphConv(10, 10).double(), pyg.GATConv(10, 10).double(), pyg.SAGEConv(10, 4, "max").double()):
         for num_shards in (1, 2, 4):
             layout = virtual_layout(graph, make_partition(graph, num_shards, "metis"))
-            found = run_conv(conv, x[layout.own_ids], ShardConvs.of(layout))
-            torch.testing.assert_close(found, conv(x, graph.edge_index())[layout.own_ids], rtol=1e-10, atol=1e-12)
+            ours = run_conv(conv, x[layout.own_ids], ShardConvs.of(layout))
+            torch.testing.assert_close(ours, conv(x, graph.edge_index())[layout.own_ids], rtol=1e-10, atol=1e-12)
 
 
-def test_the_rule_is_found_not_listed() -> None:
+def test_the_rule_of_a_conv_is_probed_and_not_listed() -> None:
     class Renamed(pyg.GCNConv):
         pass
 
@@ -134,7 +145,8 @@ def test_no_conv_at_all_is_refused() -> None:
 @pytest.mark.parametrize("aggr", ["lstm", "median", "mul"])
 def test_any_aggregation_runs_in_one_shot(aggr: str) -> None:
     convs, graph = small(mode="one_shot")
-    conv, x = pyg.SAGEConv(4, 3, aggr=aggr).double(), randn(40, 4)
+    conv = pyg.SAGEConv(4, 3, aggr=aggr).double()
+    x = randn(40, 4)
     torch.testing.assert_close(run_conv(conv, x, convs), conv(x, graph.edge_index()), rtol=1e-10, atol=1e-12)
 
 
@@ -149,16 +161,18 @@ def test_a_batch_norm_after_the_aggregation_runs_in_training() -> None:
     convs, graph = small()
     norm = nn.BatchNorm1d(5)
     conv = pyg.GINConv(nn.Sequential(nn.Linear(4, 5), norm, nn.Linear(5, 3))).double()
-    other, x = copy.deepcopy(conv), randn(40, 4)
-    found = run_conv(conv, x, convs)
-    torch.testing.assert_close(found, other(x, graph.edge_index()), rtol=1e-10, atol=1e-12)
+    other = copy.deepcopy(conv)
+    x = randn(40, 4)
+    ours = run_conv(conv, x, convs)
+    torch.testing.assert_close(ours, other(x, graph.edge_index()), rtol=1e-10, atol=1e-12)
     assert torch.allclose(norm.running_mean, other.state_dict()["nn.1.running_mean"])  # type: ignore[arg-type]
 
 
 def test_the_conv_and_the_random_numbers_are_left_as_they_were() -> None:
     convs, _ = small()
     for conv in (pyg.TransformerConv(4, 3).double(), pyg.GCNConv(4, 3).double(), pna(4, 3).double()):
-        names, state = set(conv.__dict__), torch.get_rng_state()
+        names = set(conv.__dict__)
+        state = torch.get_rng_state()
         weights = {k: v.clone() for k, v in conv.state_dict().items()}
         run_conv(conv, randn(40, 4).requires_grad_(), convs).sum().backward()
         assert set(conv.__dict__) == names
@@ -169,9 +183,10 @@ def test_the_conv_and_the_random_numbers_are_left_as_they_were() -> None:
 
 @pytest.mark.parametrize("make", [pyg.GATConv, pyg.GCNConv])
 @pytest.mark.parametrize("mode", ["sequential", "one_shot"])
-def test_training_goes_on_with_what_inference_has_kept(make: Any, mode: str) -> None:
+def test_training_after_inference_has_the_gradients_of_plain_pyg(make: Any, mode: str) -> None:
     convs, graph = small(mode=mode)
-    conv, x = make(4, 3).double(), randn(40, 4)
+    conv = make(4, 3).double()
+    x = randn(40, 4)
     with torch.inference_mode():
         torch.testing.assert_close(run_conv(conv, x, convs), conv(x, graph.edge_index()), rtol=1e-10, atol=1e-12)
     h = x.clone().requires_grad_()
@@ -181,7 +196,8 @@ def test_training_goes_on_with_what_inference_has_kept(make: Any, mode: str) -> 
 
 def test_a_weights_gradient_is_there_after_an_evaluation_without() -> None:
     weight = torch.rand(226, dtype=torch.float64, requires_grad=True)
-    convs, conv = small(edge_rows={"weight": weight})[0], pyg.GCNConv(4, 3).double()
+    convs = small(edge_rows={"weight": weight})[0]
+    conv = pyg.GCNConv(4, 3).double()
     with torch.no_grad():
         run_conv(conv, randn(40, 4), convs)
     run_conv(conv, randn(40, 4), convs).square().sum().backward()
@@ -206,7 +222,8 @@ def test_degrees_are_exchanged_once_where_they_have_no_gradient() -> None:
 
 
 def test_a_gnn_takes_the_block_like_any_other() -> None:
-    graph, x = random_graph(40, 220, weight=True), randn(40, 4)
+    graph = random_graph(40, 220, weight=True)
+    x = randn(40, 4)
     torch.manual_seed(1)
     convs = [pyg.SAGEConv(4, 6, aggr="max"), pyg.GCNConv(6, 6), pyg.GATConv(6, 3)]
     gnn = hl.nn.GNN(convs, dropout=0.4, norm="layer").double()
@@ -214,10 +231,10 @@ def test_a_gnn_takes_the_block_like_any_other() -> None:
     expected = _gradients(gnn, whole)
     layout = virtual_layout(graph, make_partition(graph, 3, "random"))
     block = ShardConvs.of(layout, chunk_bytes=4000).block(key=5)
-    found = _gradients(gnn, Batch(layout.own_ids, (block,) * 3, x[layout.own_ids], None, key=5))
-    torch.testing.assert_close(found[0], expected[0][layout.own_ids], rtol=1e-10, atol=1e-12)
-    for ours, theirs in zip(found[1:], expected[1:], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+    ours = _gradients(gnn, Batch(layout.own_ids, (block,) * 3, x[layout.own_ids], None, key=5))
+    torch.testing.assert_close(ours[0], expected[0][layout.own_ids], rtol=1e-10, atol=1e-12)
+    for own_gradient, plain_gradient in zip(ours[1:], expected[1:], strict=True):
+        torch.testing.assert_close(own_gradient, plain_gradient, rtol=1e-9, atol=1e-11)
 
 
 def _gradients(gnn: nn.Module, batch: Batch) -> list[Tensor]:
@@ -227,16 +244,19 @@ def _gradients(gnn: nn.Module, batch: Batch) -> list[Tensor]:
     return [out.detach(), *(p.grad.clone() for p in gnn.parameters() if p.grad is not None)]
 
 
-def test_a_conv_that_takes_initial_rows() -> None:
+def test_a_conv_that_takes_initial_rows_equals_plain_pyg() -> None:
     convs, graph = small()
-    conv, x, x0 = pyg.GCN2Conv(4, 0.2).double(), randn(40, 4), randn(40, 4, seed=1)
-    found = run_conv(conv, x, convs, x0)
-    torch.testing.assert_close(found, conv(x, x0, graph.edge_index()), rtol=1e-10, atol=1e-12)
+    conv = pyg.GCN2Conv(4, 0.2).double()
+    x = randn(40, 4)
+    x0 = randn(40, 4, seed=1)
+    ours = run_conv(conv, x, convs, x0)
+    torch.testing.assert_close(ours, conv(x, x0, graph.edge_index()), rtol=1e-10, atol=1e-12)
 
 
 def test_a_conv_without_its_input_width_gets_it_from_the_rows() -> None:
     convs, graph = small()
-    conv, x = pyg.SAGEConv(-1, 3), randn(40, 4, dtype=torch.float32)
+    conv = pyg.SAGEConv(-1, 3)
+    x = randn(40, 4, dtype=torch.float32)
     torch.testing.assert_close(run_conv(conv, x, convs), conv(x, graph.edge_index()))
 
 
@@ -261,7 +281,8 @@ def test_a_block_goes_to_a_device_with_its_layout() -> None:
 
 def test_blocks_of_other_draws_share_what_was_found_out_about_the_edges() -> None:
     convs, _ = small()
-    first, second = convs.block(key=1), replace(convs.block(key=1), key=2)
+    first = convs.block(key=1)
+    second = replace(convs.block(key=1), key=2)
     convolve(pyg.GCNConv(4, 4).double(), randn(40, 4), first)
     convolve(pyg.GCNConv(4, 4).double(), randn(40, 4), second)
     assert convs.transport.traffic["degrees"] == 40 * 8

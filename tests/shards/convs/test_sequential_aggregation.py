@@ -1,4 +1,4 @@
-"""Sequential aggregation: what it keeps, what it fetches again, and draws that are drawn again."""
+"""Sequential aggregation: memory it holds, rows it fetches again, and random draws that repeat."""
 
 from __future__ import annotations
 
@@ -63,15 +63,16 @@ def test_a_weight_with_a_gradient_needs_the_rows() -> None:
         assert (b.transport.traffic["refetch"] > 0) == needs
 
 
-class Masked(pyg.SAGEConv):
-    """Keeps only a mask of its source rows for backward."""
+class MaskConv(pyg.SAGEConv):
+    """A conv whose backward pass needs only a mask of its source rows."""
 
     def message(self, x_j: Tensor) -> Tensor:
         return torch.where(x_j > 0.3, x_j, -2 * x_j)
 
 
 def test_a_mask_made_of_the_rows_is_seen() -> None:
-    b, conv = convs(), Masked(4, 4).double()
+    b = convs()
+    conv = MaskConv(4, 4).double()
     x, other = (randn(30, 4).requires_grad_() for _ in range(2))
     run_conv(conv, x, b).square().sum().backward()
     conv(other, GRAPH.edge_index()).square().sum().backward()
@@ -90,8 +91,8 @@ def test_a_frozen_layer_sends_no_gradients() -> None:
     assert not out.requires_grad
 
 
-def kept(run: Callable[[], Tensor]) -> int:
-    """Bytes that autograd keeps for a computation."""
+def count_saved_bytes(run: Callable[[], Tensor]) -> int:
+    """Bytes of the tensors that autograd saves for backward."""
     sizes: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
@@ -106,27 +107,30 @@ def kept(run: Callable[[], Tensor]) -> int:
 @pytest.mark.parametrize("make", [lambda: pyg.GATConv(4, 8, heads=2), lambda: pyg.SAGEConv(4, 8, aggr="max")])
 def test_nothing_with_a_row_per_edge_is_kept(make: Callable[[], Any]) -> None:
     """Ten times the edges: plain PyG keeps ten times as much, and the blocks the same."""
-    x, sizes = randn(30, 4).requires_grad_(), []
+    x = randn(30, 4).requires_grad_()
+    sizes = []
     for num_edges in (300, 3000):
         graph = random_graph(30, num_edges)
         b = ShardConvs.of(contiguous_layout(graph, torch.tensor([0, 9, 20, 30])), chunk_bytes=2000)
         conv = make().double()
         run_conv(conv, x, b)
-        sizes.append((kept(lambda: run_conv(conv, x, b)), kept(lambda: conv(x, graph.edge_index()))))  # noqa: B023
+        ours = count_saved_bytes(lambda: run_conv(conv, x, b))  # noqa: B023
+        plain = count_saved_bytes(lambda: conv(x, graph.edge_index()))  # noqa: B023
+        sizes.append((ours, plain))
     assert sizes[0][0] == sizes[1][0]
     assert sizes[1][1] > 5 * sizes[0][1]
 
 
-class Largest(TorchDispatchMode):
-    """The most numbers in one tensor that is made within."""
+class LargestTensor(TorchDispatchMode):
+    """Measures the size of the largest floating-point tensor, in numbers, that any operation makes."""
 
-    most = 0
+    num_numbers = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for t in out if isinstance(out, tuple | list) else (out,):
             if isinstance(t, Tensor) and t.is_floating_point():
-                self.most = max(self.most, t.untyped_storage().nbytes() // t.element_size())
+                self.num_numbers = max(self.num_numbers, t.untyped_storage().nbytes() // t.element_size())
         return out
 
 
@@ -134,33 +138,35 @@ class Largest(TorchDispatchMode):
 def test_no_matrix_with_a_row_per_edge_of_a_part_is_made(aggr: str) -> None:
     graph = random_graph(30, 3000)
     b = ShardConvs.of(contiguous_layout(graph, torch.tensor([0, 15, 30])), chunk_bytes=8000)
-    conv, x = pyg.SAGEConv(4, 8, aggr=aggr, project=True).double(), randn(30, 4).requires_grad_()
+    conv = pyg.SAGEConv(4, 8, aggr=aggr, project=True).double()
+    x = randn(30, 4).requires_grad_()
     run_conv(conv, x, b)
-    with Largest() as largest:
+    with LargestTensor() as largest:
         run_conv(conv, x, b).sum().backward()
-    assert 30 * 8 <= largest.most <= 8000 / 8  # own rows, or a chunk
-    with Largest() as largest:
+    assert 30 * 8 <= largest.num_numbers <= 8000 / 8  # own rows, or a chunk
+    with LargestTensor() as largest:
         conv(x, graph.edge_index()).sum().backward()
-    assert largest.most >= 3000 * 4
+    assert largest.num_numbers >= 3000 * 4
 
 
 def test_dropout_draws_what_plain_pyg_draws() -> None:
     """With one part and one chunk the edges are in plain PyG's order."""
     b = ShardConvs.of(contiguous_layout(GRAPH, torch.tensor([0, 30])))
     for conv in (pyg.GATConv(4, 3, dropout=0.5, add_self_loops=False), pyg.TransformerConv(4, 3, dropout=0.5)):
-        conv, found = conv.double(), []
+        conv = conv.double()
+        results = []
         for run in (lambda x: run_conv(conv, x, b), lambda x: conv(x, GRAPH.edge_index())):  # noqa: B023
             x = randn(30, 4).requires_grad_()
             conv.zero_grad()
             torch.manual_seed(3)
             out = run(x)
-            after = torch.rand(2)  # both have drawn as often
+            next_draws = torch.rand(2)  # both have drawn as often
             torch.rand(5)  # backward does not depend on where the generator is by then
             (out * randn(30, 3, seed=1)).sum().backward()
-            found.append(
-                [out.detach(), after, x.grad, *(p.grad.clone() for p in conv.parameters() if p.grad is not None)]
+            results.append(
+                [out.detach(), next_draws, x.grad, *(p.grad.clone() for p in conv.parameters() if p.grad is not None)]
             )
-        for ours, theirs in zip(*found, strict=True):
+        for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
@@ -170,7 +176,8 @@ def test_dropout_is_the_same_in_backward_for_many_chunks() -> None:
     with torch.no_grad():
         conv.att_src.zero_()
         conv.att_dst.zero_()
-    x, w = randn(30, 4).requires_grad_(), randn(30, 3, seed=1)
+    x = randn(30, 4).requires_grad_()
+    w = randn(30, 3, seed=1)
     total = (run_conv(conv, x, convs(chunk_bytes=700)) * w).sum()
     before = torch.get_rng_state()
     total.backward()
@@ -181,7 +188,7 @@ def test_dropout_is_the_same_in_backward_for_many_chunks() -> None:
 
 
 def test_backward_is_that_of_the_mode_of_forward() -> None:
-    found = []
+    gradients = []
     for mode in (True, False):
         conv = pyg.EdgeConv(torch.nn.Sequential(torch.nn.Linear(8, 3), torch.nn.Dropout(0.5)), aggr="sum").double()
         with torch.no_grad():
@@ -193,14 +200,15 @@ def test_backward_is_that_of_the_mode_of_forward() -> None:
         conv.train(mode)
         out.sum().backward()
         assert conv.nn[1].training == mode  # type: ignore[index]
-        found.append(x.grad)
-    assert torch.equal(*found)
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("chunk_bytes", [1, 3000, 1 << 30])
 def test_no_result_depends_on_chunks_or_depth(depth: int, chunk_bytes: int) -> None:
-    x, results = randn(30, 4), []
+    x = randn(30, 4)
+    results = []
     conv = pyg.GATv2Conv(4, 3).double()
     for b in (convs(), convs(depth=depth, chunk_bytes=chunk_bytes)):
         h = x.clone().requires_grad_()
@@ -211,15 +219,16 @@ def test_no_result_depends_on_chunks_or_depth(depth: int, chunk_bytes: int) -> N
 
 
 def test_a_look_tells_kinds_and_bytes() -> None:
-    conv, inputs = pyg.SAGEConv(4, 4, aggr=["max", "std"]).double(), Inputs()
+    conv = pyg.SAGEConv(4, 4, aggr=["max", "std"]).double()
+    inputs = Inputs()
     x = randn(30, 4).requires_grad_()
     call = plan(conv, "message", {"x": (x, x)}, inputs, 150, 30)
     state = torch.get_rng_state()
-    found = profile_messages(conv, call, inputs)
-    assert [kind.how for kind in found.specs] == ["max", "sum", "sum"]
-    assert found.specs[0].shape == (4,)
-    assert found.needs_sources
-    assert found.edge_bytes >= 3 * 4 * 8 / 2  # x, its square and their messages; the first may be one tensor
+    profile = profile_messages(conv, call, inputs)
+    assert [kind.how for kind in profile.specs] == ["max", "sum", "sum"]
+    assert profile.specs[0].shape == (4,)
+    assert profile.needs_sources
+    assert profile.edge_bytes >= 3 * 4 * 8 / 2  # x, its square and their messages; the first may be one tensor
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -236,9 +245,10 @@ def test_messages_in_half_precision_are_drawn_again_in_it() -> None:
 
 
 def test_aggregate_is_what_propagate_computes() -> None:
-    conv, x = pyg.SAGEConv(4, 4, aggr="max").double(), randn(30, 4)
-    found = aggregate(conv, {"x": (x, x)}, Edges.of(LAYOUT), LocalTransport(LAYOUT), 1, 2000)
-    assert torch.equal(found, conv.propagate(GRAPH.edge_index(), x=(x, x), size=None))
+    conv = pyg.SAGEConv(4, 4, aggr="max").double()
+    x = randn(30, 4)
+    ours = aggregate(conv, {"x": (x, x)}, Edges.of(LAYOUT), LocalTransport(LAYOUT), 1, 2000)
+    assert torch.equal(ours, conv.propagate(GRAPH.edge_index(), x=(x, x), size=None))
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -256,18 +266,18 @@ def test_rows_are_asked_for_when_the_gradients_before_have_arrived(depth: int):
 
 def test_chunks_shrink_with_the_shard(monkeypatch: pytest.MonkeyPatch):
     """Half of the own rows at most, but no less than a size at which calls cost nothing."""
-    seen: list[int] = []
+    limits: list[int] = []
     plain = Edges.chunks
 
     def chunks(self: Edges, k: int, max_edges: int) -> Any:
         if (self.num_dst, k) == (30, 0):  # and not of the graph on which a conv is tried
-            seen.append(max_edges)
+            limits.append(max_edges)
         return plain(self, k, max_edges)
 
     monkeypatch.setattr(Edges, "chunks", chunks)
-    for least in (1 << 20, 100):
-        monkeypatch.setattr(sequential_aggregation, "MIN_CHUNK_BYTES", least)
+    for min_bytes in (1 << 20, 100):
+        monkeypatch.setattr(sequential_aggregation, "MIN_CHUNK_BYTES", min_bytes)
         for chunk_bytes in (200, 10000, 1 << 22):
             run_conv(pyg.SAGEConv(4, 4).double(), randn(30, 4), convs(chunk_bytes=chunk_bytes))
-    of_edge = 10000 // seen[1]
-    assert seen == [most // of_edge for most in (200, 10000, 1 << 20, 200, 480, 480)]
+    edge_bytes = 10000 // limits[1]
+    assert limits == [max_bytes // edge_bytes for max_bytes in (200, 10000, 1 << 20, 200, 480, 480)]

@@ -29,23 +29,24 @@ def test_virtual_shards_equal_plain_pyg(name: str, mode: str, num_shards: int) -
 
 
 def test_ranks_equal_plain_pyg() -> None:
-    found = run(on_ranks, LaunchSettings(devices=2, timeout_s=60))
-    assert {name: worst for name, (worst, _) in found.items() if not worst <= 1} == {}
-    assert {name: share for name, (_, share) in found.items() if not share < 0.8} == {}
+    results = run(on_ranks, LaunchSettings(devices=2, timeout_s=60))
+    assert {name: worst for name, (worst, _) in results.items() if not worst <= 1} == {}
+    assert {name: share for name, (_, share) in results.items() if not share < 0.8} == {}
 
 
 def test_layers_have_the_edges_that_lead_to_the_seeds() -> None:
     _, graph, _ = case("gcn")
     layout = virtual_layout(graph, make_partition(graph, 3, "random"))
     runners = trimmed_convs(ShardConvs.of(layout), torch.isin(layout.own_ids, SEEDS), 3)
-    needed, (src, dst) = set(SEEDS.tolist()), graph.edge_index()
+    needed = set(SEEDS.tolist())
+    src, dst = graph.edge_index()
     for convs in reversed(runners):
         mask = torch.isin(dst, torch.tensor(sorted(needed)))
         assert torch.equal(convs.layout.edge_ids.sort().values, mask.nonzero().view(-1))
         needed |= set(src[mask].tolist())
 
 
-def test_nobody_needs_anything() -> None:
+def test_trimmed_layers_run_where_no_node_is_needed() -> None:
     _, graph, x = case("gat")
     layout = virtual_layout(graph, make_partition(graph, 3, "random"))
     (convs,) = trimmed_convs(ShardConvs.of(layout), torch.zeros(60, dtype=torch.bool), 1)

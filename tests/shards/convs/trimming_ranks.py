@@ -1,4 +1,4 @@
-"""Trimmed layers against plain PyG at some nodes: used in one process and by several ranks."""
+"""Trimmed layers against plain PyG at some seeds. Runs in one process and on several ranks."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def case(name: str) -> tuple[hl.nn.GNN, Graph, Tensor]:
     return hl.nn.GNN(convs, residual=True).double(), graph, randn(60, 4)
 
 
-def expected(model: hl.nn.GNN, graph: Graph, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs at the seeds and the input's gradient by plain PyG; those of parameters are in the model."""
+def run_plain(model: hl.nn.GNN, graph: Graph, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs at the seeds and the input's gradient by plain PyG. Parameters keep their gradients."""
     model.zero_grad()
     h = x.clone().requires_grad_()
     out = plain_gnn(model, h, graph)[SEEDS]
@@ -42,51 +42,54 @@ def expected(model: hl.nn.GNN, graph: Graph, x: Tensor) -> tuple[Tensor, Tensor]
     return out.detach(), h.grad
 
 
-def found(
+def run_on_layout(
     model: hl.nn.GNN, x: Tensor, layout: ShardLayout, transport: Transport, trim: bool, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(own seeds among all, their outputs, the gradient of the own input rows)."""
+    """(positions of this layout's seeds in `SEEDS`, their outputs, the gradient of its own input rows)."""
     model.zero_grad()
     is_needed = torch.isin(layout.own_ids, SEEDS)
-    whole = ShardConvs.of(layout, transport, **options)
-    convs = trimmed_convs(whole, is_needed, 3, **options) if trim else (whole,) * 3
+    untrimmed = ShardConvs.of(layout, transport, **options)
+    convs = trimmed_convs(untrimmed, is_needed, 3, **options) if trim else (untrimmed,) * 3
     blocks = tuple(each.block() for each in convs)
-    own, h = is_needed.nonzero().view(-1), x[layout.own_ids].requires_grad_()
-    seeds = layout.own_ids[own]
-    out = model(Batch(seeds, blocks, h, None, output_idx=own))
+    own_idx = is_needed.nonzero().view(-1)
+    h = x[layout.own_ids].requires_grad_()
+    seeds = layout.own_ids[own_idx]
+    out = model(Batch(seeds, blocks, h, None, output_idx=own_idx))
     out.square().sum().backward()
     assert h.grad is not None
     return torch.searchsorted(SEEDS, seeds), out.detach(), h.grad
 
 
-def error(a: Tensor, b: Tensor) -> float:
-    """In units of what is allowed."""
+def relative_error(a: Tensor, b: Tensor) -> float:
+    """The largest difference, in units of the tolerance."""
     return float(((a - b).abs() / (1e-12 + 1e-10 * b.abs())).max()) if a.numel() else 0.0
 
 
 def compare(name: str, layout: ShardLayout, world: World, **options: Any) -> tuple[float, dict[str, list[int]]]:
-    """(the largest error, by trim the bytes that travelled)."""
-    (model, graph, x), traffic = case(name), {}
-    out, of_input = expected(model, graph, x)
+    """(the largest error, the bytes that travelled without and with trimming)."""
+    model, graph, x = case(name)
+    traffic = {}
+    out, of_input = run_plain(model, graph, x)
     weights = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     for trim in (False, True):
         transport = LocalTransport(layout) if layout.virtual else P2PTransport(layout, world=world)
-        seeds, ours, gradient = found(model, x, layout, transport, trim, **options)
+        seeds, ours, gradient = run_on_layout(model, x, layout, transport, trim, **options)
         traffic[str(trim)] = [transport.traffic[kind] for kind in BYTES]
     world.sum_gradients(model.parameters())
-    worst = max(error(ours, out[seeds]), error(gradient, of_input[layout.own_ids]))
+    worst = max(relative_error(ours, out[seeds]), relative_error(gradient, of_input[layout.own_ids]))
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    return max([worst, *(error(a, b) for a, b in zip(grads, weights, strict=True))]), traffic
+    return max([worst, *(relative_error(a, b) for a, b in zip(grads, weights, strict=True))]), traffic
 
 
 def on_ranks(world: World) -> dict[str, Any]:
-    """By conv and mode: the largest error of any rank, and the share of bytes that still travels."""
+    """By conv and mode: the largest error of any rank, and the share of bytes left by trimming."""
     results: dict[str, Any] = {}
     for name in NAMES:
         _, graph, _ = case(name)
         layout = shard_layouts(graph, make_partition(graph, world.size, "random", seed=1))[world.rank]
         for mode in ("sequential", "one_shot"):
             worst, traffic = compare(name, layout, world, mode=mode)
-            whole, trimmed = world.sum(traffic["False"]), world.sum(traffic["True"])
+            whole = world.sum(traffic["False"])
+            trimmed = world.sum(traffic["True"])
             results[f"{name} {mode}"] = (world.max([worst])[0], sum(trimmed) / sum(whole))
     return results
