@@ -1,8 +1,8 @@
 """Faults injected into runs of the command: what is lost, and how long recovery takes. `make test-faults`.
 
-Writes the table of docs/measurements/faults.md. Every run is compared with one never interrupted: the losses of all epochs
-and the last weights, bit for bit. Where fewer ranks resume (`hosts/elastic.sh`), the losses up to the fault and the
-number of seeds are compared.
+Writes the table of docs/measurements/faults.md. Every run is compared with one never interrupted: the losses of
+all epochs and the last weights, bit for bit. Where fewer ranks resume (`hosts/elastic.sh`), the losses up to the
+fault and the number of seeds are compared.
 """
 
 from __future__ import annotations

@@ -71,7 +71,9 @@ def assert_losses_of_trainer(results: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", own_loops.NAMES)
 def test_an_own_loop_has_the_losses_of_the_trainer(name: str, graph: str, tmp_path: Path):
-    assert_losses_of_trainer(own_loops.losses_of_example_and_trainer(World.alone(), name, graph, str(tmp_path / "shards")))
+    assert_losses_of_trainer(
+        own_loops.losses_of_example_and_trainer(World.alone(), name, graph, str(tmp_path / "shards"))
+    )
 
 
 def test_own_loops_over_two_ranks_have_the_losses_of_the_trainer(graph: str, tmp_path: Path):
