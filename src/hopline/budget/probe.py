@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -29,8 +28,12 @@ from hopline.units.batch_unit import BatchUnit, own_threads
 
 MAX_PROBE_SEEDS = 1024
 """The seeds of the largest step. A rule of thumb."""
-LONG_S = 0.3
-"""Seconds. A step that takes longer is the last. A rule of thumb."""
+LARGE_STEP_BYTES = 256 << 20
+"""A step whose peak is larger is the last. A rule of thumb: such a step takes some tenths of a second on a CPU.
+
+Bytes and not seconds, so that a plan does not depend on how busy the machine is. A budget that a refusal names must do
+the next time too.
+"""
 
 
 def measure_steps(
@@ -39,8 +42,8 @@ def measure_steps(
     """Measure steps of a copy of the model with 1, 2, 4, ... seeds, and give their peaks to the predictor.
 
     It ends when the next step is expected to take more than `limit` bytes, or when a step runs out of
-    memory. It also ends when the predictor is sure and the last step was long or large. Torch's random
-    state is restored at the end.
+    memory. It also ends when the predictor is sure and the last step was large, by its seeds or its bytes.
+    Torch's random state is restored at the end.
 
     draw: makes a batch of that many seeds, on the host.
     """
@@ -53,7 +56,6 @@ def measure_steps(
             try:
                 batch = draw(num_seeds)
                 sizes = Sizes.of(batch)
-                began = time.perf_counter()
                 if predictor.num_seen and predictor.expected_bytes(sizes) > limit:
                     break
                 batch = batch.to(outline.device)
@@ -65,9 +67,8 @@ def measure_steps(
                 break  # the expected bytes were too low; the predictor keeps the steps it has
             job.module.zero_grad(set_to_none=True)
             predictor.observe(sizes, meter.peak_bytes)
-            was_long = time.perf_counter() - began > LONG_S
-            was_large = num_seeds >= min(MAX_PROBE_SEEDS, num_train)
-            if predictor.is_sure and (was_long or was_large):
+            was_large = num_seeds >= min(MAX_PROBE_SEEDS, num_train) or meter.peak_bytes > LARGE_STEP_BYTES
+            if predictor.is_sure and was_large:
                 break
             num_seeds = min(2 * num_seeds, num_train)
     free_memory(outline.device)
