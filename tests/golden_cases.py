@@ -45,7 +45,7 @@ from hopline.tables.history_ranks import PartAssignment
 from hopline.tables.hot_rows import hottest, out_degrees
 
 Result = dict[str, Any]
-"""What is written down of a case: field -> numbers, texts, or lists of them."""
+"""The recorded result of a case: field -> numbers, texts, or lists of them."""
 
 # ---- numbers that no library decides
 
@@ -270,7 +270,7 @@ class Case:
     method: hl.extend.Method
     data: str = "dense"
     dtype: torch.dtype = torch.float64
-    """Of the model and the features."""
+    """The dtype of the model and the features."""
     epochs: int = 2
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Other arguments of `Trainer`."""

@@ -320,7 +320,7 @@ def backward(out: Tensor, seed: int = 77) -> None:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Name -> gradient of a parameter; zeros where there is none."""
+    """Name -> gradient of a parameter; zeros for a parameter without one."""
     return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
 
 

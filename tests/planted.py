@@ -743,7 +743,7 @@ class Outcome:
 
 
 def outcome(code: int, output: str, seconds: float) -> Outcome:
-    """What pytest's exit status and its summary mean."""
+    """The meaning of pytest's exit status and summary."""
     # A test that failed is named by file and function; a file that could not be read, by the file alone.
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+?\.py::.*)$", output, re.MULTILINE)
     unread = re.findall(r"^ERROR (\S+?\.py)(?: - (.*))?$", output, re.MULTILINE)

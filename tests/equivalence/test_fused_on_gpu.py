@@ -111,7 +111,8 @@ METHODS: dict[str, Callable[[int], hl.extend.Method]] = {
     "one shot": lambda most: hl.FullBatch(num_shards=3, partition="random", aggregation="one_shot"),
     "trimmed": lambda most: hl.FullBatch(num_shards=3, partition="random", aggregation="sequential", trim=True),
 }
-"""By name, from the largest in-degree: with every edge in them, so that gradients are those of the whole graph."""
+"""Name -> function of the largest in-degree that makes a method. All edges are in its batches, so that gradients are
+those of the whole graph."""
 
 
 def model_and_data(name: str, weighted: bool) -> tuple[GNN, hl.Dataset]:

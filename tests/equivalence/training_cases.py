@@ -61,9 +61,9 @@ class CallingConvention:
     """A method as it is compared, and which reference loop is its own."""
 
     method: Callable[[int], hl.extend.Method]
-    """By the number of layers."""
+    """Number of layers -> the method."""
     epochs: int
-    """So many that there are ten steps or more."""
+    """Enough epochs for ten steps or more."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     has_history: bool = False
     """Whether the reference is `History`, and not the whole graph."""
@@ -326,7 +326,7 @@ def train_step_of(loss: plain.Loss) -> Callable[[nn.Module, hl.Batch], Tensor]:
 
 
 def dataset_of(scenario: Scenario, *, evaluated: bool = False) -> hl.Dataset:
-    """hopline's dataset. evaluated: with nodes to validate and test, by which the best epoch is kept."""
+    """The dataset of a scenario. evaluated: with its validation and test nodes, so that the best epoch is kept."""
     data = hl.from_pyg(scenario.data, **scenario.dataset)
     return data if evaluated else replace(data, splits={"train": data.splits["train"]})
 
@@ -350,7 +350,7 @@ def trainer_of(scenario: Scenario, way: CallingConvention, model: nn.Module, **o
 
 
 def epochs_of(trainer: hl.Trainer, way: CallingConvention, num_epochs: int) -> list[list[Tensor]]:
-    """By epoch and batch, the nodes that hopline has in it, in its order."""
+    """The nodes of every batch of every epoch, in hopline's order."""
     if isinstance(trainer.method, hl.Sampled):
         loader = trainer.method.loader(trainer.data, seed=trainer.settings.seed, model=trainer.model)
         return [[batch.seeds for batch in loader.epoch(epoch)] for epoch in range(1, num_epochs + 1)]

@@ -38,7 +38,7 @@ class Stopped(Exception):
 
 
 def stop_after_chunks(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the write thread fail after so many chunks of all layers."""
+    """Have the write thread fail after a number of chunks, counted over all layers."""
     num_done = [0]
     write_chunk = LayerFiles.chunk_done
 

@@ -40,7 +40,7 @@ def outline_of(num_nodes: int = 1000, num_edges: int = 8000, **options: Any) -> 
 
 @pytest.fixture
 def gpu_outline(monkeypatch: pytest.MonkeyPatch) -> RunOutline:
-    """Of a run on a GPU: nothing of its plan needs one, but for what CUDA takes for itself."""
+    """The outline of a run on a GPU. Its plan needs no GPU, once the bytes of CUDA itself are set to zero."""
     for module in ("budget.memory_plan", "methods.sampled.memory_plan"):
         monkeypatch.setattr(f"hopline.{module}.library_bytes", lambda device: 0)
     monkeypatch.setattr(RunOutline, "_other_bytes", 0)
