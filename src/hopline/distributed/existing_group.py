@@ -391,7 +391,7 @@ def _introduce(store: dist.Store, rank: int, size: int, device: torch.device) ->
         cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
         current_gpu=torch.cuda.current_device() if device.type == "cuda" else None,
     )
-    texts = _tell_all(store, "seat", rank, size, json.dumps(asdict(own)))
+    texts = _tell_all(store, "introduction", rank, size, json.dumps(asdict(own)))
     return [Introduction(**json.loads(text)) for text in texts]
 
 

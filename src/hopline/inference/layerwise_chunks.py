@@ -150,9 +150,9 @@ class InferenceTables(LayerTables):
         for k in unneeded:
             self.drop(k)
 
-    def _is_read_later(self, l: int) -> bool:
-        """Whether layers after layer `l + 1` also read the rows after layer `l`."""
-        return self.model.keeps_jk or (l == ENCODED and self.model.keeps_x0)
+    def _is_read_later(self, k: int) -> bool:
+        """Whether layers after layer `k + 1` also read table `k`, the rows after layer `k`."""
+        return self.model.keeps_jk or (k == ENCODED and self.model.keeps_x0)
 
 
 class Chunks(LayerPlan[Tensor]):
@@ -385,7 +385,7 @@ class Chunks(LayerPlan[Tensor]):
 
     def piece(self, l: int, chunk: Tensor) -> Piece:
         block = self.block(chunk) if self._over_graph is None else self._over_graph
-        return Piece(block, block.src_ids, chunk, chunk=chunk)
+        return Piece(block=block, src=block.src_ids, dst=chunk, chunk=chunk)
 
     def inputs_of(self, ids: Tensor) -> Rows | Tensor:
         rows = Rows(self.data.x, ids)
