@@ -9,9 +9,14 @@ over the same ranks:
 - After an error on one rank, destroying the second group wakes ranks that wait in a call. The owner's group
   stays as it is and can be used again.
 
-No launcher of hopline has numbered the ranks. So each rank writes an `Introduction` into the store of the
-second group, which is the owner's store under a prefix. `find_host_ranks` computes from all of them which
-ranks share a host. The heartbeats use the same store.
+The owner's group has ranks, but does not say which of them share a host, nor does it number hosts and the
+ranks of a host. Hopline's launchers would say so, and none of them has run. So each rank writes an
+`Introduction` into the store of the second group, which is the owner's store under a prefix.
+`find_host_ranks` computes from all of them which ranks share a host, and the numbers. The heartbeats use the
+same store.
+
+`world.last_words` makes the last message of a rank's heartbeat. `last_words("")` is "left", for a rank that
+leaves without an error, and `last_words(TEXT)` is "error TEXT".
 """
 
 from __future__ import annotations
@@ -106,7 +111,7 @@ class GroupWorld(World):
         super().__init__(spec)
         self.num_cores = num_cores
         self._resources = resources
-        weakref.finalize(self, resources.close, last_words(""))
+        weakref.finalize(self, resources.close, last_words(""))  # "": it leaves without an error
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -118,6 +123,7 @@ class GroupWorld(World):
         return group
 
     def close(self, error: str = "") -> None:
+        # `World.exchange` sets `_lost` to a sentence about the rank that was lost. It is "" before.
         self._resources.close(last_words(error), broken=bool(self._lost))
 
     def _end_watch(self, error: BaseException | None) -> None:
@@ -139,7 +145,8 @@ class GroupWorld(World):
 class GroupResources:
     """What a `GroupWorld` has made in the owner's process: process groups, and a heartbeat while it runs.
 
-    It does not refer to its world: the finalizer of the world refers to it, and would keep the world alive.
+    The resources do not refer to their world. The world's finalizer refers to the resources, so otherwise it
+    would keep the world alive.
     Prefetching threads make collective calls too, so a lock guards the heartbeat and the last message.
     """
 
@@ -151,7 +158,10 @@ class GroupResources:
         self._size = size
         self._heartbeat: Heartbeat | NoHeartbeat | None = None
         self._num_exchanges = 0
-        """Collective calls that were begun while earlier heartbeats ran."""
+        """The number of collective calls that this rank had begun when the last heartbeat was stopped.
+
+        A heartbeat counts them as `exchanges`.
+        """
         self._last_words: str | None = None
         """The last message of this rank. None until `close`."""
         self._lock = threading.Lock()
@@ -160,7 +170,7 @@ class GroupResources:
         """The heartbeat, which is started if it does not run. Raises a PeerError after `close`."""
         with self._lock:
             if self._last_words is not None:
-                reason = self._last_words.removeprefix("error ")
+                reason = self._last_words.removeprefix("error ")  # the text of the error, or "left"
                 raise PeerError(
                     f"this rank has left the others ({reason}), so nothing can be exchanged: make a new Trainer, or "
                     "call hl.World.current() again"
@@ -187,18 +197,24 @@ class GroupResources:
             is_error = words != last_words("")
             if is_error and self._heartbeat is None:
                 self._heartbeat = self._new_heartbeat()  # so that the others can read the error
-            heartbeat = self._heartbeat
+            heartbeat = self._heartbeat  # `_stop_heartbeat` sets the attribute to None
             self._stop_heartbeat(words)
             for group in self.groups:
                 group.destroy(broken=broken)
             if is_error and self._rank == 0 and isinstance(heartbeat, Heartbeat):
-                heartbeat.wait_for_others(LEAVE_S)  # the store may end with this process
+                # The store may end with this process, and the others have to read the error first. A
+                # stopped heartbeat writes no more, but can still read the last messages of the others.
+                heartbeat.wait_for_others(LEAVE_S)
 
     def _new_heartbeat(self) -> Heartbeat | NoHeartbeat:
-        """A heartbeat that counts on from the last one. The caller holds the lock."""
+        """A new heartbeat. The caller holds the lock.
+
+        Its count of collective calls starts with that of the last one. After a failure the ranks compare
+        their counts, and a count that starts again would make this rank seem to be behind.
+        """
         try:
-            # A connection handles one call at a time, and some calls wait for other ranks. A heartbeat must
-            # not.
+            # A connection handles one call at a time, and some calls of other threads wait for other ranks.
+            # The heartbeat has a connection of its own, so that it never waits for such a call.
             store = self._store.clone()
         except (AttributeError, RuntimeError):  # the owner's store is of a kind that cannot be cloned
             return NoHeartbeat(self._num_exchanges)
@@ -351,7 +367,7 @@ def _owner_timeout_s() -> float:
     """Timeout of the owner's group in seconds, or `USUAL_TIMEOUT_S` if it does not tell."""
     group = distributed_c10d._get_default_group()
     for kind in ("cuda", "cpu"):
-        # The group has no backend for this kind of device, or one without options.
+        # Suppressed: the group has no backend for this kind of device, or that backend has no options.
         with contextlib.suppress(RuntimeError, AttributeError):
             return group._get_backend(torch.device(kind)).options._timeout.total_seconds()
     return USUAL_TIMEOUT_S
@@ -391,7 +407,7 @@ def _introduce(store: dist.Store, rank: int, size: int, device: torch.device) ->
         cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
         current_gpu=torch.cuda.current_device() if device.type == "cuda" else None,
     )
-    texts = _tell_all(store, "seat", rank, size, json.dumps(asdict(own)))
+    texts = _tell_all(store, "introduction", rank, size, json.dumps(asdict(own)))
     return [Introduction(**json.loads(text)) for text in texts]
 
 

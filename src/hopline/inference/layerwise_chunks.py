@@ -9,12 +9,13 @@ A layer runs as a pipeline over chunks of nodes:
     block of all in-edges,    ->   state, then the layer      ->   new rows into the table
     rows of its sources            on the device                   that layer l + 1 reads
 
-`Layers.forward` of `layerwise/engine.py` runs the pipeline; `Chunks` is the plan that it follows. Without a
-reason for a thread, its part runs in the caller's thread (`Chunks.ahead`, `Chunks.behind`).
+`Layers.forward` of `layerwise/engine.py` runs the pipeline; `Chunks` is the plan that it follows. Each of
+the two host threads may be absent: the caller's thread prefetches if `Chunks.ahead` is 0, and writes if
+`Chunks.behind` is 0.
 
-Edges decide what a layer costs, so a chunk is limited by its in-edges. Only nodes that the requested ids
-depend on are computed. A conv that needs more than a node's in-edges runs on the whole graph at once. Such
-a conv needs the rows of all nodes in every layer.
+In-edges and nodes decide what a layer costs, so `chunk_edges` limits the sum of both in a chunk. Only nodes
+that the requested ids depend on are computed. A conv that needs more than a node's in-edges runs on the
+whole graph at once. Such a conv needs the rows of all nodes in every layer.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ from hopline.tables.allocators import Allocator, DeviceOrPinnedMemory
 from hopline.tables.layers import LayerTables
 from hopline.util.progress import progress
 
-# ---- the size of a chunk, in edges. A GPU gets large chunks, because each one costs the host some time.
+# ---- the size of a chunk: its "edges" are its in-edges plus its nodes. A GPU gets large chunks, because each
+# one costs the host some time.
 
 CHUNK_EDGES = 1 << 20
 """Edges per chunk on the CPU, and the fewest on a GPU by default. A rule of thumb."""
@@ -66,10 +68,8 @@ GPU_BYTES_PER_EDGE_FUSED = 512
 # ---- what is computed, where rows are stored, how a chunk is measured
 
 WHOLE_GRAPH_FRACTION = 0.5
-"""Fraction of all nodes from which a GPU computes a layer at all nodes, which needs no block.
-
-A rule of thumb.
-"""
+"""A GPU computes a layer at all nodes if at least this fraction of them is needed, and all are a single chunk.
+That needs no block. A rule of thumb."""
 DEVICE_SHARE = 0.25
 """Fraction of the free device memory that one table of embeddings may take. Larger tables go to pinned host
 memory. A rule of thumb."""
@@ -159,9 +159,9 @@ class InferenceTables(LayerTables):
         for k in unneeded:
             self.drop(k)
 
-    def _is_read_later(self, l: int) -> bool:
-        """Whether layers after layer `l + 1` also read the rows after layer `l`."""
-        return self.model.keeps_jk or (l == ENCODED and self.model.keeps_x0)
+    def _is_read_later(self, k: int) -> bool:
+        """Whether layers after layer `k + 1` also read table `k`, the rows after layer `k`."""
+        return self.model.keeps_jk or (k == ENCODED and self.model.keeps_x0)
 
 
 class Chunks(LayerPlan[Tensor]):
@@ -236,7 +236,8 @@ class Chunks(LayerPlan[Tensor]):
     def _outputs(self, layer_nodes: list[Tensor], show: bool) -> Readable:
         """`outputs` with the nodes of each layer. Resumes after the layers that `files` holds already."""
         first = 0 if self.files is None else self.files.layer
-        # New tables for each inference: a captured CUDA graph must not find the tables of another inference.
+        # New tables for each inference: `inference/captured_forward.py` runs this function and then captures
+        # it as a CUDA graph. The captured inference must not find the tables of an earlier one.
         self.tables = InferenceTables(self.data.num_nodes, self._allocator, self.model, self.device)
         self.needed_at = layer_nodes
         dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
@@ -387,8 +388,10 @@ class Chunks(LayerPlan[Tensor]):
     # ---- the plan
 
     def chunks_of(self, l: int) -> list[Tensor]:
+        # Layer l computes the rows that layer l + 1 reads: entry l + 1. The last entry is the output nodes.
         nodes = self.needed_at[l + 1]
-        # A resumed run has the chunk size that it was begun with: the chunks that it has done are counted.
+        # A resumed layer keeps the chunk size that it was begun with, since only the number of its finished
+        # chunks is known. 0: the layer has not begun, or there are no files, so the size is free.
         chunk_edges = 0 if self.files is None else self.files.chunk_edges
         if self._over_graph is not None:
             chunk_edges = chunk_edges or self.chunk_edges
@@ -403,7 +406,7 @@ class Chunks(LayerPlan[Tensor]):
 
     def piece(self, l: int, chunk: Tensor) -> Piece:
         block = self.block(chunk) if self._over_graph is None else self._over_graph
-        return Piece(block, block.src_ids, chunk, chunk=chunk)
+        return Piece(block=block, src=block.src_ids, dst=chunk, chunk=chunk)
 
     def inputs_of(self, ids: Tensor) -> Rows | Tensor:
         rows = Rows(self.data.x, ids)
@@ -412,9 +415,12 @@ class Chunks(LayerPlan[Tensor]):
     def read_ahead(self, l: int, piece: Piece, rows: Boundaries | None = None) -> None:
         """Set `piece.ahead` to the rows that layer l reads at a piece. May run in the prefetching thread.
 
-        Rows that the GPU can reach remain handles, which the GPU reads later. Other rows are read here. On
-        the CPU the sources' rows remain a handle too, since a layer may read them itself.
+        rows: Not used, since this plan reads its own tables. `LayerPlan.read_ahead` has the parameter.
+
+        Rows that the GPU can reach remain handles, which the GPU reads later. Other rows are read here. On the CPU
+        the sources' rows remain a handle too, since a layer may read them itself.
         """
+        # Only the first layer, l = 0, has sums in the cache. For `id()` as the key see `InferenceCache`.
         sums = None if self.cache is None or l else self.cache.sums.get(id(piece.chunk))
         if sums is not None:  # the first layer's aggregation is cached: no features are read
             piece.ahead = ReducedRows(self.data.x, piece.block.src_ids, *sums)
@@ -439,8 +445,10 @@ class Chunks(LayerPlan[Tensor]):
         return self.data.x if l == 0 and not self.model.encodes else self.tables.of(l - 1)
 
     def state(self, l: int, piece: Piece) -> State:
-        """The input of layer l on the device; in the first layer already aggregated, where that needs no
-        parameter.
+        """The input of layer l on the device.
+
+        In the first layer it is already aggregated, if the conv can aggregate features without its parameters
+        (`GNN.reduced_input`).
 
         Moves the piece's block to the device, and stores the block and the sums in the cache.
         """
@@ -467,7 +475,10 @@ class Chunks(LayerPlan[Tensor]):
         self.bar.advance(piece.block.num_dst)
 
     def _state(self, layer_input: LayerInput, whole: bool) -> State:
-        """The rows of a layer's input on the device, with handles read there."""
+        """The rows of a layer's input on the device.
+
+        Handles are read, except `h` on the CPU: a layer may read the sources' rows itself.
+        """
 
         def on_device(rows: Rows | Tensor) -> Tensor:
             return self._read(rows, self.device, whole) if isinstance(rows, Rows) else rows.to(self.device)
@@ -497,6 +508,8 @@ class Chunks(LayerPlan[Tensor]):
         In evaluation the same rows serve as input of the first layer, as initial rows and for jumping
         knowledge.
         """
+        # An encoder reads no edges, so its chunks are limited by nodes: 1 / 16 of `chunk_edges`. A rule of
+        # thumb.
         for chunk in nodes.split(max(1, self.chunk_edges // 16)):
             rows = as_tensor(self.model.encode(self.inputs_of(chunk), chunk, None).h)
             self.tables.write(ENCODED, chunk, rows)

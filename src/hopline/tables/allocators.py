@@ -2,7 +2,8 @@
 
     DeviceMemory           a device, by default the CPU
     PinnedMemory           host memory that a GPU reads and writes by zero-copy
-    DeviceOrPinnedMemory   the device for small tables, pinned memory for large ones; not cleared
+    DeviceOrPinnedMemory   the device for small tables, pinned memory for large ones; the only one
+                           whose tables are not filled with zeros
     MappedFiles            files of a folder
     SharedMemory           memory that all ranks of a host map
     SharedFiles            files that all ranks of a host map
@@ -41,7 +42,9 @@ class Allocator(ABC):
 
     @abstractmethod
     def new(self, name: str, layer: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Allocate the table of a layer, filled with zeros. Collective if ranks share tables.
+        """Allocate the table of a layer. Collective if ranks share tables.
+
+        The allocators of this file fill it with zeros, except `DeviceOrPinnedMemory`.
 
         name: Name of the table; with `layer` it names a file.
         """
@@ -51,9 +54,9 @@ class Allocator(ABC):
         return False
 
     def sums(self, layer: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Zeros to which the gradients of a layer are added. Default: new host memory.
+        """Allocate the accumulator of a layer's gradients: zeros, to which the caller adds gradients.
 
-        They may reuse the memory of an earlier call for the same layer.
+        It may reuse the memory of an earlier call for the same layer. Default: new host memory.
         """
         return torch.zeros(shape, dtype=dtype)
 
@@ -174,6 +177,7 @@ class SharedFiles(MappedFiles):
 
     def path(self, name: str, layer: int) -> Path:
         path = super().path(name, layer)
+        # `with_suffix` replaces the ".bin" of NAME.LAYER.bin: NAME.LAYER.hostNODE.bin.
         return path.with_suffix(f".host{self.world.node}.bin") if self.several_hosts else path
 
 
@@ -195,7 +199,10 @@ def choose_where(num_bytes: int, device: torch.device, wanted: str, folder: Path
 
 
 def allocator_at(where: Where, device: torch.device, folder: Path | None) -> Allocator:
-    """The allocator for a place. With a folder, tables on the host are mapped files."""
+    """The allocator for a place.
+
+    "host" is host memory, or with a folder mapped files. So is "pinned" without a GPU.
+    """
     if where == "device":
         return DeviceMemory(device)
     if where == "pinned" and device.type == "cuda":

@@ -1,12 +1,21 @@
-"""Steps of several ranks: how many examples they have together, and the same number on every rank.
+"""Steps of several ranks: the number of examples of a step, and equally many steps on every rank.
 
-Gradients are summed over the ranks. So each rank divides its summed loss by the number of examples of all
-ranks:
+Gradients are summed over the ranks. So each rank divides its summed loss by the number of examples that a
+step has on all ranks. A unit may know its part of that number: `Unit.total_size`, the examples of this unit
+and of the other ranks' units at the same place of the step. The function `total_size` adds up the units of
+a step.
 
-    units that know this number (`Unit.total_size`)   no message; every rank must have the same number of units
-    all other units                                   one message per step; ranks may have different numbers of units
+With several ranks, an epoch begins with one collective call: does the first group of any rank have a unit
+without a total?
 
-hopline's own methods have units that know it.
+    all units know their total     no further call; every rank must have the same number of units
+    no unit knows its total        two calls per step, a maximum and a sum, and at the end one more maximum;
+                                   ranks may have different numbers of units
+
+Summing gradients is collective too: a rank with fewer steps than the others would leave them waiting for
+it. `align_groups` adds empty units to prevent that, but only where units do not know their total.
+
+The units of hopline's own methods know it.
 """
 
 from __future__ import annotations
@@ -34,11 +43,12 @@ class NoUnit(Unit):
 
 
 def total_size(units: Sequence[Unit], world: World) -> float:
-    """The number of examples of a step over all ranks.
+    """The number of examples of a whole step: over its units, and over all ranks.
 
-    If some unit does not know it, all ranks must call together.
+    If some unit does not know its total, this is a collective call.
     """
     if not any(_is_unknown(unit) for unit in units):
+        # No total is None in this branch. `or 0` says so to the type checker.
         return sum(unit.total_size or 0 for unit in units)
     own_size = sum(unit.size for unit in units)
     return int(world.sum([own_size])[0])
@@ -47,9 +57,9 @@ def total_size(units: Sequence[Unit], world: World) -> float:
 def align_groups(groups: Generator[list[Unit], None, None], world: World) -> Generator[list[Unit], None, None]:
     """The groups of units of an epoch: on every rank the same number of groups, of the same lengths.
 
-    Units that know the total come in equal numbers, so the ranks send no message after the first group.
-    Otherwise a rank with fewer units than another gets empty ones, until no rank has any left. Closing the
-    generator closes `groups`.
+    Units that know their total come in equal numbers, so no collective call follows the one at the first
+    group. Otherwise a rank with fewer units than another gets empty ones, until no rank has any left.
+    Closing the generator closes `groups`.
     """
     with closing(groups):
         group = next(groups, [])

@@ -1,15 +1,18 @@
 """Triton kernels of a hidden layer in the tree layout: linear, ReLU, dropout, the next aggregation.
 
+In the tree layout every seed and every possible draw of a batch has a number of its own, its *slot*. The
+neighbours drawn for a slot are its children (`ops/tree_slots.py` has an example).
+
 One autograd function goes from one layer's aggregated rows to the next layer's:
 
     A [rows, K]           the output of a layer's aggregation: (reduced | own) rows
       |  h = dropout(relu(A W^T + b))          W = [left | right], [N, K]
     h [rows, N]
-      |  sum or mean over the children of each slot; the slot's own row of h to the right
+      |  left half: sum or mean of h over the children of each slot; right half: the slot's own h
     out [num_dst, 2 * N]  the input of the next layer's linear
 
 Fusing saves memory traffic twice. The dropout mask is drawn in the epilogue of the product and never
-stored: in backward, h > 0 tells where a gradient passes. If A needs no gradient, as in the first layer, the
+stored: in backward no gradient passes where h is 0. If A needs no gradient, as in the first layer, the
 gradient of h is computed inside the kernel of the weight gradient and never written.
 
 Memory layout
@@ -23,8 +26,10 @@ Gradient. The row r of h, at slot s with parent p, is read twice: by its parent'
 row of s:
 
     grad_h[r] = grad[p, :N] (/ counts[p] for a mean)  +  grad[s, N:] if s is a destination
-    grad_z[r] = scale * grad_h[r] where h[r] > 0, else 0           (z = A W^T + b, scale of the dropout)
+    grad_z[r] = 0 where h[r] is 0, else scale * grad_h[r]          (z = A W^T + b, scale of the dropout)
     grad_W    = grad_z^T A          grad_b = sum of grad_z over rows          grad_A = grad_z W
+
+h is never negative. Where it is NaN, the gradient passes, as in torch.
 
 A slot has one parent, so grad_h is a gather and needs no atomics. The kernels sum in float32. They check no
 indices: those of a tree follow from its shape. Nothing in this file synchronises with the device.
@@ -95,9 +100,14 @@ def _pack_weights(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 def _is_kept(states, first_column, threshold, R: tl.constexpr, C: tl.constexpr):
     """[R, C]: whether dropout keeps each element. Draws as `reference.keyed_dropout` does.
 
-    A draw of 64 bits serves four columns with 16 bits each. The two joins split it into halves, and these
-    into quarters. The reshape puts the four quarters, lowest first, into four neighbouring columns.
+    A draw of 64 bits serves four columns with 16 bits each. Each `tl.join` adds a last dimension of size 2,
+    first for the two halves of a draw, then for the two quarters of each half:
+
+        [R, C / 4] draws  ->  [R, C / 4, 2] halves  ->  [R, C / 4, 2, 2] quarters  ->  [R, C]
+
+    The reshape puts the four quarters, lowest first, into four neighbouring columns.
     """
+    # Draw j is mix(state + (j + 1) * GOLDEN), as `ops/random.py` defines it. Columns 4 j .. 4 j + 3 share it.
     group = (first_column // 4 + tl.arange(0, C // 4) + 1).to(tl.uint64)
     raw = mix(states[:, None] + group[None, :] * GOLDEN)
     halves = tl.join(raw.to(tl.uint32), (raw >> 32).to(tl.uint32))
@@ -126,8 +136,8 @@ def _hidden_kernel(
     A program owns R rows x C columns of h and adds up D terms of the product per step. Tiles of the same
     rows are neighbours in the grid. Dropout is keyed by the id of a row's slot.
     """
-    # The host does not know the number of rows and launches a program for every possible one: the rest end
-    # at once.
+    # The host does not know the number of rows in use, so it launches programs for all rows of `a`. Those
+    # beyond the rows in use end at once.
     num_rows = tl.load(total_rows)
     column_tiles: tl.constexpr = (N + C - 1) // C
     first_row = tl.program_id(0) // column_tiles * R
@@ -174,15 +184,15 @@ def _load_hidden_gradient(
         count = tl.maximum(tl.load(counts + parent, mask=has_parent, other=1), 1)
         gradient = gradient / count.to(tl.float32)[:, None]
 
-    # Rows are in the order of their slots, so slots[r] >= r: a row from num_dst on cannot be a
-    # destination's, and its slot need not be read.
+    # Each row has a slot of its own, and rows are in the order of their slots, so slots[r] >= r. Destinations
+    # are the slots below num_dst. So a row from num_dst on is not a destination's, and its slot is not read.
     may_be_dst = is_row & (row < num_dst)
     slot = tl.load(slots + row, mask=may_be_dst, other=num_dst)
     own_offset = slot.to(tl.int64)[:, None] * (2 * N) + N + column[None, :]
     gradient += tl.load(grad + own_offset, mask=(slot < num_dst)[:, None] & is_column, other=0).to(tl.float32)
 
     hidden = tl.load(h + row.to(tl.int64)[:, None] * N + column[None, :], mask=is_row[:, None] & is_column, other=0)
-    # Zero where ReLU or dropout gave zero. At NaN the gradient passes, as in torch.
+    # Zero where ReLU or dropout gave zero; h is never negative. At NaN the gradient passes, as in torch.
     return tl.where(hidden <= 0, 0.0, gradient * scale)
 
 
@@ -305,6 +315,7 @@ def _sum_splits(sums: Tensor, widths: tuple[int, int], dtype: torch.dtype) -> tu
     """(gradient of left, gradient of right): sums, [splits, N, K], added up and split into widths columns."""
     left, right = (torch.empty(sums.size(1), w, dtype=dtype, device=sums.device) for w in widths)
     num = sums.size(1) * sum(widths)
+    # The interpreter's time depends on the number of programs, not on their size.
     block = 1024 if is_interpreted() else 128
     _sum_kernel[(triton.cdiv(num, block),)](sums, left, right, num, sums.size(0), *widths, block)
     return left, right
@@ -335,6 +346,8 @@ class _Hidden(torch.autograd.Function):
         h = torch.empty(a.size(0), n, dtype=a.dtype, device=a.device)
         ids = slots.ids(a.device)
         drops = key is not None and p > 0
+        # A kernel needs an address for every argument. Without dropout it does not read the key, and `ids`
+        # takes its place.
         grid = (triton.cdiv(a.size(0), BLOCK_ROWS) * triton.cdiv(n, BLOCK_COLUMNS),)
         _hidden_kernel[grid](
             a, w, bias, h, ids, rows.slots, key if drops else ids, rows.total, threshold, scale,
@@ -342,6 +355,7 @@ class _Hidden(torch.autograd.Function):
         )  # fmt: skip
         ctx.plan = (slots, hop, how, scale if drops else 1.0, (left.size(1), right.size(1)), left.dtype)
         ctx.save_for_backward(a, w, h, counts, rows.slots, rows.parents, rows.total)
+        # No weights (None), and own rows to the right (True).
         return reduce_rows(h, slots, hop, nodes, how, None, True, a.dtype, table=False, dense_in=rows.row_of_slot)
 
     @staticmethod
@@ -364,11 +378,16 @@ class _Hidden(torch.autograd.Function):
             bias_sums = torch.empty(programs, n, dtype=torch.float32, device=a.device)
             grid = (programs, triton.cdiv(n, 128))
             _gradient_kernel[grid](grad, h, *tree, grad_z, bias_sums, num, num_dst, scale, n, mean, GRADIENT_ROWS, 128)
+            # The product runs over all rows of `a`. Rows beyond total_rows have a grad_z of 0, but must be
+            # finite: 0 * NaN is NaN. In `nn/tree_layers.py` this branch runs only with `rows_by_slot`, where
+            # all rows are in use. With `dense_rows`, `a` is aggregated from a table and has no gradient.
             grad_weights = _sum_splits((grad_z.t() @ a)[None], widths, dtype)
             return grad_z @ w, *grad_weights, _column_sums(bias_sums, dtype), *[None] * 8
 
         sums = torch.empty(SPLITS, n, k, dtype=torch.float32, device=a.device)
         bias_sums = torch.empty(SPLITS, n, dtype=torch.float32, device=a.device)
+        # A program has R = 64 rows per step, C = 64 columns of z and D columns of `a`. D is 256, or for
+        # smaller K a power of two that is at least K: either way the grid covers all K columns.
         _weight_kernel[(triton.cdiv(n, 64), triton.cdiv(k, 256), SPLITS)](
             a, grad, h, *tree, sums, bias_sums, num_dst, SPLITS, scale,
             n, k, mean, 64, 64, min(256, max(16, triton.next_power_of_2(k))), is_interpreted(), num_warps=4,
