@@ -314,13 +314,13 @@ def edge_order(batch: Batch, by: CutBy, key: int = 0) -> list[Tensor]:
 
 def with_edges(batch: Batch, order: list[Tensor], count: int) -> Batch:
     """The oracle of cutting: the batch with the first `count` edges of the order, built with Python sets."""
-    kept_edges = set(torch.cat(order).sort().values[:count].tolist())
+    cut_block = set(torch.cat(order).sort().values[:count].tolist())
     dst_idx = list(range(batch.num_seeds))
     blocks = []
     for block, numbers in zip(reversed(batch.blocks), reversed(order), strict=True):
         part = block.part
         starts = block.part.indptr.tolist()
-        edges = [[e for e in range(starts[d], starts[d + 1]) if int(numbers[e]) in kept_edges] for d in dst_idx]
+        edges = [[e for e in range(starts[d], starts[d + 1]) if int(numbers[e]) in cut_block] for d in dst_idx]
         flat = [e for row in edges for e in row]
         sources = sorted({*dst_idx, *part.src_idx[flat].tolist()})
         position_of = {node: i for i, node in enumerate(sources)}

@@ -11,7 +11,7 @@ import torch
 
 import hopline as hl
 from hopline.data import placement as module
-from hopline.data.placement import DataBytes, Layout, carry_out, describe, make_layout, place
+from hopline.data.placement import DataBytes, Layout, apply_layout, describe, make_layout, place
 from hopline.data.placement_settings import Placement
 from hopline.tables import SparseTable, TensorTable, TieredTable
 from tests.helpers import dataset_of, randint, randn, random_graph
@@ -92,7 +92,7 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
 def test_a_plan_is_carried_out() -> None:
     dataset = data()
     plan = Layout(graph="device", features="pinned", cache=160, labels=True, spare_bytes=0)
-    placed = carry_out(dataset, plan, CPU, (3, 2), dataset.splits["train"], 8)
+    placed = apply_layout(dataset, plan, CPU, (3, 2), dataset.splits["train"], 8)
     x = placed.tables["x"]
     assert isinstance(x, TieredTable)
     assert (x.num_hot, x.observing) == (10, False)
@@ -117,7 +117,7 @@ def test_other_tables_are_placed_while_spare_bytes_last() -> None:
     dataset = data()
     dataset.tables |= {"a": TensorTable(randn(50, 1)), "b": TensorTable(randn(50, 1))}
     plan = Layout(graph="host", features="device", cache=0, labels=False, spare_bytes=500)
-    placed = carry_out(dataset, plan, CPU)
+    placed = apply_layout(dataset, plan, CPU)
     assert [type(placed.tables[name]) for name in ("x", "a", "b")] == [TieredTable, TieredTable, TensorTable]
     assert "x 800 B on cpu" in describe(placed)
 
@@ -128,14 +128,14 @@ def test_sparse_rows_are_moved_whole_or_not_at_all() -> None:
     assert not DataBytes.of(dataset).can_cache
     for where in ("device", "pinned", "host"):
         plan = Layout(graph="host", features=where, cache=99, labels=False, spare_bytes=0)
-        table = carry_out(dataset, plan, CPU).x
+        table = apply_layout(dataset, plan, CPU).x
         assert isinstance(table, SparseTable)
         assert torch.equal(table[torch.arange(50)], sparse[torch.arange(50)])
 
 
 def test_without_fan_outs_the_order_is_by_degree() -> None:
     plan = Layout(graph="host", features="pinned", cache=160, labels=False, spare_bytes=0)
-    table = carry_out(data(), plan, CPU).x
+    table = apply_layout(data(), plan, CPU).x
     assert isinstance(table, TieredTable)
     assert table.hot_ids is not None
     sources = torch.bincount(data().graph.indices, minlength=50)

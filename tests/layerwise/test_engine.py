@@ -35,8 +35,8 @@ class PiecesOfNodes(LayerPlan[Tensor]):
     def __init__(self, chunks: Sequence[Tensor], key: int | None, threads: int = 0) -> None:
         self.chunks = chunks
         self.key = key
-        self.ahead = threads
-        self.behind = threads
+        self.prefetch_pieces = threads
+        self.write_queue_pieces = threads
         self.calls: list[str] = []
 
     def chunks_of(self, l: int) -> Sequence[Tensor]:
@@ -52,13 +52,13 @@ class PiecesOfNodes(LayerPlan[Tensor]):
     def inputs_of(self, ids: Tensor) -> Rows | Tensor:
         return Rows(TensorTable(X), ids)
 
-    def written(self, l: int, piece: Piece) -> None:
+    def on_piece_written(self, l: int, piece: Piece) -> None:
         self.calls.append("written")
 
-    def completed(self, l: int) -> None:
+    def on_layer_end(self, l: int) -> None:
         self.calls.append("completed")
 
-    def backward_done(self, l: int, piece: Piece) -> None:
+    def on_piece_backward(self, l: int, piece: Piece) -> None:
         self.calls.append("back")
 
 

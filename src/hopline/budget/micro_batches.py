@@ -442,7 +442,7 @@ def edge_numbers(batch: Batch, by: CutBy, key: int = 0) -> list[np.ndarray]:
     """
     block_edges = _edges_of(batch)
     if by == "random":
-        return cpu_cut_batches.drawn_numbers([block.num_edges for block in batch.blocks], key)
+        return cpu_cut_batches.draw_numbers([block.num_edges for block in batch.blocks], key)
     num_nodes = batch.blocks[0].num_src
     if by == "degree":
         importance = cpu_cut_batches.num_ends(block_edges, num_nodes)
@@ -476,7 +476,7 @@ def _batch_up_to(
     nodes = [to_device(np.flatnonzero(entry <= last)) for entry in node_entries]
     blocks = []
     for l, block in enumerate(batch.blocks):
-        arrays = cpu_cut_batches.kept_edges(
+        arrays = cpu_cut_batches.cut_block(
             block_edges[l], edge_entries[l], dst_entry=node_entries[l + 1], src_entry=node_entries[l], last=last
         )
         indptr, src_idx, edges = map(to_device, arrays)

@@ -146,7 +146,7 @@ class DroppedRows(Rows):
         csr = self.table.read_csr(self.ids)
         assert csr is not None
         indptr, columns, values = csr
-        return indptr, columns, ops.keyed_dropout_stored(values, indptr, columns, self.p, self.key, self.keys)
+        return indptr, columns, ops.keyed_dropout_sparse(values, indptr, columns, self.p, self.key, self.keys)
 
 
 def _lies_on(tensor: Tensor, device: torch.device) -> bool:

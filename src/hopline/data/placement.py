@@ -2,7 +2,7 @@
 
     DataBytes.of     how large graph, features and labels are
     make_layout      decides what goes where, within `SHARE` of the free device memory
-    carry_out        copies and pins
+    apply_layout        copies and pins
 
 Graph first, then labels, then features: the graph is read more often than any row. Features that do not fit
 are pinned, and the GPU reads them by zero-copy. Copies of the rows that batches read most fill the device
@@ -159,10 +159,10 @@ def place(
     target = with_index(target)
     layout = make_layout(DataBytes.of(data), free_bytes(target), placement)
     train_ids = data.splits.get("train") if train_ids is None else train_ids
-    return carry_out(data, layout, target, fanouts, train_ids, batch_size)
+    return apply_layout(data, layout, target, fanouts, train_ids, batch_size)
 
 
-def carry_out(
+def apply_layout(
     data: Dataset,
     layout: Layout,
     device: torch.device,

@@ -220,11 +220,11 @@ def verify(folder: str | os.PathLike[str]) -> list[str]:
     """
     path = existing(Path(folder).expanduser())
     dataset = open_folder(path)
-    checked = check_sums(path, read_manifest(path))
+    checked = check_checksums(path, read_manifest(path))
     return checked + check_dataset(dataset, lambda array: str(path / f"{array}.npy"))
 
 
-def check_sums(path: Path, manifest: Manifest) -> list[str]:
+def check_checksums(path: Path, manifest: Manifest) -> list[str]:
     """Compare the checksum of every file with the manifest. Returns a sentence per check.
 
     Sizes and headers are not compared again: whoever calls this has mapped the arrays.

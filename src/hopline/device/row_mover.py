@@ -136,7 +136,7 @@ class RowMover:
         """
         trace.count("bytes.pulled", positions.numel() * _row_bytes(table))
         if self._is_read_by_kernel(table):
-            return ops.gpu_kernels("tiers").gather_aside(table, on_device)
+            return ops.gpu_kernels("tiers").gather_host_rows(table, on_device)
         positions = positions.cpu()
         self._write_pushes()  # before the host reads the table, pushes that wait in buffers must be in it
         rows = torch.empty(positions.numel(), *table.shape[1:], dtype=table.dtype, device=self.device)

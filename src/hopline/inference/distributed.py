@@ -180,7 +180,7 @@ class RankChunks(Chunks):
             is_source[graph.indices[edges].long()] = True
         return is_source.nonzero().view(-1)
 
-    def completed(self, l: int) -> None:
+    def on_layer_end(self, l: int) -> None:
         """Fetch the halo rows that the next layer reads, by one all-to-all with the ranks that computed
         them."""
         if l == self.last:

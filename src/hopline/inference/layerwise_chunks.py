@@ -10,8 +10,8 @@ A layer runs as a pipeline over chunks of nodes:
     rows of its sources            on the device                   that layer l + 1 reads
 
 `Layers.forward` of `layerwise/engine.py` runs the pipeline; `Chunks` is the plan that it follows. Each of
-the two host threads may be absent: the caller's thread prefetches if `Chunks.ahead` is 0, and writes if
-`Chunks.behind` is 0.
+the two host threads may be absent: the caller's thread prefetches if `Chunks.prefetch_pieces` is 0, and writes if
+`Chunks.write_queue_pieces` is 0.
 
 In-edges and nodes decide what a layer costs, so `chunk_edges` limits the sum of both in a chunk. Only nodes
 that the requested ids depend on are computed. A conv that needs more than a node's in-edges runs on the
@@ -203,9 +203,9 @@ class Chunks(LayerPlan[Tensor]):
         self.files = files
         self.last = model.num_layers - 1
         # With the graph on a GPU the same thread launches all kernels, so nothing is prefetched.
-        self.ahead = PREFETCH_CHUNKS if data.graph.device.type == "cpu" else 0
+        self.prefetch_pieces = PREFETCH_CHUNKS if data.graph.device.type == "cpu" else 0
         # On the CPU without files a write is a copy within memory, which is not worth a thread.
-        self.behind = WRITE_QUEUE_CHUNKS if files is not None or device.type != "cpu" else 0
+        self.write_queue_pieces = WRITE_QUEUE_CHUNKS if files is not None or device.type != "cpu" else 0
         self.sampler = NeighborSampler(data.graph, (-1,))
         self.cache: InferenceCache | None = None
         self.everywhere = False
@@ -471,7 +471,7 @@ class Chunks(LayerPlan[Tensor]):
         piece.ahead = None
         return state
 
-    def written(self, l: int, piece: Piece) -> None:
+    def on_piece_written(self, l: int, piece: Piece) -> None:
         self.bar.advance(piece.block.num_dst)
 
     def _state(self, layer_input: LayerInput, whole: bool) -> State:

@@ -35,7 +35,7 @@ from hopline.inference.resumable import LayerFiles
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import as_walkable
 from hopline.shards.collective_sampler import weights_of_shard
-from hopline.shards.shard import ADVICE, Shard, open_shard, read_about
+from hopline.shards.shard import ADVICE, Shard, open_shard, read_shard_record
 from hopline.tables import Table
 from hopline.util.config import parse_chunk_bytes
 
@@ -117,7 +117,7 @@ class AllShards(Dataset):
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, split: int = 0) -> None:
-        self.folder, _, description = read_about(folder)
+        self.folder, _, description = read_shard_record(folder)
         self.split = split
         self.num_shards = description["num_shards"]
         self._opened: Shard | None = None

@@ -19,7 +19,7 @@ Random draws must be the same both times. Dropout is drawn by node key; `Layers.
 for convs that draw by themselves.
 
 In a forward pass two host threads may help. One prepares pieces that come next, the other writes rows of pieces that
-are done (`LayerPlan.ahead`, `LayerPlan.behind`).
+are done (`LayerPlan.prefetch_pieces`, `LayerPlan.write_queue_pieces`).
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class LayerPlan(ABC, Generic[C]):
 
     span: str | None = None
     """Name of a piece's computation in the trace. None: it is not traced."""
-    ahead = 0
+    prefetch_pieces = 0
     """Pieces that a thread prepares before their turn. 0: the computing thread prepares each at its turn."""
-    behind = 0
+    write_queue_pieces = 0
     """Pieces that may wait for a thread that writes their rows. 0: the computing thread writes them itself."""
     encodes_once = False
     """Whether encoded rows are kept from layer to layer, by piece number.
@@ -107,16 +107,16 @@ class LayerPlan(ABC, Generic[C]):
         """
         return None
 
-    def written(self, l: int, piece: Piece) -> None:
+    def on_piece_written(self, l: int, piece: Piece) -> None:
         """Called in the forward pass when the rows of a piece are written."""
 
-    def completed(self, l: int) -> None:
+    def on_layer_end(self, l: int) -> None:
         """Called in the forward pass when this rank has computed layer `l` at all its pieces.
 
         A plan may fetch rows that other ranks computed.
         """
 
-    def backward_done(self, l: int, piece: Piece) -> None:
+    def on_piece_backward(self, l: int, piece: Piece) -> None:
         """Called in the backward pass when a piece is done with layer `l`."""
 
 
@@ -349,10 +349,10 @@ class Layers(Generic[C]):
             chunks = self.plan.chunks_of(l)
             with closing(self._compute(l, chunks)) as computed, closing(self._write(computed, len(chunks))) as written:
                 for piece in written:
-                    self.plan.written(l, piece)
+                    self.plan.on_piece_written(l, piece)
                     del piece
             self.rows.complete(l)
-            self.plan.completed(l)
+            self.plan.on_layer_end(l)
 
     def _compute(self, l: int, chunks: Sequence[C]) -> Generator[tuple[int, Piece, Tensor], None, None]:
         """(layer, piece, the rows of its destinations) for each piece, in order."""
@@ -375,14 +375,16 @@ class Layers(Generic[C]):
 
     def _prepare(self, prepare: Callable[[C], Piece], chunks: Sequence[C]) -> Generator[Piece, None, None]:
         """The pieces of the chunks, prepared by a thread if the plan wants one."""
-        if not self.plan.ahead or len(chunks) < 2:
+        if not self.plan.prefetch_pieces or len(chunks) < 2:
             # No pipeline: it would hold its last request while the caller computes.
             for chunk in chunks:
                 yield prepare(chunk)
             return
         stage = Stage("infer.prepare", prepare)
         is_host_idle = self.device.type != "cpu"  # with a GPU the host has nothing else to compute
-        yield from Pipeline([stage], workers=1, look_ahead=self.plan.ahead, all_cores=is_host_idle).run(chunks)
+        yield from Pipeline([stage], workers=1, look_ahead=self.plan.prefetch_pieces, all_cores=is_host_idle).run(
+            chunks
+        )
 
     def _write(self, computed: Iterator[tuple[int, Piece, Tensor]], count: int) -> Generator[Piece, None, None]:
         """The pieces whose rows are written, by a thread if the plan wants one."""
@@ -395,8 +397,10 @@ class Layers(Generic[C]):
                 self.rows.write(l, piece, rows)
             return piece
 
-        if self.plan.behind and count > 1:
-            yield from Pipeline([Stage("infer.write", write)], workers=1, look_ahead=self.plan.behind).run(computed)
+        if self.plan.write_queue_pieces and count > 1:
+            yield from Pipeline([Stage("infer.write", write)], workers=1, look_ahead=self.plan.write_queue_pieces).run(
+                computed
+            )
             return
         for computed_piece in computed:
             yield write(computed_piece)
@@ -497,7 +501,7 @@ class Layers(Generic[C]):
         for piece in self._pieces(self.last):
             with self.same_draws(self.last, piece):
                 self.from_loss(piece, objective, penalty)
-            self.plan.backward_done(self.last, piece)
+            self.plan.on_piece_backward(self.last, piece)
             del piece
         self.rows.gradients_complete(self.last)
         for l in range(self.last - 1, -1, -1):
@@ -505,7 +509,7 @@ class Layers(Generic[C]):
             for piece in self._pieces(l):
                 with self.same_draws(l, piece):
                     self.through_layer(l, piece, penalty)
-                self.plan.backward_done(l, piece)
+                self.plan.on_piece_backward(l, piece)
                 del piece
 
     def _pieces(self, l: int) -> Iterator[Piece]:
@@ -522,7 +526,7 @@ class Layers(Generic[C]):
                 with torch.no_grad(), self.same_draws(self.last, piece):
                     outputs = self._outputs(self.state(self.last, piece), piece)[batch.output_idx]
                 yield batch, outputs
-            self.plan.backward_done(self.last, piece)
+            self.plan.on_piece_backward(self.last, piece)
             del piece
 
     def through_layer(self, l: int, piece: Piece, penalty: float = 0.0) -> None:

@@ -57,7 +57,7 @@ __all__ = [
     "is_first_time",
     "kernel_cache",
     "keyed_dropout",
-    "keyed_dropout_stored",
+    "keyed_dropout_sparse",
     "layer_key",
     "new_id_map",
     "optimizer_class",
@@ -144,7 +144,7 @@ def put_rows(table: Tensor, ids: Tensor, rows: Tensor) -> None:
     stream. The host must synchronise with that stream before it reads them.
     """
     if _gpu_writes(table, ids):
-        gpu_kernels("tiers").put_aside(table, ids, rows)
+        gpu_kernels("tiers").put_host_rows(table, ids, rows)
     else:
         table[ids] = rows
 
@@ -156,7 +156,7 @@ def add_rows(table: Tensor, ids: Tensor, rows: Tensor) -> None:
     stream. The host must synchronise with that stream before it reads them.
     """
     if _gpu_writes(table, ids):
-        gpu_kernels("tiers").put_aside(table, ids, rows.to(table.dtype), add=True)
+        gpu_kernels("tiers").put_host_rows(table, ids, rows.to(table.dtype), add=True)
     else:
         table.index_add_(0, ids.to(table.device), rows.to(table.device, table.dtype))
 
@@ -241,7 +241,7 @@ def relu_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor:
     return keyed_dropout(torch.relu(x), p, key, ids)
 
 
-def keyed_dropout_stored(
+def keyed_dropout_sparse(
     values: Tensor, indptr: Tensor, columns: Tensor, p: float, key: int | Tensor, ids: Tensor
 ) -> Tensor:
     """`keyed_dropout` of rows in CSR form: [num_stored], the new values. Not differentiable.
@@ -249,7 +249,7 @@ def keyed_dropout_stored(
     values, columns: [num_stored], row after row. indptr: [n + 1]. ids: [n], the node of each row.
     """
     module: Any = cpu_reduce if _is_on_cpu(values) else reference
-    return module.keyed_dropout_stored(values, indptr, columns, p, _key(values, key), ids)
+    return module.keyed_dropout_sparse(values, indptr, columns, p, _key(values, key), ids)
 
 
 def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:

@@ -250,7 +250,7 @@ def keyed_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
     return (flat * (mask * scale)).view_as(x).to(x.dtype)
 
 
-def keyed_dropout_stored(values: Tensor, indptr: Tensor, columns: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
+def keyed_dropout_sparse(values: Tensor, indptr: Tensor, columns: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
     """[num_stored]: the values after `keyed_dropout` of rows in CSR form, which store only some columns.
 
     values, columns: [num_stored], row after row. indptr: [n + 1]. ids: [n], the node of each row.

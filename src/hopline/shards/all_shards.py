@@ -18,7 +18,7 @@ from hopline.core.graph import Graph
 from hopline.data.dataset import Dataset
 from hopline.data.edges import index_dtype
 from hopline.data.store import SHARDS
-from hopline.shards.shard import Shard, read_about
+from hopline.shards.shard import Shard, read_shard_record
 from hopline.shards.verify import open_shards
 from hopline.tables import SparseTable, Table
 from hopline.tables.shareable import Shareable
@@ -99,7 +99,7 @@ def join_shards(folder: str | os.PathLike[str], *, split: int = 0) -> Dataset:
         >>> joined.graph.edge_index().tolist() == data.graph.edge_index().tolist()
         True
     """
-    _, manifest, about = read_about(folder)
+    _, manifest, about = read_shard_record(folder)
     shards = open_shards(folder)
     first = shards[0]
     order = torch.cat([shard.nodes for shard in shards])

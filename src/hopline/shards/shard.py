@@ -215,7 +215,7 @@ def is_shards(folder: str | os.PathLike[str]) -> bool:
     return (path / "manifest.json").is_file() and SHARDS in read_manifest(path).meta
 
 
-def read_about(folder: str | os.PathLike[str]) -> tuple[Path, Manifest, dict[str, Any]]:
+def read_shard_record(folder: str | os.PathLike[str]) -> tuple[Path, Manifest, dict[str, Any]]:
     """(path, manifest, its record about shards) of a folder of shards, or of one shard.
 
     The record has "version", "cut", "num_shards", "num_nodes" and "num_edges". That of one shard has "rank"
@@ -259,7 +259,7 @@ def open_shard(folder: str | os.PathLike[str], rank: int, *, split: int = 0) -> 
     all_shards_path = existing(Path(folder).expanduser())
     shard_path = all_shards_path / shard_name(rank)
     if not shard_path.is_dir():
-        _, _, about = read_about(all_shards_path)
+        _, _, about = read_shard_record(all_shards_path)
         num_shards = about["num_shards"]
         if 0 <= rank < num_shards:
             raise ValueError(f"there is no shard {rank} in {folder}: it is missing: copy it there")
@@ -267,7 +267,7 @@ def open_shard(folder: str | os.PathLike[str], rank: int, *, split: int = 0) -> 
             f"there is no shard {rank} in {folder}, which has {num_shards}, numbered from 0 to {num_shards - 1}: start "
             f"one process per shard (devices={num_shards})"
         )
-    path, manifest, about = read_about(shard_path)
+    path, manifest, about = read_shard_record(shard_path)
     if about["rank"] != rank:
         raise ValueError(f"{path} holds shard {about['rank']}: rename its folder to {shard_name(about['rank'])}")
     try:
@@ -285,7 +285,7 @@ def open_shard(folder: str | os.PathLike[str], rank: int, *, split: int = 0) -> 
 
 
 def _assemble(path: Path, manifest: Manifest, about: dict[str, Any]) -> Shard:
-    """A shard from the arrays of its folder. Raises KeyError if one is missing. about: of `read_about`."""
+    """A shard from the arrays of its folder. Raises KeyError if one is missing. about: of `read_shard_record`."""
     arrays = map_arrays(path, manifest)
     halo_ptr = arrays["halo_ptr"]
     halo_rows = arrays["halo_rows"]

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.data.checks import check_finite, check_indptr, check_labels, check_split, check_table
-from hopline.data.store import check_sums, map_arrays
-from hopline.shards.shard import ADVICE, Shard, node_ranges, open_shard, read_about, shard_name
+from hopline.data.store import check_checksums, map_arrays
+from hopline.shards.shard import ADVICE, Shard, node_ranges, open_shard, read_shard_record, shard_name
 from hopline.util.progress import progress
 
 CHUNK = 1 << 22
@@ -34,7 +34,7 @@ def open_shards(folder: str | os.PathLike[str]) -> list[Shard]:
     Raises:
         ValueError: A shard is missing or of another cut, or the folder is that of one shard.
     """
-    path, _, about = read_about(folder)
+    path, _, about = read_shard_record(folder)
     if "rank" in about:
         raise ValueError(f"{folder} is one shard of several: give the folder above it, {path.parent}")
     shards = [open_shard(path, rank) for rank in range(about["num_shards"])]
@@ -52,17 +52,17 @@ def verify_shards(folder: str | os.PathLike[str]) -> list[str]:
     Raises:
         ValueError: Something is wrong. The message names the shard or file.
     """
-    path, manifest, about = read_about(folder)
+    path, manifest, about = read_shard_record(folder)
     num_nodes = about["num_nodes"]
     num_edges = about["num_edges"]
 
     shards = open_shards(folder)
     map_arrays(path, manifest)
-    check_sums(path, manifest)
+    check_checksums(path, manifest)
     for shard in shards:
         shard_path = path / shard_name(shard.rank)
-        _, shard_manifest, _ = read_about(shard_path)
-        check_sums(shard_path, shard_manifest)
+        _, shard_manifest, _ = read_shard_record(shard_path)
+        check_checksums(shard_path, shard_manifest)
     checks = [f"{len(shards)} shards of one cut have their sizes, headers and checksums"]
 
     first_edges = _check_nodes(shards, num_nodes, num_edges)

@@ -141,7 +141,7 @@ def _commit(
     """Write the manifest of a folder and put the folder in place.
 
     columns: by table, the number of columns of a sparse one, and -1 of a dense one.
-    about: the manifest's record about shards (`shard.read_about`).
+    about: the manifest's record about shards (`shard.read_shard_record`).
     """
     out.commit(
         name=data.name,

@@ -29,7 +29,7 @@ def pairs(edges: cpu_cut_batches.Edges) -> list[tuple[int, int]]:
 
 
 def test_drawn_numbers_are_those_of_the_keyed_generator():
-    first, second = cpu_cut_batches.drawn_numbers([3, 4], -5)
+    first, second = cpu_cut_batches.draw_numbers([3, 4], -5)
     expected = random.draw(-5, torch.arange(7), 0) & cpu_cut_batches.NEVER
     assert np.concatenate([first, second]).tolist() == expected.tolist()
     assert len(first) == 3
@@ -80,7 +80,7 @@ def test_entries_say_when_edges_and_nodes_come_in(seed: int):
         assert (edge_entry <= last).tolist() == inside
         reached = present | {s for (s, _), is_in in zip(pairs(edges), inside, strict=True) if is_in}
         assert set(np.flatnonzero(src_entry <= last).tolist()) == reached
-        indptr, src_idx, edge_positions = cpu_cut_batches.kept_edges(edges, edge_entry, dst_entry, src_entry, last)
+        indptr, src_idx, edge_positions = cpu_cut_batches.cut_block(edges, edge_entry, dst_entry, src_entry, last)
         assert edge_positions.tolist() == np.flatnonzero(inside).tolist()
         chosen = np.flatnonzero(src_entry <= last)
         present_in_order = sorted(present)

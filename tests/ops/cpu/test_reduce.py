@@ -320,5 +320,5 @@ def test_dropout_of_stored_columns_is_that_of_whole_rows(p: float, dtype: torch.
     indptr[1:] = torch.bincount(rows, minlength=50).cumsum(0)
     expected = cpu_reduce.keyed_dropout(x, p, 9, ids)[rows, columns]
     for module in (cpu_reduce, reference):
-        ours = module.keyed_dropout_stored(x[rows, columns], indptr, columns.int(), p, 9, ids)
+        ours = module.keyed_dropout_sparse(x[rows, columns], indptr, columns.int(), p, 9, ids)
         torch.testing.assert_close(ours, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)

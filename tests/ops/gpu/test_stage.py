@@ -62,7 +62,7 @@ def test_claims_beyond_the_capacity_are_counted_but_not_stored():
 def test_gather_aside_gives_the_rows_of_host_memory(shape: tuple[int, ...], dtype: torch.dtype):
     rows = randn(NUM_ROWS, *shape).to(dtype)
     ids = randint(0, NUM_ROWS, 250)
-    ours = gpu_tiers.gather_aside(rows.pin_memory() if DEVICE.type == "cuda" else rows, ids.to(DEVICE))
+    ours = gpu_tiers.gather_host_rows(rows.pin_memory() if DEVICE.type == "cuda" else rows, ids.to(DEVICE))
     assert torch.equal(ours.cpu(), rows[ids])
 
 
@@ -84,7 +84,7 @@ def test_rows_are_put_and_added_into_the_hosts(shape: tuple[int, ...], dtype: to
     expected = table.clone()
     expected[ids] = expected[ids] + rows if add else rows
     table = table.pin_memory() if DEVICE.type == "cuda" else table
-    gpu_tiers.put_aside(table, ids.to(DEVICE), rows.to(DEVICE), add=add)
+    gpu_tiers.put_host_rows(table, ids.to(DEVICE), rows.to(DEVICE), add=add)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     assert torch.equal(table, expected)

@@ -558,7 +558,7 @@ class MicroBatches(BatchPlan):
             self.meter.lap()  # starts the measurement of this micro-batch: the memory of the one before is free again
         return super().piece(l, chunk)
 
-    def backward_done(self, l: int, piece: Piece) -> None:
+    def on_piece_backward(self, l: int, piece: Piece) -> None:
         # Without seeds the last layer has no loss to go back from, so its peak would be too low to learn from.
         is_whole_pass = l < self.last or piece.chunk.has_seeds
         if self.meter is None or not is_whole_pass:

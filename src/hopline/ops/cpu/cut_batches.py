@@ -10,10 +10,10 @@ Splitting gives micro-batches that together are the same batch:
 
 Cutting leaves out edges until the rest fits:
 
-    drawn_numbers or hub_numbers   a number for each edge: the lower, the longer the edge is kept
+    draw_numbers or hub_numbers   a number for each edge: the lower, the longer the edge is kept
     entries                        the number from which on each node and edge is in the batch
     last_that_fits                 the largest number at which the batch still fits
-    kept_edges                     the edges up to that number, as a new block
+    cut_block                     the edges up to that number, as a new block
 
 Each step costs one or a few passes over the edges, in the calling thread. Ids are not checked: the caller
 gives blocks of a valid batch. `count` and `take` allocate their large arrays by torch, so that a memory
@@ -181,7 +181,7 @@ def _draw(key, first, out):
         out[e] = mix(mix(np.uint64(key) ^ np.uint64(first + e)) + GOLDEN) & _POSITIVE
 
 
-def drawn_numbers(counts: Sequence[int], key: int) -> list[np.ndarray]:
+def draw_numbers(counts: Sequence[int], key: int) -> list[np.ndarray]:
     """A random number for each edge of each block: int64, not negative, drawn from the key.
 
     counts: the number of edges of each block. An edge's draw depends on its position in the batch alone.
@@ -361,7 +361,7 @@ def last_that_fits(entries: Sequence[np.ndarray], fits: Callable[[np.ndarray], b
 
 @kernel
 def _keep(indptr, src_idx, edge_entry, dst_entry, new_local, last, out_indptr, out_src, out_edges):
-    """Fill the block of `kept_edges`; returns its number of edges. new_local: [num_src], new local ids."""
+    """Fill the block of `cut_block`; returns its number of edges. new_local: [num_src], new local ids."""
     num_dst = 0
     num_edges = 0
     for d in range(indptr.shape[0] - 1):
@@ -377,7 +377,7 @@ def _keep(indptr, src_idx, edge_entry, dst_entry, new_local, last, out_indptr, o
     return num_edges
 
 
-def kept_edges(
+def cut_block(
     edges: Edges, edge_entry: np.ndarray, dst_entry: np.ndarray, src_entry: np.ndarray, last: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(indptr, src_idx, edges): the block of the nodes and edges whose entry is at most `last`.

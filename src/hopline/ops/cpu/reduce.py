@@ -473,14 +473,14 @@ def _dropout_stored(values, indptr, columns, ids, key, threshold, scale, out, st
             out[e] = values[e] * scale if is_kept else values[e] * 0
 
 
-def keyed_dropout_stored(values: Tensor, indptr: Tensor, columns: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
+def keyed_dropout_sparse(values: Tensor, indptr: Tensor, columns: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
     """[num_stored]: keyed dropout of sparse rows, equal to that of the dense rows. It has no gradient.
 
     values, columns: [num_stored], the stored elements and their columns, row after row.
     indptr: [n + 1] int64, the start of each row; ids: [n], the node of each row.
     """
     if values.dtype not in (torch.float32, torch.float64):
-        return keyed_dropout_stored(values.float(), indptr, columns, p, key, ids).to(values.dtype)
+        return keyed_dropout_sparse(values.float(), indptr, columns, p, key, ids).to(values.dtype)
     out = torch.empty_like(values)
     values = values.contiguous()
     threshold = round(p * 65536)

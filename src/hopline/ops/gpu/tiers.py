@@ -372,7 +372,7 @@ def point(hot_slot: Tensor, claimed: Tensor, count: Tensor, first_slot: int | No
         )
 
 
-def gather_aside(rows: Tensor, ids: Tensor) -> Tensor:
+def gather_host_rows(rows: Tensor, ids: Tensor) -> Tensor:
     """rows[ids] from pinned host memory while training runs: few programs, which read by ascending id.
 
     All ids must be in range.
@@ -388,7 +388,7 @@ def gather_aside(rows: Tensor, ids: Tensor) -> Tensor:
     return out
 
 
-def put_aside(table: Tensor, ids: Tensor, rows: Tensor, *, add: bool = False) -> None:
+def put_host_rows(table: Tensor, ids: Tensor, rows: Tensor, *, add: bool = False) -> None:
     """table[ids] = rows, or += rows with `add`, in pinned host memory, by few programs.
 
     All ids must be in range, and each may occur once. The host must synchronise before it reads the rows.
