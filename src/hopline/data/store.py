@@ -79,16 +79,16 @@ def write_nodes(
     return columns
 
 
-def _write_dense(out: FolderWriter, array: str, table: Table) -> None:
+def _write_dense(out: FolderWriter, array_name: str, table: Table) -> None:
     """Write all rows of a table. Rows that are not in one tensor are read about `BYTES_AT_ONCE` at a time."""
     storage = table.storage()
     if storage is not None:
-        out.add(array, storage)
+        out.add(array_name, storage)
         return
     row_bytes = max(1, table.num_bytes // max(1, len(table)))
-    out.array(array, table.dtype, table.shape[1:])
+    out.array(array_name, table.dtype, table.shape[1:])
     for ids in torch.arange(len(table)).split(max(1, BYTES_AT_ONCE // row_bytes)):
-        out.append(array, table.read(ids))
+        out.append(array_name, table.read(ids))
 
 
 def open_folder(folder: str | os.PathLike[str], *, split: int = 0) -> Dataset:
@@ -221,7 +221,7 @@ def verify(folder: str | os.PathLike[str]) -> list[str]:
     path = existing(Path(folder).expanduser())
     dataset = open_folder(path)
     checked = check_sums(path, read_manifest(path))
-    return checked + check_dataset(dataset, lambda array: str(path / f"{array}.npy"))
+    return checked + check_dataset(dataset, lambda array_name: str(path / f"{array_name}.npy"))
 
 
 def check_sums(path: Path, manifest: Manifest) -> list[str]:

@@ -37,8 +37,7 @@ It covers the outputs as they come, joined and in order, their gradient, and ten
 Cross entropy with label smoothing takes 5.5 copies.
 """
 
-
-SEQUENTIAL = "with hl.FullBatch set aggregation=sequential, with other methods leave out budget="
+ADVICE = "with hl.FullBatch set aggregation=sequential, with other methods leave out budget="
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +88,7 @@ def patch_outputs(model: nn.Module, batch: Batch, outputs: Tensor) -> Iterator[N
         if argument is not batch or others or named:
             raise ValueError(
                 "train_step called the model with something else than its batch, and here the outputs are computed "
-                f"part by part before the loss: call model(batch) with the batch as it came, or {SEQUENTIAL}"
+                f"part by part before the loss: call model(batch) with the batch as it came, or {ADVICE}"
             )
         return outputs
 
