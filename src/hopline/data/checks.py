@@ -113,9 +113,9 @@ def check_labels(y: Tensor, task: str, num_classes: int, where: str) -> None:
 def check_split(ids: Tensor, num_nodes: int, y: Tensor | None, name: str, where: str) -> None:
     """Check that a split is a sorted list of distinct nodes. Nodes of `CHECKED_SPLITS` must have a label."""
     check_ids(ids, num_nodes, where)
-    repeated = (ids[1:] <= ids[:-1]).nonzero()
-    if repeated.numel():
-        node = int(ids[int(repeated[0]) + 1])
+    out_of_order = (ids[1:] <= ids[:-1]).nonzero()
+    if out_of_order.numel():
+        node = int(ids[int(out_of_order[0]) + 1])
         raise ValueError(f"{where} is not sorted or repeats node {node}: give every node of a split once.")
     if y is None or y.dim() != 1 or name not in CHECKED_SPLITS:
         return

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from hopline.util.config import nearest, settings
 
 _SEPARATORS = {"tab": "\t", "\\t": "\t", "space": " "}
-"""Words for separators that are hard to type in a shell, and their characters."""
+"""By word: a separator that is hard to type in a shell. The word `\\t` is a backslash and a t."""
 
 
 @settings
@@ -24,13 +24,13 @@ class EdgeOptions:
 
     symmetrize: bool | None = None
     """Add the reverse of every edge that is not a self-loop, with the same edge arrays. Default: only if
-    the source says that it stores each undirected edge once."""
+    the file or object that the edges come from stores each undirected edge once."""
     self_loops: Literal["keep", "remove", "add"] = "keep"
     """Keep self-loops as they are, remove them, or add one to every node that has none (weight 1)."""
     duplicates: Literal["keep", "remove"] = "keep"
     """Keep repeated edges, or only the first of each."""
     chunk_edges: int = 1 << 22
-    """Edges in memory at a time while a graph is converted into a folder."""
+    """Edges in memory at a time in a conversion with `folder=`, which writes the dataset to disk."""
 
     def __post_init__(self) -> None:
         if self.self_loops not in ("keep", "remove", "add"):
@@ -53,8 +53,11 @@ def edge_options(options: Mapping[str, Any]) -> EdgeOptions:
 def merge(from_source: Mapping[str, Any], from_caller: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `from_edges`: those that a file or object tells, overridden by those of the caller.
 
-    Tables and edge arrays of both are joined. symmetrize=None of the caller leaves the decision to the
-    source.
+    `tables` (rows per node) and `edge` (arrays per edge) are mappings by name. They are joined, and of two
+    entries with the same name the caller's is taken. An empty mapping or None of the caller replaces the
+    mapping of the file.
+
+    symmetrize=None of the caller leaves the decision to the file.
     """
     merged = dict(from_source)
     for key, value in from_caller.items():
@@ -70,7 +73,7 @@ class Columns:
     """Names the columns of edge and node files.
 
     Raises:
-        ValueError: `delimiter` is more than one character, and neither `tab` nor `space`.
+        ValueError: `delimiter` is not one character, and none of the words `tab`, `space` and `\\t`.
 
     Example:
         >>> columns = hl.Columns(src="citing", dst="cited", edge=("weight",), delimiter="tab")

@@ -62,7 +62,10 @@ def save(dataset: Dataset, folder: str | os.PathLike[str]) -> None:
 def write_nodes(
     out: FolderWriter, tables: dict[str, Table], y: Tensor | None, splits: tuple[dict[str, Tensor], ...]
 ) -> dict[str, int]:
-    """Write tables, labels and splits. Returns `Manifest.tables`: the number of columns by table."""
+    """Write tables, labels and splits.
+
+    Returns `Manifest.tables`. By table: the number of columns of a sparse one, -1 for a dense one.
+    """
     columns: dict[str, int] = {}
     for name, table in tables.items():
         columns[name] = table.num_columns if isinstance(table, SparseTable) else -1
@@ -79,23 +82,24 @@ def write_nodes(
     return columns
 
 
-def _write_dense(out: FolderWriter, array: str, table: Table) -> None:
+def _write_dense(out: FolderWriter, array_name: str, table: Table) -> None:
     """Write all rows of a table. Rows that are not in one tensor are read about `BYTES_AT_ONCE` at a time."""
     storage = table.storage()
     if storage is not None:
-        out.add(array, storage)
+        out.add(array_name, storage)
         return
     row_bytes = max(1, table.num_bytes // max(1, len(table)))
-    out.array(array, table.dtype, table.shape[1:])
+    out.array(array_name, table.dtype, table.shape[1:])
     for ids in torch.arange(len(table)).split(max(1, BYTES_AT_ONCE // row_bytes)):
-        out.append(array, table.read(ids))
+        out.append(array_name, table.read(ids))
 
 
 def open_folder(folder: str | os.PathLike[str], *, split: int = 0) -> Dataset:
     """Open a dataset folder by memory map. Sizes, headers and shapes are checked; the data is not read.
 
-    split: Number of the published split that becomes the current one.
+    split: Index, from 0, of the split that becomes the current one. A folder may hold several.
     """
+    # The folder itself, or the backup that a killed writer left. If neither exists, it is the folder.
     path = existing(Path(folder).expanduser())
     if not path.is_dir():
         raise ValueError(f"There is no dataset folder {folder}: check the path, or make it with save().")
@@ -135,6 +139,7 @@ def _map_array(folder: Path, name: str, entry: ArrayEntry) -> Tensor:
         # becomes a private copy, and the file keeps its numbers. All other arrays are mapped read-only.
         is_private = name == "y" or name.startswith("split.")
         array = map_npy(path, dtype, entry.shape, copy_on_write=is_private)
+        # The fingerprint of the dataset takes the checksum from here, and need not read the data.
         remember(array, entry.checksum)
         return array
     except FileNotFoundError as error:
@@ -159,6 +164,7 @@ def _assemble(folder: Path, manifest: Manifest, arrays: dict[str, Tensor]) -> Da
         tables=tables_of(manifest, arrays),
         y=arrays.get("y"),
         splits=splits[0] if splits else {},
+        # All of them, the current one too, if there is a choice.
         alternatives=tuple(splits) if len(splits) > 1 else (),
         task=manifest.task,
         num_classes=manifest.num_classes,
@@ -221,7 +227,8 @@ def verify(folder: str | os.PathLike[str]) -> list[str]:
     path = existing(Path(folder).expanduser())
     dataset = open_folder(path)
     checked = check_checksums(path, read_manifest(path))
-    return checked + check_dataset(dataset, lambda array: str(path / f"{array}.npy"))
+    # Error messages name the file of an array. `read_manifest` has refused every other file name than this.
+    return checked + check_dataset(dataset, lambda array_name: str(path / f"{array_name}.npy"))
 
 
 def check_checksums(path: Path, manifest: Manifest) -> list[str]:

@@ -1,7 +1,7 @@
 """Which settings of a run differ from their defaults.
 
-`changed_keys` finds them when the run begins, and config.json stores them. `split_settings` reads them for
-the page.
+`changed_keys` finds their keys when the run begins, and config.json stores the keys. The report page of the
+run (`report.page`) reads that file, and `split_settings` sorts its settings into changed ones and others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ class Settings(NamedTuple):
     """The settings of a run by key, such as "method.fanouts"."""
 
     changed: dict[str, Any]
-    """Settings that differ from their defaults. All settings if a run did not store which do."""
+    """Settings that differ from their defaults. It holds all settings if config.json does not say which ones
+    differ."""
     others: dict[str, Any]
     """Settings with their default values."""
 
@@ -36,14 +37,18 @@ def changed_keys(settings: Any) -> list[str]:
             changed.append(name)
             continue
         default = defaults[name]
-        if isinstance(value, Mapping):  # keyword arguments of a conv: flattened, each is a key of its own
-            changed += [f"{name}.{key}" for key in value if key not in default or value[key] != default[key]]
+        # Keyword arguments of a conv, whose default is a mapping too. `flatten` makes each a key of its own.
+        if isinstance(value, Mapping):
+            default_items = default if isinstance(default, Mapping) else {}  # None, in a user's own method
+            is_changed = {key: key not in default_items or value[key] != default_items[key] for key in value}
+            changed += [f"{name}.{key}" for key in value if is_changed[key]]
             continue
         is_nested = dataclasses.is_dataclass(value) and not isinstance(value, type)
         if not is_nested:
             if value != default:
                 changed.append(name)
             continue
+        # `to_dict` stores a kind where the field's annotation leaves a choice of classes.
         if "kind" in stored and type(value) is not type(default):
             changed.append(f"{name}.kind")
         changed += [f"{name}.{key}" for key in changed_keys(value)]
@@ -67,7 +72,10 @@ def split_settings(config: Mapping[str, Any], changed: Iterable[str] | None) -> 
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ("method.fanouts", value) for {"method": {"fanouts": value}}."""
+    """Yield ("method.fanouts", value) for {"method": {"fanouts": value}}.
+
+    An empty mapping is a value. It has no keys, so it would be left out otherwise.
+    """
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{key}.")

@@ -28,9 +28,9 @@ from hopline.run.model_settings import ModelSpec
 from hopline.training.settings import TrainSettings, upgrade_schedule
 from hopline.util.config import RemovedSetting, check_fields, from_dict, parse_chunk_bytes, settings
 
-DATA_ROOT = {"data_root": RemovedSetting(None, "set the environment variable HOPLINE_DATA")}
+DATA_ROOT = {"data_root": RemovedSetting(default=None, instead="set the environment variable HOPLINE_DATA")}
 """The removed setting for the folder of datasets that are found by name, for a class's `REMOVED`."""
-SPLIT_SHARES = {"split_shares": RemovedSetting(None, "set split=0.6,0.2,0.2")}
+SPLIT_SHARES = {"split_shares": RemovedSetting(default=None, instead="set split=0.6,0.2,0.2")}
 """The removed setting for the shares of a split that is drawn, for a class's `REMOVED`."""
 
 

@@ -228,7 +228,7 @@ class _ShardWriter:
         self.show = show
         self.num_shards = partition.num_parts
         self.position = _positions(partition)
-        self.halo_idx = torch.zeros(data.num_nodes, dtype=torch.int32)
+        self.src_idx_by_position = torch.zeros(data.num_nodes, dtype=torch.int32)
         """[num_nodes] int32, by position: `src_idx` of edges from that node, in the shard being written.
 
         That is its index among the halo nodes of the same owner, or the local row of an own node. Positions
@@ -356,9 +356,9 @@ class _ShardWriter:
         `at` has the edges' numbers in the groups, by destination and in the dataset's order.
         """
         own_range = slice(int(self.ptr[rank]), int(self.ptr[rank + 1]))
-        self.halo_idx[own_range] = torch.arange(own_range.stop - own_range.start, dtype=torch.int32)
+        self.src_idx_by_position[own_range] = torch.arange(own_range.stop - own_range.start, dtype=torch.int32)
         for first, stop in itertools.pairwise(halo.ptr.tolist()):
-            self.halo_idx[halo.positions[first:stop]] = torch.arange(stop - first, dtype=torch.int32)
+            self.src_idx_by_position[halo.positions[first:stop]] = torch.arange(stop - first, dtype=torch.int32)
 
         indptr = _starts(self.row_files.read("degrees", rank))
         part_ptr = _starts(halo.edge_counts)
@@ -412,7 +412,7 @@ class _ShardWriter:
         rows = torch.repeat_interleave(torch.arange(last - first), degrees)
         counts += torch.bincount(owners * (last - first) + rows, minlength=counts.numel()).view(counts.shape)
 
-        group_files.deal("src_idx", ops.gather_rows(self.halo_idx, sources[order]), group_ptr)
+        group_files.deal("src_idx", ops.gather_rows(self.src_idx_by_position, sources[order]), group_ptr)
         # A node's edges are consecutive both in the dataset and here: ids differ by a constant per node.
         id_offsets = self.row_files.read("first_edges", rank)[first:last] - indptr[first:last]
         group_files.deal("edge_ids", (torch.arange(start, stop) + id_offsets[rows])[order], group_ptr)

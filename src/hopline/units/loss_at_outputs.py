@@ -9,8 +9,14 @@ call returns the outputs that were computed before:
                                                                                    parameters that L reads directly
 
 The caller then starts the backward pass of the model, micro-batch by micro-batch or part by part, with the
-gradient at the leaf. Outputs that had no gradient are computed a second time for that. Memory holds the
-outputs of all seeds, some of them several times (`LOSS_COPIES`).
+gradient at the leaf. A caller that computed its outputs without autograd computes them a second time for
+this, with autograd:
+
+    budget.guard                      runs the whole model twice
+    methods.partitioned.sweep_loss    runs the last layer twice
+    methods.full_batch.work           runs the model once, with autograd
+
+Memory holds the outputs of all seeds, several times (`LOSS_COPIES`).
 """
 
 from __future__ import annotations
@@ -33,12 +39,13 @@ if TYPE_CHECKING:
 LOSS_COPIES = 8
 """Memory assumed for a loss over all seeds at once, in copies of the outputs. A rule of thumb.
 
-It covers the outputs as they come, joined and in order, their gradient, and tensors that a loss keeps.
-Cross entropy with label smoothing takes 5.5 copies.
+It covers up to three copies of the outputs (by part, joined, and in the order of the batch's seeds), their
+gradient, and tensors that a loss keeps for its backward pass. Cross entropy with label smoothing takes
+5.5 copies.
 """
 
-
-SEQUENTIAL = "with hl.FullBatch set aggregation=sequential, with other methods leave out budget="
+ADVICE = "with hl.FullBatch set aggregation=sequential, with other methods leave out budget="
+"""End of the error message of `patch_outputs`, with settings to try instead."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +60,11 @@ class OutputLoss:
     """Parameters that the loss reads directly, as a weight penalty does, each with its scaled gradient."""
 
     def add_to_parameters(self, share: float = 1.0) -> None:
-        """Add `parameter_gradients`, times `share`, to the gradients of the parameters."""
+        """Add `parameter_gradients`, times `share`, to the gradients of the parameters.
+
+        share: 1 / (number of ranks) where every rank computes the whole loss. Their gradients are summed
+            over the ranks afterwards.
+        """
         for parameter, gradient in self.parameter_gradients:
             parameter.grad = gradient * share if parameter.grad is None else parameter.grad + gradient * share
 
@@ -61,9 +72,14 @@ class OutputLoss:
 def loss_at_outputs(job: Job, batch: Batch, outputs: Tensor, scale: float) -> OutputLoss:
     """The loss of the job's training step if the model's output for the batch is `outputs`.
 
-    scale: the factor of all gradients, which are those of the loss summed over the seeds.
+    The loss that the training step returns counts as a mean over the seeds. Times their number it is the
+    summed loss.
+
+    scale: the factor of all gradients. With 1 they are those of the summed loss, with 1 / num_seeds those
+        of the mean.
     """
-    # A leaf, so that the backward pass ends at the outputs.
+    # A leaf, so that the backward pass ends at the outputs. `job.model` is what a training step calls. It
+    # shares its parameters with `job.module`, the user's own.
     leaf = outputs.detach().requires_grad_()
     with torch.enable_grad(), patch_outputs(job.model, batch, leaf):
         loss = job.train_step(job.model, batch) * batch.num_seeds
@@ -89,7 +105,7 @@ def patch_outputs(model: nn.Module, batch: Batch, outputs: Tensor) -> Iterator[N
         if argument is not batch or others or named:
             raise ValueError(
                 "train_step called the model with something else than its batch, and here the outputs are computed "
-                f"part by part before the loss: call model(batch) with the batch as it came, or {SEQUENTIAL}"
+                f"part by part before the loss: call model(batch) with the batch as it came, or {ADVICE}"
             )
         return outputs
 
@@ -105,7 +121,10 @@ def patch_outputs(model: nn.Module, batch: Batch, outputs: Tensor) -> Iterator[N
 
 
 def batch_of_seeds(job: Job, seeds: Tensor, y: Tensor | None, key: int | Tensor | None) -> Batch:
-    """The batch of all seeds at once for a training step: ids, labels and rows of all tables, no edges."""
+    """The batch of all seeds at once for a training step: ids, labels and rows of all tables, no edges.
+
+    key: of the step's random draws, as in `Batch`.
+    """
     rows = {name: SeedRows(table, seeds) for name, table in job.data.tables.items()}
     x = rows.pop("x", None)
     block = Block(seeds, seeds.numel(), parts=(), key=key)
@@ -126,6 +145,7 @@ class SeedRows(Rows):
     """The rows of seeds. They are read, and moved to the seeds' device, if a training step asks for them."""
 
     def read(self) -> Tensor:
+        # `tiers` is None if kernels on the device cannot read the table. The host reads it then.
         is_read_on_device = self.table.tiers(self.ids.device) is not None
         ids = self.ids if is_read_on_device else self.ids.cpu()
         return self.table.read(ids).to(self.ids.device)

@@ -1,6 +1,7 @@
 """A conv's own `message`, `edge_update` and aggregation, run on one chunk of its edges at a time.
 
-PyG calls message, aggregate and update once, for all edges. Here the three are taken apart:
+PyG's `propagate` calls `message` and `aggregate` once, for all edges, and then `update`. Here `message` and
+`aggregate` run in three steps, and `update` is left to the caller:
 
     plan      finds which tensor each argument of `message` comes from        once per `propagate`
     replay    runs `message` on the edges of a chunk, and returns the rows    per chunk, in forward
@@ -9,13 +10,14 @@ PyG calls message, aggregate and update once, for all edges. Here the three are 
               all edges
 
 In `replay` and in `finish` the aggregation is PyG's code, with another `reduce`. In `replay`, `reduce`
-notes down its rows and returns zeros. In `finish`, it returns the accumulated result of the call with the
-same number. So var, for example, notes down x and x * x, and `finish` computes mean(x * x) - mean(x)^2 by
-PyG's own formula. This works for sums, means, maxima and minima, which can be accumulated chunk by chunk
-(`accumulate`). Others raise `CannotSplit`.
+notes down its rows and returns zeros. In `finish`, the n-th call of `reduce` returns what was accumulated
+from the rows of the n-th call in `replay`. So var, for example, notes down x and x * x, and `finish` computes
+mean(x * x) - mean(x)^2 by PyG's own formula. This works for sums, means, maxima and minima, which the module
+`accumulate` combines chunk by chunk. Others raise `CannotSplit`.
 
 A softmax over the edges of a node divides by a sum over all of them, which one chunk does not know. In
-`replay` it returns the weight exp(logit - m), not divided. `finish` divides the sums of weighted messages by
+`replay` it returns the weight exp(logit - m), not divided. m is the largest logit of the node's edges so
+far (`MaxLogit`), which keeps exp from overflowing. `finish` divides the sums of weighted messages by
 the sum of the weights. That is the same if messages are linear in the weights. The probe in
 `runner.find_rule` refuses convs where they are not.
 """
@@ -83,9 +85,10 @@ class Inputs:
     """The tensors from which messages are computed, by role. A tensor is listed once per role."""
 
     source: list[Tensor] = field(default_factory=list)
-    """[num_own, ...] each: rows that are read at the sources of edges, by other shards too."""
+    """[num_own, ...] each: a row per own node of this shard. Edges that begin at the node read it, also
+    those of other shards, which fetch it."""
     destination: list[Tensor] = field(default_factory=list)
-    """[num_own, ...] each: rows that are read at the destinations of edges."""
+    """[num_own, ...] each: a row per own node of this shard. Edges that end at the node read it."""
     edge: list[Tensor] = field(default_factory=list)
     """[num_edges, ...] each."""
     constant: list[Tensor] = field(default_factory=list)
@@ -109,7 +112,10 @@ def plan(
     As in PyG, an argument `x_j` is `kwargs["x"]` at the sources, `x_i` at the destinations, and any other
     name is taken as it is.
 
-    kwargs: the arguments of `propagate`.
+    function: "message"; "aggregate" where it runs on all edges at once (modes "stored" and "one_shot");
+        "update", which runs after the aggregation. "edge_update" is planned within these.
+    kwargs: the arguments of `propagate`, or of `edge_updater` for "edge_update".
+    num_own: the number of the shard's own nodes.
 
     Raises:
         CannotSplit: `propagate` does not get an argument, or rows of nodes are not [num_own, ...].
@@ -135,7 +141,10 @@ def plan(
             value = value[1 if suffix == "_i" else 0]
         if isinstance(value, DeferredEdgeUpdate):
             value = plan(conv, "edge_update", value.kwargs, inputs, num_edges, num_own)
+        # `update` runs once and not per edge: it gets its tensors whole, so they are no inputs of messages.
         elif isinstance(value, Tensor) and function != "update":
+            # Nodes must be along dimension 0. PyG may count `node_dim` from the end: -2 is dimension 0 of
+            # [num_own, width].
             if suffix and (value.size(0) != num_own or conv.node_dim % value.dim() != 0):
                 raise CannotSplit(f"{name} has shape {list(value.shape)}, not one row for each of {num_own} nodes")
             value = inputs.add(_role(value, suffix, num_edges), value)
@@ -174,8 +183,11 @@ class ChunkReductions:
 
 
 MaxLogit = Callable[[Tensor], Tensor]
-"""Function of a chunk's logits [n, ...] -> the m of its destinations, [chunk.num_dst, ...], to subtract
-from them."""
+"""Function of a chunk's logits [n, ...] -> the m of its destinations, [chunk.num_dst, ...].
+
+`replay` subtracts m from the logits. In forward, m is the largest logit of this chunk and all chunks before
+it, and the function rescales earlier sums to it. In backward, m is the largest logit of all edges.
+"""
 
 
 def replay(
@@ -249,6 +261,9 @@ def finish(
         """`Aggregation.reduce`: returns the accumulated result of this call."""
         out = reduced[next(next_reduction)]
         if weight_sum is not None:
+            # Every reduction is divided. That is right for rows that hold the weight once, as a factor. It is
+            # wrong for others, such as x * x of var. The probe in `runner.find_rule` refuses such convs.
+            #
             # A node without edges has no weights, and must not divide by 0. `EPSILON` does not prevent that
             # in half precision, where it is 0.
             total = torch.where(weight_sum == 0, 1, weight_sum + EPSILON)
@@ -298,7 +313,7 @@ def arguments_of(
     }
     arguments: dict[str, Any] = {}
     for name in call.special_args:
-        if name not in special_values:
+        if name not in special_values:  # PyG's other two, `size` and `size_j`
             raise CannotSplit(f"{call.function} asks for {name}, the number of all sources")
         arguments[name] = special_values[name]
     for name, value in call.arguments.items():
@@ -315,10 +330,11 @@ def run_call(
     chunk: Chunk,
     softmax: Callable[..., Tensor] = pyg_utils.softmax,
 ) -> Any:
-    """The result of a function of the conv on a chunk's edges, for `message` [n, ...].
+    """Run a function of the conv on a chunk's edges. `message` returns [n, ...], a row per edge.
 
     edge_inputs: by role, rows [n, ...] of the chunk's n edges, and the constants.
-    softmax: called wherever the function calls PyG's `softmax`.
+    softmax: called wherever the function calls PyG's `softmax`. By default it is PyG's own, for a chunk that
+        holds all edges.
     """
 
     def run_inner(inner: Call) -> Any:
