@@ -251,7 +251,7 @@ def test_training_evaluates_a_snapshot_itself_when_the_backlog_is_full(
 
 
 class StopAt(hl.Callback):
-    """Interrupts a run after an epoch, once some evaluations have ended."""
+    """Interrupts a run at the end of an epoch's first step, once `after` evaluations have ended."""
 
     def __init__(self, epoch: int, after: int = 0) -> None:
         self.epoch = epoch

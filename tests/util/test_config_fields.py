@@ -88,7 +88,7 @@ class SettingsWithRemovedRate:
 
 
 def test_a_removed_setting_is_refused_with_what_to_do_instead():
-    with pytest.raises(TypeError, match="Later: rate was removed: set count=2"):
+    with pytest.raises(TypeError, match="SettingsWithRemovedRate: rate was removed: set count=2"):
         SettingsWithRemovedRate(rate=0.5)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="rate was removed: set count=2"):
         override(SettingsWithRemovedRate(), ["rate=0.5"])

@@ -268,6 +268,8 @@ def test_dropout_keeps_the_expectation_and_drops_the_share(p: float) -> None:
 
 def test_dropout_columns_and_neighbouring_nodes_are_independent() -> None:
     centred = (cpu_reduce.keyed_dropout(torch.ones(40000, 6), 0.5, 3, torch.arange(40000)) > 0).double() - 0.5
+    # Values are +-0.5, so 40,000 of them have a sum of squares of 10,000 and these are correlations. Of independent
+    # draws their standard error is 1 / sqrt(40,000) = 1 / 200; four of them are allowed.
     columns = centred.t() @ centred / 10000
     assert float((columns - torch.eye(6)).abs().max()) < 4 / 200
     assert float(((centred[1:] * centred[:-1]).mean(0) * 4).abs().max()) < 4 / 200
