@@ -183,19 +183,19 @@ def bar_chart(title: str, names: Sequence[str], bars: Sequence[tuple[float, Mapp
         first_epoch = group[0][0]
         last_epoch = group[-1][0]
         labels.append(f"{first_epoch:g}" if len(group) == 1 else f"{first_epoch:g}–{last_epoch:g}")
-        mean_s = {name: statistics.fmean(stages.get(name, 0.0) for _, stages in group) for name in names}
+        mean_s = {name: statistics.fmean(seconds_of.get(name, 0.0) for _, seconds_of in group) for name in names}
         means.append({name: seconds / unit.seconds for name, seconds in mean_s.items()})
 
-    y_ticks = ticks(0, max(sum(stages.values()) for stages in means) or 1.0)
+    y_ticks = ticks(0, max(sum(heights.values()) for heights in means) or 1.0)
     width = 2 * WIDTH
     pitch = (width - LEFT - RIGHT) / len(means)
     bar_width = min(pitch * 0.72, MAX_BAR_WIDTH)
     centres = [LEFT + pitch * (i + 0.5) for i in range(len(means))]
     every = -(-len(means) * max(map(len, labels)) // LABEL_CHARS)  # each label, or each second one, ...
     parts = [_axes(centres[::every], labels[::every], y_ticks, width)]
-    for centre, label, stages in zip(centres, labels, means, strict=True):
+    for centre, label, heights in zip(centres, labels, means, strict=True):
         height_below = 0.0
-        for i, (name, value) in enumerate(stages.items()):
+        for i, (name, value) in enumerate(heights.items()):
             bottom = _scale(height_below, 0, y_ticks[-1], HEIGHT - BOTTOM, TOP)
             height_below += value
             top = _scale(height_below, 0, y_ticks[-1], HEIGHT - BOTTOM, TOP)

@@ -116,8 +116,8 @@ def _import_load_partition() -> Callable[[str, int], Any]:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             state = f"cannot be imported ({reason}): mend that"
         raise ValueError(
-            f"DGL, which alone reads its partitions, {state}, or save the edges where DGL runs by "
-            "numpy.save('edges.npy', torch.stack(g.edges())) and convert that file"
+            f"DGL, which alone reads its partitions, {state}. Or, on a machine where DGL runs, save the "
+            "edges with numpy.save('edges.npy', torch.stack(g.edges())) and convert that file"
         ) from error
     return load_partition
 
@@ -157,18 +157,18 @@ class _Parts:
         original_ids = torch.full((self.num_nodes,), -1)
         has_original_ids = True
         for part in range(self.num_parts):
-            graph, rows, *_ = self.load_partition(str(self.config), part)
+            graph, node_columns, *_ = self.load_partition(str(self.config), part)
             node_data = _as_tensors(graph.ndata)
             is_inner = node_data["inner_node"].bool()  # False for halo nodes
             dgl_ids = node_data["_ID"][is_inner]
             has_original_ids = "orig_id" in node_data
             original_ids[dgl_ids] = node_data["orig_id"][is_inner] if has_original_ids else dgl_ids
 
-            # `rows` has the part's own nodes in the order of DGL's ids, which are a range.
+            # `node_columns` has the part's own nodes in the order of DGL's ids, which are a range.
             first, last = self.node_ranges[part]
             row_ids = original_ids[first:last].numpy()
             part_columns: dict[str, Tensor] = {}
-            for full_name, values in rows.items():
+            for full_name, values in node_columns.items():
                 name = _column_name(full_name)
                 if name not in DGLS_OWN:
                     part_columns[name] = _storable(values)
@@ -182,8 +182,8 @@ class _Parts:
         if not has_original_ids:
             logger.warning(
                 f"the parts of {self.config} do not say which ids nodes had before DGL numbered them anew (DGL 2.1 "
-                "leaves orig_id out): nodes have DGL's ids; partition_graph(..., return_mapping=True) returns those "
-                "from before"
+                "leaves orig_id out): nodes have DGL's ids; partition_graph(..., return_mapping=True) returns the "
+                "original ids"
             )
         if not torch.equal(original_ids.sort().values, torch.arange(self.num_nodes)):
             raise ValueError(f"The parts of {self.config} do not hold every node once: partition the graph again.")
@@ -197,7 +197,7 @@ class _Parts:
         """
         assert self.original_ids is not None
         for part in range(self.num_parts):
-            graph, _, rows, *_ = self.load_partition(str(self.config), part)
+            graph, _, edge_columns, *_ = self.load_partition(str(self.config), part)
             edge_data = _as_tensors(graph.edata)
             is_inner = edge_data["inner_edge"].bool()  # False for edges into halo nodes
             dgl_ids = edge_data["_ID"][is_inner]
@@ -210,7 +210,7 @@ class _Parts:
 
             row_ids = (dgl_ids - self.edge_ranges[part][0])[order]
             arrays: dict[str, Tensor] = {}
-            for full_name, values in rows.items():
+            for full_name, values in edge_columns.items():
                 name = _column_name(full_name)
                 if name not in DGLS_OWN:
                     arrays[EDGE.get(name, name)] = as_tensor(values)[row_ids]
