@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,16 @@ from tests.runs import sage, small
 
 def test_a_run_with_defaults_has_changed_nothing():
     assert changed_keys(RunConfig()) == []
+
+
+def test_a_mapping_in_place_of_none_has_changed_keys():
+    @dataclass(frozen=True)
+    class OwnSettings:
+        """As a user's own method may have them."""
+
+        options: dict[str, int] | None = None
+
+    assert changed_keys(OwnSettings(options={"depth": 2})) == ["options.depth"]
 
 
 @pytest.mark.parametrize(
