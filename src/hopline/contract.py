@@ -324,7 +324,7 @@ class Budget:
     SHORT: ClassVar[str] = "device"
     """The field that `budget=8GiB` sets."""
     REMOVED: ClassVar = {
-        "split_by": RemovedSetting("balance", "pieces of a batch always have equal cost, so leave it out"),
+        "split_by": RemovedSetting("balance", "micro-batches always have equal cost, so leave it out"),
         "cut_by": RemovedSetting(
             "random", "set budget.over_budget=cut_by_degree or budget.over_budget=cut_by_pagerank"
         ),
@@ -667,7 +667,7 @@ class Plan:
                 continue
             parts = [f"{item.name} {format_size(item.num_bytes)}" for item in items]
             if place == self.compute_place:
-                split = f", in up to {self.num_micro_batches} pieces" if self.num_micro_batches > 1 else ""
+                split = f", in up to {self.num_micro_batches} micro-batches" if self.num_micro_batches > 1 else ""
                 step_bytes = min(self.step_bytes, self.limit_bytes)
                 parts.append(f"a step {format_size(step_bytes)}{split}")
                 if self.async_evaluation:

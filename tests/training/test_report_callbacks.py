@@ -62,7 +62,7 @@ def test_a_budgets_record_is_in_the_report_of_its_epoch(tmp_path: Path, caplog: 
     assert max(record["before"]) == 10 * MAX_POINTS - 1
     (line,) = messages_with(caplog, "promised")
     assert line.startswith("budget: ")
-    for words in ("3 batches split into 7 pieces", "6 samples drawn anew", "5,000 edges cut from 4 batches"):
+    for words in ("3 batches split into 7 micro-batches", "6 samples drawn anew", "5,000 edges cut from 4 batches"):
         assert words in line
     assert "up to 80 B, promised 90 B, allowed 100 B" in line
     (line,) = messages_with(caplog, "epoch 1: ")

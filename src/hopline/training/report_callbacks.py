@@ -118,10 +118,10 @@ def _describe_batches(record: dict[str, Any], names: tuple[str, ...]) -> str:
     names: counts to mention if they are not 0.
     """
     phrases = {
-        "split": f"{_count_batches(record['split'])} split into {record['pieces']} pieces",
+        "split": f"{_count_batches(record['split'])} split into {record['pieces']} micro-batches",
         "resampled": f"{record['resampled']} samples drawn anew",
         "cut": f"{record['edges_cut']:,} edges cut from {_count_batches(record['cut'])}",
-        "oom": f"memory ran out in {record['oom']} steps, which went on in smaller pieces",
+        "oom": f"memory ran out in {record['oom']} steps, which ran again in smaller micro-batches",
         "over": f"{record['over']} steps were over the limit",
     }
     return ", ".join(phrases[name] for name in names if record[name])
