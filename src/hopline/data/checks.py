@@ -7,8 +7,9 @@
     splits          are sorted, distinct and labelled
 
 Arrays are checked a chunk at a time, so that a mapped array larger than memory can be checked. A check
-raises a `ValueError` that names the array, the position and the value. `check_dataset` and `check_nodes`
-run all of them; `check_training` is a cheaper one that a `Trainer` runs on its splits.
+raises a `ValueError` that names the array, the position and the value. `check_dataset` runs all
+of them. `check_nodes` runs those of tables, labels and splits. `check_training` is a cheaper check, which a
+`Trainer` runs on its splits.
 """
 
 from __future__ import annotations
@@ -96,6 +97,8 @@ def check_labels(y: Tensor, task: str, num_classes: int, where: str) -> None:
         if task == "multi":
             is_wrong = (chunk != 0) & (chunk != 1)
             allowed = "0 or 1"
+            # A `y` of two dimensions is taken as multi-label, so real-valued targets come here. In one
+            # dimension they are refused when the dataset is made.
             hint = f"; {REGRESSION}"
         else:
             is_wrong = (chunk < -1) | (chunk >= num_classes)
@@ -113,6 +116,7 @@ def check_labels(y: Tensor, task: str, num_classes: int, where: str) -> None:
 def check_split(ids: Tensor, num_nodes: int, y: Tensor | None, name: str, where: str) -> None:
     """Check that a split is a sorted list of distinct nodes. Nodes of `CHECKED_SPLITS` must have a label."""
     check_ids(ids, num_nodes, where)
+    # Smaller than the id before it: not sorted. Equal to it: repeated.
     out_of_order = (ids[1:] <= ids[:-1]).nonzero()
     if out_of_order.numel():
         node = int(ids[int(out_of_order[0]) + 1])
@@ -129,7 +133,7 @@ def check_split(ids: Tensor, num_nodes: int, y: Tensor | None, name: str, where:
 def check_table(name: str, table: Table, where: Callable[[str], str]) -> None:
     """Check that the values of a table are finite, and that a sparse table is a CSR matrix.
 
-    A dense table without one tensor of its rows is not checked.
+    A dense table is checked if one tensor holds all its rows (`Table.storage`). Others are not checked.
     """
     if isinstance(table, SparseTable):
         check_indptr(table.indptr, table.columns.numel(), where(f"table.{name}.indptr"))
@@ -187,7 +191,10 @@ def _run_checks(checks: dict[str, Callable[[], None]], num_bytes: int) -> list[s
 
 
 def _check_distinct(ids: Tensor) -> None:
-    """Check that no training node occurs twice: methods that train by parts use each node once."""
+    """Check that no training node occurs twice.
+
+    Methods would differ on such a node: sampled batches use it twice, and methods that train by parts once.
+    """
     ordered = ids.sort().values
     is_repeated = ordered[1:] == ordered[:-1]
     repeated = ordered[1:][is_repeated]
@@ -201,7 +208,7 @@ def _check_distinct(ids: Tensor) -> None:
 def check_training(data: Dataset, splits: Iterable[str]) -> None:
     """Check the nodes of these splits and their labels before training begins.
 
-    A training node may occur once. Labels of other nodes are not read.
+    A training node may occur at most once. Labels of other nodes are not read.
     """
     for name in splits:
         ids = data.splits.get(name)

@@ -45,8 +45,8 @@ class RunConfig(TrainSettings, LaunchSettings):
     """Number of the split, from 0, for datasets that come with several. Or shares of train, valid and test
     nodes, such as 0.6,0.2,0.2: they are drawn among the labelled nodes, the same for every seed=."""
     symmetrize: bool | None = None
-    """Whether the reverse of every edge is added when the dataset is converted. Each choice is stored by
-    itself. Default: as the dataset says."""
+    """Whether the reverse of every edge is added when the dataset is converted. A download is stored under
+    the data root once for each choice. Default: as the dataset says."""
     features: Literal["given", "normalized", "standardized", "one_hot"] = "given"
     """Input features: `given` as stored, `normalized` with rows divided by their sums, `standardized` with
     columns of mean 0 and deviation 1, `one_hot` with a column per node, so that model.linear=true learns an
@@ -112,14 +112,15 @@ class InferConfig(LaunchSettings):
     device: str = "cpu"
     """Device that computes the layers."""
     chunk_bytes: str | int | None = None
-    """Memory for the chunks of a layer, without the embeddings of all nodes, such as 2GiB. Default: chunks
-    by edges, a million on the CPU."""
+    """Memory for the chunks of a layer, such as 2GiB. The embeddings of all nodes are not counted. Default:
+    chunks of a million edges, or of more on a GPU."""
     folder: Path | None = None
     """Folder for the embeddings as memory-mapped files. The same command resumes from them after a kill.
     Default: in memory."""
     hops: int | None = None
-    """Hops around a node that a model with forward(x, edge_index) alone reads. Default: those of the run's
-    fan-outs, or the whole graph where these are too few."""
+    """Number of hops around a node that its output depends on. For a model that is not made of layers and
+    has forward(x, edge_index) alone. Default: the number of the run's fan-outs, or the whole graph where
+    these are too few."""
     trust: bool = False
     """Permission to import and run the module that config.json names for the model
     (model=package.module:function)."""
@@ -216,6 +217,7 @@ def load_config(folder: Path, *, own_method: str = "") -> RunConfig:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged ({error}): restore it or train again") from error
     config = stored.get("config") if isinstance(stored, dict) else None
+    # A Trainer in Python stores its settings under "train". `hopline train` stores them without that key.
     is_of_trainer = isinstance(config, dict) and "train" in config
     if is_of_trainer:
         raise ValueError(
@@ -239,10 +241,12 @@ def load_config(folder: Path, *, own_method: str = "") -> RunConfig:
 def upgrade_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a stored run as this version has them, where settings were merged or renamed.
 
-    Settings that were removed without a successor are handled by `REMOVED` of their class.
+    `REMOVED` of a class refuses removed settings by name, unless they have their old default. `split_shares`
+    is in `REMOVED` for users who type it. A stored value has a successor, and becomes `split` here.
     """
     upgraded = dict(config)
-    # A program may have passed these settings and gradients= to the Trainer, which stored both.
+    # A program may have given a Trainer a RunConfig and gradients=. The Trainer stored "gradients" among the
+    # settings, and RunConfig has no such field.
     upgraded.pop("gradients", None)
 
     shares = upgraded.pop("split_shares", None)
@@ -250,9 +254,9 @@ def upgrade_config(config: Mapping[str, Any]) -> dict[str, Any]:
         upgraded["split"] = shares
 
     # Earlier versions could evaluate in a process on the CPU: evaluate=async_cpu, and before that
-    # evaluate=async with evaluate_on=host. evaluate=async gives the same run, since its results are used as
-    # in a blocking run, whoever computes them. Only metrics of a run on a GPU may differ in the last
-    # digits.
+    # evaluate=async with evaluate_on=host. Both become evaluate=async, which gives the same run: results are
+    # used as in a blocking run, on whichever device they are computed. Only metrics of a run on a GPU may
+    # differ in the last digits.
     upgraded.pop("evaluate_on", None)
     if upgraded.get("evaluate") == "async_cpu":
         upgraded["evaluate"] = "async"
@@ -312,7 +316,7 @@ def check_conversion(source: str, folder: Path, config: ConvertConfig) -> None:
         if not path.is_file():
             raise ValueError(f"there is no file {path}: check the path")
     elif not path.exists():
-        locate(source)
+        locate(source)  # raises ValueError if no dataset has this name
     if suffix not in EDGE_LISTS:
         has_node_file = suffix == ".npy" and config.nodes is not None
         meaningless = ("ids",) if has_node_file else ("nodes", "columns", "ids")

@@ -8,9 +8,10 @@ shard rank - k, modulo the number of shards. With three shards:
     shard 1   own rows    to 2, from 0         to 0, from 2
     shard 2   own rows    to 0, from 1         to 1, from 0
 
-Rows of round k are the sources of part k, and can be dropped before those of round k + 1 arrive: a shard
-need not hold the rows of all others at once. Gradients of these rows go back in a round of the same number,
-from the receiver of the rows to their sender.
+A shard's edges are divided into *parts* by the owner of their source: part k reads the rows of round k.
+These rows can be dropped before those of round k + 1 arrive, so a shard need not hold the rows of all others
+at once. Gradients of these rows go back in a round of the same number, from the receiver of the rows to
+their sender.
 
     fetch, start_return         round by round, with some rounds in transfer while others are computed on
     fetch_all, return_all       all rounds in one all-to-all
@@ -64,9 +65,10 @@ class GradientReturn(Protocol):
     """
 
     def buffers(self, k: int) -> list[Tensor]:
-        """By tensor: [halo size of part k, ...], zeros to which the caller adds the gradients of part k.
+        """By tensor: [halo size of part k, ...], to which the caller adds the gradients of part k.
 
-        For own rows they are the totals themselves, which may already hold gradients.
+        Buffers of another rank's rows begin as zeros. Buffers of own rows are the totals or slices of them,
+        which may already hold gradients.
         """
         ...
 
@@ -75,7 +77,11 @@ class GradientReturn(Protocol):
         ...
 
     def settle(self) -> None:
-        """Wait for the oldest rounds until fewer than `depth` are in transfer, or none if `depth` is 0."""
+        """Wait for the oldest rounds until fewer than `depth` are in transfer, or none if `depth` is 0.
+
+        `push` leaves up to `depth` rounds in transfer. Backward calls `settle` before it requests rows of later
+        parts, so that gradients in transfer take less memory by then.
+        """
         ...
 
     def finish(self) -> list[Tensor]:
@@ -90,12 +96,16 @@ class Transport(ABC):
     """
 
     world: World | None = None
-    """The ranks, one per shard. None: virtual shards in one process, or ranks given as a process group."""
+    """The ranks, one per shard. None for virtual shards in one process, and for a
+    `P2PTransport` that was given no world."""
 
     def __init__(self, layout: ShardLayout) -> None:
         self.layout = layout
         self.traffic: Counter[str] = Counter()
-        """Bytes by kind of message. Between ranks bytes received; own rows do not travel."""
+        """Bytes by kind of message.
+
+        Between ranks: the bytes that this rank receives. Own rows do not travel and are not counted. Virtual
+        shards count otherwise (`LocalTransport`)."""
 
     @abstractmethod
     def fetch(
@@ -141,8 +151,11 @@ class Transport(ABC):
         Returns by round, [number of rows sent] bool, the rows of `layout.sends` that the receiver reads.
         """
 
-    def end_step(self) -> None:  # noqa: B027 - most transports remember nothing
-        """Called when the step's last gradient has arrived."""
+    def end_step(self) -> None:  # noqa: B027 - most transports keep no figures of a step
+        """Called when the step's last gradient has arrived.
+
+        A transport that adds up figures over a step begins anew: `HalfPrecisionTransport`, rounding errors.
+        """
 
     def with_layout(self, layout: ShardLayout) -> Self:
         """A transport for another layout of the same shards. Both count bytes in the same `traffic`."""
@@ -160,7 +173,8 @@ class Transport(ABC):
 class LocalTransport(Transport):
     """Virtual shards in one process: the rows of a part are a slice of all rows, and nothing is copied.
 
-    `traffic` counts the rows of each part once, those that its edges read.
+    `traffic` counts the rows of each part once, those that its edges read. Ranks count a row once for each
+    other shard that receives it, and no own rows. So the two figures cannot be compared.
     """
 
     def __init__(self, layout: ShardLayout) -> None:
@@ -197,7 +211,8 @@ class LocalTransport(Transport):
     def count_read(self, k: int, kind: str, part: Sequence[Tensor]) -> None:
         """Count the rows of part k that its edges read.
 
-        Only their number matters, so the bytes of as many rows from the start are counted.
+        All rows of a tensor have equally many bytes, so the first `num_read(k)` rows stand for those that are
+        read.
         """
         self.count(kind, [t[: self.layout.num_read(k)] for t in part])
 
@@ -279,6 +294,8 @@ class P2PTransport(Transport):
                 in_transfer.append(self.post(sent, layout.receiver(k), shapes, layout.sender(k), kind))
 
         for k in range(layout.num_shards):
+            # Without `deferred`, rounds up to k + depth are requested now. With it, rounds up to k are, and
+            # the caller gets a call that requests those up to k + depth.
             request_up_to(k if deferred is not None else k + depth)
             if deferred is not None and depth:
                 deferred.append(partial(request_up_to, k + depth))
@@ -290,6 +307,7 @@ class P2PTransport(Transport):
 
     def fetch_all(self, rows: Tensor, kind: str) -> Tensor:
         layout = self.layout
+        # sends[0] and halos[0] are all own rows: the all-to-all hands them back to this rank.
         sent = [rows.index_select(0, index.to(rows.device)) for index in layout.sends]
         return self._all_to_all(sent, [halo.numel() for halo in layout.halos], kind)
 
@@ -298,7 +316,7 @@ class P2PTransport(Transport):
         sent = list(gradient.split([halo.numel() for halo in layout.halos]))
         counts = [index.numel() for index in layout.sends]
         received = self._all_to_all(sent, counts, GRADIENT, backwards=True)
-        # A row that several shards read gets a gradient from each.
+        # A row that several shards read gets a gradient from each. sends[0] are all own rows.
         total = gradient.new_zeros(layout.num_own, *gradient.shape[1:])
         return total.index_add_(0, torch.cat(layout.sends).to(gradient.device), received)
 
@@ -319,7 +337,7 @@ class P2PTransport(Transport):
         messages = [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for t in sent if t.numel()]
         messages += [dist.P2POp(dist.irecv, t, group=self.group, group_peer=source) for t in received if t.numel()]
         with self.blame_peers():
-            return received, dist.batch_isend_irecv(messages) if messages else []
+            return received, (dist.batch_isend_irecv(messages) if messages else [])
 
     def wait(self, tensors: list[Tensor], works: list[Any]) -> list[Tensor]:
         """The tensors of a round, after they have arrived. Takes what `post` returns."""
@@ -414,6 +432,7 @@ class P2PReturn:
         if k == 0:
             return
         self.post(k)
+        # At most `depth` rounds stay in transfer. `settle` leaves one fewer.
         while len(self.in_transfer) > self.depth:
             self._receive_oldest()
 

@@ -54,6 +54,8 @@ def cut_into(
 ) -> None:
     """Partition a dataset into shards, one folder each, as `hopline partition` does.
 
+    It is exported as `hl.shards.cut`. `cut` of this module takes a partition that is already made.
+
     Memory grows with the nodes, and with `how="metis"` with the edges. Shards that are in the folder
     already are replaced in one step.
 
@@ -93,6 +95,7 @@ def cut(data: Dataset, partition: Partition, folder: str | os.PathLike[str], *, 
         )
     check_edges(data.graph)
     num_shards = partition.num_parts
+    # `writing` turns an OSError, such as a full disk, into a ValueError that says what to do.
     with FolderWriter(folder) as out, writing(out.folder):
         writer = _ShardWriter(data, partition, out.scratch(), show)
         writer.deal()
@@ -231,8 +234,8 @@ class _ShardWriter:
         self.src_idx_by_position = torch.zeros(data.num_nodes, dtype=torch.int32)
         """[num_nodes] int32, by position: `src_idx` of edges from that node, in the shard being written.
 
-        That is its index among the halo nodes of the same owner, or the local row of an own node. Positions
-        that the shard does not read hold leftovers of earlier shards."""
+        For a node of the halo it is the index among the halo nodes of the same owner. For an own node it is
+        the local row. Positions that the shard does not read hold leftovers of earlier shards."""
         self.scratch = scratch
         self.row_files = _RowFiles(scratch / "dealt", self.num_shards)
         """One receiver per shard."""
@@ -255,6 +258,7 @@ class _ShardWriter:
                 self._deal_rows(name, source, bar)
         for k, split in enumerate(data.all_splits):
             for name, ids in split.items():
+                # group_edges sorts by any keys, stably. In `deal` it groups nodes by their shard.
                 ptr, order = ops.group_edges(self.part_of[ids], self.num_shards)
                 self.row_files.deal(f"split.{k}.{name}", ids[order], ptr)
 
@@ -262,6 +266,7 @@ class _ShardWriter:
         """Deal the nodes first .. last - 1 and their in-edges."""
         node_ptr, order = ops.group_edges(self.part_of[first:last], self.num_shards)
         nodes = order + first
+        # edge_ids index the dataset's edge arrays. In spite of the op's name, they are no positions of nodes.
         starts, edge_ids = ops.row_positions(graph.indptr, nodes)
         edge_ptr = starts[node_ptr]
         self.row_files.deal("nodes", nodes, node_ptr)
@@ -274,7 +279,8 @@ class _ShardWriter:
 
     def _deal_rows(self, name: str, source: Table | Tensor, bar: Progress) -> None:
         """Deal the rows of a table, or the labels, of all nodes."""
-        # An upper bound: 8 bytes per element, and 8 for the node's id.
+        # An estimate: 8 bytes per element, and 8 for the node's id. Of a table with more than two dimensions,
+        # the sum over the dimensions of a row may be less than its number of elements.
         num_elements = source[:1].numel() if isinstance(source, Tensor) else sum(source.shape[1:])
         row_bytes = 8 * (1 + num_elements)
         num_rows = max(1, min(CHUNK, BYTES_AT_ONCE // row_bytes))
@@ -353,7 +359,8 @@ class _ShardWriter:
     def write_edges(self, out: FolderWriter, rank: int, halo: _Halo, bar: Progress) -> None:
         """Write the in-edges of a shard's nodes, grouped by the owner of their source.
 
-        `at` has the edges' numbers in the groups, by destination and in the dataset's order.
+        Edges are numbered group after group, from 0 over all groups. The array `at` lists these numbers in
+        the order of destinations, and for each destination in the dataset's order.
         """
         own_range = slice(int(self.ptr[rank]), int(self.ptr[rank + 1]))
         self.src_idx_by_position[own_range] = torch.arange(own_range.stop - own_range.start, dtype=torch.int32)
@@ -364,6 +371,7 @@ class _ShardWriter:
         part_ptr = _starts(halo.edge_counts)
         out.add("indptr", indptr)
         out.add("part_ptr", part_ptr)
+        # int32 if the numbers fit. The + 1 makes a difference at 2**31 - 1 edges alone.
         out.array("at", index_dtype(int(indptr[-1]) + 1))
         # Degrees within each group, shifted by one. Their cumulative sum is the indptr of each group.
         counts = torch.zeros(self.num_shards, indptr.numel(), dtype=torch.int64)
@@ -413,14 +421,17 @@ class _ShardWriter:
         counts += torch.bincount(owners * (last - first) + rows, minlength=counts.numel()).view(counts.shape)
 
         group_files.deal("src_idx", ops.gather_rows(self.src_idx_by_position, sources[order]), group_ptr)
-        # A node's edges are consecutive both in the dataset and here: ids differ by a constant per node.
+        # A node's edges are consecutive both in the dataset and in the scratch files, in the same order. So
+        # an edge's id in the dataset is its index in the scratch files plus a constant of the node.
         id_offsets = self.row_files.read("first_edges", rank)[first:last] - indptr[first:last]
         group_files.deal("edge_ids", (torch.arange(start, stop) + id_offsets[rows])[order], group_ptr)
         for name in self.data.graph.edge:
             edge_rows = ops.gather_rows(self.row_files.read(f"edge.{name}", rank), order + start)
             group_files.deal(f"edge.{name}", edge_rows, group_ptr)
 
-        # The i-th edge of group g here is the (i - group_ptr[g])-th that the group gets from these nodes.
+        # i counts all edges of this chunk in the order of groups. Edge i, in group g, is the
+        # (i - group_ptr[g])-th of its group in this chunk. So its number is
+        # next_numbers[g] + i - group_ptr[g].
         numbers = torch.empty_like(order)
         offsets = torch.repeat_interleave(next_numbers - group_ptr[:-1], group_ptr.diff())
         numbers[order] = torch.arange(stop - start) + offsets
@@ -435,8 +446,8 @@ class _ShardWriter:
 def _positions(partition: Partition) -> Tensor:
     """[num_nodes] int32 or int64: each node's position.
 
-    Not `partition.position`: that stays in memory as long as the partition, with the order that it is
-    computed from.
+    `partition.position` has the same values, but is a cached property. It would stay in memory as long as the
+    partition does, and so would `partition.order`, from which it is computed.
     """
     _, order = ops.group_edges(partition.part_of, partition.num_parts)
     position = torch.empty(order.numel(), dtype=index_dtype(order.numel()))

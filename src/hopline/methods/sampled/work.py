@@ -2,9 +2,13 @@
 
 `bind` decides how a job is sampled:
 
+    job                                                 loader             work
+    ---                                                 ------             ----
     graph in shards                                     CollectiveLoader   SampledWork
-    layout "tree", sampled on a GPU                     Loader             CapturedWork (`captured_step`)
-    all others: sampled on the host, or in blocks       Loader             SampledWork
+    layout "tree", graph on a GPU                       Loader             CapturedWork (`captured_step`)
+    all others: graph on the host, or layout "block"    Loader             SampledWork
+
+`Sampled.layout` describes both layouts.
 
 A unit is one batch. With a budget, the guard makes the units: it may split a batch, sample it again, or cut
 edges.
@@ -57,6 +61,8 @@ def bind(method: Sampled, job: Job) -> Work:
         return SampledWork(job, loader)
 
     job.model.check_blocks(job.data.num_features, job.data.graph.edge)
+    # A module that is not made of layers is tried out, to see whether its outputs mean anything in sampled
+    # batches. The trial needs features.
     if isinstance(job.model, Whole) and "x" in job.data.tables:
         check_batches(job.model, method.fanout_per_layer, job.data.graph, job.data.x, job.train_ids)
     loader = method.loader(job.data, job.train_ids, seed=job.seed, device=job.device, model=job.model, world=job.world)
@@ -69,6 +75,8 @@ def inference_batches(method: Sampled, job: Job, ids: Tensor) -> Loader | Collec
     """Batches whose seeds are `ids`, in the given order, for approximate inference."""
     in_order = replace(method.for_model(job.model), shuffle=False, drop_last=False)
     if isinstance(job.data, ShardedData):
+        # Made directly, because `Sampled.loader` takes no channel. The channel of the data is used again, so
+        # that inference makes no process group of its own. one_list: as in `make_loader`.
         return CollectiveLoader(
             job.data.shard,
             ids,
@@ -91,11 +99,15 @@ def make_loader(
     model: nn.Module | None,
     world: World | None,
 ) -> Loader | CollectiveLoader:
-    """Make the loader of `Sampled.loader`, which describes the arguments."""
+    """Make the loader of `Sampled.loader`, which describes the arguments.
+
+    data: `ShardedData` is a `Dataset` as well. Of it, the shard of this rank is used.
+    """
     if isinstance(data, ShardedData):
         world = data.channel.world if world is None else world
         data = data.shard
     if isinstance(data, Shard):
+        # A Whole runs on the union of the blocks, so a node must draw the same neighbours in all layers.
         one_list = model is not None and isinstance(as_walkable(model), Whole)
         return CollectiveLoader(data, ids, method, seed=seed, device=device, world=world, one_list=one_list)
 
@@ -105,7 +117,9 @@ def make_loader(
 
     walkable = None
     if model is not None:
+        # The user's own module cannot read a batch. If it is called with one, it raises an error with advice.
         tell_calls(unwrap(model))
+        # A GNN or Whole can read a batch. It shares its parameters with the user's module.
         walkable = as_walkable(model)
         method = method.for_model(walkable)
     return Loader(
@@ -140,6 +154,11 @@ class SampledWork(Work):
         return replace(self, loader=loader, guard=guard)
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        """The units of an epoch, one per batch.
+
+        done: the number of units to leave out at the beginning: an interrupted run has trained them.
+        examples: the number of examples that these units had, over all ranks.
+        """
         # Closed when the trainer stops early, so that no thread keeps preparing batches.
         with closing(self.loader.epoch(epoch, done, examples)) as batches:
             for batch in batches:
@@ -150,9 +169,9 @@ class SampledWork(Work):
 
     @property
     def _redraw(self) -> Redraw | None:
-        """Samples seeds again with another key, for over_budget=resample.
+        """Samples seeds again, for over_budget=resample. It takes the key that decides the random draws.
 
-        None unless one process samples blocks.
+        None for layout "tree" and for a graph in shards.
         """
         sampler = self.loader.sampler
         return sampler.sample if isinstance(sampler, NeighborSampler) else None
