@@ -615,8 +615,8 @@ class GuardedUnit(Unit):
             outputs = self.guard.outputs(job.model, batch).to(job.device)
         if not torch.equal(before, _random_state(job.device)):
             raise ValueError(
-                "a loss of your own over a batch in micro-batches needs the same outputs twice, and a part of the model "
-                "draws random numbers by itself, as attention dropout does: set its dropout to 0, or make batch_size "
+                "a loss of your own over a batch in micro-batches needs the same outputs twice, and a part of the "
+                "model draws random numbers by itself, as attention dropout does: set its dropout to 0, or make batch_size "
                 "smaller"
             )
         labels = None if batch.y is None else batch.y.to(job.device)
