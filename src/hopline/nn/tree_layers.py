@@ -6,16 +6,17 @@ child slots. `reduce_on_tree` aggregates them in one kernel, straight from the f
 device can read it.
 
 A hidden layer SAGEConv or GraphConv -> ReLU -> dropout may be deferred. `pending_rows` computes only its
-aggregation, and the next layer does the rest, as one autograd function:
+aggregation, and the next layer does the rest, as one autograd function. For each destination, `reduced` is the
+aggregated row of its children, and `own` its own row:
 
     layer l                                   layer l + 1
     a = [reduced | own]   -- PendingRows -->  h = dropout(relu(a [left | right]' + bias)), then [reduced | own] of h
 
-One kernel computes product, ReLU and dropout, so neither the rows in between nor a dropout mask is written
-to memory. The rows h are, for the backward pass (`ops.gpu.dense`).
+One kernel computes product, ReLU and dropout. It writes h to memory, which the aggregation and the backward
+pass read (`ops.gpu.dense`). It writes neither the product, nor the rows before dropout, nor a dropout mask.
 
-Shapes never depend on what was drawn, and nothing in this file synchronises, as the capture of a CUDA graph
-needs it.
+Shapes never depend on what was drawn, and nothing in this file synchronises. The capture of a CUDA graph needs
+both.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ from hopline.core.tree_layout import TreeBlock
 HALVES = (torch.bfloat16, torch.float16)
 """The half precisions. Layers are deferred only in these."""
 MAX_DEPTH = 512
-"""Most columns of [reduced | own] rows for which a layer is deferred to the kernel `hidden_then_reduce`."""
+"""Most columns of the [reduced | own] rows of a layer that is deferred.
+
+They are the depth of its product: the dimension that `hidden_then_reduce` sums over.
+"""
 
 
 def is_tree_on_gpu(block: Block) -> bool:
@@ -60,22 +64,23 @@ def reduce_on_tree(
     weight: [num_src] a weight for the edge out of each slot, or None.
     dtype: the precision of the conv's parameters.
     with_own: whether the destination's own row stands to the right of the aggregated one.
-    dense: `RowMap.row_of_slot`, to write rows only for slots that are not empty. Used only where a table is
-    read.
+    dense: `RowMap.row_of_slot`, to write the rows of slots that are not empty one after another, and no others.
+    None: a row for every slot. Used only where a table is read.
     """
     tree = block.tree
     if how == "sum" and block.scale_sums:
-        # The factor belongs to a destination, the weight to the edge out of a child slot: hence the
-        # parents. Seeds are children of no slot and have the parent -1. Any factor does for them, since no
-        # edge leaves them.
+        # `sampling_factor` has a number per destination, `weight` one per child slot. So each child gets the
+        # factor of its parent. Seeds have the parent -1, and the clamp gives them the factor of slot 0. That
+        # does no harm, since no edge leaves a seed.
         factor = block.sampling_factor.to(dtype)[block.parents.clamp(min=0).long()]
         weight = factor if weight is None else weight * factor
     if isinstance(rows, PendingRows) and weight is None and with_own and how != "max":
         return rows.reduce(block, how)
     # Where the device can read the table, the kernel takes the rows from it. No row per slot is gathered
-    # first.
+    # first. The tiers say where the rows are: `hot` in fast memory, `cold` in slower memory (`tables.base.Tiers`).
     tiers = rows.table.tiers(tree.nodes.device) if isinstance(rows, Rows) else None
     if isinstance(rows, Rows) and tiers is not None and tiers.hot.is_contiguous():
+        # None: `tiers.hot` holds all rows. Otherwise (cold rows, hot slot of each row, counters of reads).
         cold = None
         if tiers.hot_slot is not None:
             # The table does not see what a kernel reads. It is told here, so that it can choose its hot rows.
@@ -115,7 +120,8 @@ def two_part_linear(reduced_and_own: Tensor, linears: tuple[Any, Any]) -> Tensor
     left = linears[0].weight
     right = linears[1].weight
     bias = linears[0].bias
-    # The kernel computes in the dtype of the rows, so float32 rows under autocast are left to torch.
+    # The kernel computes in the dtype of the rows. So float32 rows are left to torch where autocast would lower
+    # them, that is where `compute_dtype(torch.float32)` is not float32.
     is_single = reduced_and_own.dtype == torch.float32 == compute_dtype(torch.float32)
     is_half = reduced_and_own.dtype in HALVES
     if reduced_and_own.is_cuda and (is_single or is_half) and bias is not None:
@@ -134,7 +140,8 @@ class PendingRows(Handle):
     a: Tensor
     """[num_dst, 2 * width] half precision: [reduced | own] rows of the deferred layer.
 
-    `rows` maps slots to them.
+    `rows` maps slots to them. If it leaves out empty slots, `a` has as many rows all the same, and those beyond
+    `rows.total` are undefined.
     """
     left: Tensor
     """[columns, width]: the weight of the reduced rows."""
@@ -182,8 +189,9 @@ def pending_rows(
     """Compute the aggregation of a hidden layer, and leave its product, ReLU and dropout to the next
     layer's kernel.
 
-    None where that is not possible: outside of trees on a GPU, in single precision, for "max", with scaled
-    sums, for rows wider than `MAX_DEPTH`, or with a key that is not on the device.
+    None where that is not possible: outside of trees on a GPU, if products are not in half precision, for
+    "max", with `block.scale_sums`, for [reduced | own] rows wider than `MAX_DEPTH`, or with a key that is no
+    tensor.
 
     linears: the layer of the reduced rows, which has the bias, and the layer of the own rows.
     p, key: the dropout after the ReLU.
@@ -199,12 +207,14 @@ def pending_rows(
     reads_table = isinstance(h, Rows) and h.table.tiers(tree.nodes.device) is not None
     if isinstance(h, Tensor) and h.dtype != dtype:
         h = h.to(dtype)
-    # Most slots are in the outermost hops, and the layer that reads the table is theirs. So only that layer
-    # leaves out empty slots; later layers have few slots, and keep a row for each.
+    # Most slots are in the outermost hops, and the layer that reads the table has these slots. So only that layer
+    # leaves out empty slots. Later layers have few slots, and keep a row for each.
     kernels = ops.gpu_kernels("tree")
     map_rows = kernels.dense_rows if reads_table else kernels.rows_by_slot
     rows = map_rows(tree.nodes[: block.num_dst], tree.slots.parents(tree.nodes.device))
     dense = rows.row_of_slot if reads_table else None
+    # `reduce_on_tree` takes the dtype of the parameters. Its result may have that dtype too, so `a` is converted
+    # below.
     a = reduce_on_tree(h, block, how, None, left.dtype, with_own=True, dense=dense)
     bias = linears[0].bias
     if bias is None:

@@ -1,6 +1,7 @@
 """Charts as SVG text: curves over epochs and stacked bars, with axes, a legend and values on hover.
 
-The page needs no script and no file besides itself. A value is shown on hover by the `<title>` of its
+The charts are for the HTML page of a run's report (`report/page.py`). That page needs no script and no other
+file. A value is shown on hover by the `<title>` of its
 shape. Colours are CSS variables, `--c0`, `--c1`, ..., which `colours.style` defines.
 
     y of the SVG grows downwards       TOP +-----------------+
@@ -32,7 +33,10 @@ LABEL_CHARS = 110
 """Characters that the labels below a bar chart may have together before some are left out."""
 
 MAX_BARS = 60
-"""Most bars of a bar chart, and most points of a curve that are drawn as dots."""
+"""Most bars of a bar chart.
+
+Also the most points that a curve may have for them to be drawn as dots.
+"""
 MAX_HOVERS = 400
 """Most points of a curve that show their value on hover."""
 
@@ -57,7 +61,9 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
         high += margin
     raw_step = (high - low) / count
     power = 10 ** math.floor(math.log10(raw_step))
+    # Rounding may put `raw_step` slightly above a round step. The factor 0.999 takes that step all the same.
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw_step * 0.999)
+    # In the same way 1e-9, in steps, forgives rounding. A range that ends on a tick gets no further one.
     first = math.floor(low / step + 1e-9)
     last = math.ceil(high / step - 1e-9)
     return [i * step for i in range(first, last + 1)]
@@ -139,6 +145,7 @@ def line_chart(
     last = max(epochs)
     x_ticks = [first]
     if last > first:
+        # Only whole epochs, or steps, get a label.
         x_ticks = [x for x in ticks(first, last, 6) if first <= x <= last and x == int(x)]
     y_ticks = ticks(min(values), max(values))
 
@@ -154,8 +161,8 @@ def line_chart(
         drawn = [(scale_x(x), scale_y(y)) for x, y in points]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
         parts.append(f'<polyline class="curve" style="stroke:{colour}" points="{line}"/>')
-        # A few points are dots. Many dots would hide the curve: they are transparent, and larger, to be
-        # pointed at.
+        # Up to MAX_BARS points are drawn as dots. More dots would hide the curve, so those are transparent. They
+        # only serve to be pointed at, and are larger for it.
         dot = f'r="3" style="fill:{colour}"' if len(points) <= MAX_BARS else 'r="6" fill="transparent"'
         every = -(-len(points) // MAX_HOVERS)
         for (x, y), (epoch, value) in list(zip(drawn, points, strict=True))[::every]:
@@ -170,14 +177,14 @@ def bar_chart(title: str, names: Sequence[str], bars: Sequence[tuple[float, Mapp
     With more than `MAX_BARS` epochs a bar is the mean of several.
 
     names: Parts of a bar from the bottom up. The first one has the colour `--c0`.
-    bars: (epoch, seconds by name).
+    bars: (epoch, seconds by name). At least one, if there are names.
     unit: The unit of the vertical axis.
     """
     if not names:
         return ""
     per_bar = -(-len(bars) // MAX_BARS)
     labels: list[str] = []
-    means: list[dict[str, float]] = []  # in `unit`
+    means: list[dict[str, float]] = []  # of each bar: the heights of its parts by name, in `unit`
     for start in range(0, len(bars), per_bar):
         group = bars[start : start + per_bar]
         first_epoch = group[0][0]
@@ -191,7 +198,8 @@ def bar_chart(title: str, names: Sequence[str], bars: Sequence[tuple[float, Mapp
     pitch = (width - LEFT - RIGHT) / len(means)
     bar_width = min(pitch * 0.72, MAX_BAR_WIDTH)
     centres = [LEFT + pitch * (i + 0.5) for i in range(len(means))]
-    every = -(-len(means) * max(map(len, labels)) // LABEL_CHARS)  # each label, or each second one, ...
+    # If all labels, each as long as the longest, exceed LABEL_CHARS, only every second, third, ... is drawn.
+    every = -(-len(means) * max(map(len, labels)) // LABEL_CHARS)
     parts = [_axes(centres[::every], labels[::every], y_ticks, width)]
     for centre, label, heights in zip(centres, labels, means, strict=True):
         height_below = 0.0

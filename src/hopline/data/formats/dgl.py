@@ -77,13 +77,15 @@ def from_dgl(path: str | os.PathLike[str], **arguments: Any) -> Dataset:
     `hopline partition FOLDER OUT shards=N how=labels labels=part` makes the same parts again.
 
     path: The folder, or its .json file.
-    arguments: Those of `from_edges`, which take precedence. `folder` is for graphs larger than memory.
+    arguments: Those of `from_edges`. They override what the parts say (`options.merge`).
+        `folder` is for graphs larger than memory.
     """
     config = _find_config(Path(path).expanduser())
     if config is None:
         raise ValueError(f"{path} is no graph partitioned by DGL: give the .json file that partition_graph wrote.")
     parts = _Parts(config, _import_load_partition())
-    # Scratch files lie next to the target folder. Without a target, node data stays in memory.
+    # Scratch files lie next to the target folder. Without a target, node data stays in memory, and the
+    # temporary folder below stays empty.
     parent = Path(arguments["folder"]).absolute().parent if "folder" in arguments else None
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
@@ -146,16 +148,19 @@ class _Parts:
         self.edge_ranges = _parse_ranges(fields.get("edge_map"), "edge_map")
         self.num_nodes = int(fields["num_nodes"])
         self.original_ids: Tensor | None = None
-        """[num_nodes] int64: the original id of each of DGL's ids. None until `columns` was called."""
+        """[num_nodes] int64: the original id of each of DGL's ids.
+
+        Where the parts have no original ids, these are DGL's ids themselves. None until `columns` was called.
+        """
 
     def columns(self, scratch: Path | None) -> dict[str, np.ndarray]:
-        """Node data by name, each [num_nodes, ...] by original id.
+        """Node data by name, each [num_nodes, ...] by original id, or by DGL's id where there are no original ids.
 
         scratch: Folder for the arrays, as memory-mapped files. None keeps them in memory.
         """
         columns: dict[str, np.ndarray] = {}
         original_ids = torch.full((self.num_nodes,), -1)
-        has_original_ids = True
+        has_original_ids = True  # of the part that was loaded last. It decides about the warning below
         for part in range(self.num_parts):
             graph, node_columns, *_ = self.load_partition(str(self.config), part)
             node_data = _as_tensors(graph.ndata)
@@ -164,7 +169,8 @@ class _Parts:
             has_original_ids = "orig_id" in node_data
             original_ids[dgl_ids] = node_data["orig_id"][is_inner] if has_original_ids else dgl_ids
 
-            # `node_columns` has the part's own nodes in the order of DGL's ids, which are a range.
+            # `node_columns` is a dict by name. Each column has a row for each of the part's own nodes, in the order
+            # of DGL's ids, which are a range.
             first, last = self.node_ranges[part]
             row_ids = original_ids[first:last].numpy()
             part_columns: dict[str, Tensor] = {}
@@ -191,7 +197,7 @@ class _Parts:
         return columns
 
     def edges(self) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
-        """([2, n] original ids, edge arrays) of each part: the in-edges of its own nodes.
+        """([2, n] ids as in `original_ids`, edge arrays) of each part: the in-edges of its own nodes.
 
         They are ordered by their original edge ids if the part has them, else by DGL's.
         """
@@ -208,6 +214,7 @@ class _Parts:
             src = original_ids[local_src.long()][is_inner]
             dst = original_ids[local_dst.long()][is_inner]
 
+            # `edge_columns` is a dict by name. Each column is in the order of DGL's edge ids, which are a range.
             row_ids = (dgl_ids - self.edge_ranges[part][0])[order]
             arrays: dict[str, Tensor] = {}
             for full_name, values in edge_columns.items():
@@ -244,6 +251,7 @@ def _parse_ranges(ranges_by_type: Any, key: str) -> list[tuple[int, int]]:
 def _column_name(name: str) -> str:
     """The name of a column without its node or edge type: "feat" for "_N/feat"."""
     short = name.rsplit("/", 1)[-1]
+    # `is_part`: whether it may name an array of a dataset. DGL's own columns are left out, so any name will do.
     if not is_part(short) and short not in DGLS_OWN:
         raise ValueError(f"{name!r} cannot name an array: rename it in DGL with letters, digits, '_' and '-' only.")
     return short

@@ -1,11 +1,12 @@
 """One batch of historical training as a unit: forward, backward, and the push after the optimizer's step.
 
-What it minimises, up to a factor:
+The backward pass minimises this sum, divided by `total`, the seeds that the whole step counts as:
 
     mean loss over the batch's seeds * number of seeds
     + lipschitz * number of seeds * how far noise moves the layers      with `lipschitz`
     + compensation_loss                                                 with `compensate`
 
+`halo.spreads` measures how far noise moves each layer (`layerwise.engine.Recorder`); the mean over layers counts.
 The loss that is reported is the first term alone.
 """
 
@@ -34,9 +35,16 @@ class HistoricalUnit(Unit):
 
     work: HistoricalWork
     hist_batch: HistoricalBatch | None
-    """The batch. None if this rank has none at a turn at which other ranks have one."""
+    """The batch of this rank.
+
+    An epoch is a sequence of turns, and each rank trains at most one batch per turn. None: no batch at this turn.
+    """
     total: float | None = None
-    """The number of seeds that the batches of all ranks at this turn stand for. None: the seeds that they have."""
+    """The number of seeds that the batches of all ranks at this turn count as.
+
+    With `compensate`, each batch counts as an equal share of all seeds (`HistoricalWork.units`). Otherwise, it is
+    the number of seeds in the batches. None: the Trainer sums `size` over the ranks.
+    """
     row_gradients: dict[int, Tensor] = field(default_factory=dict)
     """By layer: gradients of the summed loss at the batch's own rows, to be pushed. Empty without compensation."""
 
@@ -50,7 +58,10 @@ class HistoricalUnit(Unit):
 
     @property
     def has_gradient(self) -> bool:
-        """Whether the batch has seeds, or gradients from out-neighbours by compensation."""
+        """Whether a batch adds to the gradient: by its seeds, or by compensation.
+
+        With compensation it is True even if `hist_batch` is None. Callers ask for that first.
+        """
         return self.size > 0 or self.work.method.compensate
 
     def forward_backward(self, total: float) -> Tensor:
@@ -68,7 +79,8 @@ class HistoricalUnit(Unit):
             if self.size:
                 loss = job.train_step(job.model, hist_batch.batch)
             else:
-                # A batch without seeds learns from compensation only. Its model runs all the same, for the rows.
+                # A batch without seeds learns from compensation alone, which needs the batch's rows and their
+                # autograd graph. So the model runs. The sum is no loss: `size` is 0, and it is multiplied by that.
                 loss = job.model(hist_batch.batch).sum()
             objective = loss * self.size
             spreads = hist_batch.halo.spreads
@@ -79,7 +91,8 @@ class HistoricalUnit(Unit):
         with trace.span("backward", job.device):
             (objective / total).backward()
 
-        # Back from the mean over the step to the summed loss, whose gradients the tables hold.
+        # The backward pass was divided by `total`. The tables hold gradients of the summed loss, so the division
+        # is undone.
         if work.method.compensate:
             self.row_gradients = {l: h.grad * total for l, h in hist_batch.halo.rows.items() if h.grad is not None}
         return loss.detach() * self.size
@@ -90,6 +103,7 @@ class HistoricalUnit(Unit):
         self.commit()
 
     def _forward_only(self) -> None:
+        """Run the model without gradients, so that `halo` records the rows. `work.model` is `job.model`."""
         if self.hist_batch is not None:
             with torch.no_grad(), autocast(self.work.job):
                 self.work.model(self.hist_batch.batch)

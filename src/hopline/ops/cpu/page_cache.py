@@ -34,7 +34,8 @@ from hopline.ops.cpu.runtime import kernel
 SMALLEST_BYTES = 1 << 26
 """Bytes. Smaller arrays are never cold: they are soon in memory as a whole. A rule of thumb."""
 LOOKED_AT = 32
-"""Rows, or up to twice as many, whose pages `is_cold` looks up. A rule of thumb."""
+"""Rows whose first pages `is_cold` looks up, evenly spread: at least this many, and fewer than twice as many.
+All rows, if there are fewer. A rule of thumb."""
 LARGEST_GAP = 4
 """Pages. Two needed pages with a gap up to this are requested together, and the gap is read too.
 A rule of thumb."""
@@ -45,7 +46,8 @@ A rule of thumb."""
 
 _PAGE = mmap.PAGESIZE
 """Bytes of a page."""
-# Advice for `madvise`. 0 on systems that lack a name, where `is_cold` is False and neither is used.
+# Advice for `madvise`. 0 on systems that lack the name. It is not used on them: `is_cold` is False, and callers of
+# `in_order_of_file` ask `is_cold` first.
 _RANDOM = np.int64(getattr(mmap, "MADV_RANDOM", 0))
 _WILL_NEED = np.int64(getattr(mmap, "MADV_WILLNEED", 0))
 
@@ -106,6 +108,7 @@ def _request_pages(address, row_bytes, ids):
                 _madvise(start, stop - start, _WILL_NEED)
             start = first
         elif stop == start:
+            # The first row, if it is within LARGEST_GAP of the start of the array. The run begins at its page.
             start = first
         stop = max(stop, end)
     if stop > start:
@@ -134,7 +137,9 @@ def is_cold(rows: Tensor, ids: np.ndarray) -> bool:
 
 
 def in_order_of_file(rows: Tensor, ids: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the positions 0 .. len(ids) - 1 in pieces, sorted by id, that is by position in the file.
+    """Yield indices into `ids`, 0 .. len(ids) - 1, in pieces and sorted by id. The file has its rows by id.
+
+    Call it only if `is_cold` is True, which implies Linux.
 
     When a piece is given out, its pages have been requested, and those of the next piece as well. So the
     disk reads the next piece while the caller copies this one.
