@@ -167,7 +167,7 @@ def test_a_module_that_changes_its_buffers_needs_all_rows_at_once() -> None:
     assert isinstance(mixing_in_training(GNN([ObservingConv(6, 3)]), 6, {}), ObservingConv)
     graph = probe_graph({})
     layout = contiguous_layout(graph, torch.tensor([0, 5, 12]))
-    with pytest.raises(ValueError, match=r"Observed cannot run over shards.*changes its buffers in each call"):
+    with pytest.raises(ValueError, match=r"ObservingConv cannot run over shards.*changes its buffers in each call"):
         run_conv(ObservingConv(4, 3).double().train(), randn(12, 4), ShardConvs.of(layout))
     at_once = ShardConvs.of(layout, mode="one_shot")
     assert run_conv(ObservingConv(4, 3).double().train(), randn(12, 4), at_once).shape == (12, 3)

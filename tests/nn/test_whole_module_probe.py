@@ -130,14 +130,14 @@ class WrappedSAGE(nn.Module):
 @pytest.mark.parametrize(
     ("end", "sentence"),
     [
-        (lambda out: (out, out), r"Around.forward returned a tuple: return one tensor with a row per node"),
-        (lambda out: {"out": out}, r"Around.forward returned a dict: return one tensor with a row per node"),
-        (lambda out: None, r"Around.forward returned a NoneType: return one tensor"),
+        (lambda out: (out, out), r"WrappedSAGE.forward returned a tuple: return one tensor with a row per node"),
+        (lambda out: {"out": out}, r"WrappedSAGE.forward returned a dict: return one tensor with a row per node"),
+        (lambda out: None, r"WrappedSAGE.forward returned a NoneType: return one tensor"),
         (
             lambda out: out.mean(0, keepdim=True),
-            r"Around.forward returned \[1, 4\] for \d+ nodes: return a row per node",
+            r"WrappedSAGE.forward returned \[1, 4\] for \d+ nodes: return a row per node",
         ),
-        (lambda out: out.mean(), r"Around.forward returned \[\] for \d+ nodes: return a row per node"),
+        (lambda out: out.mean(), r"WrappedSAGE.forward returned \[\] for \d+ nodes: return a row per node"),
     ],
 )
 def test_an_output_that_is_not_a_row_per_node_is_refused_before_training(end: Callable[[Tensor], Any], sentence: str):
