@@ -616,8 +616,8 @@ class GuardedUnit(Unit):
         if not torch.equal(before, _random_state(job.device)):
             raise ValueError(
                 "a loss of your own over a batch in micro-batches needs the same outputs twice, and a part of the "
-                "model draws random numbers by itself, as attention dropout does: set its dropout to 0, or make batch_size "
-                "smaller"
+                "model draws random numbers by itself, as attention dropout does: set its dropout to 0, or make "
+                "batch_size smaller"
             )
         labels = None if batch.y is None else batch.y.to(job.device)
         whole = batch_of_seeds(job, batch.seeds.to(job.device), labels, batch.key)
