@@ -83,8 +83,8 @@ def _compute_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tenso
         dst = src_ids[parents]
     else:
         part = block.part
-        by_edge = torch.repeat_interleave(by_dst, part.indptr.diff(), output_size=part.num_edges)
-        weight = inverse[part.src_idx] * by_edge
+        # One expression, so that neither factor of the product, a number per edge each, outlives it.
+        weight = inverse[part.src_idx] * torch.repeat_interleave(by_dst, part.indptr.diff(), output_size=part.num_edges)
         # Global ids, since in a tree one node has several local ids, and loops are recognised by equal ids.
         src, dst = src_ids[part.edge_index]
     if "weight" in block.edge:
