@@ -107,8 +107,10 @@ def compensation_gradient(
     """
     # A leaf, cut off from the graph of the loss: this backward pass must end at the own rows.
     leaf = own_rows.detach().requires_grad_()
-    historical_rows = hist_batch.row_reader.read(l, out_neighbors.src_positions, leaf)
-    inputs = historical_rows.index_put((out_neighbors.batch_src_idx,), leaf[out_neighbors.own_idx])
+    # One expression, so that the rows from the tables are freed before the layer runs.
+    inputs = hist_batch.row_reader.read(l, out_neighbors.src_positions, leaf).index_put(
+        (out_neighbors.batch_src_idx,), leaf[out_neighbors.own_idx]
+    )
 
     # The batch's key, so that dropout is drawn as in the batch's own layers.
     block = replace(out_neighbors.block, key=hist_batch.batch.key)
