@@ -36,7 +36,7 @@ def test_split_by_was_removed_and_is_read_where_it_had_its_default():
         lambda: from_dict(Budget, {"split_by": "metis"}),
     )
     for make_budget in budgets_with_split_by:
-        with pytest.raises((TypeError, ValueError), match=r"split_by was removed: pieces .* leave it out"):
+        with pytest.raises((TypeError, ValueError), match=r"split_by was removed: micro-batches .* leave it out"):
             make_budget()
     assert from_dict(Budget, {"split_by": "balance"}) == Budget()
 
