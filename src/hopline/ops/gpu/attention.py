@@ -9,8 +9,8 @@ For one head, let x_j be the projected row of source j and own_i that of destina
 
 PyG builds scores, weights and messages of all edges. These kernels compute the softmax online: they read
 the source row of each edge once, and update a maximum, a sum of exponentials and a weighted sum of rows.
-Neither messages nor attention weights are stored in the forward pass. For backward it saves, with its
-inputs and its output, only the log-sum-exp S_i of each destination and head.
+The forward pass stores neither messages nor attention weights. It saves its inputs, its output, and the
+log-sum-exp S_i of each destination and head.
 
 Gradients. Let g_i be the gradient of out_i. Backward recomputes the weights and applies the chain rule:
 
@@ -20,19 +20,25 @@ Gradients. Let g_i be the gradient of out_i. Backward recomputes the weights and
 
 The gradient of x_j is a sum over the out-edges of j. It is computed without atomics, and so is bitwise
 reproducible:
-- Tree layout: every slot but a seed's has one parent. The program of the parent writes the gradient of the
-  child.
+- Tree (a slot for every possible draw, see `tree`): every slot but a seed's has one parent. The program of
+  the parent writes the gradient of the child.
 - Block: a first kernel writes two numbers per edge and head. A second kernel sums over edges grouped by
   source.
 
-Memory layout (C is the number of columns of a head; CP is C padded to a power of two, at least MIN_TILE_COLUMNS)
+Memory layout. C is the number of columns of a head. CP is C padded to a power of two, at least
+MIN_TILE_COLUMNS.
     x           [num_src, HEADS * C]   row-major. The destinations are the first sources
     own_rows    [num_dst, HEADS * C]   x itself if destinations and sources share a projection
-    att         [HEADS, C]             att_own as well (V2 false)
-    out         [num_dst, HEADS * C]   exact: the same in float32, for half types
+    att         [HEADS, C]
+    att_own     [HEADS, C]             not read if V2
+    out         [num_dst, HEADS * C]   dtype of x
+    exact       [num_dst, HEADS * C]   the same rows in float32 if x has a half type, else `out` itself
     sums        [num_dst, HEADS]       S_i in float32 or float64
-    sources     block: [num_edges] each edge's source, edges sorted by destination. Tree: [num_src] the node at each
-                slot, -1 if it is empty. An edge of a tree is numbered by the slot of its source
+    sources     block: [num_edges]     each edge's source. Edges are sorted by destination
+                tree:  [num_src]       the node at each slot, -1 if it is empty. An edge has the number of its
+                                       source's slot
+    starts      [num_dst]              the first edge of each destination
+    stops       [num_dst]              block: the end of its edges. Tree: their number
 
 Division of the work. A program owns one head of R destinations (of R sources in `gather_kernel`), and takes
 E of their edges at a time: tiles of [R, E, CP] numbers. Program p owns head p % HEADS of tile p // HEADS.
@@ -119,6 +125,7 @@ def _dropout_factors(
 ):
     """[R, E]: the dropout factor of each edge and head, 0 or SCALE.
 
+    THRESHOLD: the dropout probability times 65536, compared with the upper 16 bits of a draw.
     number: [R, E] the index of the edge among those of its destination, from 1 on. The added self-loop is
     number 0. The draw is keyed by (key, destination, number, head), so backward draws the same factors
     again.
@@ -215,7 +222,8 @@ def attend_kernel(
     exp_sum = tl.zeros((R,), ACC)
     total = tl.zeros((R, CP), ACC)
     if LOOPS:
-        # The self-loop comes first: its score is the first maximum, so its exponential is exp(0) = 1.
+        # The self-loop comes first: its score is the first maximum, so its exponential is exp(0) = 1. It is
+        # a tile of one edge per destination: sums over axis 1 only drop that axis.
         loop_rows = _load_rows(x, dst, has_node, head, HEADS, C, CP, ACC)
         loop_z = _pre_activation(loop_rows[:, None, :], own, own_score, head_att, V2)
         maximum = tl.where(has_node, tl.sum(_scores(loop_z, head_att, V2, SLOPE), 1), maximum)
@@ -301,10 +309,13 @@ def backward_kernel(
     Tree: writes to grad_x the gradients of all children of its destinations. Block: writes, for
     `gather_kernel`, `weight` and `of_z` of each edge to `weights` and `of_scores`, both [num_edges, HEADS].
 
-    Both: write the gradient of each destination's row to grad_x, through its self-loop and, if SHARED, as
-    own_i. If not SHARED, the gradient of own_i goes to grad_own. With ADD, grad_x already holds what the
-    launch of the hop before wrote for the same slots as children, and this kernel adds to it. Launches run
-    one after the other, and in each one a single program writes a slot's head, so no atomics are needed.
+    In both layouts, the row of each destination in grad_x gets the gradient through its self-loop. If
+    SHARED, x_i is also own_i, and the gradient of own_i is added to that row. Otherwise it goes to
+    grad_own.
+
+    ADD: grad_x already holds what the launch of the hop before wrote for the same slots as children, and
+    this kernel adds to it. Launches run one after the other, and in each one a single program writes a
+    slot's head, so no atomics are needed.
 
     att_parts, own_parts: [num_tiles, HEADS, C], the gradients of att and att_own from each tile. `_Attend`
     adds up the tiles.
@@ -335,6 +346,7 @@ def backward_kernel(
         of_row = tl.sum(of_loop, 1)
         of_own += added_own
 
+    # In a tree, all FANOUT slots: grad_x is not initialised, and empty slots must get zeros.
     for step in range(0, FANOUT if TREE else tl.max(count, 0), E):
         number = step + tl.arange(0, E)
         edge = start[:, None] + number
@@ -349,8 +361,6 @@ def backward_kernel(
         of_own += added_own
         of_att += added_att
 
-        # The loop of a tree runs over all FANOUT slots, since grad_x is not initialised: empty slots get
-        # zeros.
         if TREE:
             pointers = grad_x + (edge * (HEADS * C) + head * C)[:, :, None] + column[None, None, :]
             slot_mask = (is_dst[:, None] & (number < FANOUT)[None, :])[:, :, None] & (column < C)[None, None, :]
@@ -362,6 +372,7 @@ def backward_kernel(
     part_offset = (first_tile + tile).to(tl.int64) * (HEADS * C) + head * C + column
     tl.store(att_parts + part_offset, tl.sum(of_att, 0), mask=column < C)
     if not V2:
+        # So far `of_own` is the gradient of the number <att_own, own_i>. The product makes it that of own_i.
         tl.store(own_parts + part_offset, tl.sum(of_own * own, 0), mask=column < C)
         of_own = of_own * _load_att(att_own, head, C, CP, ACC)[None, :]
 
@@ -399,6 +410,7 @@ def gather_kernel(
     src_rows = _load_rows(x, src, is_src, head, HEADS, C, CP, ACC) if V2 else tl.zeros((R, CP), ACC)
 
     total = tl.zeros((R, CP), ACC)
+    # In GATConv every edge adds of_z * att. The loop sums of_z, and att is multiplied once after it.
     of_score = tl.zeros((R,), ACC)
     for step in range(0, tl.max(count, 0), E):
         number = step + tl.arange(0, E)
@@ -516,6 +528,7 @@ class _Plan:
             "ACC": tl.float64 if x.dtype == torch.float64 else tl.float32,
         }
         if with_draws:
+            # Dropout compares 16 bits of a draw: 65536 possible values.
             threshold = round(self.p * 65536)
             scale = 65536 / (65536 - threshold) if threshold < 65536 else 0.0
             constants |= {"LOOPS": self.loops, "THRESHOLD": threshold, "SCALE": scale}
@@ -597,17 +610,20 @@ class _Attend(torch.autograd.Function):
         own_rows = x if own is None else own
         is_tree = edges.slots is not None
         constants = plan.constants(x)
+        # What `_gather` needs of a block's edges: `weights` and `of_scores`.
         per_edge = torch.empty(2, 0 if is_tree else edges.sources.numel(), plan.heads, dtype=sum_dtype, device=x.device)
         launches = _launches(edges, constants["CP"])
         num_tiles = sum(launch.num_tiles for launch in launches)
+        # The gradients of att and, in GATConv, of att_own, which GATv2Conv does not have.
         parts = torch.empty(1 if plan.v2 else 2, num_tiles, *att.shape, dtype=sum_dtype, device=x.device)
 
-        # Without such a tensor a kernel neither reads nor writes it, but needs some address.
+        # A kernel needs an address for every argument, even for a missing tensor, which it does not touch.
         att_own_or_any = att if att_own is None else att_own
         grad_own_or_any = grad_x if grad_own is None else grad_own
         first_tile = 0
         with launch_on(x.device):
             for launch in launches:
+                # ADD: every launch but the first, which starts at destination 0.
                 backward_kernel[(launch.num_tiles * plan.heads,)](
                     x, own_rows, att, att_own_or_any, edges.starts, edges.stops, edges.sources,
                     edges.ids, key, exact, sums, grad, grad_x, grad_own_or_any,

@@ -13,11 +13,12 @@ parameter group updates all parameters of the group. A kernel takes a fixed numb
 addresses of the tensors are in a table in device memory, with one row per program:
 
     [programs, 7] int64
-    parameter | gradient | exp_avg | exp_avg_sq | step | first element | number of elements
+    parameter | gradient | exp_avg | exp_avg_sq | step | first element | elements of the whole parameter
 
-    program p:  updates CHUNK elements of one parameter, from its first element on
+    program p:  updates up to CHUNK elements of one parameter, from the first element of row p on
 
-The optimizer's state is torch's own, so a checkpoint of either optimizer can be loaded into the other.
+The optimizer's state is torch's own. So a checkpoint of torch's optimizer can be loaded into this one, and
+the reverse.
 Steps that the kernel cannot take are left to torch: see `_OneKernel._group_steps`.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
@@ -85,6 +86,7 @@ class _CrossEntropy(torch.autograd.Function):
         # it by the loss's gradient before it rounds it to the precision of the scores.
         grads = torch.empty(num, classes, dtype=torch.float32, device=scores.device)
         columns = triton.next_power_of_2(classes)
+        # On a GPU about 1024 numbers per program, a rule of thumb.
         rows = 64 if is_interpreted() else max(1, 1024 // columns)
         _forward_kernel[(triton.cdiv(num, rows),)](scores, labels, losses, grads, num, classes, rows, columns)
         ctx.save_for_backward(grads)
@@ -116,7 +118,7 @@ MAX_TABLES = 8
 addresses, or they have new ones in every step, and then no cache helps.
 """
 COLUMNS = tl.constexpr(7)
-"""Columns of the table of addresses: five addresses, the first element, and the number of elements."""
+"""Columns of the table of addresses: five addresses, the first element, and the parameter's size."""
 
 
 @triton.jit
@@ -224,7 +226,7 @@ class _OneKernel:
             rows = [
                 _ParameterTensors(p, p.grad, s["exp_avg"], s["exp_avg_sq"], s["step"])
                 for p, s in zip(parameters, states, strict=True)
-                if s
+                if s  # always true here; the type checker does not know
             ]
             if any(t.dtype != torch.float32 or not t.is_contiguous() for row in rows for t in row):
                 return None

@@ -202,8 +202,8 @@ def _max_shares_kernel(
 ):  # fmt: skip
     """shares[d] = grad[d] / ties[d]: the gradient that each edge which reaches the maximum gets.
 
-    ties[d, c] is the number of edges of d whose source equals out[d, c]. As in torch, the 0 from which the
-    maximum starts counts as one more tie if the maximum is 0.
+    ties[d, c] is the number of edges of d whose source equals out[d, c]. A maximum of 0 has one tie more, as
+    in torch: the gradient of `scatter_reduce` counts the zeros that the result was initialised with.
     """
     dst, start, stop = _load_edge_ranges(indptr, flags, num_dst, num_edges, DSTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -286,6 +286,8 @@ def _tile(num_rows: int, num_edges: int, width: int, warp: bool = False) -> tupl
     """(grid, constants of the launch) of a kernel that loops over the edges of each of `num_rows` rows.
 
     warp: give each program a single warp and WARP_COLUMNS numbers of the output, if a row is narrow enough.
+
+    The numbers of edges per step are rules of thumb.
     """
     columns = min(triton.next_power_of_2(width), COLUMNS_AT_ONCE)
     edges = 16 if num_edges > 4 * num_rows else 8
@@ -460,7 +462,7 @@ class _ReduceEdges(torch.autograd.Function):
             sum_dtype = _accumulator(ctx.dtype)[0]
             degree = indptr.diff().clamp(min=1).to(sum_dtype)
             grad_reduced = grad_reduced.to(sum_dtype) / degree[:, None]
-            grad_own = grad_own.to(sum_dtype)
+            grad_own = grad_own.to(sum_dtype)  # `_with_own_edges` concatenates the two
 
         dst_idx = _destinations(indptr, src_idx.numel())
         grad_rows = None
@@ -575,7 +577,7 @@ def _dropout_kernel(
     THRESHOLD: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr, ACC: tl.constexpr, RELU: tl.constexpr,
     ROWS: tl.constexpr, DRAWS: tl.constexpr,
 ):  # fmt: skip
-    """out[i, c] = x[i, c] * SCALE where the element is kept, else 0; with RELU, of relu(x).
+    """out[i, c] = x[i, c] * SCALE where the element is kept, else 0. With RELU, relu(x) takes the place of x.
 
     x, out: [num, WIDTH]. ids: [num], the node id of each row. key: [1] int64 in device memory. A draw of 64
     bits serves four columns with 16 bits each, so that the mask depends on (key, node id, column) alone:

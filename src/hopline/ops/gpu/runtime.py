@@ -4,8 +4,8 @@ Random numbers are those of `hopline.ops.random`, bit for bit. Draw j for id v i
 
     mix(mix(key ^ v) + (j + 1) * GOLDEN)
 
-A kernel reads its key from device memory. Passed as a number, it would be compiled into the kernel, once
-per step.
+A kernel reads its key from device memory. A key passed as a number would be part of a captured CUDA graph,
+and every replay would draw the same numbers.
 
 Errors. A kernel cannot raise, and asking it after every call would stall the host. So a kernel that checks
 its ids does not follow one that is out of range, and sets a flag in device memory instead:

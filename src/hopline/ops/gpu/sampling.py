@@ -31,8 +31,7 @@ which threads run.
 Bad input. A kernel never follows an id out of range. It raises an error flag in device memory (see
 `runtime`), and the next call that synchronises raises the Python error.
 
-Nothing in this file is differentiable by a kernel: `gather_rows` falls back to torch where a gradient is
-needed.
+The kernels of this file have no gradients. Where one is needed, `gather_rows` falls back to torch.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
@@ -89,8 +88,9 @@ def _count_kernel(
     indptr, nodes, starts, degrees, out_indptr, flags, num, num_nodes, num_edges, fanout,
     REPLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """First edge, degree and number of draws of BLOCK nodes per program; the draws go to out_indptr[1:].
+    """First edge, degree and number of draws of each node. The number of draws goes to out_indptr[1 + i].
 
+    A program owns BLOCK nodes. fanout: below 0, all in-edges are drawn.
     A node outside the graph, or with a damaged indptr, raises NODE_ERROR and counts as a node without edges.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -282,6 +282,7 @@ def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
 def _row_positions(indptr: Tensor, nodes: Tensor, num_edges: int) -> tuple[Tensor, Tensor]:
     """(out_indptr, positions) of all entries of these rows. A row that ends beyond num_edges is an error."""
     starts, _, out_indptr, total = _count(indptr, nodes, num_edges, -1, False)
+    # Entry k of the result belongs to a node i and lies at starts[i] + (k - out_indptr[i]).
     shift = torch.repeat_interleave(starts - out_indptr[:-1], out_indptr.diff(), output_size=total)
     return out_indptr, shift + torch.arange(total, device=nodes.device)
 

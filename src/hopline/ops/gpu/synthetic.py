@@ -1,9 +1,9 @@
 """Triton kernels that make a synthetic graph in device memory: ranks of nodes, sources of edges, features.
 
-`ops.cpu.synthetic` is the definition, and both make the same graph, bit for bit. Kernels use only integers
-and IEEE operations, and are compiled without fusing a product with a sum. Degrees have no kernel here: they
-come from float64 powers, whose last bit may differ between the two libraries. One edge more at a node would
-shift all later edges.
+`ops.cpu.synthetic` is the definition, and both files make the same graph, bit for bit. Kernels use only
+integers and IEEE operations, and are compiled without fusing a product with a sum. Degrees have no kernel
+here: they come from float64 powers, whose last bit may differ between CPU and GPU. One edge more at a node
+would shift all later edges.
 
     node  --rank-->  rank   a keyed permutation of the nodes; low ranks are popular
                             rank % num_classes is the class
@@ -126,8 +126,9 @@ def _sources_kernel(
 ):  # fmt: skip
     """out[e] = the source of edge e: a rank by two draws of its destination's sequence, turned into a node.
 
-    coin < num_heads: a rank of the destination's own class, else of all nodes. The square of u prefers low
-    ranks. A self-loop is moved to the next rank of the class, or to the one before at the end.
+    The first draw is a coin of 53 bits. Below num_heads, the source is a rank of the destination's class,
+    else any rank. The second draw, u in 0 .. 1, says which one: its square prefers low ranks. If it is the
+    destination itself, the next rank of the class takes its place, or the rank before if there is no next.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_edge = i < num_edges
@@ -183,7 +184,10 @@ _CELLS = 1024
 
 
 def _block_size(size: int, block: int) -> int:
-    """Numbers per program: `block`; in the interpreter, whose cost is per program, `size`, up to 65536."""
+    """Numbers per program: `block` on a GPU.
+
+    In the interpreter, where every program costs the same, all `size` numbers, up to 65536.
+    """
     return min(triton.next_power_of_2(size), 1 << 16) if is_interpreted() else block
 
 

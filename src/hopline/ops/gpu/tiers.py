@@ -11,7 +11,8 @@ steps only.
 
 Memory layout
     hot_slot  [num_rows] int32   s >= 0: the row is hot, in hot[s]. -1: cold. s < -1: staged, in hot[-2 - s]
-    counts    [COUNTERS, 3] int64  reads of hot, cold and staged rows; sum over the first dimension
+    counts    [COUNTERS, 3] int64  reads of hot, cold and staged rows, to be summed over the first dimension.
+                                   Programs add to different rows, to wait less for each other's atomics
     stamp     [num_rows] int32   the last window (group of steps) that claimed each row
     claimed   [capacity]         ids of the rows that a window claimed
     count     [1] int32          the number of claims of a window, which may exceed the capacity
@@ -163,7 +164,9 @@ def gather_tiers(
     # An interpreted program costs the same at any size.
     words_per_program = GATHER_WORDS * 32 if is_interpreted() else GATHER_WORDS
     rows = max(1, min(words_per_program // columns, triton.next_power_of_2(ids.numel())))
-    source = out if hot.numel() == 0 else hot  # an empty tensor has no address
+    # A kernel needs an address for every argument. Other tensors take the place of those that are empty or
+    # missing, and are not read for them.
+    source = out if hot.numel() == 0 else hot
     with launch_on(ids.device):
         _gather_tiers[(triton.cdiv(ids.numel(), rows),)](
             words_of(source, word),
@@ -364,7 +367,10 @@ def stage(
 
 
 def point(hot_slot: Tensor, claimed: Tensor, count: Tensor, first_slot: int | None) -> None:
-    """Declare the rows of the first `count` ids of `claimed` staged in hot[first_slot:]; None: cold."""
+    """Declare the rows of the first `count` ids of `claimed` staged in hot[first_slot:].
+
+    With first_slot None they are declared cold.
+    """
     block = triton.next_power_of_2(claimed.numel()) if is_interpreted() else CLAIM_BLOCK
     with launch_on(hot_slot.device):
         _point_kernel[(triton.cdiv(claimed.numel(), block),)](

@@ -70,12 +70,12 @@ _NUM_KEYS = tl.constexpr(triton.next_power_of_2(random.NUM_PURPOSES + 1))
 def _epoch_kernel(state, ahead, draws, key, step, position, num, T: tl.constexpr):
     """draws[i] = the first draw of number i by `key`, as in `random.permutation`.
 
-    Program 0 also sets both states.
+    Program 0 also sets `state` and `ahead`, see `start_epoch`.
     """
     i = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     tl.store(draws + i, mix(first_state(key.to(tl.int64), i) + GOLDEN).to(tl.int64), mask=i < num)
     if tl.program_id(0) == 0:
-        field = tl.arange(0, 4)
+        field = tl.arange(0, 4)  # three fields, padded to a power of two
         value = tl.where(field == 0, key.to(tl.int64), tl.where(field == 1, step, position).to(tl.int64))
         tl.store(state + field, value, mask=field < 3)
         tl.store(ahead + field, value, mask=field < 3)
@@ -112,8 +112,8 @@ def _step_kernel(state, order, size, seeds, keys, first, BATCH: tl.constexpr, NU
 
     Program 0 also writes the keys.
 
-    keys[0] is the step's key, derive_key(epoch key, step). keys[i], from 1 on, is derive_key(step's key,
-    i - 2), as `random.purpose_key` expects it.
+    keys[0] is the step's key, derive_key(epoch key, step). keys[i], from 1 on, is the key of purpose i - 2:
+    derive_key(step's key, i - 2). Purposes are numbered from -1 on, see `random.purpose_key`.
     """
     epoch_key = tl.load(state)
     step = tl.load(state + 1)
@@ -170,6 +170,8 @@ def _children_kernel(
 ):  # fmt: skip
     """FANOUT children of each slot of one hop: `reference.sample_children`. One lane draws for one slot.
 
+    nodes: the node at each slot. slots: the id of each slot, by which its draws are keyed.
+    ids: the result, the node of each child, -1 where nothing was drawn.
     Without replacement this is a Fisher-Yates shuffle of which only the positions that were swapped are
     kept, in registers: O(FANOUT) of them for any degree. An empty slot has degree 0, and its children are
     empty slots.
@@ -224,7 +226,8 @@ def sample_tree(
     """(nodes, counts, edge_ids) of the trees of `seeds`, as `reference.sample_tree`: one launch per hop.
 
     key: a number, or a tensor on the device whose first element is the step's key.
-    edge_ids: None unless `with_edges`.
+    edge_ids: None unless `with_edges`. Seeds have no edge to a parent, so the first one belongs to slot
+    number `num_seeds`.
     """
     device = seeds.device
     offsets = slots.offsets
@@ -272,7 +275,10 @@ class RowMap(NamedTuple):
 
 @triton.jit(do_not_specialize=["num"])
 def _dense_kernel(nodes, num_up_to, all_parents, row_of_slot, slots, parents, num, T: tl.constexpr):
-    """Fill a `RowMap` for slots that hold a node. num_up_to: [num] int32, how many do, up to each slot."""
+    """Fill a `RowMap` for slots that hold a node.
+
+    num_up_to: [num] int32, the number of slots that hold a node, up to and including each slot.
+    """
     slot = tl.program_id(0) * T + tl.arange(0, T)
     has_node = tl.load(nodes + slot, mask=slot < num, other=-1) >= 0
     row = tl.load(num_up_to + slot, mask=has_node, other=1) - 1
@@ -341,7 +347,11 @@ def _load_row_numbers(node, slot, in_row_of_slot, has_node, TABLE: tl.constexpr,
 
 @triton.jit
 def _row_pointers(x, cold, tier, row, has_node, width, TIERED: tl.constexpr):
-    """The address of each row: in `x`; if TIERED in the hot rows `x` or in `cold`, as `tier` says."""
+    """The address of each row of `x`.
+
+    If TIERED, `x` has the hot and staged rows and `cold` all rows. `tier` is the `hot_slot` of `tiers`: it
+    says where a row is read.
+    """
     if TIERED:
         hot_slot = tl.load(tier + row, mask=has_node, other=-1).to(tl.int64)
         pointer = tl.where(hot_slot == -1, cold + row * width, x + slot_of(hot_slot) * width)
@@ -361,9 +371,9 @@ def _reduce_kernel(
 
     Program (p, c): R slots from p * R on, C columns from c * C on.
 
-    x: with TABLE a table read by node id, which with TIERED is split into hot rows `x` and cold rows `cold`.
-    Otherwise one row per slot, or with DENSE_IN only rows of slots that hold a node.
-    hits: [COUNTERS, 3] int64, the counts of reads of hot, cold and staged rows, added to if TIERED.
+    x: with TABLE a table read by node id. Otherwise one row per slot, or with DENSE_IN only rows of slots
+    that hold a node.
+    cold, tier, hits: `cold`, `hot_slot` and `counts` of `tiers`, used if TIERED. `x` is then its `hot`.
     first_dst, first_child: the offsets of this hop and of the next one.
     """
     index = tl.program_id(0) * R + tl.arange(0, R)
@@ -451,7 +461,9 @@ def _max_shares_kernel(
 ):  # fmt: skip
     """Gradient of max, first half: shares[d] = grad[d] / (edges that reach the maximum at d), per column.
 
-    This is torch's rule for ties. As in torch, the initial 0 counts as one more edge if the maximum is 0.
+    This is torch's rule for ties. A maximum of 0 counts one edge more, as in torch: the gradient of
+    `scatter_reduce` counts the zeros that the result was initialised with.
+
     shares: [num_dst, WIDTH]. out and grad: [num_dst, STRIDE], of which the first WIDTH columns are reduced
     ones.
     """
@@ -467,6 +479,7 @@ def _max_shares_kernel(
 
     for child in range(tl.max(count)):
         pointer = x + (first_child + child)[:, None] * WIDTH + column[None, :]
+        # NaN where there is no child: it equals no maximum.
         messages = tl.load(pointer, mask=mask & (child < count)[:, None], other=float("nan"))
         if WEIGHTED:
             factors = tl.load(weight + first_child + child, mask=is_dst & (child < count), other=0)
@@ -500,6 +513,7 @@ def _backward_kernel(
 
     if HOW == "max":
         messages = tl.load(x + slot.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=is_slot[:, None] & is_column)
+        # NaN where a slot has no parent: it equals no message.
         maximum = tl.load(maxima + parent_offset, mask=is_child[:, None] & is_column, other=float("nan"))
         if WEIGHTED:
             factors = tl.load(weight + slot, mask=is_child, other=0)
@@ -616,7 +630,7 @@ class _ReduceTree(torch.autograd.Function):
         rows, columns = _tile(width)
         weight_or_any = nodes if weight is None else weight  # a kernel needs some address
 
-        shares = grad
+        shares = grad  # of sum and mean, where no kernel reads it
         if how == "max":
             shares = torch.empty(num_dst, width, dtype=grad.dtype, device=device)
             grid = (triton.cdiv(num_dst, rows), triton.cdiv(width, columns))
