@@ -107,10 +107,11 @@ class CapturedCall(Generic[R]):
                 entry and on exit.
             stream: The stream to capture on. The graph's kernels keep its priority. Default: this thread's stream for
                 the purpose, with the priority of the current stream.
-            pool_of: Another call that never runs at the same time, whose memory this graph shall share. A replay of
-                this graph leaves the result of that one intact. A replay of that one overwrites the result of this.
-            wait: Whether to wait if another thread has the capture lock. Otherwise nothing happens, and the owner may
-                try again later.
+            pool_of: A call captured earlier, whose memory this graph shares. The two must never run at the same time.
+                The earlier result is alive during this capture, so replays of this graph leave it intact. Replays of
+                the earlier graph overwrite the result of this one.
+            wait: Whether to wait if another thread has the capture lock. Otherwise it returns False at once, and the
+                owner may try again later.
         """
         # One capture at a time in the process, and none while asynchronous evaluation synchronises (`streams`).
         if not streams.capture_lock.acquire(blocking=wait):
@@ -177,9 +178,10 @@ def _recording(
 
     pool_graph: a graph that never runs at the same time, whose memory the new one shares. None: new memory.
     """
-    # "thread_local": in torch's default mode a capture fails if any thread waits for a copy, as prefetching ones do.
     pool = torch.cuda.graph_pool_handle() if pool_graph is None else pool_graph.pool()
     try:
+        # "thread_local": in torch's default mode a capture fails if any thread waits for a copy, as prefetching
+        # threads do.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             yield
     except BaseException:

@@ -137,7 +137,8 @@ class TensorMeter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled within a meter. Guarding against it would cost as much as all the rest of the meter.
+        # torch asks when this class is made. True would keep torch.compile out of `__torch_dispatch__`, by a wrapper
+        # that costs as much as all the rest of the meter. Nothing is compiled within a meter.
         return False
 
     @property
@@ -163,9 +164,8 @@ class TensorMeter(TorchDispatchMode):
                     if any(key == argument.untyped_storage()._cdata for argument in _tensors(arguments)):
                         continue  # a view of a storage that is older than the meter
                     self._watched[key] = weakref.KeyedRef(storage, self._note_freed, key)
-                self._live[key] = (
-                    storage.nbytes()
-                )  # also of one that is counted already: an `out=` argument may have grown
+                # Also of a storage that is counted already: an `out=` argument may have grown.
+                self._live[key] = storage.nbytes()
                 self.now_bytes += self._live[key] - (counted_bytes or 0)
                 self._lap_peak = max(self._lap_peak, self.now_bytes)
                 self.peak_bytes = max(self.peak_bytes, self.now_bytes)
@@ -219,6 +219,7 @@ class CudaMeter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        # `_end` is the allocator's peak since the last lap, read at the exit. 0 while the meter runs.
         self.peak_bytes = self._end = 0
         library_bytes(device)  # allocates the libraries' memory now, else the first step would seem to need it
 

@@ -44,7 +44,7 @@ class Registration:
         start, _ = _span(tensor)
         # The finalizer holds the storage: the memory cannot be freed while it is registered.
         undo = weakref.finalize(self, _unregister, cudart, start, tensor.untyped_storage())
-        undo.atexit = False
+        undo.atexit = False  # the end of the process unlocks its memory anyway
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # A pickled or copied tensor has other memory, which nobody has registered: its attribute becomes None.
@@ -68,7 +68,7 @@ class _Registrations:
         """Register a tensor's memory, or find its registration.
 
         Returns None if somebody else has pinned the memory, and the reason as a string if the driver refuses.
-        cudart: the CUDA runtime that registers; by default torch's.
+        cudart: the CUDA runtime that registers. None for torch's; tests pass a stand-in.
         """
         span = _span(tensor)
         with self._lock:
@@ -112,7 +112,7 @@ _registrations = _Registrations()
 
 
 def pin(tensor: Tensor, *, copy: bool = False) -> Tensor:
-    """Register the memory of `tensor` for zero-copy reads, and return the tensor; a contiguous copy if it is not.
+    """Register the memory of `tensor` for zero-copy reads, and return it. A tensor that is not contiguous is copied.
 
     The memory stays registered as long as the returned tensor lives. A view of it does not prolong that.
 

@@ -263,7 +263,7 @@ def _finish(buffer: _Buffer) -> None:
 
 
 def _write(table: Tensor, at: Tensor | Sequence[slice], rows: Tensor) -> None:
-    """Write rows into a table on the same device, on the current stream."""
+    """Write rows into a table by torch, on the current stream. Rows on another device are moved to the table's."""
     if isinstance(at, Tensor):
         table[at.to(table.device)] = rows.to(table.device, table.dtype)
         return

@@ -95,7 +95,7 @@ def preserve_rng(device: torch.device) -> AbstractContextManager[None]:
 def preserve_all_rng(device: torch.device) -> AbstractContextManager[None]:
     """A context after which the generators of the host and of all GPUs are in the states from before.
 
-    GPUs are left alone if `device` is none and this process has not used CUDA yet.
+    On a CPU, in a process that has not used CUDA yet, the GPUs are left alone.
     """
     # Without this condition, a process that trains on the CPU would start CUDA here.
     uses_cuda = device.type == "cuda" or torch.cuda.is_initialized()
@@ -115,5 +115,5 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
 
 
 def _draws_on_gpus() -> bool:
-    """Whether this process has started CUDA. Otherwise to read the GPUs' states would start it."""
+    """Whether this process has started CUDA. If not, no GPU has drawn anything, and reading a state would start it."""
     return torch.cuda.is_available() and torch.cuda.is_initialized()

@@ -127,6 +127,7 @@ class Pipeline:
         Closing the iterator ends the threads and drops their results.
         """
         if self.workers == 0:
+            # Without threads there is no `Load`, so the stages' times are dropped.
             for request in requests:
                 yield self._run_stages(request, [])
             return

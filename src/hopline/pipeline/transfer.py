@@ -218,6 +218,7 @@ class _CopyThroughBuffer(TorchFunctionMode):
         super().__init__()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # args: the tensor, then the positional arguments of `to`. Only with the device as the first one is it a move.
         is_move = func is torch.Tensor.to and args[0].device.type == "cpu" and args[1:2] == (self.device,)
         if not is_move:
             return func(*args, **(kwargs or {}))

@@ -104,7 +104,7 @@ class Tuning:
         enough = max(1, -int(-2 * num_busy // 1))
         # With fewer prefetched batches than threads, some threads would have nothing to do.
         max_workers = min(self.max_workers, self.max_look_ahead)
-        are_busy = 2 * num_busy > self.workers
+        are_busy = 2 * num_busy > self.workers  # more than half of the threads are at work
         if wait < RARE_WAIT and enough < self.workers:
             self._try_workers(enough, batch_s * (1 + MIN_GAIN))
         elif wait > FREQUENT_WAIT and are_busy and max_workers > self.workers:
@@ -152,7 +152,7 @@ class Threads:
                 workers=num_workers,
                 look_ahead=num_ahead,
                 max_workers=num_cores,
-                max_look_ahead=2 * MAX_FIRST_WORKERS,
+                max_look_ahead=2 * MAX_FIRST_WORKERS,  # as for the most threads that a loader starts with
             )
 
     @property

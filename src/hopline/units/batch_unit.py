@@ -25,8 +25,8 @@ from hopline.util.host import num_cores
 def supervised_loss(task: str, num_classes: int) -> TrainStep:
     """The training step with the usual loss of a task: the mean over the batch's seeds.
 
-    Cross entropy; binary cross entropy for several labels per node (task "multi"), or for a single score of
-    two classes.
+    The loss is cross entropy. It is binary cross entropy if nodes have several labels (task "multi"), or if
+    the model has a single score for two classes.
     """
 
     def train_step(model: nn.Module, batch: Batch) -> Tensor:
@@ -103,14 +103,14 @@ def autocast(job: Job) -> torch.autocast:
 
 
 MAX_TRAINING_THREADS = 8
-"""The most threads of hopline that train on a CPU. More gain nothing: work between products and reductions
-runs in one. The number is a rule of thumb."""
+"""The most threads of hopline that train on a CPU. More gain nothing: between products and reductions, a
+single thread works. The number is a rule of thumb."""
 
 
 def own_threads(job: Job) -> AbstractContextManager[None]:
-    """A context for the steps of a job: hopline's threads compute if they do all its long work, else torch's.
+    """A context for the steps of a job: on a CPU, if all convs are fused, hopline's threads do the long operations.
 
-    Both at once would compete for the cores.
+    Torch's threads would compete with them for the cores. For other models and devices nothing changes.
     """
     return _threads_for(job.model, job.device, job.world.num_cores)
 

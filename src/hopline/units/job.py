@@ -31,9 +31,9 @@ def make_job(
 ) -> Job:
     """The job of a user's module on a dataset.
 
-    model: the module as `as_walkable` returns it; None to make it here. train_ids: None for the training
-    split. train_step: None for the usual loss of the task. device: None for the CPU. world: None for a
-    single process.
+    model: `as_walkable(module)`, if the caller has made it already. train_ids: None for the training split.
+    train_step: None for the usual loss of the task. device: None for the CPU. world: None for a single
+    process.
     """
     step = supervised_loss(data.task, data.num_classes) if train_step is None else check_loss_of(train_step)
     device = torch.device("cpu") if device is None else device
@@ -53,6 +53,6 @@ def make_job(
 
 
 def for_copy(job: Job, module: nn.Module, data: Dataset | None = None) -> Job:
-    """A job like `job` for a copy of its module. It says nothing. data: None for the dataset of `job`."""
+    """A job like `job` for a copy of its module, which prints no messages. data: None for the dataset of `job`."""
     data = job.data if data is None else data
     return replace(job, model=as_walkable(module), module=module, data=data, say=lambda text: None)

@@ -1,6 +1,7 @@
-"""A unit whose step cannot be split: it is measured, and compared with the bytes of its plan.
+"""`MeasuredUnit`: measures the step of a unit that cannot be split into micro-batches.
 
-`MeasuredUnit` wraps the unit of a method. The ledger of the guard notes planned and measured bytes.
+The guard, which keeps steps within a budget, runs the step and records its measured peak next to the planned
+one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ class MeasuredUnit(Unit):
     """A unit that a guard measures. It passes everything else on to the unit inside."""
 
     unit: Unit
+    """The unit of a method."""
     guard: Guard
+    """The guard of the run."""
     predicted_bytes: float
     """The bytes that the plan has for a step: `Plan.step_bytes`."""
 
