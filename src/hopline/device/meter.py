@@ -190,7 +190,9 @@ def _tensors(values: Any) -> Sequence[Tensor]:
     """
     if isinstance(values, Tensor):
         return () if values.is_meta else (values,)
-    return [found for value in values for found in _tensors(value)] if isinstance(values, list | tuple) else ()
+    if isinstance(values, list | tuple):
+        return [tensor for value in values for tensor in _tensors(value)]
+    return ()
 
 
 class NoMeter:

@@ -76,7 +76,7 @@ class StepSnapshot:
         for p, _ in self._gradients:
             p.grad = None
         self._buffers = [(b, b.clone()) for b in buffers_of(module)]
-        self._draws = RandomState.of(device)
+        self._random_state = RandomState.of(device)
 
     @property
     def gradient_bytes(self) -> int:
@@ -96,7 +96,7 @@ class StepSnapshot:
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
-        self._draws.restore()
+        self._random_state.restore()
 
 
 def buffers_of(module: nn.Module) -> list[Tensor]:

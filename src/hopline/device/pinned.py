@@ -79,7 +79,8 @@ class _Registrations:
                 if tensor.is_pinned():
                     return None
                 cudart = torch.cuda.cudart()
-            reason = _try(cudart, *span)
+            start, num_bytes = span
+            reason = _register_range(cudart, start, num_bytes)
             if reason is not None:
                 return reason
             registration = Registration(tensor, cudart)
@@ -183,7 +184,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.nbytes
 
 
-def _try(cudart: Any, start: int, num_bytes: int) -> str | None:
+def _register_range(cudart: Any, start: int, num_bytes: int) -> str | None:
     """Register a range. Returns the reason if the driver refuses."""
     reason = ""
     # The second try is for memory that this process may only read, such as a file mapped read-only.

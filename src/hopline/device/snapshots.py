@@ -104,16 +104,16 @@ def preserve_all_rng(device: torch.device) -> AbstractContextManager[None]:
 
 def random_states() -> dict[str, Tensor | list[Tensor]]:
     """The states of all generators of this process, as tensors to be saved in a checkpoint."""
-    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if _draws_on_gpus() else []}
+    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if _has_cuda_started() else []}
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
     """Set all generators to what `random_states` returned. GPUs are left alone if their number is another one now."""
     torch.set_rng_state(states["cpu"])
-    if _draws_on_gpus() and len(states["cuda"]) == torch.cuda.device_count():
+    if _has_cuda_started() and len(states["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(states["cuda"])
 
 
-def _draws_on_gpus() -> bool:
+def _has_cuda_started() -> bool:
     """Whether this process has started CUDA. If not, no GPU has drawn anything, and reading a state would start it."""
     return torch.cuda.is_available() and torch.cuda.is_initialized()

@@ -145,7 +145,9 @@ class Mover:
 
     def __init__(self, device: torch.device | str, look_ahead: int = 2, copies: Copies | None = None) -> None:
         self.device = torch.device(device)
-        self.copies = CudaCopies(self.device) if copies is None and self.device.type == "cuda" else copies
+        if copies is None and self.device.type == "cuda":
+            copies = CudaCopies(self.device)
+        self.copies = copies
         self._slots: SimpleQueue[_Slot] = SimpleQueue()
         for _ in range(max(1, look_ahead)):
             self._slots.put(_Slot())
@@ -178,12 +180,12 @@ class Mover:
             # A quarter more, so that a slightly larger batch does not pin memory again. A rule of thumb.
             slot.buffer = copies.buffer(needed_bytes + needed_bytes // 4)
         try:
-            with copies.within(), _CopyThroughBuffer(self.device, slot.buffer, copies) as staged:
+            with copies.within(), _CopyThroughBuffer(self.device, slot.buffer, copies) as copied:
                 moved = batch.to(self.device, non_blocking=True)
         finally:
             slot.event = copies.mark()  # also after a failure: some copies may have begun
-        trace.count("bytes.h2d", sum(t.nbytes for t in staged.tensors))
-        return PendingBatch(moved, staged.tensors, slot.event)
+        trace.count("bytes.h2d", sum(t.nbytes for t in copied.tensors))
+        return PendingBatch(moved, copied.tensors, slot.event)
 
     def ready(self, moved: B | PendingBatch[B]) -> B:
         """The batch, on the device. Work on the current stream waits for its copies; the host does not."""

@@ -12,6 +12,7 @@ speed and memory depend on them: every batch is the same with any number of thre
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -100,8 +101,8 @@ class Tuning:
 
         num_busy = sum(load.stages.values()) / load.wall_s  # threads at work, on average
         wait = load.waited_s / load.wall_s
-        # Twice the busy threads, rounded up, are taken to be enough: a rule of thumb.
-        enough = max(1, -int(-2 * num_busy // 1))
+        # Twice the busy threads are taken to be enough: a rule of thumb.
+        enough = max(1, math.ceil(2 * num_busy))
         # With fewer prefetched batches than threads, some threads would have nothing to do.
         max_workers = min(self.max_workers, self.max_look_ahead)
         are_busy = 2 * num_busy > self.workers  # more than half of the threads are at work
