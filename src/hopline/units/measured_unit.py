@@ -19,9 +19,7 @@ class MeasuredUnit(Unit):
     """A unit that a guard measures. It passes everything else on to the unit inside."""
 
     unit: Unit
-    """The unit of a method."""
     guard: Guard
-    """The guard of the run."""
     predicted_bytes: float
     """The bytes that the plan has for a step: `Plan.step_bytes`."""
 

@@ -372,7 +372,7 @@ def backward_kernel(
     part_offset = (first_tile + tile).to(tl.int64) * (HEADS * C) + head * C + column
     tl.store(att_parts + part_offset, tl.sum(of_att, 0), mask=column < C)
     if not V2:
-        # So far `of_own` is the gradient of the number <att_own, own_i>. The product makes it that of own_i.
+        # So far `of_own` is the gradient of the number <att_own, own_i>. Times att_own it is that of own_i.
         tl.store(own_parts + part_offset, tl.sum(of_own * own, 0), mask=column < C)
         of_own = of_own * _load_att(att_own, head, C, CP, ACC)[None, :]
 

@@ -172,6 +172,7 @@ def _children_kernel(
 
     nodes: the node at each slot. slots: the id of each slot, by which its draws are keyed.
     ids: the result, the node of each child, -1 where nothing was drawn.
+
     Without replacement this is a Fisher-Yates shuffle of which only the positions that were swapped are
     kept, in registers: O(FANOUT) of them for any degree. An empty slot has degree 0, and its children are
     empty slots.
@@ -226,8 +227,8 @@ def sample_tree(
     """(nodes, counts, edge_ids) of the trees of `seeds`, as `reference.sample_tree`: one launch per hop.
 
     key: a number, or a tensor on the device whose first element is the step's key.
-    edge_ids: None unless `with_edges`. Seeds have no edge to a parent, so the first one belongs to slot
-    number `num_seeds`.
+    edge_ids: None unless `with_edges`. Seeds have no edge to a parent, so edge_ids[0] belongs to slot
+    `num_seeds`.
     """
     device = seeds.device
     offsets = slots.offsets
