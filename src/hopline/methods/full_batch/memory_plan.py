@@ -42,6 +42,7 @@ def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
         *outline.data_on_host(),
         *table_items("rows and gradients", method.folder, table_bytes, outline, method.tables),
     ]
+    # The usual loss is a mean over seeds, which a sweep computes part by part.
     loss_bytes = 0 if outline.job.usual_loss else LOSS_COPIES * _output_bytes(outline, model)
     limits = outline.limits(budget)
 
@@ -58,7 +59,7 @@ def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
             async_evaluation=outline.async_evaluation,
             hidden_bytes=outline.hidden_bytes(),
             step_bytes=step_bytes,
-            min_step_bytes=step_bytes,
+            min_step_bytes=step_bytes,  # a step is not split any further
             steps=1,
             count=num_shards,
             covers="a graph in {} shards",
@@ -66,8 +67,9 @@ def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
         )
 
     def excess(plans: list[Plan]) -> float:
-        # `find_fewest` multiplies the shards by the ratio of excess, at most by 2. Part of a step's bytes does not
-        # shrink with more shards, so the true ratio would be too small: infinity doubles them.
+        """Infinity if the only plan of the list does not fit, else 0."""
+        # `find_fewest` multiplies the shards by excess / limit, at most by 2. Part of a step's bytes does not shrink
+        # with more shards, so the true ratio would be too small: infinity doubles them.
         return math.inf if plans[0].step_bytes > plans[0].limit_bytes else 0.0
 
     min_shards = min(method.num_shards, data.num_nodes)
@@ -79,7 +81,10 @@ def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
 
 
 def _output_bytes(outline: Outline, model: GNN) -> int:
-    """The bytes of the outputs of all training nodes, which a loss of the user's own needs at once."""
+    """The bytes of the outputs of all training nodes, which a loss of the user's own needs at once.
+
+    A row is taken to be as wide as there are classes, if the model's outputs are narrower.
+    """
     width = max(row_widths(model, outline.data.num_features)[-1], outline.data.num_classes)
     return outline.train_ids.numel() * width * outline.dtype.itemsize
 
