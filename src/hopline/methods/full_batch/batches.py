@@ -196,8 +196,8 @@ class ShardBatches:
         def rows_of(table: Table) -> Rows | Tensor:
             if device.type == "cpu":
                 return Rows(table, self.rows)
-            is_readable = table.tiers(device) is not None
-            return Rows(table, self.rows.to(device)) if is_readable else table.read(self.rows).to(device)
+            can_device_read = table.tiers(device) is not None
+            return Rows(table, self.rows.to(device)) if can_device_read else table.read(self.rows).to(device)
 
         tables = {name: rows_of(table) for name, table in self.tables.items()}
         y = None if self.y is None else self.y[self.output_idx.to(self.y.device)].to(device)

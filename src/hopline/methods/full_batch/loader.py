@@ -125,8 +125,8 @@ def make_loader(
     if isinstance(data, Shard):
         data = ShardedData(data, world)
     seeds = find_seeds(data, ids)
-    is_either_given = (model is None) != (num_layers is None)
-    if not is_either_given:
+    is_exactly_one_given = (model is None) != (num_layers is None)
+    if not is_exactly_one_given:
         raise ValueError(
             "give model= that is made of layers (hl.nn.GNN, or a PyG model such as GCN), or num_layers= of a module of "
             "your own, which runs its convs by hl.nn.convolve(conv, h, block)"

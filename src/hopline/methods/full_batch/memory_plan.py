@@ -48,7 +48,8 @@ def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
 
     def plan_with(num_shards: int) -> Plan:
         """The plan with this number of shards."""
-        sizes = part_sizes(data.graph, min(1.0, UNEVEN / num_shards), model.num_layers)
+        largest_share = min(1.0, UNEVEN / num_shards)
+        sizes = part_sizes(data.graph, largest_share, model.num_layers)
         predictor = outline.predictor(model.num_layers)
         step_bytes = max(map(predictor.predict_peak, _sizes_by_layer(sizes))) + loss_bytes
         return Plan(
@@ -74,8 +75,8 @@ def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
 
     min_shards = min(method.num_shards, data.num_nodes)
     max_shards = max(min_shards, min(data.num_nodes, MAX_SHARDS))
-    plans, _ = find_fewest(
-        lambda num_shards: [plan_with(num_shards)], excess, 1.0, first=min_shards, most=max_shards, grow=2
+    plans, _excess = find_fewest(
+        lambda num_shards: [plan_with(num_shards)], excess, limit=1.0, first=min_shards, most=max_shards, grow=2
     )
     return plans[0]
 

@@ -234,7 +234,8 @@ class ShardedUnit(Unit):
                     # A rank without seeds runs the model too: other ranks wait for its rows and its gradients.
                     loss = job.model(batch).sum() * 0
             with trace.span("backward", job.device):
-                (loss * (max(1, self.size) / total)).backward()
+                # `loss` is a mean over this rank's seeds.
+                (loss * (self.size / total)).backward()
         self.work.batches.transport.end_step()
         return loss.detach() * self.size
 
@@ -257,7 +258,8 @@ class ShardedUnit(Unit):
                 whole_batch = self._gather_seeds(batch)
                 loss = loss_at_outputs(job, whole_batch, self._gather(outputs.detach()), 1 / total)
             # Outputs are gathered in the order of the ranks: this rank's come behind those of the ranks before it.
-            first = int(work.batches.channel.all(torch.tensor([self.size]))[: job.world.rank].sum())
+            sizes = work.batches.channel.all(torch.tensor([self.size]))
+            first = int(sizes[: job.world.rank].sum())
             with trace.span("backward", job.device):
                 own_gradients = loss.output_gradients[first : first + self.size]
                 (outputs * own_gradients).sum().backward()
