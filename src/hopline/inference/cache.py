@@ -95,12 +95,13 @@ class InferenceCache:
 
     def is_complete(self, num_layers: int) -> bool:
         """Whether the cache has the blocks of all layers, and each layer is a single chunk."""
+        # A single chunk is the tensor of the layer's nodes itself, so its block is found by that tensor's id.
         return all(id(nodes) in self.blocks for nodes in self.layer_nodes[-num_layers:])
 
     def has_sums(self, num_layers: int) -> bool:
         """Whether the first layer's sums are cached, so that features are not read again.
 
-        For a single chunk.
+        False if the first layer has several chunks.
         """
         return id(self.layer_nodes[-num_layers]) in self.sums
 
