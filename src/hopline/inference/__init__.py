@@ -168,8 +168,8 @@ def exact_rows(
                 )
             initialise(walk, data.x, data.graph.edge)
             limits = {"chunk_edges": chunk_edges, "chunk_bytes": max_bytes}
-            set_limits = [name for name, limit in limits.items() if limit is not None]
-            part_hops = part_hops_of(walk, data, hops, set_limits)
+            limit_names = [name for name, limit in limits.items() if limit is not None]
+            part_hops = part_hops_of(walk, data, hops, limit_names)
             if part_hops is None and show:
                 logger.info(describe_whole(walk, data))
             return whole_rows(walk, data, ids, part_hops, device=torch.device(device), show=show, **limits)
@@ -204,12 +204,13 @@ def identity(
 
     contents: names and checksums of the dataset's contents.
     """
+    chunks = f"{chunk_edges or CHUNK_EDGES} edges" if chunk_bytes is None else f"{chunk_bytes} bytes"
     return {
         **contents,
         "model": structure_of(as_walkable(model)),
         "weights": weights_checksum(model),
         "nodes": "all" if ids is None else checksum_of(ids),
-        "chunks": f"{chunk_edges or CHUNK_EDGES} edges" if chunk_bytes is None else f"{chunk_bytes} bytes",
+        "chunks": chunks,
     }
 
 

@@ -69,7 +69,8 @@ class JoinedTable(Table):
         is_first = ids < len(self.first)
         rows = torch.empty((ids.numel(), *self.shape[1:]), dtype=self.dtype)
         rows[is_first] = self.first.read(ids[is_first])
-        rows[~is_first] = self.second.read(torch.searchsorted(self.second_ids, ids[~is_first] - len(self.first)))
+        second_rows = torch.searchsorted(self.second_ids, ids[~is_first] - len(self.first))
+        rows[~is_first] = self.second.read(second_rows)
         return rows
 
 
@@ -149,7 +150,7 @@ class RankChunks(Chunks):
         num_own = self.shard.num_own
         layer_nodes = [ids.unique()]
         for _ in range(self.model.num_layers):
-            sources = self._sources(layer_nodes[0])
+            sources = self._with_sources(layer_nodes[0])
             halo_numbers = sources[sources >= num_own] - num_own
             # Collective. `request.rows` are the own rows that other ranks need before this layer.
             request = RowRequest(self.channel, self.shard.ptr, self.shard.halo_positions[halo_numbers])
@@ -163,16 +164,17 @@ class RankChunks(Chunks):
             self.data.tables["x"] = _join_tables(own_x, halo_x, halo_numbers, self.shard.halo_positions.numel())
         return [torch.cat([layer_nodes[0], halo_numbers + num_own]), *layer_nodes[1:]]
 
-    def _sources(self, rows: Tensor) -> Tensor:
-        """The nodes `rows` and their in-neighbours: ascending local numbers.
+    def _with_sources(self, nodes: Tensor) -> Tensor:
+        """Some nodes and all their in-neighbours: ascending local numbers.
 
         Reads about `CHUNK` edges at a time.
         """
         graph = self.data.graph
         is_source = torch.zeros(graph.num_nodes, dtype=torch.bool)
-        is_source[rows] = True
-        chunk_of = (graph.in_degrees(rows) + 1).cumsum(0) // CHUNK
-        for chunk in rows.split(torch.bincount(chunk_of).tolist()):
+        is_source[nodes] = True
+        cost = (graph.in_degrees(nodes) + 1).cumsum(0)  # in-edges and nodes up to each node
+        num_nodes_by_chunk = torch.bincount(cost // CHUNK).tolist()
+        for chunk in nodes.split(num_nodes_by_chunk):
             _, edges = ops.row_positions(graph.indptr, chunk)
             is_source[graph.indices[edges].long()] = True
         return is_source.nonzero().view(-1)
@@ -182,7 +184,7 @@ class RankChunks(Chunks):
         them."""
         if l == self.last:
             return
-        del self._halo_rows[0]
+        del self._halo_rows[0]  # those that layer l has read
         halo_numbers, request = self._halo_rows[0]
         table = self.tables.of(l)
         device = table.rows.device
@@ -200,7 +202,8 @@ def _local_graph(shard: Shard, channel: Channel) -> PartialGraph:
 
     # `src_idx` numbers the sources of each owner from 0. Local numbers add the number of the owner's first
     # node: own nodes begin at 0, and the halo nodes of each other owner somewhere behind them.
-    first_of_owner = torch.where(torch.arange(shard.num_shards) == shard.rank, 0, shard.num_own + shard.halo_ptr[:-1])
+    first_of_owner = shard.num_own + shard.halo_ptr[:-1]
+    first_of_owner[shard.rank] = 0
     indices = torch.empty(shard.at.numel(), dtype=index_dtype(num_nodes))
     # `shard.at` lists the edges by destination, by numbers that are grouped by the owner of the source.
     for start in range(0, shard.at.numel(), CHUNK):
@@ -236,9 +239,9 @@ def _join_tables(own: Table, halo: Table | Tensor, halo_numbers: Tensor, num_hal
     halo_numbers: [len(halo)] int64, ascending: the halo numbers of the fetched rows.
     """
     if isinstance(own, SparseTable) and isinstance(halo, SparseTable):
-        counts = torch.zeros(num_halo, dtype=torch.int64)
-        counts[halo_numbers] = halo.indptr.diff()
-        indptr = torch.cat([own.indptr, counts.cumsum(0) + own.indptr[-1]])
+        halo_counts = torch.zeros(num_halo, dtype=torch.int64)  # entries per row
+        halo_counts[halo_numbers] = halo.indptr.diff()
+        indptr = torch.cat([own.indptr, halo_counts.cumsum(0) + own.indptr[-1]])
         columns = torch.cat([own.columns, halo.columns])
         values = torch.cat([own.values, halo.values])
         return SparseTable(indptr, columns, values, own.num_columns)

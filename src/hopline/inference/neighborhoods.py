@@ -39,8 +39,8 @@ def whole_bytes(walk: Whole, data: Dataset) -> int:
 
     An upper bound for modules of convs. Too little for a module that compares all pairs of nodes.
     """
-    bound = costs_of(walk, data.x, 1).forward_only()
-    return int(bound.bound(Sizes((data.num_nodes, data.num_nodes), (data.num_edges,))))
+    costs = costs_of(walk, data.x, num_blocks=1).forward_only()
+    return int(costs.bound(Sizes((data.num_nodes, data.num_nodes), (data.num_edges,))))
 
 
 def run_whole(walk: Whole, data: Dataset, device: torch.device) -> Tensor:
@@ -75,7 +75,7 @@ class LocalInference:
         self.chunk_bytes = chunk_bytes
         if chunk_bytes is not None:
             # The bound is far above the bytes of a chunk. It serves until the first chunk was measured.
-            costs = costs_of(walk, data.x, 1).forward_only()
+            costs = costs_of(walk, data.x, num_blocks=1).forward_only()
             self.limit = max(1, int(chunk_bytes / max(costs.per_node[0], costs.per_edge[0])))
         else:
             self.limit = chunk_edges or default_chunk_edges(self.device, data)
@@ -138,12 +138,17 @@ class LocalInference:
 
         With `chunk_bytes` the memory of this call is measured, and sets the limit of later parts.
         """
-        if self.chunk_bytes is None:
+
+        def run() -> Tensor:
             return self.walk.on_block(Rows(self.data.x, block.src_ids).read_on(self.device), block.to(self.device))
+
+        if self.chunk_bytes is None:
+            return run()
         with meter_of(self.device) as meter:
-            outputs = self.walk.on_block(Rows(self.data.x, block.src_ids).read_on(self.device), block.to(self.device))
+            outputs = run()
         self._max_bytes_per_size = max(self._max_bytes_per_size, meter.peak_bytes / _size(block))
-        self.limit = max(1, int(self.chunk_bytes / (MARGIN * max(1.0, self._max_bytes_per_size))))
+        safe_bytes_per_size = MARGIN * max(1.0, self._max_bytes_per_size)
+        self.limit = max(1, int(self.chunk_bytes / safe_bytes_per_size))
         return outputs
 
 

@@ -119,9 +119,9 @@ class AllShards(Dataset):
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, split: int = 0) -> None:
-        self.folder, _, description = read_shard_record(folder)
+        self.folder, _manifest, record = read_shard_record(folder)
         self.split = split
-        self.num_shards = description["num_shards"]
+        self.num_shards = record["num_shards"]
         self._opened: Shard | None = None
         shards = [open_shard(self.folder, rank, split=split) for rank in range(self.num_shards)]
         first = shards[0]
@@ -259,7 +259,7 @@ class ShardChunks(Chunks):
         is_source = torch.zeros(self.data.num_nodes, dtype=torch.bool)
         is_source[positions] = True
         for chunk in self.chunks(positions, CHUNK):
-            _, sources, _ = self._edges(chunk)
+            _indptr, sources, _edge_arrays = self._edges(chunk)
             is_source[sources] = True
         return is_source.nonzero().view(-1)
 
@@ -285,7 +285,7 @@ class ShardChunks(Chunks):
             src_ids = self.id_map.ids()
         finally:
             self.id_map.clear()
-        return Block(src_ids, nodes.numel(), (Part(indptr, src_idx, edge, None),), self.data.graph, None)
+        return Block(src_ids, nodes.numel(), (Part(indptr, src_idx, edge),), self.data.graph)
 
     def _by_shard(self, nodes: Tensor) -> list[Tensor]:
         """Ascending positions, divided by shard. Shards without any of them are left out."""
