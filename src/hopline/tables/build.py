@@ -5,7 +5,7 @@
     all rows        in memory, or a mapped file         TensorTable
 
 For a GPU without a RAM cache, all rows are pinned where they lie, and the GPU reads cold rows by zero-copy.
-Behind a RAM cache the host reads them.
+With a RAM cache, the host reads the cold rows. `below` is the table under the copies of hot rows.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ def table(
     storage = below.storage()
     if target.type == "cuda" and storage is not None:
         pinned.pin(storage)  # at once, so that a failure shows here and not at the first read
+    # A copy, because the ids may be the user's tensor.
     return TieredTable(below, ids[:num_device].clone(), target, observe=order_is(order, "observed"))
 
 
@@ -209,7 +210,7 @@ def _hottest(
         return ids[:count]
     if order not in ORDERS:
         raise ValueError(f"order={order!r}: choose one of {', '.join(ORDERS)}, or give ids, the hottest first")
-    # Nothing is known before the first epoch without a graph, so any rows will do.
+    # Without a graph, nothing is known before the first epoch: any rows will do.
     if not count or (order == "observed" and graph is None):
         return torch.arange(count)
     if graph is None:

@@ -32,6 +32,7 @@ from hopline.tables.layers import At
 class Owners:
     """Which rank owns the row at a position, and which positions this host holds.
 
+    shares: the parts that each rank owns.
     ptr: [num_parts + 1] int64: the position at which each part begins.
     """
 
@@ -103,9 +104,9 @@ class Snapshot(RowReader):
 class SharedHistories(Histories):
     """Histories in memory that all ranks of a host write and read.
 
-    Making them is collective, and so is the first use of a layer, which creates its table: all ranks must
-    do so together. Barriers separate writing from reading: that of `complete`, and those of the work when
-    it commits. So no row is locked.
+    All ranks must make them together. The first use of a layer creates its table, and is collective too. No
+    row is locked: the barriers of `complete`, and of a historical batch's commit, separate writing from
+    reading.
     """
 
     def __init__(
@@ -184,10 +185,7 @@ class SharedHistories(Histories):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """All rows of all hosts in rank 0, for a checkpoint, and empty tensors in the other ranks.
-
-        Collective.
-        """
+        """The rows of all hosts in rank 0, for a checkpoint. Empty tensors in the other ranks. Collective."""
         tables = {str(l): self._gather(table) for l, table in self.tables.items()}
         return {"tables": tables, "written": self._gather(self.written), "step": self.step}
 

@@ -62,6 +62,7 @@ def access_probability(
         n_j(u)  =  p_j(u) - p_{j-1}(u), and n_0 = s                    u joins the batch at hop j
         q_P(u)  =  min(1, max(fan-outs of the pair P) / in-degree(u))  an in-edge of u is drawn for pair P
         d_h(u)  =  sum over j < h of  n_j(u) (1 - product over pairs P from j to h of (1 - q_P(u)))
+                                                                       an in-edge of u is drawn up to hop h
         p_h(v)  =  1 - (1 - s(v)) * product over out-edges (v, u) of (1 - d_h(u))
 
     In words: v is missed if it is no seed and all its out-edges miss it. The product over edges is computed
@@ -73,8 +74,8 @@ def access_probability(
     seeds[train_ids.to(device)] = min(1.0, batch_size / max(1, train_ids.numel()))
     reached = seeds
     joined = [seeds]
-    # Logarithms are added as integers, so that the sum does not depend on its order. It cannot overflow: a
-    # sum has at most num_edges terms of at most LARGEST_TERM * scale, which together stay below 2**63.
+    # Logarithms are added as integers, so that the sum does not depend on its order. It cannot overflow: it
+    # has at most num_edges terms, each at most LARGEST_TERM * scale, so it is at most 2**4 * 2**58 = 2**62.
     scale = 2.0 ** (58 - graph.num_edges.bit_length())
     for hop in range(1, len(fanouts) + 1):
         used = torch.zeros_like(seeds)

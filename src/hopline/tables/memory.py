@@ -46,10 +46,10 @@ class TensorTable(Shareable, Table):
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         if self.read_only:
-            super().write(ids, rows)
+            super().write(ids, rows)  # raises TypeError
         ops.put_rows(self.rows, ids, rows.to(self.rows.dtype))
-        # Our own kernels write without torch's knowledge, and `version` must change. Inference tensors lack
-        # one.
+        # Our own kernels write without torch's knowledge, and `version` must change. Inference tensors have no
+        # version.
         if not self.rows.is_inference():
             torch.autograd.graph.increment_version(self.rows)
 

@@ -74,7 +74,7 @@ class _DeviceTiers:
     tiers: Tiers
     """Hot and cold rows, as kernels on this device read them."""
     counts: Tensor
-    """[COUNTERS, 3] int64 on the device: hits, misses and reads of staged rows, to be summed over axis 0."""
+    """[COUNTERS, 3] int64 on the device: reads of hot, cold and staged rows, to be summed over axis 0."""
     seen: Tensor | None
     """[num_rows] int32 on the device: how often each row was read.
 
@@ -184,7 +184,7 @@ class TieredTable(Shareable, Table):
     def _read_by_host(self, device_tiers: _DeviceTiers, ids: Tensor) -> Tensor:
         """The rows of `ids`, where the host reads the misses from `below`. Synchronises with a GPU."""
         hot, _, hot_slot = device_tiers.tiers
-        rows = gather_tiers(hot, None, hot_slot, ids)
+        rows = gather_tiers(hot, None, hot_slot, ids)  # zeros at cold rows
         is_row = ids >= 0
         num_rows = int(is_row.sum())
         num_misses = 0
@@ -208,7 +208,7 @@ class TieredTable(Shareable, Table):
             # The copies must change with `below`, the staged ones included: `slot_of` finds both kinds.
             hot, _, hot_slot = device_tiers.tiers
             device_rows = rows.to(device, self.dtype)
-            slots = ids.to(device).long()
+            slots = ids.to(device).long()  # if all rows are hot, the slot of a row is its id
             if hot_slot is not None:
                 slots = slot_of(hot_slot[slots].long())
             is_copied = slots >= 0
@@ -280,7 +280,8 @@ class TieredTable(Shareable, Table):
         """Make the rows hot that were read most since the table was made, and stop observing.
 
         Each device keeps the rows that it read most itself. Call it between epochs: nothing may read the
-        table meanwhile, because the hot rows are overwritten in place.
+        table meanwhile, because the hot rows are overwritten in place. `hot_ids` is then that of the last
+        device.
         """
         for device_tiers in self._device_tiers.values():
             hot, _, hot_slot = device_tiers.tiers
