@@ -7,6 +7,7 @@ A table maps node ids to rows. `read` is the one method that every table has. Ot
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
@@ -130,7 +131,4 @@ class Table(ABC):
     @property
     def num_bytes(self) -> int:
         """Bytes of the memory that this table itself holds, without those of a table that it wraps."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize

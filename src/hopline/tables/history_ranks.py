@@ -224,16 +224,17 @@ class PartAssignment:
         """Divide `num_parts` parts evenly over the ranks of `world`. Collective."""
         if num_parts < world.size:
             raise ValueError(f"num_parts={num_parts} is less than the {world.size} ranks: make it larger")
-        nodes = world.sum([world.node if rank == world.rank else 0 for rank in range(world.size)])
-        distinct_nodes = sorted(set(nodes))
-        hosts = tuple(distinct_nodes.index(node) for node in nodes)
+        # Every rank adds the number of its host at its own index: the sum has the numbers of all ranks.
+        host_numbers = world.sum([world.node if rank == world.rank else 0 for rank in range(world.size)])
+        distinct_hosts = sorted(set(host_numbers))
+        hosts = tuple(distinct_hosts.index(number) for number in host_numbers)
 
-        order = sorted(range(world.size), key=lambda rank: nodes[rank])
-        ends = [num_parts * i // world.size for i in range(world.size + 1)]
+        order = sorted(range(world.size), key=lambda rank: host_numbers[rank])
+        bounds = [num_parts * i // world.size for i in range(world.size + 1)]
         parts = []
         for rank in range(world.size):
             i = order.index(rank)
-            parts.append(range(ends[i], ends[i + 1]))
+            parts.append(range(bounds[i], bounds[i + 1]))
         return cls(world.rank, hosts, tuple(parts))
 
     @property

@@ -66,7 +66,8 @@ class TensorTable(Shareable, Table):
         is_readable = self.rows.device.type == target.type or (
             self.rows.device.type == "cpu" and pinned.is_readable(self.rows)
         )
-        return Tiers(self.rows, None, None) if is_readable and self.rows.is_contiguous() else None
+        can_read_rows = is_readable and self.rows.is_contiguous()
+        return Tiers(hot=self.rows, cold=None, hot_slot=None) if can_read_rows else None
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle a handle: another process reads the same memory. A tensor on a GPU is pickled by torch."""
