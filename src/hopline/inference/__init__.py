@@ -96,8 +96,8 @@ def exact(
         [n, num_outputs] on the host, in the order of `ids`, in the model's dtype.
 
     Raises:
-        ValueError: `ids` is empty or an entry is no node, a conv cannot run on blocks, or an argument does
-            not go with the model or with another one.
+        ValueError: `ids` is empty, or an entry is no node. A conv cannot run on blocks. An argument does not
+            go with the model, or with another argument.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
