@@ -13,7 +13,7 @@ made of layers runs on the hops around the nodes (`hops=`), or on the whole grap
     cache              stores blocks and sums that the next inference at the same nodes needs again
     captured_forward   replays inference at the same nodes as a CUDA graph
 
-It stands on `shards` and below.
+The package stands on `shards` and below.
 
 A graph owns the cache of the last inference on it (`Graph.get_cached`). The object that evaluates
 repeatedly owns the captured inferences (`CapturedInferences`); in a run that is the Trainer.
@@ -49,8 +49,10 @@ from hopline.util.log import logger
 from hopline.util.progress import progress
 
 WHOLE_BYTES = 2 << 30
-"""Most bytes of a float32 feature row per edge up to which a module without layers runs on the whole graph.
-A rule of thumb."""
+"""A module without layers runs on the whole graph if a float32 feature row per edge takes at most these bytes.
+
+A rule of thumb.
+"""
 ReadRows = Callable[[Tensor], Tensor]
 """A function from node ids, [m] int64, to their rows, [m, ...] on the host."""
 
@@ -94,8 +96,8 @@ def exact(
         [n, num_outputs] on the host, in the order of `ids`, in the model's dtype.
 
     Raises:
-        ValueError: `ids` is empty or holds no node, a conv cannot run on blocks, or an argument does not go
-            with the model or with another one.
+        ValueError: `ids` is empty, or an entry is no node. A conv cannot run on blocks. An argument does not
+            go with the model, or with another argument.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
@@ -166,8 +168,8 @@ def exact_rows(
                 )
             initialise(walk, data.x, data.graph.edge)
             limits = {"chunk_edges": chunk_edges, "chunk_bytes": max_bytes}
-            set_limits = [name for name, limit in limits.items() if limit is not None]
-            part_hops = part_hops_of(walk, data, hops, set_limits)
+            limit_names = [name for name, limit in limits.items() if limit is not None]
+            part_hops = part_hops_of(walk, data, hops, limit_names)
             if part_hops is None and show:
                 logger.info(describe_whole(walk, data))
             return whole_rows(walk, data, ids, part_hops, device=torch.device(device), show=show, **limits)
@@ -202,12 +204,13 @@ def identity(
 
     contents: names and checksums of the dataset's contents.
     """
+    chunks = f"{chunk_edges or CHUNK_EDGES} edges" if chunk_bytes is None else f"{chunk_bytes} bytes"
     return {
         **contents,
         "model": structure_of(as_walkable(model)),
         "weights": weights_checksum(model),
         "nodes": "all" if ids is None else checksum_of(ids),
-        "chunks": f"{chunk_edges or CHUNK_EDGES} edges" if chunk_bytes is None else f"{chunk_bytes} bytes",
+        "chunks": chunks,
     }
 
 
@@ -227,14 +230,14 @@ def sampled(
         batches: Batches such as those of `hl.Sampled(fanouts=(20, 20), shuffle=False).loader(data, ids)`.
         num_nodes: The number of seeds, for the progress bar.
         show: Show progress.
-        guard: The guard of training under a budget. Batches that would take more are computed in
+        guard: The guard of training under a budget. Batches that exceed the budget are computed in
             micro-batches.
 
     Returns:
         [n, num_outputs] on the host, in the model's dtype.
 
     Raises:
-        ValueError: The batches have not one block per layer of the model.
+        ValueError: The number of blocks of a batch is not the number of layers of the model.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
@@ -273,7 +276,7 @@ def measure(data: Dataset, scores: Tensor, labels: Tensor) -> dict[str, float]:
     return {data.metric: metrics.METRICS[data.metric](scores.float(), labels)}
 
 
-# ---- modules that are not made of layers
+# ---- modules that are not made of layers. A *part* is the graph within some hops of some nodes.
 
 
 def whole_rows(
@@ -290,7 +293,7 @@ def whole_rows(
     """A function from some of `ids` to the outputs of a module without layers.
 
     part_hops: the hops of the parts that the module runs on; None for the whole graph at once. Without a
-    limit on chunks the whole graph is also used where it is small enough and parts would cost more.
+    limit on chunks, the whole graph is also used if it is small enough and parts would cost more.
     """
     if part_hops is None:
         if is_too_large(data):
@@ -315,12 +318,12 @@ def whole_rows(
 
 
 def part_hops_of(walk: Whole, data: Dataset, hops: int | None, limits: list[str]) -> int | None:
-    """The hops of the parts that a module runs on if it reads `hops` hops around a node; None for the whole
-    graph.
+    """The hops of the parts that a module runs on: `hops` or one more. None for the whole graph.
 
     Raises a ValueError if `hops` is too few, or if there are limits on the size of parts but no hops.
 
-    limits: the names of the arguments that limit the size of parts, as the caller gave them.
+    hops: the hops around a node that the module reads, says the user; None if the user does not say.
+    limits: the names of the arguments that the user set to limit the size of parts.
     """
     name = type(walk.module).__name__
     if hops is None and limits:

@@ -95,12 +95,13 @@ class InferenceCache:
 
     def is_complete(self, num_layers: int) -> bool:
         """Whether the cache has the blocks of all layers, and each layer is a single chunk."""
+        # A single chunk is the tensor of the layer's nodes itself, so its block is found by that tensor's id.
         return all(id(nodes) in self.blocks for nodes in self.layer_nodes[-num_layers:])
 
     def has_sums(self, num_layers: int) -> bool:
         """Whether the first layer's sums are cached, so that features are not read again.
 
-        For a single chunk.
+        False if the first layer has several chunks.
         """
         return id(self.layer_nodes[-num_layers]) in self.sums
 
@@ -118,14 +119,16 @@ class InferenceCache:
         if self.num_uses < 2 or id(chunk) in self.blocks:
             return
         sums = None if rows is None or self.x_version is None else (rows.reduced_and_own, rows.how)
-        taken = sum(tensor.nbytes for tensor in block.tensors() if tensor is not None)
-        taken += 0 if sums is None else sums[0].nbytes
+        num_bytes = sum(tensor.nbytes for tensor in block.tensors() if tensor is not None)
+        if sums is not None:
+            reduced_rows, _how = sums
+            num_bytes += reduced_rows.nbytes
         # Two threads may compute one chunk at the same time. The lock lets only the first store it and
         # count its bytes.
         with self.lock:
-            if taken > self.free_bytes or id(chunk) in self.blocks:
+            if num_bytes > self.free_bytes or id(chunk) in self.blocks:
                 return
-            self.free_bytes -= taken
+            self.free_bytes -= num_bytes
             if sums is not None:
                 self.sums[id(chunk)] = sums
             self.blocks[id(chunk)] = replace(block, graph=None)
@@ -149,12 +152,12 @@ def get_inference_cache(
     ids: Tensor,
     settings: Hashable,
     device: torch.device,
-    layer_nodes: Callable[[], list[Tensor]],
+    find_layer_nodes: Callable[[], list[Tensor]],
 ) -> InferenceCache:
     """The cache of the last inference on a graph if only the weights have changed, else a new one that
     replaces it.
 
-    layer_nodes: computes `InferenceCache.layer_nodes`. Called only for a new cache.
+    find_layer_nodes: computes `InferenceCache.layer_nodes`. Called only for a new cache.
     """
     last = LastInference.on(graph)
     cache = last.cache
@@ -162,14 +165,14 @@ def get_inference_cache(
         cache.num_uses += 1
     else:
         cache = InferenceCache(
-            weakref.ref(ids),
-            ids._version,
-            settings,
-            weakref.ref(x),
-            x.version,
-            graph.versions,
-            layer_nodes(),
-            max_cache_bytes(device),
+            ids=weakref.ref(ids),
+            version=ids._version,
+            settings=settings,
+            x=weakref.ref(x),
+            x_version=x.version,
+            edge_versions=graph.versions,
+            layer_nodes=find_layer_nodes(),
+            free_bytes=max_cache_bytes(device),
         )
         last.cache = cache
     return cache

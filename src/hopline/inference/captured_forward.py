@@ -67,7 +67,7 @@ class CapturedInference:
         self.device = job.device
         self.ids = ids
         self.left_to_others = False
-        """Whether only others call `capture`. `__call__` then never captures by itself."""
+        """Whether `__call__` leaves capturing to other threads. Asynchronous evaluation sets it."""
         self._job = weakref.ref(job)
         self._captured: CapturedCall[_Capture] = CapturedCall(
             job.device,
@@ -95,9 +95,9 @@ class CapturedInference:
     def launch(self, weights: Mapping[str, Tensor], after: Any, stream: torch.cuda.Stream) -> PendingInference | None:
         """Replay the graph with other weights on a stream, without waiting. None if there is no valid graph.
 
-        The stream first waits for the event `after`, when `weights` are complete, and copies them into the
-        job's module. At most two launches may be pending: each writes its rows into one of two host
-        buffers.
+        The stream first waits for the event `after`, which says that `weights` are complete. It copies them
+        into the job's module, and then replays. At most two launches may be pending: each writes its rows
+        into one of two host buffers.
         """
         captured = self._captured
         job = self._job()
@@ -130,8 +130,7 @@ class CapturedInference:
         return self._captured.is_settled
 
     def capture(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Capture the inference as a CUDA graph whose kernels have the stream's priority, if that is
-        possible.
+        """Capture the inference as a CUDA graph, if that is possible. Its kernels have the stream's priority.
 
         No other thread may draw random numbers on the GPU meanwhile.
         """
@@ -161,6 +160,7 @@ class CapturedInference:
             addresses = self.addresses(features=reads_features)
             if addresses is None:
                 raise CaptureDeclined
+            # Without unused memory in the allocator, reserved memory grows by that of the graph.
             torch.cuda.empty_cache()
             total_bytes = torch.cuda.get_device_properties(device).total_memory
             max_bytes = min(total_bytes // SHARE, free_bytes(device) // 4)
@@ -176,7 +176,7 @@ class CapturedInference:
                     keep_alive=(work, ids),
                 )
 
-            yield run
+            yield run  # captured by the caller
             if torch.cuda.memory_reserved(device) - bytes_before > max_bytes:
                 raise CaptureDeclined
 
@@ -189,7 +189,7 @@ class CapturedInference:
     def addresses(self, *, features: bool) -> list[int] | None:
         """The memory addresses of the weights and, if `features`, of the features.
 
-        None where the features have no tensor of their own on the GPU, whose address would stay the same.
+        None if the features are to be read but are not one tensor on the GPU: they have no fixed address.
         """
         tensors = [*self.model.parameters(), *self.model.buffers()]
         if features:

@@ -4,9 +4,9 @@ A rank numbers its own nodes 0 .. num_own - 1, and behind them the halo: nodes o
 edge into the shard, by owner. Before the first layer the ranks find out, from the output backwards, which
 rows are needed:
 
-    own nodes needed after layer l  ->  their sources  ->  halo: ask the owners (all-to-all)
-                                                       ->  own, with those that others ask for:
-                                                           needed after layer l - 1
+    own nodes needed after layer l  ->  their sources in the halo: request them of the owners (all-to-all)
+                                    ->  their own sources, and own nodes that other ranks request:
+                                        own nodes needed after layer l - 1
 
 Then each layer is computed over chunks of the own nodes. After it the ranks send the requested rows in one
 all-to-all, into the halo's part of the table that the next layer reads. The features of the halo travel
@@ -44,11 +44,11 @@ CHUNK = 1 << 22
 
 
 class JoinedTable(Table):
-    """The rows of one table, and behind them num_second rows of which a second table holds some.
+    """The rows of a first table, and behind them `num_second` further rows. A second table holds some of these.
 
-    Only rows that the second table holds may be read.
+    Only rows that one of the tables holds may be read.
 
-    second_ids: [len(second)] int64, ascending: which of the num_second rows the second table holds.
+    second_ids: [len(second)] int64, ascending: which of the `num_second` rows the second table holds.
     """
 
     def __init__(self, first: Table, second: Table, second_ids: Tensor, num_second: int) -> None:
@@ -69,7 +69,8 @@ class JoinedTable(Table):
         is_first = ids < len(self.first)
         rows = torch.empty((ids.numel(), *self.shape[1:]), dtype=self.dtype)
         rows[is_first] = self.first.read(ids[is_first])
-        rows[~is_first] = self.second.read(torch.searchsorted(self.second_ids, ids[~is_first] - len(self.first)))
+        second_rows = torch.searchsorted(self.second_ids, ids[~is_first] - len(self.first))
+        rows[~is_first] = self.second.read(second_rows)
         return rows
 
 
@@ -86,11 +87,11 @@ def exact(
 ) -> Tensor:
     """The model's output for some of this rank's nodes, over every edge: [n, num_outputs] on the host.
 
-    Collective: every rank must call it, with rows of its own or with none. Only rows that the outputs
-    depend on are computed, by the ranks that own them, and only those travel. Memory holds the embeddings
-    of the own nodes and of the halo, and chunks as in `hopline.inference.exact`.
+    Collective: every rank must call it. Only rows that the outputs depend on are computed, by the ranks
+    that own them, and only those travel. Memory holds the embeddings of the own nodes and of the halo, and
+    chunks as in `hopline.inference.exact`.
 
-    rows: [n] int64, rows of the shard's own nodes; None for all of them.
+    rows: [n] int64, local numbers of the own nodes to compute, may be empty. None: all own nodes.
     """
     max_bytes = parse_chunk_bytes(chunk_bytes)
     channel = Channel() if channel is None else channel
@@ -101,8 +102,7 @@ def exact(
     with evaluating(walk):
         work = RankChunks(walk, shard, channel, chunk_edges, torch.device(device), chunk_bytes=max_bytes)
         rows = torch.arange(shard.num_own) if rows is None else rows
-        # A rank without rows computes one all the same: it tells the rank the width of the rows of each
-        # layer.
+        # A rank without rows computes one all the same, to learn the width of each layer's rows.
         computed_rows = rows if rows.numel() else torch.zeros(1, dtype=torch.int64)
         return work.run(computed_rows, show)[: rows.numel()]
 
@@ -111,7 +111,7 @@ class _RemoteRows(NamedTuple):
     """The halo rows that a layer reads, and the request by which they come."""
 
     numbers: Tensor
-    """[n] int64, ascending: numbers of these rows in the halo."""
+    """[n] int64, ascending: numbers of these rows in the halo, counted from 0."""
     request: RowRequest
     """The request to the owners of these rows. It also holds the own rows that other ranks ask for."""
 
@@ -119,10 +119,10 @@ class _RemoteRows(NamedTuple):
 class RankChunks(Chunks):
     """Exact inference of one rank. Own nodes are 0 .. num_own - 1, and behind them comes the halo, by owner.
 
-    All ranks must run it at once, since `layer_nodes` and `completed` call an all-to-all.
+    All ranks must run it at once, since `layer_nodes` and `on_layer_end` call an all-to-all.
     """
 
-    by_graph_alone = False
+    by_graph_alone = False  # other ranks' requests decide too which nodes a layer computes
     has_all_edges = False
 
     def __init__(
@@ -137,22 +137,20 @@ class RankChunks(Chunks):
         self.shard = shard
         self.channel = channel
         self._halo_rows: list[_RemoteRows] = []
-        """The halo rows of each layer that is still to be computed; `completed` removes the first."""
+        """The halo rows that each layer reads, from the current layer on. `on_layer_end` removes the first."""
         data = Dataset(name=shard.name, graph=_local_graph(shard, channel))
         super().__init__(model, data, chunk_edges, device, chunk_bytes=chunk_bytes)
 
     def layer_nodes(self, ids: Tensor | None) -> list[Tensor]:
-        """The own nodes whose rows are needed after each layer, by this rank or another.
+        """The own nodes whose rows this or another rank needs before each layer; last, the output nodes.
 
-        Entry 0: all input rows.
-
-        Entry 0 has the own nodes and the halo that the first layer reads. Also fetches the halo's features.
+        Entry 0 also has the halo nodes that the first layer reads. Their features are fetched here.
         """
         assert ids is not None
         num_own = self.shard.num_own
         layer_nodes = [ids.unique()]
         for _ in range(self.model.num_layers):
-            sources = self._sources(layer_nodes[0])
+            sources = self._with_sources(layer_nodes[0])
             halo_numbers = sources[sources >= num_own] - num_own
             # Collective. `request.rows` are the own rows that other ranks need before this layer.
             request = RowRequest(self.channel, self.shard.ptr, self.shard.halo_positions[halo_numbers])
@@ -166,16 +164,17 @@ class RankChunks(Chunks):
             self.data.tables["x"] = _join_tables(own_x, halo_x, halo_numbers, self.shard.halo_positions.numel())
         return [torch.cat([layer_nodes[0], halo_numbers + num_own]), *layer_nodes[1:]]
 
-    def _sources(self, rows: Tensor) -> Tensor:
-        """The nodes `rows` and their in-neighbours: ascending local numbers.
+    def _with_sources(self, nodes: Tensor) -> Tensor:
+        """Some nodes and all their in-neighbours: ascending local numbers.
 
         Reads about `CHUNK` edges at a time.
         """
         graph = self.data.graph
         is_source = torch.zeros(graph.num_nodes, dtype=torch.bool)
-        is_source[rows] = True
-        chunk_of = (graph.in_degrees(rows) + 1).cumsum(0) // CHUNK
-        for chunk in rows.split(torch.bincount(chunk_of).tolist()):
+        is_source[nodes] = True
+        cost = (graph.in_degrees(nodes) + 1).cumsum(0)  # in-edges and nodes up to each node
+        num_nodes_by_chunk = torch.bincount(cost // CHUNK).tolist()
+        for chunk in nodes.split(num_nodes_by_chunk):
             _, edges = ops.row_positions(graph.indptr, chunk)
             is_source[graph.indices[edges].long()] = True
         return is_source.nonzero().view(-1)
@@ -185,7 +184,7 @@ class RankChunks(Chunks):
         them."""
         if l == self.last:
             return
-        del self._halo_rows[0]
+        del self._halo_rows[0]  # those that layer l has read
         halo_numbers, request = self._halo_rows[0]
         table = self.tables.of(l)
         device = table.rows.device
@@ -201,18 +200,22 @@ def _local_graph(shard: Shard, channel: Channel) -> PartialGraph:
     request = RowRequest(channel, shard.ptr, shard.halo_positions)
     num_nodes = shard.num_own + shard.halo_positions.numel()
 
-    # The local number of a source: its number among its owner's nodes that the shard reads, plus the
-    # owner's first.
-    first_of_owner = torch.where(torch.arange(shard.num_shards) == shard.rank, 0, shard.num_own + shard.halo_ptr[:-1])
+    # `src_idx` numbers the sources of each owner from 0. Local numbers add the number of the owner's first
+    # node: own nodes begin at 0, and the halo nodes of each other owner somewhere behind them.
+    first_of_owner = shard.num_own + shard.halo_ptr[:-1]
+    first_of_owner[shard.rank] = 0
     indices = torch.empty(shard.at.numel(), dtype=index_dtype(num_nodes))
+    # `shard.at` lists the edges by destination, by numbers that are grouped by the owner of the source.
     for start in range(0, shard.at.numel(), CHUNK):
         edges = shard.at[start : start + CHUNK].long()
         owner = torch.bucketize(edges, shard.part_ptr[1:-1], right=True)
         indices[start : start + CHUNK] = (shard.src_idx[edges] + first_of_owner[owner]).to(indices.dtype)
+    # The halo has no in-edges, so its offsets all are the end of the own nodes' edges.
     indptr = torch.full((num_nodes + 1,), int(shard.indptr[-1]))
     indptr[: shard.num_own + 1] = shard.indptr
 
-    # The order of the collective calls is the same on all ranks: the sampler's, degrees, weights.
+    # The sampler draws nothing here: it finds out whether any rank has self-loops, and sums edge weights. The
+    # order of the collective calls is the same on all ranks: the sampler's, degrees, weights.
     sampler = CollectiveSampler(shard, channel, (-1,))
     degrees = shard.layout.degrees
     degrees = torch.cat([degrees, request.reply(degrees[request.rows])])
@@ -236,9 +239,9 @@ def _join_tables(own: Table, halo: Table | Tensor, halo_numbers: Tensor, num_hal
     halo_numbers: [len(halo)] int64, ascending: the halo numbers of the fetched rows.
     """
     if isinstance(own, SparseTable) and isinstance(halo, SparseTable):
-        counts = torch.zeros(num_halo, dtype=torch.int64)
-        counts[halo_numbers] = halo.indptr.diff()
-        indptr = torch.cat([own.indptr, counts.cumsum(0) + own.indptr[-1]])
+        halo_counts = torch.zeros(num_halo, dtype=torch.int64)  # entries per row
+        halo_counts[halo_numbers] = halo.indptr.diff()
+        indptr = torch.cat([own.indptr, halo_counts.cumsum(0) + own.indptr[-1]])
         columns = torch.cat([own.columns, halo.columns])
         values = torch.cat([own.values, halo.values])
         return SparseTable(indptr, columns, values, own.num_columns)
@@ -250,7 +253,8 @@ def sampled(model: nn.Module, channel: Channel, batches: Iterable[Batch]) -> tup
     """(ids, outputs, labels) of the seeds of this rank's batches, over sampled edges. labels: None without
     labels.
 
-    Collective. A rank without seeds learns the width of the outputs from the others.
+    Collective. A rank without seeds learns the width of the outputs from the others: its own output has no
+    rows and no columns until then.
     """
     walk = as_walkable(model)
     ids: list[Tensor] = []

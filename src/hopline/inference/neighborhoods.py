@@ -37,10 +37,10 @@ CPU = torch.device("cpu")
 def whole_bytes(walk: Whole, data: Dataset) -> int:
     """The bytes of a module's forward pass over the whole graph, by the widths of its parameters.
 
-    An upper bound for convs. Too little for a module that compares all pairs of nodes.
+    An upper bound for modules of convs. Too little for a module that compares all pairs of nodes.
     """
-    bound = costs_of(walk, data.x, 1).forward_only()
-    return int(bound.bound(Sizes((data.num_nodes, data.num_nodes), (data.num_edges,))))
+    costs = costs_of(walk, data.x, num_blocks=1).forward_only()
+    return int(costs.bound(Sizes((data.num_nodes, data.num_nodes), (data.num_edges,))))
 
 
 def run_whole(walk: Whole, data: Dataset, device: torch.device) -> Tensor:
@@ -75,7 +75,7 @@ class LocalInference:
         self.chunk_bytes = chunk_bytes
         if chunk_bytes is not None:
             # The bound is far above the bytes of a chunk. It serves until the first chunk was measured.
-            costs = costs_of(walk, data.x, 1).forward_only()
+            costs = costs_of(walk, data.x, num_blocks=1).forward_only()
             self.limit = max(1, int(chunk_bytes / max(costs.per_node[0], costs.per_edge[0])))
         else:
             self.limit = chunk_edges or default_chunk_edges(self.device, data)
@@ -85,9 +85,10 @@ class LocalInference:
         """The most bytes per node and edge of the chunks so far."""
 
     def is_dearer_than_whole(self, seeds: Tensor) -> bool:
-        """Whether parts would cost more than the whole graph: by the size of the first chunk's part.
+        """Whether parts would cost more than the whole graph.
 
-        From `WHOLE_GRAPH_FRACTION` of the whole graph's nodes and edges on, parts count as more expensive.
+        The part of the first chunk stands for all. Parts count as dearer if they together have at least
+        `WHOLE_GRAPH_FRACTION` of the whole graph's nodes and edges.
         """
         chunk, block = next(self._chunks(seeds))
         whole_size = self.data.num_nodes + self.data.num_edges
@@ -99,7 +100,7 @@ class LocalInference:
         num_done = 0
         with progress("inference", seeds.numel(), "nodes", enabled=show, brief=True) as bar:
             for chunk, block in self._chunks(seeds):
-                outputs = self._compute(block)[: chunk.numel()].to(CPU)
+                outputs = self._compute(block)[: chunk.numel()].to(CPU)  # seeds are the first nodes of a part
                 if rows is None:
                     rows = torch.empty((seeds.numel(), *outputs.shape[1:]), dtype=outputs.dtype)
                 rows[num_done : num_done + chunk.numel()] = outputs
@@ -115,6 +116,7 @@ class LocalInference:
         chunk has twice the seeds. The limit may change from one chunk to the next.
         """
         graph = self.data.graph
+        # A first guess, as if a part were its seeds and their in-edges.
         mean_degree = graph.num_edges / max(1, graph.num_nodes)
         num_seeds = max(1, int(self.limit / (1 + mean_degree)))
         start = 0
@@ -134,14 +136,19 @@ class LocalInference:
     def _compute(self, block: Block) -> Tensor:
         """The outputs of a part's nodes.
 
-        With `chunk_bytes` it is measured, which sets the limit of later parts.
+        With `chunk_bytes` the memory of this call is measured, and sets the limit of later parts.
         """
-        if self.chunk_bytes is None:
+
+        def run() -> Tensor:
             return self.walk.on_block(Rows(self.data.x, block.src_ids).read_on(self.device), block.to(self.device))
+
+        if self.chunk_bytes is None:
+            return run()
         with meter_of(self.device) as meter:
-            outputs = self.walk.on_block(Rows(self.data.x, block.src_ids).read_on(self.device), block.to(self.device))
+            outputs = run()
         self._max_bytes_per_size = max(self._max_bytes_per_size, meter.peak_bytes / _size(block))
-        self.limit = max(1, int(self.chunk_bytes / (MARGIN * max(1.0, self._max_bytes_per_size))))
+        safe_bytes_per_size = MARGIN * max(1.0, self._max_bytes_per_size)
+        self.limit = max(1, int(self.chunk_bytes / safe_bytes_per_size))
         return outputs
 
 

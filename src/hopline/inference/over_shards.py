@@ -114,12 +114,14 @@ class AllShards(Dataset):
 
     Sizes, splits and features of all shards are open all the time. Edges are open of one shard at a time
     (`shard`), so one thread at a time may read them. The property `graph` raises a ValueError.
+
+    split: which published split is the current one, for datasets that have several.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, split: int = 0) -> None:
-        self.folder, _, description = read_shard_record(folder)
+        self.folder, _manifest, record = read_shard_record(folder)
         self.split = split
-        self.num_shards = description["num_shards"]
+        self.num_shards = record["num_shards"]
         self._opened: Shard | None = None
         shards = [open_shard(self.folder, rank, split=split) for rank in range(self.num_shards)]
         first = shards[0]
@@ -129,14 +131,14 @@ class AllShards(Dataset):
         self.name = first.name
         self.task = first.task
         self.num_classes = first.num_classes
-        self.cut = first.cut
+        self.cut = first.cut  # a hash of the dataset and its partition
         # Fields of a `Dataset` that stay empty. Features are in `rows`.
         self.tables = {}
         self.y = None
         self.alternatives = ()
         self.meta = {}
         self.splits = {name: torch.cat([s.splits[name] for s in shards]).sort().values for name in first.splits}
-        self.ptr = first.ptr
+        self.ptr = first.ptr  # [num_shards + 1] int64: the first position of each shard
         self._num_edges = first.num_edges
         self.nodes = torch.cat([shard.nodes for shard in shards])
         """[num_nodes] int64: the node id at each position."""
@@ -182,7 +184,10 @@ class AllShards(Dataset):
 
 
 class _ByPosition(PartialGraph):
-    """Degrees and weights of all nodes, by position, without edges. Edges are read shard by shard."""
+    """Degrees and weights of all nodes, by position, without edges. Edges are read shard by shard.
+
+    A node's number is its position, so there is nothing to look up.
+    """
 
     def _positions(self, ids: Tensor) -> Tensor:
         return ids.cpu()
@@ -202,7 +207,7 @@ def _graph_of(data: AllShards) -> _ByPosition:
     if has_loops or "weight" in data.shard(0).edge:
         weights = [weights_of_shard(data.shard(rank)) for rank in range(data.num_shards)]
     return _ByPosition(
-        torch.zeros(1, dtype=torch.int64).expand(data.num_nodes + 1),
+        torch.zeros(1, dtype=torch.int64).expand(data.num_nodes + 1),  # no edges, and one number in memory
         torch.zeros(0, dtype=torch.int64),
         {name: rows[:0] for name, rows in data.shard(0).edge.items()},
         ids=torch.zeros(0, dtype=torch.int64),
@@ -218,7 +223,7 @@ class ShardChunks(Chunks):
     Chunks in ascending order thus open each shard once per layer.
     """
 
-    by_graph_alone = False
+    by_graph_alone = False  # `data.graph` has no edges from which the nodes of a layer would follow
     has_all_edges = False
 
     def __init__(
@@ -254,7 +259,7 @@ class ShardChunks(Chunks):
         is_source = torch.zeros(self.data.num_nodes, dtype=torch.bool)
         is_source[positions] = True
         for chunk in self.chunks(positions, CHUNK):
-            _, sources, _ = self._edges(chunk)
+            _indptr, sources, _edge_arrays = self._edges(chunk)
             is_source[sources] = True
         return is_source.nonzero().view(-1)
 
@@ -265,6 +270,7 @@ class ShardChunks(Chunks):
 
     def _edges(self, positions: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """(indptr, positions of the sources, edge arrays) of the in-edges of nodes of one shard."""
+        # `shard.at` lists the numbers of the shard's edges by destination. `entries` are indices into it.
         shard = self._shard_of(positions)
         indptr, entries = ops.row_positions(shard.indptr, positions - shard.ptr[shard.rank])
         edges = ops.gather_rows(shard.at, entries).long()
@@ -279,7 +285,7 @@ class ShardChunks(Chunks):
             src_ids = self.id_map.ids()
         finally:
             self.id_map.clear()
-        return Block(src_ids, nodes.numel(), (Part(indptr, src_idx, edge, None),), self.data.graph, None)
+        return Block(src_ids, nodes.numel(), (Part(indptr, src_idx, edge),), self.data.graph)
 
     def _by_shard(self, nodes: Tensor) -> list[Tensor]:
         """Ascending positions, divided by shard. Shards without any of them are left out."""
@@ -287,6 +293,7 @@ class ShardChunks(Chunks):
         return [group for group in nodes.split(bounds.diff().tolist()) if group.numel()]
 
     def probe_nodes(self, nodes: Tensor) -> Tensor:
+        """A few nodes of one shard, at which a layer's memory is measured."""
         largest_group = max(self._by_shard(nodes), key=len)
         probed = super().probe_nodes(largest_group)
         self._shard_of(probed)  # opened now, so that the probe does not measure the opening of a shard

@@ -57,7 +57,7 @@ class LayerFiles(Allocator):
         self.chunk_edges = 0
         """The edges per chunk of that layer; 0 before the layer has begun."""
         self.shapes: dict[int, tuple[str, list[int]]] = {}
-        """The dtype (as a name) and shape of each table in the folder, by layer."""
+        """The dtype (as a name) and shape of each table in the folder, by layer. Layer -1: the encoded rows."""
         self.saved = time.monotonic()
         """The time of the last save, by `time.monotonic()`."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ class LayerFiles(Allocator):
 
         Files go after the save: progress never names a table that is missing. gone: the layers to remove.
         """
-        self._sync()
+        self._sync()  # the finished layer's rows: `_save` below syncs those of the next layer
         self.layer += 1
         self.chunks = 0
         self.chunk_edges = 0

@@ -1,13 +1,22 @@
 """Tables: rows by node id, in any place: device, pinned or other host memory, disk, another host.
 
-Read `base` first: the contract of a table (`read`, `write`, `tiers`). Features are in a `memory` table (a
-dense tensor) or a `sparse` one (CSR). Over a slower table, `cache` has copies in RAM and `tiered` has
-copies on the device. `build` has the one call that stacks them, and `hot_rows` decides which rows are hot.
-Tables that are written, one per layer, are in `layers`, and `allocators` decides in which memory they lie.
-`history` adds the age of every row and rows that are prefetched for a GPU; `history_ranks` has histories
-that ranks share. `shareable` sends tables to other processes as handles. A table owns no thread and no
-stream: rows of histories are moved by a `device.RowMover`, which the work owns. A table of your own
-implements `base.Table`. It stands on `pipeline` and below.
+Read `base` first: the contract of a table (`read`, `write`, `tiers`). A table of your own implements
+`base.Table`. The other modules:
+
+    memory          rows in a dense tensor
+    sparse          rows in CSR form
+    cache           copies in RAM of some rows of a slower table
+    tiered          copies on the device of some rows of a slower table
+    hot_rows        decides which rows are worth a copy
+    build           `table`, the one call that stacks these tables
+    layers          tables that training and inference write, one per layer
+    allocators      decides in which memory the tables of layers lie
+    history         adds the age of every row, and rows that are prefetched for a GPU
+    history_ranks   histories that ranks share
+    shareable       sends tables to other processes as handles
+
+A table owns no thread and no stream. A `device.RowMover` moves the rows of histories, and belongs to the
+work of the training method. The package stands on `pipeline` and below.
 """
 
 from hopline.tables.base import Table, Tiers

@@ -1,12 +1,13 @@
 """`Table`, the contract of all tables, and `Tiers`, the form in which kernels read one.
 
-A table maps node ids to rows. `read` is the one method that every table has. All others tell faster paths
-about the table, and have a default that says "not this way": `storage` and `tiers` return None, and rows
-are read first.
+A table maps node ids to rows. `read` is the one method that every table has. Others, such as `storage` and
+`tiers`, let kernels read rows without a copy first. They return None by default, and the caller then uses
+`read`.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
@@ -108,11 +109,11 @@ class Table(ABC):
         return None
 
     def concurrent_view(self) -> Table:
-        """A table with these rows that may be read while others train."""
+        """A table with these rows that a thread may read while another one trains."""
         return self
 
     def end_epoch(self) -> None:  # noqa: B027 - most tables have nothing to say
-        """Called after every epoch, to report counters and to use what was observed in it."""
+        """Report counters, and use what was observed in the epoch. Called after every epoch."""
 
     def read_csr(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """The rows of `ids` [n] in CSR form: (indptr [n + 1], columns [nnz], values [nnz]).
@@ -130,7 +131,4 @@ class Table(ABC):
     @property
     def num_bytes(self) -> int:
         """Bytes of the memory that this table itself holds, without those of a table that it wraps."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize

@@ -5,7 +5,7 @@
     all rows        in memory, or a mapped file         TensorTable
 
 For a GPU without a RAM cache, all rows are pinned where they lie, and the GPU reads cold rows by zero-copy.
-Behind a RAM cache the host reads them.
+With a RAM cache, the host reads the cold rows. `below` is the table under the copies of hot rows.
 """
 
 from __future__ import annotations
@@ -89,19 +89,20 @@ def table(
         below.share_arrays("rows")  # before they are pinned, since pinned memory cannot move
     num_rows = len(below)
     row_bytes = _row_bytes(below)
-    num_device = _num_rows("device_cache", device_cache, num_rows, row_bytes)
+    num_device_rows = _num_rows("device_cache", device_cache, num_rows, row_bytes)
     has_host_cache = host_cache not in (None, "all")
-    num_host = _num_rows("host_cache", host_cache, num_rows, row_bytes) if has_host_cache else 0
-    num_host = min(num_host, num_rows - num_device)
-    if num_device == num_rows:
-        return TieredTable(below, None, target)
-    ids = _hottest(order, num_device + num_host, num_rows, graph, fanouts, train_ids, batch_size)
+    num_host_rows = _num_rows("host_cache", host_cache, num_rows, row_bytes) if has_host_cache else 0
+    num_host_rows = min(num_host_rows, num_rows - num_device_rows)
+    if num_device_rows == num_rows:
+        return TieredTable(below, hot_ids=None, device=target)
+    ids = _hottest(order, num_device_rows + num_host_rows, num_rows, graph, fanouts, train_ids, batch_size)
     if has_host_cache:
-        below = CachedTable(below, ids[num_device:], counter="rows.host")
+        below = CachedTable(below, ids[num_device_rows:], counter="rows.host")
     storage = below.storage()
     if target.type == "cuda" and storage is not None:
         pinned.pin(storage)  # at once, so that a failure shows here and not at the first read
-    return TieredTable(below, ids[:num_device].clone(), target, observe=order_is(order, "observed"))
+    # A copy, because the ids may be the user's tensor.
+    return TieredTable(below, ids[:num_device_rows].clone(), target, observe=order_is(order, "observed"))
 
 
 def order_is(order: str | Tensor, name: str) -> bool:
@@ -209,7 +210,7 @@ def _hottest(
         return ids[:count]
     if order not in ORDERS:
         raise ValueError(f"order={order!r}: choose one of {', '.join(ORDERS)}, or give ids, the hottest first")
-    # Nothing is known before the first epoch without a graph, so any rows will do.
+    # Without a graph, nothing is known before the first epoch: any rows will do.
     if not count or (order == "observed" and graph is None):
         return torch.arange(count)
     if graph is None:

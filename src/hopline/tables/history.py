@@ -46,7 +46,10 @@ class RowReader(ABC):
     """Reads historical embeddings by position: from the tables, or from rows prefetched for a batch."""
 
     step: int
-    """Number of committed steps: when this reader was made, or so far if it is the tables themselves."""
+    """Number of committed steps, from which ages are counted.
+
+    Prefetched rows and snapshots keep the number that it was when they were made.
+    """
 
     @abstractmethod
     def rows(self, l: int, positions: Tensor) -> Tensor:
@@ -122,9 +125,7 @@ class Histories(LayerTables, RowReader):
         return self
 
     def prefetch(self, layers: Sequence[int], positions: Tensor) -> RowReader:
-        """A reader of the rows at `positions`.
-
-        Rows of tables in host memory are pulled from now on, as they are now.
+        """A reader of the rows at `positions`. The pull of rows in host memory starts now.
 
         positions: [n] int64 on the host. The reader knows prefetched rows by this tensor itself, not by its
             values.
@@ -200,8 +201,8 @@ class Histories(LayerTables, RowReader):
 class PrefetchedRows(RowReader):
     """The rows that one batch reads. Those of tables in host memory are on their way to the device.
 
-    Rows of tables on the device are read when they are needed. Positions other than the batch's are read
-    from the tables, as they are then.
+    Rows of tables on the device are read when they are needed. So are rows at other positions than those of
+    the batch.
     """
 
     def __init__(
@@ -231,7 +232,7 @@ class PrefetchedRows(RowReader):
 
     def read(self, l: int, positions: Tensor, like: Tensor) -> Tensor:
         if l not in self.pulled:
-            self.histories.table(l, like)
+            self.histories.table(l, like)  # creates it if nothing was written yet: it reads as zeros
         return super().read(l, positions, like)
 
     def read_subset(self, l: int, positions: Tensor, idx: Tensor, like: Tensor) -> Tensor:

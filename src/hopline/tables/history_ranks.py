@@ -32,6 +32,7 @@ from hopline.tables.layers import At
 class Owners:
     """Which rank owns the row at a position, and which positions this host holds.
 
+    shares: the parts that each rank owns.
     ptr: [num_parts + 1] int64: the position at which each part begins.
     """
 
@@ -103,9 +104,9 @@ class Snapshot(RowReader):
 class SharedHistories(Histories):
     """Histories in memory that all ranks of a host write and read.
 
-    Making them is collective, and so is the first use of a layer, which creates its table: all ranks must
-    do so together. Barriers separate writing from reading: that of `complete`, and those of the work when
-    it commits. So no row is locked.
+    All ranks must make them together. The first use of a layer creates its table, and is collective too. No
+    row is locked: the barriers of `complete`, and of a historical batch's commit, separate writing from
+    reading.
     """
 
     def __init__(
@@ -184,10 +185,7 @@ class SharedHistories(Histories):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """All rows of all hosts in rank 0, for a checkpoint, and empty tensors in the other ranks.
-
-        Collective.
-        """
+        """The rows of all hosts in rank 0, for a checkpoint. Empty tensors in the other ranks. Collective."""
         tables = {str(l): self._gather(table) for l, table in self.tables.items()}
         return {"tables": tables, "written": self._gather(self.written), "step": self.step}
 
@@ -226,16 +224,17 @@ class PartAssignment:
         """Divide `num_parts` parts evenly over the ranks of `world`. Collective."""
         if num_parts < world.size:
             raise ValueError(f"num_parts={num_parts} is less than the {world.size} ranks: make it larger")
-        nodes = world.sum([world.node if rank == world.rank else 0 for rank in range(world.size)])
-        distinct_nodes = sorted(set(nodes))
-        hosts = tuple(distinct_nodes.index(node) for node in nodes)
+        # Every rank adds the number of its host at its own index: the sum has the numbers of all ranks.
+        host_numbers = world.sum([world.node if rank == world.rank else 0 for rank in range(world.size)])
+        distinct_hosts = sorted(set(host_numbers))
+        hosts = tuple(distinct_hosts.index(number) for number in host_numbers)
 
-        order = sorted(range(world.size), key=lambda rank: nodes[rank])
-        ends = [num_parts * i // world.size for i in range(world.size + 1)]
+        order = sorted(range(world.size), key=lambda rank: host_numbers[rank])
+        bounds = [num_parts * i // world.size for i in range(world.size + 1)]
         parts = []
         for rank in range(world.size):
             i = order.index(rank)
-            parts.append(range(ends[i], ends[i + 1]))
+            parts.append(range(bounds[i], bounds[i + 1]))
         return cls(world.rank, hosts, tuple(parts))
 
     @property

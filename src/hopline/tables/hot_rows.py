@@ -62,6 +62,7 @@ def access_probability(
         n_j(u)  =  p_j(u) - p_{j-1}(u), and n_0 = s                    u joins the batch at hop j
         q_P(u)  =  min(1, max(fan-outs of the pair P) / in-degree(u))  an in-edge of u is drawn for pair P
         d_h(u)  =  sum over j < h of  n_j(u) (1 - product over pairs P from j to h of (1 - q_P(u)))
+                                                                       an in-edge of u is drawn up to hop h
         p_h(v)  =  1 - (1 - s(v)) * product over out-edges (v, u) of (1 - d_h(u))
 
     In words: v is missed if it is no seed and all its out-edges miss it. The product over edges is computed
@@ -71,23 +72,24 @@ def access_probability(
     degrees = graph.in_degrees().to(device).clamp(min=1).float()
     seeds = torch.zeros(graph.num_nodes, device=device)
     seeds[train_ids.to(device)] = min(1.0, batch_size / max(1, train_ids.numel()))
-    reached = seeds
-    joined = [seeds]
-    # Logarithms are added as integers, so that the sum does not depend on its order. It cannot overflow: a
-    # sum has at most num_edges terms of at most LARGEST_TERM * scale, which together stay below 2**63.
+    reached = seeds  # p_h
+    joined = [seeds]  # n_0, n_1, ...
+    # Logarithms are added as integers, so that the sum does not depend on its order. It cannot overflow: it
+    # has at most num_edges terms, each at most LARGEST_TERM * scale, so it is at most 2**4 * 2**58 = 2**62.
     scale = 2.0 ** (58 - graph.num_edges.bit_length())
     for hop in range(1, len(fanouts) + 1):
-        used = torch.zeros_like(seeds)
+        drawn = torch.zeros_like(seeds)  # d_h
         for j, new in enumerate(joined):
-            missed_by = torch.ones_like(seeds)
+            not_drawn = torch.ones_like(seeds)
             for pair in _pairs_of_layers(fanouts, j, hop):
-                missed_by *= 1 - _share(degrees, pair, replace)
-            used += new * (1 - missed_by)
-        terms = -torch.log1p(-used.clamp(max=1.0))
-        missed = add_to_sources(graph, (terms.clamp(max=LARGEST_TERM).double() * scale).round().long())
-        now = seeds - (1 - seeds) * torch.expm1(-missed.double() / scale).float()
-        joined.append((now - reached).clamp(min=0))
-        reached = now
+                not_drawn *= 1 - _draw_probability(degrees, pair, replace)
+            drawn += new * (1 - not_drawn)
+        terms = -torch.log1p(-drawn.clamp(max=1.0))
+        term_sums = add_to_sources(graph, (terms.clamp(max=LARGEST_TERM).double() * scale).round().long())
+        # p_h = 1 - (1 - s) exp(-sum), written so that small probabilities keep their digits.
+        reached_now = seeds - (1 - seeds) * torch.expm1(-term_sums.double() / scale).float()
+        joined.append((reached_now - reached).clamp(min=0))
+        reached = reached_now
     return reached
 
 
@@ -102,7 +104,7 @@ def _pairs_of_layers(fanouts: Sequence[int], first: int, last: int) -> list[list
     return list(pairs.values())
 
 
-def _share(degrees: Tensor, fanouts: Sequence[int], replace: bool) -> Tensor:
+def _draw_probability(degrees: Tensor, fanouts: Sequence[int], replace: bool) -> Tensor:
     """[num_nodes] float32: the probability that a given in-edge of a node is among those drawn.
 
     A fan-out of -1 takes all in-edges.

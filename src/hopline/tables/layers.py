@@ -94,7 +94,8 @@ class LayerTables:
     def write(self, l: int, at: At, rows: Tensor, computed: Any = None) -> None:
         """Write rows after layer `l`, in the order of `at`.
 
-        computed: when the rows were computed, for tables that a GPU writes later. Default: now.
+        computed: a CUDA event after which the rows are complete, for tables that a GPU writes later. Default:
+            this moment.
         """
         if isinstance(at, Tensor):
             self._write_at(l, at, rows)

@@ -46,10 +46,10 @@ class TensorTable(Shareable, Table):
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         if self.read_only:
-            super().write(ids, rows)
+            super().write(ids, rows)  # raises TypeError
         ops.put_rows(self.rows, ids, rows.to(self.rows.dtype))
-        # Our own kernels write without torch's knowledge, and `version` must change. Inference tensors lack
-        # one.
+        # Our own kernels write without torch's knowledge, and `version` must change. Inference tensors have no
+        # version.
         if not self.rows.is_inference():
             torch.autograd.graph.increment_version(self.rows)
 
@@ -66,7 +66,8 @@ class TensorTable(Shareable, Table):
         is_readable = self.rows.device.type == target.type or (
             self.rows.device.type == "cpu" and pinned.is_readable(self.rows)
         )
-        return Tiers(self.rows, None, None) if is_readable and self.rows.is_contiguous() else None
+        can_read_rows = is_readable and self.rows.is_contiguous()
+        return Tiers(hot=self.rows, cold=None, hot_slot=None) if can_read_rows else None
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle a handle: another process reads the same memory. A tensor on a GPU is pickled by torch."""

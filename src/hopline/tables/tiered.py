@@ -74,7 +74,7 @@ class _DeviceTiers:
     tiers: Tiers
     """Hot and cold rows, as kernels on this device read them."""
     counts: Tensor
-    """[COUNTERS, 3] int64 on the device: hits, misses and reads of staged rows, to be summed over axis 0."""
+    """[COUNTERS, 3] int64 on the device: reads of hot, cold and staged rows, to be summed over axis 0."""
     seen: Tensor | None
     """[num_rows] int32 on the device: how often each row was read.
 
@@ -148,8 +148,8 @@ class TieredTable(Shareable, Table):
 
     @property
     def num_bytes(self) -> int:
-        hot_slots = 0 if self.hot_ids is None else 4 * len(self)
-        return self.num_hot * self.row_bytes + hot_slots
+        slot_bytes = 0 if self.hot_ids is None else len(self) * torch.int32.itemsize
+        return self.num_hot * self.row_bytes + slot_bytes
 
     def read(self, ids: Tensor, *, staged: bool = True) -> Tensor:
         """The rows of `ids` [n], on the device of the ids.
@@ -172,19 +172,27 @@ class TieredTable(Shareable, Table):
         if device_tiers.seen is not None and self.observing:
             with self._lock:  # several threads may add to the same counters
                 count_ids(device_tiers.seen, ids)
-        if ids.device.type != "cpu" and (tiers.hot_slot is None or tiers.cold is not None):
+        if ids.device.type != "cpu" and _has_all_rows(tiers):
             # Host memory answers ascending ids faster (docs/measurements/gpu.md: 48 instead of 28 GB/s).
             # With half of the rows hot, hardly any read goes to the host, and the sort is not worth its
             # time.
             reads_host = tiers.cold is not None and 2 * self.num_hot < len(self)
             in_order = reads_host and ids.numel() >= SORTED_FROM
-            return gather_tiers(tiers.hot, tiers.cold, tiers.hot_slot, ids, device_tiers.counts, in_order, staged)
+            return gather_tiers(
+                tiers.hot,
+                tiers.cold,
+                tiers.hot_slot,
+                ids,
+                counts=device_tiers.counts,
+                in_order=in_order,
+                staged=staged,
+            )
         return self._read_by_host(device_tiers, ids)
 
     def _read_by_host(self, device_tiers: _DeviceTiers, ids: Tensor) -> Tensor:
         """The rows of `ids`, where the host reads the misses from `below`. Synchronises with a GPU."""
-        hot, _, hot_slot = device_tiers.tiers
-        rows = gather_tiers(hot, None, hot_slot, ids)
+        hot, _cold, hot_slot = device_tiers.tiers
+        rows = gather_tiers(hot, cold=None, hot_slot=hot_slot, ids=ids)  # zeros at cold rows
         is_row = ids >= 0
         num_rows = int(is_row.sum())
         num_misses = 0
@@ -208,24 +216,26 @@ class TieredTable(Shareable, Table):
             # The copies must change with `below`, the staged ones included: `slot_of` finds both kinds.
             hot, _, hot_slot = device_tiers.tiers
             device_rows = rows.to(device, self.dtype)
-            slots = ids.to(device).long()
+            slots = ids.to(device).long()  # if all rows are hot, the slot of a row is its id
             if hot_slot is not None:
                 slots = slot_of(hot_slot[slots].long())
             is_copied = slots >= 0
             hot[slots[is_copied]] = device_rows[is_copied]
 
     def storage(self) -> Tensor | None:
-        if self.hot_ids is None or (self.device.type == "cuda" and not self.num_hot):
-            hot, cold, _ = self._on(self.device).tiers
-            return hot if self.hot_ids is None else cold
-        return self.below.storage() if not self.num_hot else None
+        if self.hot_ids is None:
+            return self._on(self.device).tiers.hot
+        if self.num_hot:
+            return None  # rows are in two tensors
+        # No row is hot: all rows are in one tensor, which is pinned for a GPU.
+        return self._on(self.device).tiers.cold if self.device.type == "cuda" else self.below.storage()
 
     def tiers(self, device: torch.device | str | None = None) -> Tiers | None:
         target = self.device if device is None else torch.device(device)
         if target.type != self.device.type:
             return self.below.tiers(target)
         tiers = self._on(target).tiers
-        return tiers if tiers.hot_slot is None or tiers.cold is not None else None
+        return tiers if _has_all_rows(tiers) else None
 
     def concurrent_view(self) -> Table:
         """A view that never reads staged rows, for a thread that reads while others train."""
@@ -280,7 +290,8 @@ class TieredTable(Shareable, Table):
         """Make the rows hot that were read most since the table was made, and stop observing.
 
         Each device keeps the rows that it read most itself. Call it between epochs: nothing may read the
-        table meanwhile, because the hot rows are overwritten in place.
+        table meanwhile, because the hot rows are overwritten in place. `hot_ids` is then that of the last
+        device.
         """
         for device_tiers in self._device_tiers.values():
             hot, _, hot_slot = device_tiers.tiers
@@ -380,6 +391,11 @@ class TieredTable(Shareable, Table):
         return _open, (self.below, hot_ids, kind, self.observing)
 
 
+def _has_all_rows(tiers: Tiers) -> bool:
+    """Whether a kernel can read all rows: all are hot, or cold ones are in memory that it can read."""
+    return tiers.hot_slot is None or tiers.cold is not None
+
+
 class _ConcurrentView(Table):
     """A tiered table without its staged rows, which training replaces while another thread reads."""
 
@@ -407,7 +423,7 @@ class _ConcurrentView(Table):
     def tiers(self, device: torch.device | str | None = None) -> Tiers | None:
         # All rows from `cold`: kernels that are given `hot_slot` would follow it to staged rows.
         tiers = self.tiered.tiers(device)
-        return tiers if tiers is None or tiers.cold is None else Tiers(tiers.cold, None, None)
+        return tiers if tiers is None or tiers.cold is None else Tiers(hot=tiers.cold, cold=None, hot_slot=None)
 
 
 def _open(below: Table, hot_ids: SharedArray | None, device: str, observe: bool) -> TieredTable:

@@ -35,7 +35,11 @@ from hopline.shards.transports import LocalTransport, P2PTransport, Transport
 from hopline.tables import Table
 
 Mode = Literal["sequential", "stored", "one_shot"]
-"""The way rows of other shards come: shard by shard and again in backward, kept for backward, or all at once."""
+"""The way a conv gets the rows of other shards.
+
+sequential: one shard at a time, fetched again in backward. stored: one shard at a time, kept for backward.
+one_shot: all shards at once, kept for backward.
+"""
 
 
 def check_settings(method: FullBatch, data: Dataset, world: World) -> None:
@@ -58,7 +62,7 @@ def check_model(method: FullBatch, model: GNN, data: Dataset, world: World) -> s
     Returns a description of the first module that mixes rows in training, such as a batch norm. None: no module does.
 
     Raises:
-        ValueError: A module mixes rows, and ranks or `trim` keep it from seeing all of them.
+        ValueError: A module mixes rows, and would not see all of them: each rank has its own, or `trim` is set.
     """
     edge = data.shard.edge if isinstance(data, ShardedData) else data.graph.edge
     model.check_blocks(data.num_features, edge)
@@ -85,7 +89,7 @@ class _OwnShard(NamedTuple):
     """The nodes of one rank."""
 
     tables: dict[str, Table]
-    """Features and other rows by node."""
+    """Features and other rows, of the own nodes (`ShardedData`) or of all nodes (any other dataset)."""
     transport: Transport
     """Moves rows between shards."""
     ids: Tensor
@@ -97,8 +101,8 @@ class _OwnShard(NamedTuple):
 class ShardBatches:
     """Makes the batches of one rank: all its nodes, with those of `ids` as seeds.
 
-    Owns the transport between shards, and the channel between ranks if there are several. Collective: all ranks make
-    one together.
+    Owns the transport between shards, and the channel between ranks if there are several. The constructor is
+    collective: all ranks call it.
 
     common: further values that must be equal on all ranks. Data, method and ids are always compared.
     """
@@ -140,7 +144,7 @@ class ShardBatches:
         is_own_seed = is_seed[shard.ids]
         self.output_idx = is_own_seed.nonzero().view(-1)
         self.seeds = shard.ids[self.output_idx]
-        self.total = ids.numel()
+        self.total = ids.numel()  # seeds of all ranks
 
         whole = ShardConvs.of(self.transport.layout, self.transport, mode=mode)
         if method.trim:
@@ -150,10 +154,10 @@ class ShardBatches:
             self.blocks = (whole.to(device).block(),) * num_layers
 
     def _facts(self, ids: Tensor) -> list[object]:
-        """The values that decide which messages ranks send each other. They must be equal on all ranks."""
+        """The values that decide which messages ranks send each other. Sums stand for whole tensors."""
         data = self.data
         facts = [repr(self.method), self.seed, data.num_nodes, data.num_edges, int(ids.sum())]
-        if not isinstance(data, ShardedData):  # else the shards' partitions were compared already
+        if not isinstance(data, ShardedData):  # `ShardedData` has compared the shards' partitions already
             facts += [int(data.graph.indptr.sum()), int(data.graph.indices.sum(dtype=torch.int64))]
         return facts
 
@@ -185,15 +189,15 @@ class ShardBatches:
         return P2PTransport(layout, world=self.world)
 
     def batch(self, key: int | None) -> Batch:
-        """The batch of all own nodes, on the device. key: of the step's random draws."""
+        """The batch of all own nodes, on the device. key: that of the step's random draws."""
         device = self.device
         blocks = each_once(self.blocks, lambda block: replace(block, key=key))
 
         def rows_of(table: Table) -> Rows | Tensor:
             if device.type == "cpu":
                 return Rows(table, self.rows)
-            is_readable = table.tiers(device) is not None
-            return Rows(table, self.rows.to(device)) if is_readable else table.read(self.rows).to(device)
+            can_device_read = table.tiers(device) is not None
+            return Rows(table, self.rows.to(device)) if can_device_read else table.read(self.rows).to(device)
 
         tables = {name: rows_of(table) for name, table in self.tables.items()}
         y = None if self.y is None else self.y[self.output_idx.to(self.y.device)].to(device)

@@ -41,7 +41,7 @@ def _sum_of_squares(rows: Sequence[Tensor]) -> Tensor:
 
 @dataclass(eq=False)
 class PendingMessages:
-    """Messages in transfer, and a callback for their arrival. It stands for the handles of `torch.distributed`."""
+    """Messages in transfer, and a callback for their arrival. Has `wait()`, as handles of `torch.distributed` do."""
 
     works: list[Any]
     """Handles with `wait()`, one per message."""
@@ -81,7 +81,8 @@ class HalfPrecisionTransport(P2PTransport):
     ) -> tuple[list[Tensor], list[Any]]:
         if kind not in self.kinds:
             return super().post(sent, to, shapes, source, kind)
-        # The buffers that rows arrive in are bfloat16. They become rows of the right dtype only when somebody waits.
+        # Rows arrive in bfloat16 buffers, and get their own dtype when the caller waits. That is the dtype of the
+        # sent rows: both sides send tensors of the same dtypes.
         arrived, works = super().post(self._round(sent, kind), to, shapes, source, kind)
         received = []
         for sent_rows, rounded in zip(sent, arrived, strict=True):
@@ -96,10 +97,11 @@ class HalfPrecisionTransport(P2PTransport):
     def _all_to_all(self, sent: list[Tensor], counts: list[int], kind: str, backwards: bool = False) -> Tensor:
         if kind not in self.kinds or self.layout.num_shards == 1:
             return super()._all_to_all(sent, counts, kind, backwards)
-        own_rows = sent[0]
+        own_rows = sent[0]  # those that this rank would send to itself
         rounded = [self._round([rows], kind)[0] for rows in sent[1:]]
+        # Own rows do not travel, so that they stay exact. An empty message takes their place.
         arrived = super()._all_to_all([rounded[0][:0], *rounded], [0, *counts[1:]], kind, backwards)
-        return torch.cat([own_rows, arrived.to(own_rows.dtype)])  # own rows did not travel, so they are exact
+        return torch.cat([own_rows, arrived.to(own_rows.dtype)])
 
     def _round(self, rows: list[Tensor], kind: str) -> list[Tensor]:
         """Rows as bfloat16, with integers as they are. Adds the error to the step's sums."""

@@ -105,7 +105,8 @@ class FullBatchLoader:
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """The batch of one epoch, counted from 1."""
-        yield self._batches.batch(ops.derive_key(self.seed, epoch, 0))
+        yield self._batches.batch(ops.derive_key(self.seed, epoch, 0))  # an epoch has one step, 0
+        # The user's loop asks for the next batch, so its step on this one is over.
         self._batches.transport.end_step()
 
 
@@ -124,8 +125,8 @@ def make_loader(
     if isinstance(data, Shard):
         data = ShardedData(data, world)
     seeds = find_seeds(data, ids)
-    is_either_given = (model is None) != (num_layers is None)
-    if not is_either_given:
+    is_exactly_one_given = (model is None) != (num_layers is None)
+    if not is_exactly_one_given:
         raise ValueError(
             "give model= that is made of layers (hl.nn.GNN, or a PyG model such as GCN), or num_layers= of a module of "
             "your own, which runs its convs by hl.nn.convolve(conv, h, block)"
@@ -137,7 +138,7 @@ def make_loader(
                 f"{type(inner).__name__} is not made of layers, of which each goes over all shards: give num_layers= "
                 "in place of model=, and run its convs by hl.nn.convolve(conv, h, block)"
             )
-        tell_calls(inner)
+        tell_calls(inner)  # a PyG model that is called with a batch will raise an error with advice
         walkable = as_walkable(inner)
         assert isinstance(walkable, GNN)
         check_model(method, walkable, data, World.alone(device) if world is None else world)

@@ -42,12 +42,14 @@ def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
         *outline.data_on_host(),
         *table_items("rows and gradients", method.folder, table_bytes, outline, method.tables),
     ]
+    # The usual loss is a mean over seeds, which a sweep computes part by part.
     loss_bytes = 0 if outline.job.usual_loss else LOSS_COPIES * _output_bytes(outline, model)
     limits = outline.limits(budget)
 
     def plan_with(num_shards: int) -> Plan:
         """The plan with this number of shards."""
-        sizes = part_sizes(data.graph, min(1.0, UNEVEN / num_shards), model.num_layers)
+        largest_share = min(1.0, UNEVEN / num_shards)
+        sizes = part_sizes(data.graph, largest_share, model.num_layers)
         predictor = outline.predictor(model.num_layers)
         step_bytes = max(map(predictor.predict_peak, _sizes_by_layer(sizes))) + loss_bytes
         return Plan(
@@ -58,7 +60,7 @@ def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
             async_evaluation=outline.async_evaluation,
             hidden_bytes=outline.hidden_bytes(),
             step_bytes=step_bytes,
-            min_step_bytes=step_bytes,
+            min_step_bytes=step_bytes,  # a step is not split any further
             steps=1,
             count=num_shards,
             covers="a graph in {} shards",
@@ -66,20 +68,24 @@ def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
         )
 
     def excess(plans: list[Plan]) -> float:
-        # `find_fewest` multiplies the shards by the ratio of excess, at most by 2. Part of a step's bytes does not
-        # shrink with more shards, so the true ratio would be too small: infinity doubles them.
+        """Infinity if the only plan of the list does not fit, else 0."""
+        # `find_fewest` multiplies the shards by excess / limit, at most by 2. Part of a step's bytes does not shrink
+        # with more shards, so the true ratio would be too small: infinity doubles them.
         return math.inf if plans[0].step_bytes > plans[0].limit_bytes else 0.0
 
     min_shards = min(method.num_shards, data.num_nodes)
     max_shards = max(min_shards, min(data.num_nodes, MAX_SHARDS))
-    plans, _ = find_fewest(
-        lambda num_shards: [plan_with(num_shards)], excess, 1.0, first=min_shards, most=max_shards, grow=2
+    plans, _excess = find_fewest(
+        lambda num_shards: [plan_with(num_shards)], excess, limit=1.0, first=min_shards, most=max_shards, grow=2
     )
     return plans[0]
 
 
 def _output_bytes(outline: Outline, model: GNN) -> int:
-    """The bytes of the outputs of all training nodes, which a loss of the user's own needs at once."""
+    """The bytes of the outputs of all training nodes, which a loss of the user's own needs at once.
+
+    A row is taken to be as wide as there are classes, if the model's outputs are narrower.
+    """
     width = max(row_widths(model, outline.data.num_features)[-1], outline.data.num_classes)
     return outline.train_ids.numel() * width * outline.dtype.itemsize
 

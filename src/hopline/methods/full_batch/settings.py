@@ -49,6 +49,7 @@ class FullBatch(Method):
         (True, 3)
     """
 
+    # Each with its default, and the advice for a user who sets it.
     REMOVED: ClassVar = {
         "depth": RemovedSetting(1, "the rows of one shard are always asked for ahead, so leave it out"),
         "chunk": RemovedSetting("4MiB", "the messages of a chunk of edges always take about 4 MiB, so leave it out"),
@@ -63,9 +64,10 @@ class FullBatch(Method):
     num_shards: int = 8
     """Shards of the graph. With several ranks there is one shard per rank."""
     aggregation: Aggregation = "auto"
-    """Way of a step. `sweep`: shard by shard and layer by layer, with rows in tables. `sequential`: rows of
-    one other shard at a time, and again in backward. `stored`: kept for backward. `one_shot`: all at once.
-    Default: sweep in one process, unless a module needs all rows at once, else sequential."""
+    """Way of a step. `sweep`: shard by shard and layer by layer, with rows in tables. `sequential`: convs get
+    the rows of one other shard at a time, and get them again in backward. `stored`: these rows are kept for
+    backward. `one_shot`: the rows of all shards come at once. Default: sweep in one process, unless a module
+    needs all rows at once, else sequential."""
     partition: Literal["metis", "streaming", "random", "range", "labels"] = "metis"
     """Partitioner of the graph. `metis` has the fewest edges between parts, `streaming` works at any size,
     `range` goes by node id, `labels` by class."""

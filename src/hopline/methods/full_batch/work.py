@@ -1,11 +1,12 @@
 """The work of `FullBatch`: one exact step per epoch over all nodes, in one of two ways.
 
-    SweepWork     one process. Part by part, layer by layer, with rows between layers in tables. Memory: one part and
-                  its halo. Modules that need all rows at once, such as batch norms, do not work.
-    ShardedWork   one process or ranks. All own rows of a layer at once; convs fetch rows of other shards. Ordinary
-                  autograd goes back.
+    SweepWork     one process. Computes a layer part by part (here a part is a shard), and keeps the rows between
+                  layers in tables. Memory: one part and its halo. Modules that need all rows at once, such as
+                  batch norms, do not work.
+    ShardedWork   one process or several ranks. Computes a layer at all own nodes at once; convs fetch rows of other
+                  shards. Backward is ordinary autograd.
 
-`aggregation="auto"` takes a sweep if it can.
+`aggregation="auto"` is a sweep where a sweep can run.
 """
 
 from __future__ import annotations
@@ -103,13 +104,13 @@ class SweepWork(Work):
         self.step_bytes = 0.0  # the predicted peak of a step, by the plan
 
     def guarded(self, guard: Guard, plan: Plan) -> SweepWork:
-        """This work, whose steps are measured from now on. They fit by the plan's number of shards."""
+        """This work. Its steps are measured from now on, but not split: the plan's number of shards makes them fit."""
         self.guard = guard
         self.step_bytes = plan.step_bytes
         return self
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
-        if not done:
+        if not done:  # an epoch has one unit, step 0. done: a resumed run has trained it
             unit = SweepUnit(self.job, self.work, ops.derive_key(self.job.seed, epoch, 0), self.needed)
             yield unit if self.guard is None else MeasuredUnit(unit, self.guard, self.step_bytes)
 
@@ -151,13 +152,14 @@ class SweepUnit(Unit):
         with autocast(self.job), trace.span("backward", self.job.device):
             if needed is not None:
                 return needed.backward(self.key, 1 / total)
+            # keep=False: nothing reads the gradients at rows after the step.
             return backward_sweep(self.work, self.key, 1 / total, keep=False)
 
 
 class ShardedWork(Work):
     """Full batch with all own rows of a layer at once. Rows of other shards come one shard at a time, or together.
 
-    With several ranks, all make one together.
+    The constructor is collective: all ranks call it.
     """
 
     def __init__(self, job: Job, model: GNN, method: FullBatch, mode: Mode) -> None:
@@ -179,7 +181,7 @@ class ShardedWork(Work):
         self.step_bytes = 0.0  # the predicted peak of a step, by the plan
 
     def guarded(self, guard: Guard, plan: Plan) -> ShardedWork:
-        """This work, whose steps are measured from now on. They fit by the plan's number of shards."""
+        """This work. Its steps are measured from now on, but not split: the plan's number of shards makes them fit."""
         self.guard = guard
         self.step_bytes = plan.step_bytes
         return self
@@ -197,7 +199,7 @@ class ShardedWork(Work):
         if self.batches.channel is not None and not self.has_agreed:
             self.agree()
             self.has_agreed = True
-        if not done:
+        if not done:  # an epoch has one unit, step 0. done: a resumed run has trained it
             unit = ShardedUnit(self, ops.derive_key(self.job.seed, epoch, 0))
             yield unit if self.guard is None else MeasuredUnit(unit, self.guard, self.step_bytes)
 
@@ -229,10 +231,11 @@ class ShardedUnit(Unit):
                 if self.size:
                     loss = job.train_step(job.model, batch)
                 else:
-                    # A rank without seeds runs the model too: others wait for its rows and its gradients.
+                    # A rank without seeds runs the model too: other ranks wait for its rows and its gradients.
                     loss = job.model(batch).sum() * 0
             with trace.span("backward", job.device):
-                (loss * (max(1, self.size) / total)).backward()
+                # `loss` is a mean over this rank's seeds.
+                (loss * (self.size / total)).backward()
         self.work.batches.transport.end_step()
         return loss.detach() * self.size
 
@@ -255,7 +258,8 @@ class ShardedUnit(Unit):
                 whole_batch = self._gather_seeds(batch)
                 loss = loss_at_outputs(job, whole_batch, self._gather(outputs.detach()), 1 / total)
             # Outputs are gathered in the order of the ranks: this rank's come behind those of the ranks before it.
-            first = int(work.batches.channel.all(torch.tensor([self.size]))[: job.world.rank].sum())
+            sizes = work.batches.channel.all(torch.tensor([self.size]))
+            first = int(sizes[: job.world.rank].sum())
             with trace.span("backward", job.device):
                 own_gradients = loss.output_gradients[first : first + self.size]
                 (outputs * own_gradients).sum().backward()
