@@ -73,6 +73,19 @@ def test_what_is_not_a_node_is_refused_and_the_map_stays_usable(dense: bool, bad
     assert ours.add(torch.tensor([6, 3, 6], device=DEVICE)).tolist() == [0, 1, 0]
 
 
+@pytest.mark.parametrize("bad", [-2, 11])
+def test_a_first_node_that_is_out_of_range_writes_nothing_outside_the_arrays(bad: int) -> None:
+    ours = DeviceIdMap(9, DEVICE, dense=True)
+    around_stamps = torch.zeros(9 + 8, dtype=torch.int64, device=DEVICE)
+    around_ids = torch.full((4 + 8,), -7, dtype=torch.int64, device=DEVICE)
+    ours._stamps = around_stamps[4:13]
+    ours._ids = around_ids[4:8]
+    with pytest.raises(ValueError, match="out of range"):
+        ours.add(torch.tensor([bad, 3], device=DEVICE))
+    assert around_stamps[:4].tolist() + around_stamps[13:].tolist() == 8 * [0]
+    assert around_ids[:4].tolist() + around_ids[8:].tolist() == 8 * [-7]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="races need a GPU")
 def test_threads_that_race_for_a_few_nodes_give_the_same_order_every_time() -> None:

@@ -455,23 +455,25 @@ def _first_kernel(stamps, nodes, arrivals, is_first, num, num_nodes, size, BLOCK
 
 
 @triton.jit(do_not_specialize=["num", "size", "step"])
-def _number_kernel(stamps, nodes, arrivals, first_counts, ids, idx, num, size, step, BLOCK: tl.constexpr):
+def _number_kernel(
+    stamps, nodes, arrivals, is_first, first_counts, ids, idx, num, size, step, BLOCK: tl.constexpr
+):  # fmt: skip
     """Pass 3 of 3: write the local ids. Known nodes keep theirs; new ones are numbered by first occurrence.
 
     first_counts: [num] int32, the number of first occurrences up to and including each position. Only the
     lane of a first occurrence writes the id and the stamp of its node, so no two lanes write to one
-    address.
+    address. A node out of range is never a first occurrence, so nothing is written at its number.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     arrival = tl.load(arrivals + i, mask=i < num, other=0)
     is_new = (i < num) & (arrival >= size)
     local = tl.where(is_new, size - 1 + tl.load(first_counts + arrival - size, mask=is_new, other=0), arrival)
     tl.store(idx + i, local, mask=i < num)
-    is_first = is_new & (arrival == size + i)
-    node = tl.load(nodes + i, mask=is_first, other=0).to(tl.int64)
-    tl.store(ids + local, node, mask=is_first)
+    is_writer = tl.load(is_first + i, mask=i < num, other=0) != 0
+    node = tl.load(nodes + i, mask=is_writer, other=0).to(tl.int64)
+    tl.store(ids + local, node, mask=is_writer)
     stamp = (step.to(tl.int64) << 32) | (LATEST - local.to(tl.int64))
-    tl.store(stamps + node, stamp, mask=is_first)
+    tl.store(stamps + node, stamp, mask=is_writer)
 
 
 class DeviceIdMap(SortedIdMap):
@@ -518,7 +520,7 @@ class DeviceIdMap(SortedIdMap):
             _first_kernel[grid](self._stamps, nodes, arrivals, is_first, num, self.num_nodes, self.size, BLOCK=BLOCK)
             first_counts = is_first.cumsum(0, dtype=torch.int32)
             _number_kernel[grid](
-                *(self._stamps, nodes, arrivals, first_counts, self._ids, idx, num, self.size, self._step),
+                *(self._stamps, nodes, arrivals, is_first, first_counts, self._ids, idx, num, self.size, self._step),
                 BLOCK=BLOCK,
             )
         self.size += read_with_errors(first_counts[-1:])
