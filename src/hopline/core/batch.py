@@ -59,9 +59,10 @@ class Part:
     """
 
     indptr: Tensor
-    """[num_dst + 1] int64: destination i has edges indptr[i] .. indptr[i + 1]."""
+    """[num_dst + 1] int64: destination i has edges indptr[i] .. indptr[i + 1] - 1."""
     src_idx: Tensor
-    """[num_edges] int32: each edge's source, as a position among the block's source rows."""
+    """[num_edges] int32: each edge's source, as a position among the block's source rows. In `whole_block` it is the
+    graph's `indices`, which may be int64."""
     edge: Mapping[str, Tensor] = field(default_factory=dict)
     """[num_edges, ...] each: the graph's edge arrays at these edges, by name: "weight", "attr", "time", "type"."""
     edge_ids: Tensor | None = None
@@ -119,14 +120,17 @@ def edges_where(part: Part, kept: Tensor) -> Part:
 
 
 class LayerHooks:
-    """Callbacks before and after each layer, for whoever made the block. This base class does nothing.
+    """Callbacks before and after each layer, with which a training method adds or records rows.
 
     They hang on the block because a batch is all that hopline hands to a user's training step. Many blocks may refer
-    to one object.
+    to one object. This base class does nothing.
     """
 
     def before_layer(self, l: int, model: Any, state: Any, block: Block) -> None:
-        """Called before layer `l` of a `GNN` is computed, with the `State` of the block's sources."""
+        """Called before layer `l` of a `GNN` is computed.
+
+        state: the `nn.gnn.State` of the block's sources, that is their rows.
+        """
 
     def after_layer(self, l: int, h: Tensor) -> Tensor:
         """Called with the rows [num_dst, width] after layer `l`, before dropout. Returns the rows for the next layer.
@@ -208,8 +212,8 @@ class Block:
     def to(self, device: torch.device, non_blocking: bool = False, moved_parts: dict[int, Any] | None = None) -> Block:
         """The block on a device. Its graph stays on the device where it is.
 
-        moved_parts: copies of objects that several blocks of a batch share, by the `id` of the original. Only blocks
-        in the tree layout use it.
+        moved_parts: the copies made so far of what blocks of one batch share, by the `id` of the original. Only
+        blocks in the tree layout share something: their tree.
         """
         if all(tensor is None or _lies_on(tensor, device) for tensor in self.tensors()):
             return self  # not a copy, whose parts would have empty caches
@@ -282,7 +286,10 @@ class Block:
 
     @property
     def sampling_factor(self) -> Tensor:
-        """[num_dst] float64: in-edges in the graph divided by in-edges in the block; 1 for nodes without any."""
+        """[num_dst] float64: in-edges in the graph divided by in-edges in the block.
+
+        1 for a node without in-edges in the graph.
+        """
         assert self.graph is not None
         sampled = self.part.indptr.diff()
         return self.graph.in_degrees(self.dst_ids).clamp(min=1).double() / sampled.clamp(min=1)
@@ -383,8 +390,9 @@ class Batch:
         return sum(t.numel() * t.element_size() for t in _tensors(self))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The batch on a device. Handles are not read by that, and still refer to their tables."""
+        """The batch on a device. Handles stay as they are: no row is read, and no table moves."""
         target = torch.device(device)
+        # `_tensors` leaves `output_idx` out.
         output_idx = [] if self.output_idx is None else [self.output_idx]
         if all(t.device == target for t in [*_tensors(self), *output_idx]):
             return self
@@ -463,7 +471,7 @@ def _distinct(blocks: Iterable[Block]) -> Iterable[Block]:
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
-    """The tensors that a batch holds, each once, but for those of `key`, `output_idx` and `groups`."""
+    """The tensors that a batch holds, each once. Those of `key`, `output_idx` and `groups` are left out."""
     values = [batch.seeds, batch.x, batch.y, *batch.tables.values()]
     for block in _distinct(batch.blocks):
         values += block.tensors()

@@ -1,8 +1,8 @@
 """The full neighbourhood of a few seeds as one square block, for modules that cannot be run layer by layer.
 
 Such a module computes all its layers on one graph. If it passes messages over `num_hops` hops, its outputs at the
-seeds need no other edge. The block grows fast with the hops, so its size can be limited. The degrees tell before each
-hop whether the limit would be exceeded.
+seeds depend on the edges of this block alone. The block grows fast with the hops, so its size can be limited. The
+degrees tell before each hop whether the limit would be exceeded.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def neighborhood(
     max_nodes_and_edges: the most nodes and edges together. Returns None if the block would have more.
     id_map: an empty id map for the graph, which is empty again afterwards. By default a new one is made.
     """
+    # The seeds go to the graph's GPU. If the graph is in host memory, they stay on their device.
     seeds = seeds if graph.device.type == "cpu" else seeds.to(graph.device)
     id_map = ops.new_id_map(graph.num_nodes, seeds.device) if id_map is None else id_map
     counts: list[Tensor] = []
@@ -45,6 +46,7 @@ def neighborhood(
             num_edges += int(graph.in_degrees(new_ids).sum())
             if max_nodes_and_edges is not None and num_done + num_edges > max_nodes_and_edges:
                 return None
+            # Fan-out -1 takes all in-edges, so the key 0 decides nothing.
             in_edges = ops.sample_neighbors(graph.indptr, graph.indices, new_ids, -1, 0)
             counts.append(in_edges.indptr.diff())
             sources.append(id_map.add(in_edges.ids))

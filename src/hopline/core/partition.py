@@ -54,7 +54,7 @@ def divide(
 ) -> Tensor:
     """[N] int32: the part of each node. No part is empty.
 
-    graph: on the host. The other arguments are those of `make_partition`; labels go before `how`.
+    graph: on the host. The other arguments are those of `make_partition`. `how` is not read if there are labels.
     """
     num_nodes = graph.num_nodes
     if labels is not None:
@@ -233,7 +233,7 @@ def make_partition(
     """Divide a graph into parts.
 
     how: "metis" leaves fewest edges between parts, and needs about 110 bytes of memory per direction of an edge.
-        "streaming" needs 32 bytes per node, and reads the edges from where they are some ten times. "random" and
+        "streaming" needs 32 bytes per node and no copy of the edges, which it reads some ten times. "random" and
         "range" (by node id) do not read the edges.
     labels: [N] integers, a community per node, used in place of `how`. If there are num_parts labels, each is a part.
         Otherwise the nodes, sorted by label, are divided into parts of nearly equal size, which end where a label
@@ -242,8 +242,8 @@ def make_partition(
     cache: a folder for the result. A later call with the same edges and settings reads it from there.
     show: whether to show progress on standard error.
     slack: for "streaming", the most by which the size of a part may differ from the mean, as a share of the mean.
-    passes: for "streaming", the most times that the edges are read to find clusters. Moving nodes between the parts
-        reads them at most half as often again, or twice if that is more.
+    passes: for "streaming", the most times that the edges are read to find clusters. Afterwards nodes move between
+        the parts, which reads the edges at most max(2, passes // 2) times more.
     """
     check_num_parts(num_parts, graph.num_nodes)
     if labels is None and how not in HOW:
@@ -252,7 +252,8 @@ def make_partition(
         raise ValueError(f"labels must be whole numbers, one for each of the {graph.num_nodes} nodes")
     if not 0 <= slack < 1 or passes < 1:
         raise ValueError(f"slack={slack}, passes={passes}: give a share below 1, and at least one pass")
-    # Only the settings that the result depends on: they are in the cache key, and others would miss a valid entry.
+    # Only the settings that the result depends on. They are part of the cache key: with another setting in it, a
+    # valid entry would not be found.
     if labels is not None:
         how = "labels"
         settings = {"labels": _hash([labels.cpu().numpy()])}

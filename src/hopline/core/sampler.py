@@ -116,7 +116,7 @@ class NeighborSampler:
         sources: list[Tensor] = []
         targets: list[Tensor] = []
         edge_ids: list[Tensor] = []
-        num_known = [0]  # entry h + 1: the number of nodes reached before hop h draws
+        num_known = [0]  # then the number of nodes known when each hop begins, and at the end
         try:
             _add_seeds(id_map, seeds)
             for fanout in self.fanouts:
@@ -191,6 +191,7 @@ def full_block(sampler: NeighborSampler, nodes: Tensor) -> Block:
     sampler: one with the fan-outs (-1,).
     """
     assert sampler.fanouts == (-1,)
+    # Any key will do: at fan-out -1 nothing is drawn.
     (block,) = sampler.sample(nodes, 0)
     return Block(block.src_ids, block.num_dst, block.parts, block.graph, key=None)
 
@@ -206,6 +207,7 @@ def whole_block(graph: Graph) -> Block:
 def in_neighborhood(graph: Graph, nodes: Tensor) -> Tensor:
     """[n] int64: `nodes` and all their in-neighbours, each once, ascending."""
     nodes = _on_graph_device(graph, nodes)
+    # Fan-out -1 takes all in-edges, so the key 0 decides nothing.
     found = ops.sample_neighbors(graph.indptr, graph.indices, nodes, -1, 0)
     if not _all_inside(found.ids, graph.num_nodes):
         raise ValueError(WRONG_EDGE)

@@ -34,7 +34,8 @@ class Sizes:
     def array(self) -> np.ndarray:
         """[2 * num_layers + 2] float64: nodes, edges, and a 1.
 
-        The product with costs per node and per edge, and a fixed cost per step, gives bytes.
+        Its dot product with (bytes per node of each layer, bytes per edge of each layer, fixed bytes) is the memory of
+        a step, as `budget.predictor` models it.
         """
         return np.array((*self.nodes, *self.edges, 1), dtype=np.float64)
 
