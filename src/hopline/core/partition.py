@@ -407,7 +407,9 @@ def describe(graph: Graph, partition: Partition, groups: Sequence[Sequence[int] 
 
 def _short(count: int) -> str:
     """A count in at most five characters: 1234, 56.8k, 1.23M."""
-    for unit, name in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if count >= unit:
-            return f"{count / (1e3 if name == 'k' else unit):.3g}{name}"
-    return str(count)
+    if count < 10_000:
+        return str(count)
+    for unit, name in ((1e3, "k"), (1e6, "M"), (1e9, "G")):
+        if count / unit < 999.5:  # `.3g` rounds 999.5 to 1e+03
+            return f"{count / unit:.3g}{name}"
+    return f"{count / 1e12:.3g}T"
