@@ -157,8 +157,11 @@ class Graph:
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for pickling and copying, without the cache. A copy computes its values again when needed."""
-        return {name: value for name, value in self.__dict__.items() if name != "_cache"}
+        """The state for pickling and copying, without cached values. A copy computes them again when needed.
+
+        They must not go into the copy: its tensors have version counters of their own, which would seem to match.
+        """
+        return {name: value for name, value in self.__dict__.items() if name not in ("_cache", "_loops")}
 
     @property
     def self_loops(self) -> Tensor:
