@@ -94,9 +94,9 @@ def _attempt(name: str, folder: Path, download: Callable[[], T]) -> T:
 
 
 def load_pyg(kind: str, folder: Path, settings: dict[str, Any]) -> Data:
-    """The graph of a PyG dataset that has one.
+    """The only graph of a PyG dataset. A dataset of several graphs is refused.
 
-    The graphs of PPI become one graph without edges between them.
+    An exception is PPI: its graphs become one graph, without edges between them.
     """
     import torch_geometric.datasets as datasets
 

@@ -151,7 +151,8 @@ class IdMap:
     def positions(self, ids: np.ndarray, where: str, first: int = 0) -> np.ndarray:
         """[n] int64: the node number of each of `ids` [n]. An id that is not in the map is refused.
 
-        Texts are compared with numbers by value, and numbers with texts as they are written.
+        If the map holds numbers, texts are looked up by their value. If it holds texts, numbers are looked
+        up by their digits.
 
         where, first: How an error message names a row, as in `checked_ids`.
         """

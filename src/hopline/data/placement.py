@@ -2,11 +2,11 @@
 
     DataBytes.of     how large graph, features and labels are
     make_layout      decides what goes where, within `SHARE` of the free device memory
-    apply_layout        copies and pins
+    apply_layout     copies and pins
 
-Graph first, then labels, then features: the graph is read more often than any row. Features that do not fit
-are pinned, and the GPU reads them by zero-copy. Copies of the rows that batches read most fill the device
-memory that is left (`tables.TieredTable`).
+Device memory goes to the graph first, which is read more often than any row, then to labels, then to
+features. Features that do not fit are pinned, and the GPU reads them by zero-copy. Copies of the rows that
+batches read most fill the device memory that is left (`tables.TieredTable`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class DataBytes:
     features: int
     """Bytes of all rows of the table "x"."""
     hot_slots: int
-    """Bytes of the slots of cached rows: an int32 per node on the device, if there is a cache."""
+    """Bytes of the index of a cache: for each node an int32 on the device, its row in the cache or -1."""
     labels: int
     """Bytes of the labels."""
     can_cache: bool = True
@@ -97,7 +97,7 @@ def make_layout(sizes: DataBytes, device_free_bytes: int, placement: Placement) 
     if graph == "auto":
         graph = "device" if sizes.graph <= spare_bytes else "pinned"
     graph_bytes = {"device": sizes.graph, "pinned": sizes.indptr, "host": 0}[graph]
-    # "auto" has taken "pinned" already if the whole graph does not fit, so it is no way out for `indptr`.
+    # If even `indptr` does not fit, "auto" is no advice: it takes "pinned" too.
     advice = "set graph=pinned, or leave it at auto" if graph == "device" else "set graph=host"
     _check_fits("graph", graph_bytes, device_free_bytes, advice=advice)
     spare_bytes -= graph_bytes
@@ -225,6 +225,7 @@ def _host_cache(x: Table, device: torch.device) -> str | int | None:
     if device.type != "cuda":
         return None
     storage = x.storage()
+    # `register` pins the memory. If it cannot, it returns the reason.
     if storage is not None and pinned.register(storage) is None:
         return None
     max_bytes = int(HOST_SHARE * psutil.virtual_memory().available)

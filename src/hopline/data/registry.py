@@ -98,6 +98,8 @@ def locate(
     converted = _find_first(root, [_folder_name(candidate, options) for candidate in candidates])
     if converted is not None:
         return Location(path=converted, is_converted=is_dataset(converted))
+    # A dataset folder cannot be converted again. If the name is that of a download, the download is converted
+    # with these options instead. If not, opening the folder refuses them.
     unconverted = _find_first(root, candidates)
     if unconverted is not None and (source is None or not is_dataset(unconverted)):
         return Location(path=unconverted)

@@ -219,7 +219,8 @@ def make_on(device: torch.device, settings: PlantedPartition) -> dict[str, Tenso
     n = settings.num_nodes
     half_bits = _half_bits(n)
     rank_key, edge_key, feature_key, split_key = _keys(settings)
-    with torch.cuda.device(device if device.type == "cuda" else -1):  # Triton launches on the current one
+    # Triton launches on the current device. -1 changes nothing: tests run the kernels on the CPU.
+    with torch.cuda.device(device if device.type == "cuda" else -1):
         ranks = kernels.ranks(0, n, rank_key, half_bits, n, device)
         indptr = torch.zeros(n + 1, dtype=torch.int64, device=device)
         torch.index_select(_degrees_by_rank(settings).to(device), 0, ranks, out=indptr[1:])
@@ -288,6 +289,7 @@ def _half_bits(num_nodes: int) -> int:
 
 def _class_means(settings: PlantedPartition) -> np.ndarray:
     """[num_classes, num_features] float32: mean features by class, of length `signal` in random directions."""
+    # Purpose 4: `_keys` has 0 to 3.
     generator = torch.Generator().manual_seed(derive_key(settings.seed, 4) % 2**63)
     means = torch.randn(settings.num_classes, settings.num_features, generator=generator)
     return (settings.signal * means / means.norm(dim=1, keepdim=True)).numpy()

@@ -9,8 +9,8 @@ Arrays are not copied: `dlpack` makes a framework's array over the memory of a t
 and `Features` can be sent to other processes of the host. Their pickle is a handle, and all processes read
 the same memory (`shared`).
 
-Arguments and shapes are public, and `tests/interop` runs the loops in `examples/`. The folder stands on
-`budget` and below.
+Arguments and shapes are public, and `tests/interop` runs the loops in `examples/`. The folder imports from
+`budget` and the layers below it.
 """
 
 from __future__ import annotations
@@ -216,6 +216,7 @@ class Sampler:
             neighbors = self._neighbors
 
         blocks = neighbors.sample(ids, ops.derive_key(self.seed, step))
+        # `aligned` copies an array whose address some framework would refuse.
         n_id = aligned(blocks[0].src_ids.to(self.index_dtype))
         sample = Sample(n_id=n_id, batch_size=ids.numel(), adjs=[self._make_adj(block) for block in blocks])
         if self._pad:
@@ -233,6 +234,7 @@ class Sampler:
         part = block.part
         assert part.edge_ids is not None
         return Adj(
+            # Not by `aligned`: torch has allocated this tensor just now, and aligns what it allocates.
             edge_index=part.edge_index.to(self.index_dtype),
             e_id=aligned(part.edge_ids.to(self.index_dtype)),
             size=(block.num_src, block.num_dst),
@@ -439,7 +441,7 @@ class Features(Table):
     """
 
     def __init__(self, below: Table, to: str = "torch") -> None:
-        converter(to)
+        converter(to)  # raises a ValueError if there is no such framework
         self.below = below
         self.framework = to
 
@@ -528,9 +530,9 @@ class SharedGraph(Graph):
 def shared(what: Any) -> Any:
     """Return a graph or table in memory that processes of the host share.
 
-    It is copied once, unless it is memory-mapped from a file already. The result for a graph is a new
-    graph, which the graph caches. A table is the same object, and its rows move. Pickling one does the
-    same.
+    It is copied once, unless it is memory-mapped from a file already. For a graph, the result is a new graph,
+    which the old one caches. For a table, the result is the table itself, whose rows have moved into shared
+    memory. Pickling a table moves them too.
 
     Args:
         what: A `Graph` or a `Table`.
@@ -544,7 +546,7 @@ def shared(what: Any) -> Any:
         2
     """
     if isinstance(what, Table):
-        what.__reduce__()
+        what.__reduce__()  # moves the rows into shared memory; the handle that it returns is not needed
         return what
     if isinstance(what, SharedGraph):
         return what
