@@ -476,6 +476,13 @@ class Features(Table):
     def tiers(self, device: torch.device | str | None = None) -> Any:
         return self.below.tiers(device)
 
+    @property
+    def version(self) -> int | None:
+        return self.below.version
+
+    def concurrent_view(self) -> Table:
+        return Features(self.below.concurrent_view(), self.framework)
+
     def end_epoch(self) -> None:
         self.below.end_epoch()
 
