@@ -159,7 +159,7 @@ class Graph:
     def __getstate__(self) -> dict[str, Any]:
         """The state for pickling and copying, without cached values. A copy computes them again when needed.
 
-        They must not go into the copy: its tensors have version counters of their own, which would seem to match.
+        They must not go into the copy: its tensors have version counters of their own, which may match by chance.
         """
         return {name: value for name, value in self.__dict__.items() if name not in ("_cache", "_loops")}
 

@@ -4,9 +4,9 @@ The ids of a file are whole numbers (int64) if every one is written as one. If a
 letters, leading zeros or more digits than int64 holds, then all ids are texts, exactly as written: "001"
 and "1" are two nodes.
 
-In a file of numbers "2.0" is 2, because pandas writes a column of whole numbers in this way once it has had
-an empty cell. A fraction or an exponent is refused. So is a floating-point number from 2**53 on: it may
-stand for several ids.
+In a file of numbers "2.0" is 2: pandas writes whole numbers in this way once their column has had an empty
+cell. A fraction or an exponent is refused. So is a floating-point number from 2**53 on: it may stand for
+several ids.
 
 Readers call these functions in this order:
 

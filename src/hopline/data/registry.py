@@ -164,6 +164,7 @@ def _data_root(data_root: str | os.PathLike[str] | None) -> Path:
 
 def _check_unambiguous(name: str, folder: Path, root: Path) -> None:
     """Refuse the name of a built-in graph if a dataset in the current folder or the data root has it too."""
+    # What the user would type for each dataset of that name -> its folder.
     typed_folders = {os.path.join(".", name): folder}
     if name in IN_MEMORY:  # the other built-in graphs are themselves kept under the root
         typed_folders[str(root / name)] = root / name

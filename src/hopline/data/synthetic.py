@@ -9,9 +9,9 @@ and the largest in-degree is a few hundred times the mean. Sources are drawn wit
 too, so out-degrees have a heavy tail as well. Repeated edges are possible, self-loops are not.
 
 All draws of a node are hashes of (key, node). So ranges of nodes can be made in any order and by any number
-of threads, on the CPU (`ops.cpu.synthetic`) or on a GPU (`ops.gpu.synthetic`), with the same result. The
-CPU makes `CHUNK_NODES` nodes at a time. A graph that is written to a folder is never in memory as a whole,
-except a symmetric one.
+of threads. The CPU (`ops.cpu.synthetic`) and a GPU (`ops.gpu.synthetic`) make the same graph. The CPU makes
+`CHUNK_NODES` nodes at a time. A graph that is written to a folder is never in memory as a whole, except a
+symmetric one.
 """
 
 from __future__ import annotations
