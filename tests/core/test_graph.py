@@ -104,6 +104,15 @@ def test_a_pickled_graph_has_an_empty_cache() -> None:
     assert copy.get_cached("nodes", lambda: -1) == -1
 
 
+def test_a_pickled_graph_finds_its_own_self_loops() -> None:
+    graph = Graph(torch.tensor([0, 1, 2]), torch.tensor([0, 0]))
+    # A copy of a copy: then the version counters of the two are equal, though their edges are not.
+    graph = pickle.loads(pickle.dumps(graph))
+    assert graph.self_loops.tolist() == [0]
+    graph.indices[0] = 1
+    assert pickle.loads(pickle.dumps(graph)).self_loops.tolist() == []
+
+
 def test_moving_a_graph_to_its_own_device_copies_nothing() -> None:
     graph = random_graph(weight=True)
     moved = graph.to("cpu")

@@ -256,7 +256,20 @@ def test_describe_shows_sizes_cut_halos_and_edge_counts() -> None:
     assert len(describe(random_graph(), many).splitlines()) == 4
 
 
-@pytest.mark.parametrize(("count", "text"), [(0, "0"), (9999, "9999"), (56_789, "56.8k"), (1_234_567, "1.23M")])
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0"),
+        (9999, "9999"),
+        (10_000, "10k"),
+        (56_789, "56.8k"),
+        (999_499, "999k"),
+        (999_500, "1M"),
+        (1_234_567, "1.23M"),
+        (999_600_000, "1G"),
+        (999_600_000_000, "1T"),
+    ],
+)
 def test_long_counts_are_abbreviated(count: int, text: str) -> None:
     assert module._short(count) == text
 

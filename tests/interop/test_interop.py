@@ -184,6 +184,21 @@ def test_features_are_a_table_like_any_other(data: hl.Dataset):
     assert table.read_csr(ids) is None
 
 
+def test_features_have_the_version_and_the_concurrent_view_of_the_table_below():
+    class WithView(hl.extend.TensorTable):
+        def concurrent_view(self) -> hl.extend.Table:
+            return hl.extend.TensorTable(self.rows + 1)
+
+    below = WithView(torch.zeros(3, 2))
+    features = interop.table(below, to="numpy")
+    before = features.version
+    assert before is not None
+    assert before == below.version
+    features.write([0], torch.zeros(1, 2))
+    assert features.version != before
+    assert features.concurrent_view()[torch.tensor([1])].tolist() == [[1, 1]]
+
+
 def test_a_graph_shares_its_arrays_and_a_scipy_matrix_its_own():
     indptr = np.array([0, 1, 3])
     indices = np.array([1, 0, 1], dtype=np.int32)

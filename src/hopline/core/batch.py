@@ -59,9 +59,10 @@ class Part:
     """
 
     indptr: Tensor
-    """[num_dst + 1] int64: destination i has edges indptr[i] .. indptr[i + 1]."""
+    """[num_dst + 1] int64: destination i has edges indptr[i] .. indptr[i + 1] - 1."""
     src_idx: Tensor
-    """[num_edges] int32: each edge's source, as a position among the block's source rows."""
+    """[num_edges] int32: each edge's source, as a position among the block's source rows. In `whole_block` it is the
+    graph's `indices`, which may be int64."""
     edge: Mapping[str, Tensor] = field(default_factory=dict)
     """[num_edges, ...] each: the graph's edge arrays at these edges, by name: "weight", "attr", "time", "type"."""
     edge_ids: Tensor | None = None
@@ -82,10 +83,10 @@ class Part:
     @cached_property
     def edge_index(self) -> Tensor:
         """[2, num_edges] int64, sources first: PyG computes wrong gradients with int32."""
-        counts = self.indptr.diff()
-        nodes = torch.arange(counts.numel(), device=counts.device)
-        # Without `output_size`, torch would synchronise with a GPU to learn the sum of the counts.
-        dst = torch.repeat_interleave(nodes, counts, output_size=self.num_edges)
+        in_degrees = self.indptr.diff()
+        nodes = torch.arange(in_degrees.numel(), device=in_degrees.device)
+        # Without `output_size`, torch would synchronise with a GPU to learn the sum of the degrees.
+        dst = torch.repeat_interleave(nodes, in_degrees, output_size=self.num_edges)
         return torch.stack([self.src_idx.long(), dst])
 
     def rows_from(self, first: int) -> Part:
@@ -106,27 +107,30 @@ class Part:
         )
 
 
-def edges_where(part: Part, kept: Tensor) -> Part:
+def edges_where(part: Part, is_kept: Tensor) -> Part:
     """A part with only some of the edges, and with all destinations.
 
-    kept: [num_edges] bool, true at the edges to take.
+    is_kept: [num_edges] bool.
     """
-    # upto[e] is the number of edges taken among the first e. Looked up at the old bounds, it gives the new ones.
-    upto = torch.cat([kept.new_zeros(1, dtype=torch.int64), kept.long().cumsum(0)])
-    edge = {name: rows[kept] for name, rows in part.edge.items()}
-    edge_ids = None if part.edge_ids is None else part.edge_ids[kept]
-    return Part(upto[part.indptr], part.src_idx[kept], edge, edge_ids)
+    # num_kept[e] is the number of edges kept among the first e. Looked up at the old bounds, it gives the new ones.
+    num_kept = torch.cat([is_kept.new_zeros(1, dtype=torch.int64), is_kept.long().cumsum(0)])
+    edge = {name: rows[is_kept] for name, rows in part.edge.items()}
+    edge_ids = None if part.edge_ids is None else part.edge_ids[is_kept]
+    return Part(num_kept[part.indptr], part.src_idx[is_kept], edge, edge_ids)
 
 
 class LayerHooks:
-    """Callbacks before and after each layer, for whoever made the block. This base class does nothing.
+    """Callbacks before and after each layer, with which a training method adds or records rows.
 
     They hang on the block because a batch is all that hopline hands to a user's training step. Many blocks may refer
-    to one object.
+    to one object. This base class does nothing.
     """
 
     def before_layer(self, l: int, model: Any, state: Any, block: Block) -> None:
-        """Called before layer `l` of a `GNN` is computed, with the `State` of the block's sources."""
+        """Called before layer `l` of a `GNN` is computed.
+
+        state: the `nn.gnn.State` of the block's sources, that is their rows.
+        """
 
     def after_layer(self, l: int, h: Tensor) -> Tensor:
         """Called with the rows [num_dst, width] after layer `l`, before dropout. Returns the rows for the next layer.
@@ -208,8 +212,8 @@ class Block:
     def to(self, device: torch.device, non_blocking: bool = False, moved_parts: dict[int, Any] | None = None) -> Block:
         """The block on a device. Its graph stays on the device where it is.
 
-        moved_parts: copies of objects that several blocks of a batch share, by the `id` of the original. Only blocks
-        in the tree layout use it.
+        moved_parts: the copies made so far of what blocks of one batch share, by the `id` of the original. Only
+        blocks in the tree layout share something: their tree.
         """
         if all(tensor is None or _lies_on(tensor, device) for tensor in self.tensors()):
             return self  # not a copy, whose parts would have empty caches
@@ -282,7 +286,10 @@ class Block:
 
     @property
     def sampling_factor(self) -> Tensor:
-        """[num_dst] float64: in-edges in the graph divided by in-edges in the block; 1 for nodes without any."""
+        """[num_dst] float64: in-edges in the graph divided by in-edges in the block.
+
+        1 for a node without in-edges in the graph.
+        """
         assert self.graph is not None
         sampled = self.part.indptr.diff()
         return self.graph.in_degrees(self.dst_ids).clamp(min=1).double() / sampled.clamp(min=1)
@@ -383,8 +390,9 @@ class Batch:
         return sum(t.numel() * t.element_size() for t in _tensors(self))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The batch on a device. Handles are not read by that, and still refer to their tables."""
+        """The batch on a device. Handles stay as they are: no row is read, and no table moves."""
         target = torch.device(device)
+        # `_tensors` leaves `output_idx` out.
         output_idx = [] if self.output_idx is None else [self.output_idx]
         if all(t.device == target for t in [*_tensors(self), *output_idx]):
             return self
@@ -422,19 +430,20 @@ class Batch:
         # From the seeds outwards. The first `num_done` destinations of a block were destinations of the block after
         # it, and have their edges already. Only the edges of the others are new.
         num_done = 0
-        tails = []
+        new_parts = []
         for block in reversed(self.blocks):
-            tails.append(block.part.rows_from(num_done))
+            new_parts.append(block.part.rows_from(num_done))
             num_done = block.num_dst
-        last = self.blocks[0]
-        counts = torch.cat([tail.indptr.diff() for tail in tails])
-        indptr = counts.new_zeros(last.num_src + 1)  # the outermost nodes have no edges
-        indptr[1 : num_done + 1] = counts.cumsum(0)
-        indptr[num_done + 1 :] = indptr[num_done]
-        edge = {name: torch.cat([tail.edge[name] for tail in tails]) for name in tails[0].edge}
-        ids = [tail.edge_ids for tail in tails if tail.edge_ids is not None]
-        part = Part(indptr, torch.cat([tail.src_idx for tail in tails]), edge, torch.cat(ids) if ids else None)
-        return replace(last, num_dst=last.num_src, parts=(part,))
+        input_block = self.blocks[0]
+        in_degrees = torch.cat([part.indptr.diff() for part in new_parts])
+        indptr = in_degrees.new_zeros(input_block.num_src + 1)
+        indptr[1 : num_done + 1] = in_degrees.cumsum(0)
+        indptr[num_done + 1 :] = indptr[num_done]  # the outermost nodes have no edges
+        src_idx = torch.cat([part.src_idx for part in new_parts])
+        edge = {name: torch.cat([part.edge[name] for part in new_parts]) for name in new_parts[0].edge}
+        edge_ids = [part.edge_ids for part in new_parts if part.edge_ids is not None]
+        union = Part(indptr, src_idx, edge, torch.cat(edge_ids) if edge_ids else None)
+        return replace(input_block, num_dst=input_block.num_src, parts=(union,))
 
 
 def _shown(rows: Handle | Tensor | None) -> str:
@@ -446,14 +455,14 @@ def _shown(rows: Handle | Tensor | None) -> str:
     return f"{list(rows.shape)} {kind}{where}"
 
 
-def each_once(blocks: Iterable[Block], changed: Callable[[Block], Block]) -> tuple[Block, ...]:
-    """The blocks after `changed`, which is called once per object.
+def each_once(blocks: Iterable[Block], change: Callable[[Block], Block]) -> tuple[Block, ...]:
+    """The results of `change` for the blocks. It is called once per object.
 
     Layers that have one block in common have one new block in common.
     """
     # A tuple holds the blocks while their ids are keys: no other object can get the same id meanwhile.
     blocks = tuple(blocks)
-    new_blocks = {id(block): changed(block) for block in _distinct(blocks)}
+    new_blocks = {id(block): change(block) for block in _distinct(blocks)}
     return tuple(new_blocks[id(block)] for block in blocks)
 
 
@@ -463,7 +472,7 @@ def _distinct(blocks: Iterable[Block]) -> Iterable[Block]:
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
-    """The tensors that a batch holds, each once, but for those of `key`, `output_idx` and `groups`."""
+    """The tensors that a batch holds, each once. Those of `key`, `output_idx` and `groups` are left out."""
     values = [batch.seeds, batch.x, batch.y, *batch.tables.values()]
     for block in _distinct(batch.blocks):
         values += block.tensors()

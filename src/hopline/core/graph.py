@@ -98,7 +98,7 @@ class Graph:
         return self.indptr.device.type == "cuda" and self.indices.device.type == "cpu"
 
     def to(self, device: torch.device | str) -> Graph:
-        """The graph with its edge arrays on a device."""
+        """The graph with all its arrays on a device."""
         target = torch.device(device)
         return Graph(self.indptr.to(target), self.indices.to(target), {n: a.to(target) for n, a in self.edge.items()})
 
@@ -142,7 +142,8 @@ class Graph:
         name: the key in the cache. Any thread may call this. There is no lock: threads that call at the same time may
         each compute the value, and get equal ones.
         """
-        # Read before `compute`: if an array changes while it runs, the value is stored as one of the old versions.
+        # Read before `compute`: if an array changes while it runs, the next call finds other versions and computes
+        # the value again.
         versions = self.versions
         entry = self._cache.get(name)
         if entry is None or entry[0] != versions:
@@ -156,8 +157,11 @@ class Graph:
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for pickling and copying, without the cache: a copy computes its values again when needed."""
-        return {name: value for name, value in self.__dict__.items() if name != "_cache"}
+        """The state for pickling and copying, without cached values. A copy computes them again when needed.
+
+        They must not go into the copy: its tensors have version counters of their own, which may match by chance.
+        """
+        return {name: value for name, value in self.__dict__.items() if name not in ("_cache", "_loops")}
 
     @property
     def self_loops(self) -> Tensor:
@@ -200,7 +204,7 @@ class PartialGraph(Graph):
     ) -> PartialGraph:
         """A partial graph without edges.
 
-        names: an array for each edge array of the whole graph, by name. Only dtype and row shape matter.
+        names: edge arrays with the names, dtypes and row shapes of the whole graph's. Their rows are not used.
         """
         return cls(
             indptr=torch.zeros(1, dtype=torch.int64),
@@ -231,11 +235,11 @@ class PartialGraph(Graph):
         return self.degrees if ids is None else self.degrees[self._positions(ids)].to(ids.device)
 
     def weight_sums(self, ids: Tensor, add_loops: bool, fill: float) -> tuple[Tensor, Tensor]:
-        """([n], [n]) float64: the sum of each node's in-edge weights, and the weight of the self-loop that is added.
+        """([n], [n]) float64: the sum of each node's in-edge weights, and the weight of its self-loop.
 
-        add_loops: whether the conv adds a self-loop to every node. Then the sum leaves existing ones out, and each
-        keeps its weight.
-        fill: the weight of an added self-loop, for nodes that have none.
+        add_loops: whether the conv gives a self-loop to every node without one. If so, the sums leave self-loops
+        out. If not, self-loops count in the sums like other edges, and the second result is 0.
+        fill: the weight of a self-loop that the conv adds.
         """
         assert self.weights is not None
         total, without_loops, loop = self.weights[self._positions(ids)].to(ids.device).unbind(1)
@@ -245,5 +249,8 @@ class PartialGraph(Graph):
 
     @property
     def self_loops(self) -> Tensor:
-        """[1] or [0] int64: one entry if the whole graph has a self-loop. The positions are not known here."""
+        """[1] or [0] int64: one entry if the whole graph has a self-loop.
+
+        The entry is no position. Callers with a partial graph ask only whether there is one.
+        """
         return torch.zeros(int(self.has_loops), dtype=torch.int64)

@@ -54,16 +54,16 @@ def divide(
 ) -> Tensor:
     """[N] int32: the part of each node. No part is empty.
 
-    graph: on the host. The other arguments are those of `make_partition`; labels go before `how`.
+    graph: on the host. The other arguments are those of `make_partition`. `how` is not read if there are labels.
     """
     num_nodes = graph.num_nodes
     if labels is not None:
         return by_labels(labels.cpu(), num_parts)
-    even = (torch.arange(num_nodes) * num_parts // num_nodes).int()
+    equal_ranges = (torch.arange(num_nodes) * num_parts // num_nodes).int()
     if how == "range" or num_parts == 1:
-        return even
+        return equal_ranges
     if how == "random":
-        return even[ops.permutation(ops.derive_key(seed), num_nodes)]
+        return equal_ranges[ops.permutation(ops.derive_key(seed), num_nodes)]
     check_edges(graph)
     if how == "metis":
         return by_metis(graph, num_parts, seed, show)
@@ -114,21 +114,24 @@ def by_labels(labels: Tensor, num_parts: int) -> Tensor:
     If there are `num_parts` labels, each label is a part. Otherwise the nodes, sorted by label, are divided into
     ranges of equal size. The end of a range moves to the nearest end of a label, if that is within `SNAP`.
     """
-    values, compact = torch.unique(labels, return_inverse=True)
-    if values.numel() == num_parts:
-        return compact.int()
-    # Part p ends before position cuts[p] of the nodes sorted by label. Equal sizes first, then each cut moves.
+    distinct_labels, label_number = torch.unique(labels, return_inverse=True)
+    if distinct_labels.numel() == num_parts:
+        return label_number.int()
+    # Part p ends before position part_ends[p] of the nodes sorted by label. The last part ends with the nodes.
     num_nodes = labels.numel()
-    ends = torch.bincount(compact).cumsum(0)
-    cuts = torch.arange(1, num_parts) * num_nodes // num_parts
-    next_label = torch.searchsorted(ends, cuts).clamp(max=ends.numel() - 1)
-    end_after = ends[next_label]
-    end_before = ends[(next_label - 1).clamp(min=0)]
-    nearest_end = torch.where((cuts - end_before).abs() < (end_after - cuts).abs(), end_before, end_after)
-    is_near = (nearest_end - cuts).abs() <= int(SNAP * num_nodes / num_parts)
-    cuts = torch.where(is_near, nearest_end, cuts)
+    part_ends = torch.arange(1, num_parts) * num_nodes // num_parts
+    label_ends = torch.bincount(label_number).cumsum(0)
+    next_label = torch.searchsorted(label_ends, part_ends).clamp(max=label_ends.numel() - 1)
+    end_after = label_ends[next_label]
+    end_before = label_ends[(next_label - 1).clamp(min=0)]
+    is_before_nearer = (part_ends - end_before).abs() < (end_after - part_ends).abs()
+    nearest_end = torch.where(is_before_nearer, end_before, end_after)
+    is_near = (nearest_end - part_ends).abs() <= int(SNAP * num_nodes / num_parts)
+    part_ends = torch.where(is_near, nearest_end, part_ends)
+
     part_of = torch.empty(num_nodes, dtype=torch.int32)
-    part_of[torch.argsort(compact, stable=True)] = torch.bucketize(torch.arange(num_nodes), cuts, right=True).int()
+    part_at_position = torch.bucketize(torch.arange(num_nodes), part_ends, right=True).int()
+    part_of[torch.argsort(label_number, stable=True)] = part_at_position
     return part_of
 
 
@@ -233,7 +236,7 @@ def make_partition(
     """Divide a graph into parts.
 
     how: "metis" leaves fewest edges between parts, and needs about 110 bytes of memory per direction of an edge.
-        "streaming" needs 32 bytes per node, and reads the edges from where they are some ten times. "random" and
+        "streaming" needs 32 bytes per node and no copy of the edges, which it reads some ten times. "random" and
         "range" (by node id) do not read the edges.
     labels: [N] integers, a community per node, used in place of `how`. If there are num_parts labels, each is a part.
         Otherwise the nodes, sorted by label, are divided into parts of nearly equal size, which end where a label
@@ -242,8 +245,8 @@ def make_partition(
     cache: a folder for the result. A later call with the same edges and settings reads it from there.
     show: whether to show progress on standard error.
     slack: for "streaming", the most by which the size of a part may differ from the mean, as a share of the mean.
-    passes: for "streaming", the most times that the edges are read to find clusters. Moving nodes between the parts
-        reads them at most half as often again, or twice if that is more.
+    passes: for "streaming", the most times that the edges are read to find clusters. Afterwards nodes move between
+        the parts, which reads the edges at most max(2, passes // 2) times more.
     """
     check_num_parts(num_parts, graph.num_nodes)
     if labels is None and how not in HOW:
@@ -252,7 +255,8 @@ def make_partition(
         raise ValueError(f"labels must be whole numbers, one for each of the {graph.num_nodes} nodes")
     if not 0 <= slack < 1 or passes < 1:
         raise ValueError(f"slack={slack}, passes={passes}: give a share below 1, and at least one pass")
-    # Only the settings that the result depends on: they are in the cache key, and others would miss a valid entry.
+    # Only the settings that the result depends on. They are part of the cache key: with another setting in it, a
+    # valid entry would not be found.
     if labels is not None:
         how = "labels"
         settings = {"labels": _hash([labels.cpu().numpy()])}
@@ -345,7 +349,8 @@ def edge_counts(graph: Graph, partition: Partition) -> Tensor:
 
 def cut_fraction(graph: Graph, partition: Partition) -> float:
     """The share of the edges that lead from one part to another, from 0 to 1."""
-    return cpu_partition.cut_edges(*_arrays(graph, partition)[:3]) / max(1, graph.num_edges)
+    indptr, indices, part_of, _, _ = _arrays(graph, partition)
+    return cpu_partition.cut_edges(indptr, indices, part_of) / max(1, graph.num_edges)
 
 
 def halo_sizes(graph: Graph, partition: Partition, groups: Sequence[Sequence[int] | Tensor] | None = None) -> Tensor:
@@ -355,12 +360,12 @@ def halo_sizes(graph: Graph, partition: Partition, groups: Sequence[Sequence[int
     """
     if groups is None:
         groups = [[part] for part in range(partition.num_parts)]
-    chosen = [torch.as_tensor(group).long() for group in groups]
-    parts = torch.cat([*chosen, torch.empty(0, dtype=torch.int64)])  # `cat` needs at least one tensor
+    tensors = [torch.as_tensor(group).long() for group in groups]
+    parts = torch.cat([*tensors, torch.empty(0, dtype=torch.int64)])  # `cat` needs at least one tensor
     if parts.numel() and not 0 <= int(parts.min()) <= int(parts.max()) < partition.num_parts:
         raise ValueError(f"groups name parts from 0 to {partition.num_parts - 1}, not {parts.min()} to {parts.max()}")
-    ends = torch.tensor([0, *(g.numel() for g in chosen)]).cumsum(0)
-    return torch.from_numpy(cpu_partition.halo_sizes(*_arrays(graph, partition), parts.numpy(), ends.numpy()))
+    group_ptr = torch.tensor([0, *(group.numel() for group in tensors)]).cumsum(0)
+    return torch.from_numpy(cpu_partition.halo_sizes(*_arrays(graph, partition), parts.numpy(), group_ptr.numpy()))
 
 
 def _arrays(graph: Graph, partition: Partition) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -376,28 +381,35 @@ def _arrays(graph: Graph, partition: Partition) -> tuple[np.ndarray, np.ndarray,
 def describe(graph: Graph, partition: Partition, groups: Sequence[Sequence[int] | Tensor] | None = None) -> str:
     """A text of a few lines: part sizes, share of edges between parts, halos, and for few parts the edge counts."""
     sizes = partition.sizes
-    inside = sizes if groups is None else torch.stack([sizes[torch.as_tensor(g).long()].sum() for g in groups])
+    if groups is None:
+        what = "part"
+        group_sizes = sizes
+    else:
+        what = "group"
+        group_sizes = torch.stack([sizes[torch.as_tensor(group).long()].sum() for group in groups])
     halos = halo_sizes(graph, partition, groups)
-    per_node = halos / inside
-    what = "part" if groups is None else "group"
+    per_node = halos / group_sizes
     lines = [
         f"{partition!r}",
         f"  sizes: {int(sizes.min()):,} to {int(sizes.max()):,}, mean {partition.num_nodes / partition.num_parts:,.0f}",
         f"  cut: {cut_fraction(graph, partition):.1%} of {graph.num_edges:,} edges",
         f"  halo nodes per node of a {what}: {per_node.min():.2f} to {per_node.max():.2f}, "
-        f"mean {int(halos.sum()) / int(inside.sum()):.2f}",
+        f"mean {int(halos.sum()) / int(group_sizes.sum()):.2f}",
     ]
     if partition.num_parts <= LARGEST_SHOWN:
         lines.append("  edges into a part (row) from a part (column):")
-        rows = edge_counts(graph, partition).tolist()
-        table = [["", *map(str, range(len(rows)))], *([str(p), *map(_short, row)] for p, row in enumerate(rows))]
+        table = [["", *map(str, range(partition.num_parts))]]
+        for part, counts in enumerate(edge_counts(graph, partition).tolist()):
+            table.append([str(part), *map(_short, counts)])
         lines += ["  " + "".join(f"{cell:>7}" for cell in row) for row in table]
     return "\n".join(lines)
 
 
 def _short(count: int) -> str:
     """A count in at most five characters: 1234, 56.8k, 1.23M."""
-    for unit, name in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if count >= unit:
-            return f"{count / (1e3 if name == 'k' else unit):.3g}{name}"
-    return str(count)
+    if count < 10_000:
+        return str(count)
+    for unit, name in ((1e3, "k"), (1e6, "M"), (1e9, "G")):
+        if count / unit < 999.5:  # `.3g` rounds 999.5 to 1e+03
+            return f"{count / unit:.3g}{name}"
+    return f"{count / 1e12:.3g}T"

@@ -22,7 +22,11 @@ from hopline import ops
 
 
 class Readable(Protocol):
-    """The methods of a table that handles call. Every `hopline.tables.Table` has them, and documents them."""
+    """The methods of a table that handles call. Every `hopline.tables.Table` has them, and documents them.
+
+    `storage` is the tensor that holds all rows, or None. `tiers` is the memory from which kernels on a device can read
+    all rows, or None if they cannot.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -125,7 +129,7 @@ class ReducedRows(Rows):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DroppedRows(Rows):
-    """Input rows with keyed dropout. Of sparse rows, `read_csr` draws it at the stored values alone."""
+    """Input rows with keyed dropout. If they are sparse, `read_csr` draws dropout for the stored values alone."""
 
     p: float
     """The probability that a value is dropped."""
@@ -160,9 +164,9 @@ def as_tensor(rows: Handle | Tensor) -> Tensor:
 
 
 def as_dtype(rows: Handle | Tensor, dtype: torch.dtype) -> Tensor:
-    """The rows as a tensor in the model's precision. Integer rows keep their dtype.
+    """The rows as a tensor of `dtype`, the model's. Integer rows keep their own dtype.
 
-    Rows with a gradient keep it too: under autocast, embeddings are in half precision on purpose.
+    Rows with a gradient keep theirs too: under autocast, embeddings are in half precision on purpose.
     """
     rows = as_tensor(rows)
     must_convert = rows.is_floating_point() and rows.dtype != dtype and not rows.requires_grad

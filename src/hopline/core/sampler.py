@@ -97,8 +97,9 @@ class NeighborSampler:
         try:
             _add_seeds(id_map, seeds)
             dst_ids = id_map.ids()
-            for fanout, drawn_by in zip(self.fanouts, hop_keys(key, len(self.fanouts), self.one_list), strict=True):
-                hops.append(self._hop(id_map, dst_ids, fanout, key, drawn_by))
+            keys = hop_keys(key, len(self.fanouts), self.one_list)
+            for fanout, hop_key in zip(self.fanouts, keys, strict=True):
+                hops.append(self._hop(id_map, dst_ids, fanout, key, hop_key))
                 dst_ids = hops[-1].src_ids
         finally:
             id_map.clear()
@@ -113,47 +114,50 @@ class NeighborSampler:
         check_ids(seeds, self.graph.num_nodes)
         graph = self.graph
         id_map = self._id_map(seeds.device)
-        sources: list[Tensor] = []
-        targets: list[Tensor] = []
+        # One entry per hop.
+        src_idx: list[Tensor] = []
+        dst_idx: list[Tensor] = []
         edge_ids: list[Tensor] = []
-        num_known = [0]  # entry h + 1: the number of nodes reached before hop h draws
+
+        node_counts = [0]  # then the number of known nodes at the start of each hop, and at the end
         try:
             _add_seeds(id_map, seeds)
             for fanout in self.fanouts:
-                first = num_known[-1]
+                # The nodes that the hop before has reached: local ids start .. stop - 1.
+                start = node_counts[-1]
                 stop = id_map.size
-                num_known.append(stop)
-                new_ids = id_map.ids()[first:]
+                node_counts.append(stop)
+                new_ids = id_map.ids()[start:]
                 drawn = ops.sample_neighbors(graph.indptr, graph.indices, new_ids, fanout, key, self.replace)
-                local_ids = torch.arange(first, stop, device=seeds.device)
+                local_ids = torch.arange(start, stop, device=seeds.device)
                 # With `output_size`, torch need not synchronise with a GPU to learn the number of edges.
                 num_drawn = drawn.edge_ids.numel()
-                targets.append(torch.repeat_interleave(local_ids, drawn.indptr.diff(), output_size=num_drawn))
-                sources.append(id_map.add(drawn.ids))
+                dst_idx.append(torch.repeat_interleave(local_ids, drawn.indptr.diff(), output_size=num_drawn))
+                src_idx.append(id_map.add(drawn.ids))
                 edge_ids.append(drawn.edge_ids)
             node_ids = id_map.ids()
         finally:
             id_map.clear()
-        num_known.append(node_ids.numel())
+        node_counts.append(node_ids.numel())
         return Subgraph(
             node_ids=node_ids,
-            edge_index=torch.stack([torch.cat(sources).long(), torch.cat(targets)]),
+            edge_index=torch.stack([torch.cat(src_idx).long(), torch.cat(dst_idx)]),
             edge_ids=torch.cat(edge_ids),
-            num_nodes=[after - before for before, after in itertools.pairwise(num_known)],
+            num_nodes=[after - before for before, after in itertools.pairwise(node_counts)],
             num_edges=[ids.numel() for ids in edge_ids],
         )
 
     def _hop(
-        self, id_map: ops.AnyIdMap, dst_ids: Tensor, fanout: int, key: int | Tensor, drawn_by: int | Tensor
+        self, id_map: ops.AnyIdMap, dst_ids: Tensor, fanout: int, key: int | Tensor, hop_key: int | Tensor
     ) -> Block:
         """The block of one hop. Adds the drawn neighbours to the id map.
 
         dst_ids: all nodes of the id map, in its order.
         key: the key that the block carries, for dropout.
-        drawn_by: the key that decides the neighbours.
+        hop_key: the key that decides the neighbours.
         """
         graph = self.graph
-        drawn = ops.sample_neighbors(graph.indptr, graph.indices, dst_ids, fanout, drawn_by, self.replace)
+        drawn = ops.sample_neighbors(graph.indptr, graph.indices, dst_ids, fanout, hop_key, self.replace)
         src_idx = id_map.add(drawn.ids)
         edge = {name: ops.gather_rows(array, drawn.edge_ids) for name, array in graph.edge.items()}
         part = Part(drawn.indptr, src_idx, edge, drawn.edge_ids if self.edge_ids else None)
@@ -191,6 +195,7 @@ def full_block(sampler: NeighborSampler, nodes: Tensor) -> Block:
     sampler: one with the fan-outs (-1,).
     """
     assert sampler.fanouts == (-1,)
+    # Any key will do: at fan-out -1 nothing is drawn.
     (block,) = sampler.sample(nodes, 0)
     return Block(block.src_ids, block.num_dst, block.parts, block.graph, key=None)
 
@@ -206,13 +211,14 @@ def whole_block(graph: Graph) -> Block:
 def in_neighborhood(graph: Graph, nodes: Tensor) -> Tensor:
     """[n] int64: `nodes` and all their in-neighbours, each once, ascending."""
     nodes = _on_graph_device(graph, nodes)
-    found = ops.sample_neighbors(graph.indptr, graph.indices, nodes, -1, 0)
-    if not _all_inside(found.ids, graph.num_nodes):
+    # Fan-out -1 takes all in-edges, so the key 0 decides nothing.
+    in_edges = ops.sample_neighbors(graph.indptr, graph.indices, nodes, -1, 0)
+    if not _all_inside(in_edges.ids, graph.num_nodes):
         raise ValueError(WRONG_EDGE)
-    marked = torch.zeros(graph.num_nodes, dtype=torch.bool, device=nodes.device)
-    marked[nodes] = True
-    marked[found.ids.long()] = True
-    return marked.nonzero().view(-1)
+    is_inside = torch.zeros(graph.num_nodes, dtype=torch.bool, device=nodes.device)
+    is_inside[nodes] = True
+    is_inside[in_edges.ids.long()] = True
+    return is_inside.nonzero().view(-1)
 
 
 def check_ids(ids: Tensor, num_nodes: int) -> None:

@@ -30,6 +30,8 @@ def seed_batches(
     done: the number of ids at the front of that order to skip, because the epoch has trained on them already.
     """
     order = ids[ops.permutation(key, ids.numel())] if shuffle else ids
-    stop = ids.numel() - (ids.numel() - done) % batch_size if drop_last else ids.numel()
+    stop = ids.numel()
+    if drop_last:
+        stop -= (stop - done) % batch_size
     for start in range(done, stop, batch_size):
         yield order[start : min(start + batch_size, stop)]

@@ -34,7 +34,8 @@ class Sizes:
     def array(self) -> np.ndarray:
         """[2 * num_layers + 2] float64: nodes, edges, and a 1.
 
-        The product with costs per node and per edge, and a fixed cost per step, gives bytes.
+        `budget.predictor` models the memory of a step as the dot product with costs in bytes: per node of each layer,
+        per edge of each layer, and a fixed cost.
         """
         return np.array((*self.nodes, *self.edges, 1), dtype=np.float64)
 

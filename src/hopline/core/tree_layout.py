@@ -44,7 +44,7 @@ class Tree:
     nodes: Tensor
     """[num_slots], dtype of the graph's indices: the global id of the node at each slot; -1 means empty."""
     counts: Tensor
-    """[slots with children] int32: the number of children of each slot that are not empty. They come first."""
+    """[slots with children] int32: how many child slots of each slot are not empty. Those come before empty ones."""
     edge_ids: Tensor | None = None
     """[num_slots - num_seeds] int64: the edge from each slot after the seeds to its parent, as a position in the
     graph's edge arrays; 0 for an empty slot. None if no edge array is needed."""
@@ -62,7 +62,10 @@ class Tree:
 
 
 def _on_first_access(compute: Callable[[Any], Any]) -> Any:
-    """The default of a dataclass field with init=False: its value is computed at the first access, and cached."""
+    """The default of a dataclass field with init=False: its value is computed at the first access, and cached.
+
+    `__init__` leaves such a field alone, so the class attribute stays in effect, here a `cached_property`.
+    """
     return cached_property(compute)
 
 
@@ -153,10 +156,10 @@ class TreeBlock(Block):
 
     @cached_property
     def _compact(self) -> Part:
-        """The part of `part`, cached.
+        """The result of `part`, cached.
 
-        The children of destination d that are not empty are the slots first[d], first[d] + 1, ... So edge e of d, in
-        the range indptr[d] .. indptr[d + 1], has the source e + first[d] - indptr[d].
+        The children of destination d that are not empty are the slots first[d], first[d] + 1, ... The edges of d are
+        e = indptr[d] .. indptr[d + 1] - 1. So edge e of d has the source first[d] + e - indptr[d].
         """
         counts = self.counts.long()
         indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
@@ -172,7 +175,10 @@ class TreeBlock(Block):
 
     @property
     def sampling_factor(self) -> Tensor:
-        """[num_dst] float64: in-edges in the graph divided by in-edges in the block; 1 for nodes without any."""
+        """[num_dst] float64: in-edges in the graph divided by in-edges in the block.
+
+        1 for a node without in-edges in the graph.
+        """
         assert self.graph is not None
         return self.graph.in_degrees(self.dst_ids).clamp(min=1).double() / self.counts.clamp(min=1)
 

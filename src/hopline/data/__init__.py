@@ -10,12 +10,12 @@ Read `dataset` first, then `registry` (the names that `hl.open` takes) and `stor
     convert, edges, nodes, ids     edge lists and node files of any size, read in chunks
     options                        settings of the conversion
     formats/                       one file per format that is read
-    placement                      decides whether graph and features lie on a GPU or on the host
+    placement, placement_settings  decide whether graph and features lie on a GPU or on the host
     host_copy                      one copy in memory for all ranks of a host
     fingerprint                    tells whether two datasets hold the same numbers
 
-Files on disk are a contract: `tests/formats` has folders that earlier versions wrote. This folder stands on
-`nn` and below.
+Files on disk are a contract: `tests/formats` has folders that earlier versions wrote. This folder imports
+from `nn` and the layers below it.
 
 State of the process: `fingerprint` owns a cache of checksums, by tensor. An entry lives as long as its
 tensor.

@@ -69,6 +69,7 @@ def npy_header(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     """
     descr = numpy_dtype(dtype).str
     text = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {tuple(shape)!r}, }}".encode()
+    # Magic string and version, then the number of bytes after this prefix of 10 bytes.
     prefix = b"\x93NUMPY\x01\x00" + (HEADER_BYTES - 10).to_bytes(2, "little")
     if len(prefix) + len(text) + 1 > HEADER_BYTES:
         raise ValueError(f"An array of shape {list(shape)} has too many dimensions: store at most four.")
@@ -97,6 +98,7 @@ def as_tensor(array: Any, what: str = "an array") -> Tensor:
         array = array.cpu().numpy()
 
     array = np.asarray(array)
+    # "biuf": bool, signed, unsigned and floating-point. Torch has no real numbers of more than 8 bytes.
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         raise _not_numbers_error(what, str(array.dtype))
     # uint8 stays: torch has all operations for it.

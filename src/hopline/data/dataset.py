@@ -204,19 +204,19 @@ class Dataset:
 
     def normalized(self, table: str = "x") -> Dataset:
         """A dataset with each row of a table divided by its sum, or by 1 if the sum is less than 1."""
-        rows = self.tables[table]
-        if isinstance(rows, SparseTable):
-            entry_rows = torch.repeat_interleave(torch.arange(len(rows)), rows.indptr.diff())
-            sums = torch.zeros(len(rows), dtype=rows.dtype).index_add_(0, entry_rows, rows.values).clamp(min=1.0)
+        old = self.tables[table]
+        if isinstance(old, SparseTable):
+            row_of_entry = torch.repeat_interleave(torch.arange(len(old)), old.indptr.diff())
+            sums = torch.zeros(len(old), dtype=old.dtype).index_add_(0, row_of_entry, old.values).clamp(min=1.0)
             normalized: Table = SparseTable(
-                indptr=rows.indptr,
-                columns=rows.columns,
-                values=rows.values / sums[entry_rows],
-                num_columns=rows.num_columns,
+                indptr=old.indptr,
+                columns=old.columns,
+                values=old.values / sums[row_of_entry],
+                num_columns=old.num_columns,
             )
         else:
-            dense = rows.read(torch.arange(len(rows)))
-            normalized = TensorTable(dense / dense.sum(-1, keepdim=True).clamp(min=1.0))
+            rows = old.read(torch.arange(len(old)))
+            normalized = TensorTable(rows / rows.sum(-1, keepdim=True).clamp(min=1.0))
         return replace(self, tables={**self.tables, table: normalized})
 
     def one_hot(self, table: str = "x") -> Dataset:

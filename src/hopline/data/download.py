@@ -86,7 +86,9 @@ def _attempt(name: str, folder: Path, download: Callable[[], T]) -> T:
     try:
         return download()
     except Exception as error:  # the downloaders of many libraries raise many types
-        reason = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
+        lines = str(error).splitlines()
+        first_line = lines[0] if lines else ""
+        reason = first_line[:200] or type(error).__name__
         raise ValueError(
             f"Could not get {name!r} ({reason}): connect to the network and try again, "
             f"or put its files as the downloader would under {folder}."
@@ -94,9 +96,9 @@ def _attempt(name: str, folder: Path, download: Callable[[], T]) -> T:
 
 
 def load_pyg(kind: str, folder: Path, settings: dict[str, Any]) -> Data:
-    """The graph of a PyG dataset that has one.
+    """The only graph of a PyG dataset. A dataset of several graphs is refused.
 
-    The graphs of PPI become one graph without edges between them.
+    An exception is PPI: its graphs become one graph, without edges between them.
     """
     import torch_geometric.datasets as datasets
 

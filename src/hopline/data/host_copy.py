@@ -51,6 +51,7 @@ def share(dataset: Dataset | None, world: World) -> Dataset:
         return dataset
     name = f"{PREFIX}{world.broadcast_object(uuid.uuid4().hex)}-{world.node}"
     with contextlib.ExitStack() as cleanup:
+        # An error is raised by `agree`, on every rank: no rank may wait for one that has failed.
         problem: Exception | None = None
         try:
             if world.local_rank == 0:

@@ -4,9 +4,9 @@ The ids of a file are whole numbers (int64) if every one is written as one. If a
 letters, leading zeros or more digits than int64 holds, then all ids are texts, exactly as written: "001"
 and "1" are two nodes.
 
-In a file of numbers "2.0" is 2, because pandas writes a column of whole numbers in this way once it has had
-an empty cell. A fraction or an exponent is refused. So is a floating-point number from 2**53 on: it may
-stand for several ids.
+In a file of numbers "2.0" is 2: pandas writes whole numbers in this way once their column has had an empty
+cell. A fraction or an exponent is refused. So is a floating-point number from 2**53 on: it may stand for
+several ids.
 
 Readers call these functions in this order:
 
@@ -151,7 +151,8 @@ class IdMap:
     def positions(self, ids: np.ndarray, where: str, first: int = 0) -> np.ndarray:
         """[n] int64: the node number of each of `ids` [n]. An id that is not in the map is refused.
 
-        Texts are compared with numbers by value, and numbers with texts as they are written.
+        If the map holds numbers, texts are looked up by their value. If it holds texts, numbers are looked
+        up by their digits.
 
         where, first: How an error message names a row, as in `checked_ids`.
         """

@@ -29,6 +29,8 @@ Task = Literal["single", "multi", "binary"]
 TASKS: tuple[str, ...] = get_args(Task)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _CHECKSUM = re.compile(r"crc32:[0-9a-f]{8}")
+_MAX_COUNT = 2**48
+"""Counts and sizes in a manifest are smaller. A rule of thumb."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,9 +156,9 @@ def _get_field(fields: dict[str, Any], key: str, kind: type) -> Any:
 
 
 def _get_count(fields: dict[str, Any], key: str) -> int:
-    """A field that must be a whole number from 0 to 2**48 - 1."""
+    """A field that must be a whole number from 0 to _MAX_COUNT - 1."""
     value = _get_field(fields, key, int)
-    if not 0 <= value < 2**48:
+    if not 0 <= value < _MAX_COUNT:
         raise ValueError(f"its field {key!r} is {value}, which is out of range")
     return value
 
@@ -166,7 +168,7 @@ def _parse_entry(name: str, value: Any) -> ArrayEntry:
     if not is_name(name) or type(value) is not dict:
         raise ValueError(f"its array {name!r} is not described by an object")
     shape = tuple(_get_field(value, "shape", list))
-    has_valid_sizes = all(type(size) is int and 0 <= size < 2**48 for size in shape)
+    has_valid_sizes = all(type(size) is int and 0 <= size < _MAX_COUNT for size in shape)
     if not 1 <= len(shape) <= 4 or not has_valid_sizes:
         raise ValueError(f"its array {name!r} has the shape {list(shape)}")
     dtype = _get_field(value, "dtype", str)

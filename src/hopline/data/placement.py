@@ -2,11 +2,11 @@
 
     DataBytes.of     how large graph, features and labels are
     make_layout      decides what goes where, within `SHARE` of the free device memory
-    apply_layout        copies and pins
+    apply_layout     copies and pins
 
-Graph first, then labels, then features: the graph is read more often than any row. Features that do not fit
-are pinned, and the GPU reads them by zero-copy. Copies of the rows that batches read most fill the device
-memory that is left (`tables.TieredTable`).
+Device memory goes to the graph first, which is read more often than any row, then to labels, then to
+features. Features that do not fit are pinned, and the GPU reads them by zero-copy. Copies of the rows that
+batches read most fill the device memory that is left (`tables.TieredTable`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from hopline.data.placement_settings import Placement
 from hopline.device import pinned
 from hopline.device.meter import free_bytes, with_index
 from hopline.tables import SparseTable, Table, TieredTable
-from hopline.tables.build import check_cuda, table
+from hopline.tables.build import check_cuda
+from hopline.tables.build import table as make_table
 from hopline.util.config import format_size, parse_size
 
 SHARE = 0.8
@@ -50,7 +51,7 @@ class DataBytes:
     features: int
     """Bytes of all rows of the table "x"."""
     hot_slots: int
-    """Bytes of the slots of cached rows: an int32 per node on the device, if there is a cache."""
+    """Bytes of the index of a cache: for each node an int32 on the device, its row in the cache or -1."""
     labels: int
     """Bytes of the labels."""
     can_cache: bool = True
@@ -97,7 +98,7 @@ def make_layout(sizes: DataBytes, device_free_bytes: int, placement: Placement) 
     if graph == "auto":
         graph = "device" if sizes.graph <= spare_bytes else "pinned"
     graph_bytes = {"device": sizes.graph, "pinned": sizes.indptr, "host": 0}[graph]
-    # "auto" has taken "pinned" already if the whole graph does not fit, so it is no way out for `indptr`.
+    # If even `indptr` does not fit, "auto" is no advice: it takes "pinned" too.
     advice = "set graph=pinned, or leave it at auto" if graph == "device" else "set graph=host"
     _check_fits("graph", graph_bytes, device_free_bytes, advice=advice)
     spare_bytes -= graph_bytes
@@ -177,24 +178,24 @@ def apply_layout(
     graph = data.graph
     if layout.graph != "host":
         graph = graph.to(device) if layout.graph == "device" else graph.pinned(device, copy=True)
-    # Of the three orders of `table`, "access" had the best hit rates (docs/measurements/gpu.md). It must
+    # Of the three orders of `make_table`, "access" had the best hit rates (docs/measurements/gpu.md). It must
     # know how batches are sampled.
     order = "degree" if fanouts is None or train_ids is None else "access"
 
     tables = dict(data.tables)
     spare_bytes = layout.spare_bytes
-    for name, rows in data.tables.items():
+    for name, table in data.tables.items():
         if name != MAIN:
-            if _all_bytes(rows) <= spare_bytes:
-                tables[name] = _copy_to_device(rows, device)
-                spare_bytes -= _all_bytes(rows)
+            if _all_bytes(table) <= spare_bytes:
+                tables[name] = _copy_to_device(table, device)
+                spare_bytes -= _all_bytes(table)
         elif layout.features == "device":
-            tables[name] = _copy_to_device(rows, device)
-        elif layout.features == "pinned" and not isinstance(rows, SparseTable):
-            tables[name] = table(
-                rows,
+            tables[name] = _copy_to_device(table, device)
+        elif layout.features == "pinned" and not isinstance(table, SparseTable):
+            tables[name] = make_table(
+                table,
                 device_cache=layout.cache,
-                host_cache=_host_cache(rows, device),
+                host_cache=_host_cache(table, device),
                 order=order,
                 device=device,
                 graph=graph,
@@ -207,17 +208,17 @@ def apply_layout(
     return replace(data, graph=graph, tables=tables, y=y)
 
 
-def _copy_to_device(rows: Table, device: torch.device) -> Table:
+def _copy_to_device(table: Table, device: torch.device) -> Table:
     """A table with all rows on the device."""
-    if isinstance(rows, SparseTable):
-        return rows.to(device)
-    copy = table(rows, device_cache="all", device=device)
+    if isinstance(table, SparseTable):
+        return table.to(device)
+    copy = make_table(table, device_cache="all", device=device)
     copy.tiers()  # copies the rows now, not in the first step
     return copy
 
 
 def _host_cache(x: Table, device: torch.device) -> str | int | None:
-    """`host_cache` of `table`: how rows get into host memory that the device can read.
+    """`host_cache` of `make_table`: how rows get into host memory that the device can read.
 
     None if they can stay: on a CPU, or if their memory could be pinned. "all" copies all rows into memory.
     If they do not fit into `HOST_SHARE` of the free memory, it is the bytes of a cache.
@@ -225,24 +226,25 @@ def _host_cache(x: Table, device: torch.device) -> str | int | None:
     if device.type != "cuda":
         return None
     storage = x.storage()
+    # `register` pins the memory. If it cannot, it returns the reason.
     if storage is not None and pinned.register(storage) is None:
         return None
     max_bytes = int(HOST_SHARE * psutil.virtual_memory().available)
     return "all" if _all_bytes(x) <= max_bytes else max_bytes
 
 
-def _all_bytes(rows: Table) -> int:
+def _all_bytes(table: Table) -> int:
     """Bytes of all rows, even if the table itself holds copies of some rows only."""
-    if isinstance(rows, SparseTable):
-        return rows.num_bytes
-    return torch.Size(rows.shape).numel() * rows.dtype.itemsize
+    if isinstance(table, SparseTable):
+        return table.num_bytes
+    return torch.Size(table.shape).numel() * table.dtype.itemsize
 
 
 def describe(data: Dataset) -> str:
     """A line that says where the graph, all tables and the labels are, with their sizes."""
     parts = [f"graph {format_size(data.graph.num_bytes)} {_graph_location(data.graph)}"]
-    for name, rows in data.tables.items():
-        parts.append(f"{name} {format_size(_all_bytes(rows))} {_table_location(rows)}")
+    for name, table in data.tables.items():
+        parts.append(f"{name} {format_size(_all_bytes(table))} {_table_location(table)}")
     if data.y is not None:
         parts.append(f"labels {format_size(data.y.nbytes)} {_tensor_location(data.y)}")
     return "; ".join(parts)
@@ -257,15 +259,15 @@ def _graph_location(graph: Graph) -> str:
     return f"pinned for {graph.device}" if graph.is_pinned else _tensor_location(graph.indices)
 
 
-def _table_location(rows: Table) -> str:
+def _table_location(table: Table) -> str:
     """Words for the place of a table's rows, with the share that is cached on a device."""
-    if isinstance(rows, SparseTable):
-        return _tensor_location(rows.values)
-    if not isinstance(rows, TieredTable):
-        storage = rows.storage()
+    if isinstance(table, SparseTable):
+        return _tensor_location(table.values)
+    if not isinstance(table, TieredTable):
+        storage = table.storage()
         return "on the host" if storage is None else _tensor_location(storage)
-    if rows.num_hot == len(rows):
-        return f"on {rows.device}"
-    kind = "pinned" if rows.below.storage() is not None else "behind a cache on the host"
-    share = 100 * rows.num_hot / max(1, len(rows))
-    return f"{kind}, with {format_size(rows.num_hot * rows.row_bytes)} ({share:.0f}% of the rows) on {rows.device}"
+    if table.num_hot == len(table):
+        return f"on {table.device}"
+    kind = "pinned" if table.below.storage() is not None else "behind a cache on the host"
+    share = 100 * table.num_hot / max(1, len(table))
+    return f"{kind}, with {format_size(table.num_hot * table.row_bytes)} ({share:.0f}% of the rows) on {table.device}"

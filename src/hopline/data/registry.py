@@ -98,6 +98,8 @@ def locate(
     converted = _find_first(root, [_folder_name(candidate, options) for candidate in candidates])
     if converted is not None:
         return Location(path=converted, is_converted=is_dataset(converted))
+    # A dataset folder cannot be converted again. If the name is that of a download, the download is converted
+    # with these options instead. If not, opening the folder refuses them.
     unconverted = _find_first(root, candidates)
     if unconverted is not None and (source is None or not is_dataset(unconverted)):
         return Location(path=unconverted)
@@ -162,6 +164,7 @@ def _data_root(data_root: str | os.PathLike[str] | None) -> Path:
 
 def _check_unambiguous(name: str, folder: Path, root: Path) -> None:
     """Refuse the name of a built-in graph if a dataset in the current folder or the data root has it too."""
+    # What the user would type for each dataset of that name -> its folder.
     typed_folders = {os.path.join(".", name): folder}
     if name in IN_MEMORY:  # the other built-in graphs are themselves kept under the root
         typed_folders[str(root / name)] = root / name

@@ -72,6 +72,7 @@ def draw_split(y: Tensor | None, shares: Sequence[float], seed: int = 0) -> tupl
             "share, or more labels."
         )
 
+    # Nodes are sorted by their first draw, which has the number 0.
     shuffled = labelled[torch.argsort(draw(derive_key(seed, PURPOSE), labelled, 0), stable=True)]
     splits: dict[str, Tensor] = {}
     for name, (start, stop) in zip(SPLITS, itertools.pairwise(bounds), strict=True):

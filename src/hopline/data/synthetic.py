@@ -9,9 +9,9 @@ and the largest in-degree is a few hundred times the mean. Sources are drawn wit
 too, so out-degrees have a heavy tail as well. Repeated edges are possible, self-loops are not.
 
 All draws of a node are hashes of (key, node). So ranges of nodes can be made in any order and by any number
-of threads, on the CPU (`ops.cpu.synthetic`) or on a GPU (`ops.gpu.synthetic`), with the same result. The
-CPU makes `CHUNK_NODES` nodes at a time. A graph that is written to a folder is never in memory as a whole,
-except a symmetric one.
+of threads. The CPU (`ops.cpu.synthetic`) and a GPU (`ops.gpu.synthetic`) make the same graph. The CPU makes
+`CHUNK_NODES` nodes at a time. A graph that is written to a folder is never in memory as a whole, except a
+symmetric one.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def planted_partition(
     if folder is not None and device != "cpu":
         raise ValueError(f"A folder is written from the CPU: leave out device={device!r} or folder=.")
     target = find_device(device)
-    set_fields = {field: value for field, value in vars(settings).items() if value is not None}
-    meta = {"origin": "synthetic", "settings": set_fields}
+    without_none = {field: value for field, value in vars(settings).items() if value is not None}
+    meta = {"origin": "synthetic", "settings": without_none}
 
     if settings.symmetric:
         dataset = _make_symmetric(settings, name, meta)
@@ -176,16 +176,17 @@ def _make_chunk(settings: PlantedPartition, first: int, count: int, num_edges_be
     ranks = np.empty(count, dtype=np.int64)
     split_ranks = np.empty(count, dtype=np.int64)
     degrees = np.empty(count, dtype=np.int64)
-    rows = np.empty((count, settings.num_features), dtype=np.float32)
+    features = np.empty((count, settings.num_features), dtype=np.float32)
+    noise = 1.0  # standard deviation of the features around their mean
 
     def fill_nodes(start: int, stop: int) -> None:
         nodes = slice(start, stop)
         kernels.fill_ranks(first + start, rank_key, half_bits, n, ranks[nodes])
         kernels.fill_ranks(first + start, split_key, half_bits, n, split_ranks[nodes])
         kernels.fill_degrees(ranks[nodes], n, settings.num_edges, TAIL, CUT, FLOOR, degrees[nodes])
-        kernels.fill_features(first + start, ranks[nodes] % num_classes, means, 1.0, feature_key, rows[nodes])
+        kernels.fill_features(first + start, ranks[nodes] % num_classes, means, noise, feature_key, features[nodes])
 
-    over_ranges(fill_nodes, count, rows.size)
+    over_ranges(fill_nodes, count, features.size)
     indptr = np.zeros(count + 1, dtype=np.int64)
     np.cumsum(degrees, out=indptr[1:])
     sources = torch.empty(int(indptr[-1]), dtype=index_dtype(n))
@@ -203,7 +204,7 @@ def _make_chunk(settings: PlantedPartition, first: int, count: int, num_edges_be
         # The first entry of a later chunk is the last one of the chunk before.
         "indptr": global_indptr if first == 0 else global_indptr[1:],
         "indices": sources,
-        "table.x": torch.from_numpy(rows).to(DTYPES[settings.dtype]),
+        "table.x": torch.from_numpy(features).to(DTYPES[settings.dtype]),
         "y": torch.from_numpy(ranks % num_classes),
     }
     return chunk | _splits(settings, first, torch.from_numpy(split_ranks))
@@ -219,7 +220,8 @@ def make_on(device: torch.device, settings: PlantedPartition) -> dict[str, Tenso
     n = settings.num_nodes
     half_bits = _half_bits(n)
     rank_key, edge_key, feature_key, split_key = _keys(settings)
-    with torch.cuda.device(device if device.type == "cuda" else -1):  # Triton launches on the current one
+    # Triton launches on the current device. -1 changes nothing: tests run the kernels on the CPU.
+    with torch.cuda.device(device if device.type == "cuda" else -1):
         ranks = kernels.ranks(0, n, rank_key, half_bits, n, device)
         indptr = torch.zeros(n + 1, dtype=torch.int64, device=device)
         torch.index_select(_degrees_by_rank(settings).to(device), 0, ranks, out=indptr[1:])
@@ -231,14 +233,14 @@ def make_on(device: torch.device, settings: PlantedPartition) -> dict[str, Tenso
 
         y = ranks.remainder_(settings.num_classes)  # in place: the ranks are not needed any more
         means = torch.from_numpy(_class_means(settings)).to(device)
-        rows = kernels.features(y, means, feature_key, DTYPES[settings.dtype])
+        features = kernels.features(y, means, feature_key, DTYPES[settings.dtype])
 
         split_chunks = []
         for first in range(0, n, DEVICE_CHUNK_NODES):
             count = min(DEVICE_CHUNK_NODES, n - first)
             split_ranks = kernels.ranks(first, count, split_key, half_bits, n, device)
             split_chunks.append(_splits(settings, first, split_ranks))
-    return {"indptr": indptr, "indices": sources, "table.x": rows, "y": y, **_join_chunks(split_chunks)}
+    return {"indptr": indptr, "indices": sources, "table.x": features, "y": y, **_join_chunks(split_chunks)}
 
 
 def _degrees_by_rank(settings: PlantedPartition) -> Tensor:
@@ -288,6 +290,7 @@ def _half_bits(num_nodes: int) -> int:
 
 def _class_means(settings: PlantedPartition) -> np.ndarray:
     """[num_classes, num_features] float32: mean features by class, of length `signal` in random directions."""
+    # Purpose 4: `_keys` has 0 to 3.
     generator = torch.Generator().manual_seed(derive_key(settings.seed, 4) % 2**63)
     means = torch.randn(settings.num_classes, settings.num_features, generator=generator)
     return (settings.signal * means / means.norm(dim=1, keepdim=True)).numpy()

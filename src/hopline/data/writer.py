@@ -161,7 +161,10 @@ def _swap(new: Path, target: Path) -> None:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Delete temporary folders of killed writers of this folder, and undo half of a killed `_swap`."""
+    """Delete what killed writers of this folder left, and put a backup back in its place.
+
+    A backup without its folder is left by a `_swap` that was killed between the two renames.
+    """
     backup = backup_of(folder)
     if backup.is_dir():
         if folder.exists():

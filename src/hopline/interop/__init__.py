@@ -9,8 +9,8 @@ Arrays are not copied: `dlpack` makes a framework's array over the memory of a t
 and `Features` can be sent to other processes of the host. Their pickle is a handle, and all processes read
 the same memory (`shared`).
 
-Arguments and shapes are public, and `tests/interop` runs the loops in `examples/`. The folder stands on
-`budget` and below.
+Arguments and shapes are public, and `tests/interop` runs the loops in `examples/`. The folder imports from
+`budget` and the layers below it.
 """
 
 from __future__ import annotations
@@ -175,11 +175,9 @@ class Sampler:
         self.index_dtype = index_dtype
         self._replace = replace
         self._pad = pad
-        # A graph that a GPU samples may have its edges in pinned host memory.
-        is_pinned_already = graph.device.type == "cuda" and graph.indices.device.type == "cpu"
-        self._pinned = pinned or is_pinned_already
+        self._pinned = pinned or graph.is_pinned
         self._fanouts = tuple(fanouts)
-        self._neighbors: NeighborSampler | None = None
+        self._neighbor_sampler: NeighborSampler | None = None  # made by the first `sample`
         self._lock = threading.Lock()
 
     @property
@@ -192,8 +190,8 @@ class Sampler:
         _check_fanouts(fanouts, self._replace, self._pad)
         with self._lock:
             self._fanouts = tuple(fanouts)
-            if self._neighbors is not None:
-                self._neighbors.fanouts = self._fanouts
+            if self._neighbor_sampler is not None:
+                self._neighbor_sampler.fanouts = self._fanouts
 
     def sample(self, seeds: Any) -> Sample:
         """Sample the neighbourhood of seeds.
@@ -210,16 +208,17 @@ class Sampler:
         with self._lock:
             step = self.step
             self.step += 1
-            if self._neighbors is None:
+            if self._neighbor_sampler is None:
                 graph = self._graph_on_device()
-                self._neighbors = NeighborSampler(graph, self._fanouts, replace=self._replace, edge_ids=True)
-            neighbors = self._neighbors
+                self._neighbor_sampler = NeighborSampler(graph, self._fanouts, replace=self._replace, edge_ids=True)
+            sampler = self._neighbor_sampler
 
-        blocks = neighbors.sample(ids, ops.derive_key(self.seed, step))
+        blocks = sampler.sample(ids, ops.derive_key(self.seed, step))
+        # `aligned` copies an array whose address some framework would refuse.
         n_id = aligned(blocks[0].src_ids.to(self.index_dtype))
         sample = Sample(n_id=n_id, batch_size=ids.numel(), adjs=[self._make_adj(block) for block in blocks])
         if self._pad:
-            sample = _pad_sample(sample, neighbors.fanouts, self.graph.num_nodes)
+            sample = _pad_sample(sample, sampler.fanouts, self.graph.num_nodes)
         return sample.to(self.framework)
 
     def _graph_on_device(self) -> Graph:
@@ -233,6 +232,7 @@ class Sampler:
         part = block.part
         assert part.edge_ids is not None
         return Adj(
+            # Not by `aligned`: torch has allocated this tensor just now, and aligns what it allocates.
             edge_index=part.edge_index.to(self.index_dtype),
             e_id=aligned(part.edge_ids.to(self.index_dtype)),
             size=(block.num_src, block.num_dst),
@@ -245,7 +245,7 @@ class Sampler:
             twin = shared(self.graph)
             if self.graph is not twin and self.graph.device.type == "cpu":
                 self.graph = twin
-                self._neighbors = None
+                self._neighbor_sampler = None
         settings = {
             "seed": self.seed,
             "replace": self._replace,
@@ -277,17 +277,16 @@ def _pad_sample(sample: Sample, fanouts: Sequence[int], num_nodes: int) -> Sampl
     it.
     """
     num_dst = sample.batch_size
-    max_nodes = max(num_nodes, sample.batch_size)
     adjs: list[Adj] = []
     for fanout, adj in zip(fanouts, reversed(sample.adjs), strict=True):  # from the seeds outwards
-        num_src = min(num_dst * (1 + fanout), max_nodes)
-        missing = (0, num_dst * fanout - adj.e_id.numel())
+        num_src = min(num_dst * (1 + fanout), num_nodes)
+        padding = (0, num_dst * fanout - adj.e_id.numel())  # entries before the array, and after it
         source, target = adj.edge_index
-        edge_index = torch.stack([pad(source, missing), pad(target, missing, value=num_dst)])
-        adjs.append(Adj(edge_index=edge_index, e_id=pad(adj.e_id, missing), size=(num_src, num_dst)))
-        num_dst = num_src  # the sources of a hop are the destinations of the next
-    missing_nodes = (0, num_dst - sample.n_id.numel())
-    return Sample(n_id=pad(sample.n_id, missing_nodes), batch_size=sample.batch_size, adjs=adjs[::-1])
+        edge_index = torch.stack([pad(source, padding), pad(target, padding, value=num_dst)])
+        adjs.append(Adj(edge_index=edge_index, e_id=pad(adj.e_id, padding), size=(num_src, num_dst)))
+        num_dst = num_src
+    node_padding = (0, num_dst - sample.n_id.numel())
+    return Sample(n_id=pad(sample.n_id, node_padding), batch_size=sample.batch_size, adjs=adjs[::-1])
 
 
 def _check_fanouts(fanouts: Sequence[int], replace: bool, pad: bool) -> None:
@@ -439,7 +438,7 @@ class Features(Table):
     """
 
     def __init__(self, below: Table, to: str = "torch") -> None:
-        converter(to)
+        converter(to)  # raises a ValueError if there is no such framework
         self.below = below
         self.framework = to
 
@@ -476,6 +475,13 @@ class Features(Table):
 
     def tiers(self, device: torch.device | str | None = None) -> Any:
         return self.below.tiers(device)
+
+    @property
+    def version(self) -> int | None:
+        return self.below.version
+
+    def concurrent_view(self) -> Table:
+        return Features(self.below.concurrent_view(), self.framework)
 
     def end_epoch(self) -> None:
         self.below.end_epoch()
@@ -528,9 +534,9 @@ class SharedGraph(Graph):
 def shared(what: Any) -> Any:
     """Return a graph or table in memory that processes of the host share.
 
-    It is copied once, unless it is memory-mapped from a file already. The result for a graph is a new
-    graph, which the graph caches. A table is the same object, and its rows move. Pickling one does the
-    same.
+    It is copied once, unless it is memory-mapped from a file already. For a graph, the result is a new graph,
+    which the old one caches. For a table, the result is the table itself, whose rows have moved into shared
+    memory. Pickling a table moves them too.
 
     Args:
         what: A `Graph` or a `Table`.
@@ -544,7 +550,7 @@ def shared(what: Any) -> Any:
         2
     """
     if isinstance(what, Table):
-        what.__reduce__()
+        what.__reduce__()  # moves the rows into shared memory; the handle that it returns is not needed
         return what
     if isinstance(what, SharedGraph):
         return what
