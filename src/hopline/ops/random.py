@@ -42,9 +42,9 @@ def _mix_int(z: int) -> int:
 
 
 def derive_key(seed: int, *parts: int) -> int:
-    """A 64-bit key, as a signed int, for a path of numbers below `seed`, which may be a key itself.
+    """A 64-bit key, as a signed int, for the path `parts` in the tree of keys below `seed`.
 
-    Examples: derive_key(seed, epoch, step), derive_key(key, layer).
+    The seed may be a key itself. Examples: derive_key(seed, epoch, step), derive_key(key, layer).
     """
     state = _mix_int(seed & _MASK)
     for part in parts:
@@ -53,12 +53,15 @@ def derive_key(seed: int, *parts: int) -> int:
 
 
 NUM_PURPOSES = 32
-"""Number of purposes for which a step has keys on a device: the input, the layers, the encoder.
-A rule of thumb."""
+"""Number of purposes for which a step has keys on a device. A rule of thumb.
+
+A purpose is a dropout of the model: -1 is that of the input, l that of layer l, and `num_layers` that of the
+encoder. Attention counts down from the last one (`nn.attention`).
+"""
 
 
 def purpose_key(key: int | Tensor, purpose: int) -> int | Tensor:
-    """The key of the draws for one purpose of a step. purpose: -1 .. NUM_PURPOSES - 2, -1 for the input.
+    """The key of the draws for one purpose of a step. purpose: -1 .. NUM_PURPOSES - 2, see `NUM_PURPOSES`.
 
     key: a number, or on a device a tensor [1 + NUM_PURPOSES] int64. Its first element is the step's own
     key; the keys of the purposes from -1 on follow. One kernel makes them all (`ops.gpu.tree.next_step`).
@@ -71,17 +74,17 @@ def purpose_key(key: int | Tensor, purpose: int) -> int | Tensor:
 
 
 AGAIN = 1 << 23
-"""Smallest part of `derive_key` for further draws of a step.
+"""First of the numbers that `another_key` passes to `derive_key`.
 
-Parts of purposes and of neighbours lie below it.
+The numbers of purposes, and those of `layer_key` (from LAYERS on), lie below it.
 """
 
 
 def another_key(key: int | Tensor, number: int) -> int | Tensor:
-    """A key for further draws of a step, different for each `number`. key: the step's, a number or a tensor.
+    """A key for other dropout masks of a step (`Batch.with_other_dropout`), different for each `number`.
 
-    A tensor is mapped element by element, so that its keys of purposes are new too. These keys differ from
-    those that `purpose_key` derives from the number.
+    key: the step's, an integer or a tensor as in `purpose_key`. All elements of a tensor are mapped, so that
+    its keys of purposes are new too. They differ from those of an integer key.
     """
     if isinstance(key, int):
         return derive_key(key, AGAIN + number)
@@ -89,9 +92,9 @@ def another_key(key: int | Tensor, number: int) -> int | Tensor:
 
 
 LAYERS = 1 << 22
-"""Smallest part of `derive_key` for draws of neighbours.
+"""First of the numbers that `layer_key` passes to `derive_key`.
 
-Parts of purposes lie below it, those of AGAIN above.
+The numbers of purposes lie below it, those of `another_key` (from AGAIN on) above.
 """
 
 

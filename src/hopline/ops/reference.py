@@ -135,10 +135,11 @@ def sample_tree(
 
 
 def _picks(degrees: Tensor, draw_ids: Tensor, width: int, key: int, replace: bool) -> Tensor:
-    """[n, width] int64: the first `width` numbers of each id's keyed sequence of numbers below its degree.
+    """[n, width] int64: row i is a sequence of draws from 0 .. degrees[i] - 1, keyed by draw_ids[i].
 
-    Without replacement this is a Fisher-Yates shuffle, of which only the swaps are kept: swap i moved the
-    value swap_value[:, i] to the position swap_target[:, i]. Picks from number `degree` on are meaningless.
+    Without replacement the sequence is a Fisher-Yates shuffle, of which only the swaps are kept: swap j
+    moved the value swap_value[:, j] to the position swap_target[:, j]. Picks from number degrees[i] on are
+    meaningless.
     """
     picks = torch.zeros(draw_ids.numel(), width, dtype=torch.int64, device=draw_ids.device)
     swap_target = torch.full_like(picks, -1)
@@ -213,7 +214,8 @@ def reduce_edges(
     weight[e] * rows[src_idx[e]]. The result is [num_dst, ...]. With `own` [num_dst] it is
     [num_dst, 2 * width]: rows[own] follow to the right.
 
-    The gradient of max is torch's: shared evenly by the edges that reach it, and by the initial 0 if it is 0.
+    The gradient of max is torch's: the edges that reach the maximum share the gradient evenly. If the
+    maximum is 0, the initial 0 of the output has a share too, which is lost.
     """
     num_dst = indptr.numel() - 1
     dst = _destinations(indptr)
@@ -271,7 +273,7 @@ def _destinations(indptr: Tensor) -> Tensor:
 class SortedIdMap:
     """Map from global ids to local ids, in order of first occurrence. Reused batch after batch.
 
-    This one sorts, so it needs no memory per node of the graph. One thread at a time may use it.
+    It sorts, and needs no memory per node of the graph. One thread at a time may use it.
     """
 
     def __init__(self, num_nodes: int, device: torch.device) -> None:

@@ -74,7 +74,7 @@ class Slots:
 
 
 def _per_hop(slots: Slots, hop: int, device: torch.device) -> Tensor:
-    """[slots of the hop] int64: 0, 1, 2, ..."""
+    """[slots of the hop] int64: the number of each slot within its hop: 0, 1, 2, ..."""
     return torch.arange(slots.offsets[hop + 1] - slots.offsets[hop], device=device)
 
 

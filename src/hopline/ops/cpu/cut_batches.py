@@ -6,7 +6,7 @@ sources, so one local id names a node in every layer. The last block's destinati
 Splitting gives micro-batches that together are the same batch:
 
     groups of seeds  ->  count   nodes and edges of each micro-batch, without making it
-    one group        ->  take    the edges of a block into chosen destinations; from the seeds on
+    one group        ->  take    the micro-batch, block by block from the seeds back to the inputs
 
 Cutting leaves out edges until the rest fits:
 
@@ -125,8 +125,8 @@ def _take(indptr, src_idx, dst_idx, new_local, nodes, out_indptr, out_src_idx, p
     for i in range(dst_idx.shape[0]):
         for e in range(indptr[dst_idx[i]], indptr[dst_idx[i] + 1]):
             node = src_idx[e]
-            # No `if is_new:` here. Both cases write the same three arrays, and a known node rewrites its
-            # own values.
+            # No `if is_new:` here: both cases write to the same arrays. A known node writes what is there
+            # already.
             is_new = new_local[node] < 0
             local = num_new_src if is_new else new_local[node]
             nodes[num_new_src if is_new else local] = node
@@ -145,8 +145,10 @@ def take(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(indptr, src_idx, nodes, positions) of the block of the chosen destinations, with new local ids.
 
-    dst_idx: [n] int64, the chosen destinations, each once.
+    Arguments: `indptr`, `src_idx` and `num_src` are those of the old block. dst_idx: [n] int64, the chosen
+    destinations, each once.
 
+    Results:
     indptr: [n + 1] int64.
     src_idx: [num_edges] int32, new local ids.
     nodes: [num_new_src] int64, the old local id of each new source: destinations, then by first occurrence.
@@ -171,12 +173,13 @@ NEVER = np.iinfo(np.int64).max
 _POSITIVE = np.uint64(NEVER)
 """A mask that clears the sign bit of a draw."""
 _SAMPLE = 101
-"""Values, or up to twice as many, whose median is the pivot of `last_that_fits`. A rule of thumb."""
+"""Least size of the sample whose median is the pivot of `last_that_fits`; fewer values are all in it.
+A rule of thumb."""
 
 
 @kernel
 def _draw(key, first, out):
-    """out[e] = the first draw of (key, first + e), without its sign bit."""
+    """out[e] = draw 0 of (key, first + e), without its sign bit. first: the number of the edge of out[0]."""
     for e in range(out.shape[0]):
         out[e] = mix(mix(np.uint64(key) ^ np.uint64(first + e)) + GOLDEN) & _POSITIVE
 
@@ -248,7 +251,8 @@ def _weigh(indptr, src_idx, hub, out):
 def _tell_apart(bits, first, key, out):
     """out[e] = bits[e] in the upper half, and a number that no other edge has in the lower half.
 
-    The factor is odd, so multiplying by it modulo 2**32 maps different positions to different numbers.
+    Edge e of the block has the position first + e among the edges of all blocks. The factor is odd, so
+    multiplying by it modulo 2**32 maps different positions to different numbers.
     """
     for e in range(bits.shape[0]):
         out[e] = (np.int64(bits[e]) << 32) | (((first + e) * 0x9E3779B1 + key) & 0xFFFFFFFF)
@@ -257,11 +261,12 @@ def _tell_apart(bits, first, key, out):
 def hub_numbers(blocks: Sequence[Edges], hub: np.ndarray, key: int) -> list[np.ndarray]:
     """A number for each edge of each block, int64 and not negative: larger where the edge joins larger hubs.
 
-    The upper 32 bits are the product of both ends' `hub`, as the bits of a float32. For floats that are not
+    hub: [num_nodes] float64, not negative, by local id: how much of a hub a node is. The caller gives
+    `num_ends` or `page_rank`.
+
+    The upper 32 bits are hub[source] * hub[destination], as the bits of a float32. For floats that are not
     negative, the order of the bits is the order of the values. The lower 32 bits break ties by a hash of
     the edge's position, so that no two edges have the same number.
-
-    hub: [num_nodes] float64, not negative, by local id.
     """
     numbers = []
     first = 0

@@ -86,9 +86,10 @@ def _in_ranges(run: Callable[[int, int], object], size: int) -> None:
     """Call run(a, b) for each range of `ROWS` rows of 0 .. size - 1, in threads."""
 
     def run_range(number: int) -> None:
-        # Inference mode belongs to a thread, and helpers do not have the caller's. Modes that watch what
-        # torch's operations allocate, such as hopline's memory meter, need not see these products: they
-        # write into tensors that are allocated already.
+        # Autograd must not record these products: `_Linear` has the gradient. Inference mode is a state of
+        # a thread, so each thread enters it. Dispatch modes that watch what torch's operations allocate,
+        # such as hopline's memory meter, are off: the products write into tensors that are allocated
+        # already.
         with torch.inference_mode(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             run(number * ROWS, min((number + 1) * ROWS, size))
 

@@ -59,7 +59,7 @@ TRIES = 32
 _U32 = np.uint64(32)
 """A shift by 32 bits. A uint64, as all numbers that are mixed with draws."""
 _SURE = np.uint64(0xFFFFFFFFFFFFFFFF)
-"""The largest draw. A label with this luck wins every tie."""
+"""The largest draw. A label with this draw wins every tie."""
 
 
 @kernel
@@ -256,8 +256,8 @@ def _pack(indptr, indices, order, ptr, clusters, high, part_of, size):
 
         is_whole = part >= 0
         for i in range(num_members):
-            # Some part is always open: all parts together are short of the mean by at least the nodes still
-            # to place.
+            # Fill a part up to the mean, then take the next open one. There is one as long as a node is left:
+            # not all parts can have reached the mean before all nodes are placed.
             while not is_whole and (part < 0 or size[part] >= mean):
                 next_open = next_open if next_open < num_open else 0
                 part = open_parts[next_open]

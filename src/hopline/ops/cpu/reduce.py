@@ -1,4 +1,4 @@
-"""Numba kernels that aggregate messages over edges, and for keyed dropout; both with gradients.
+"""Numba kernels that aggregate messages over edges, and kernels for keyed dropout. Both have gradients.
 
 PyG gathers a row per edge, multiplies by weights, and scatters the messages to destinations. The kernels
 here do all three at once and never build a matrix with a row per edge:
@@ -6,7 +6,8 @@ here do all three at once and never build a matrix with a row per edge:
     out[d] = sum, mean or max over the edges e into d of (weight[e] *) rows[src_idx[e]]
     with `own`: out[d] = (the above | rows[own[d]]), twice as wide; both inputs of a SAGE layer in one matrix
 
-`reference.py` defines both operations in plain torch.
+Keyed dropout draws its mask from (key, node id, column) instead of a generator. `reference.py` defines both
+operations in plain torch.
 
 Memory layout
     rows      [num_rows, width]      float32 or float64, row-major; half types are summed in float32
@@ -25,7 +26,8 @@ are sorted by source, and the gradients of rows are sums over each source's out-
 
     sum       grad_rows[s]   = sum over the edges e from s of weight[e] * grad_out[dst(e)]
     mean      as sum, with grad_out[d] divided by the in-degree of d first
-    max       grad_rows[s]   = sum over the edges e from s that reach the maximum of grad_out[dst(e)] / ties[dst(e)]
+    max       grad_rows[s]   = sum of grad_out[dst(e)] / ties[dst(e)] over those edges e from s that reach the
+                               maximum of their destination; ties[d] is the number of edges that reach it
     weights   grad_weight[e] = dot(rows[src_idx[e]], grad_out[dst(e)]), with the same division for mean
 
 Second derivatives of reductions are not supported. Weighted maxima are left to `reference.py`.

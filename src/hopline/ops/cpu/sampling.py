@@ -375,8 +375,8 @@ def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
 
     Seeds come first in `ids`, then neighbours by first occurrence.
     """
-    # An array up to the largest id, where it is not much larger than the input (a factor of 16 is a rule of
-    # thumb).
+    # The map is an array up to the largest id, unless that has over 16 entries per given node. A rule of
+    # thumb.
     largest = max((int(t.max()) for t in (seeds, neighbors) if t.numel()), default=0)
     id_map = IdMap(largest + 1, dense=largest < 16 * (seeds.numel() + neighbors.numel()))
     id_map.add(seeds.long())
