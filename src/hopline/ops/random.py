@@ -41,6 +41,11 @@ def _mix_int(z: int) -> int:
     return z ^ (z >> 31)
 
 
+def _times_golden(number: int) -> int:
+    """number * GOLDEN modulo 2**64, as an int64: what `number` draws add to a state."""
+    return _signed((number * GOLDEN) & _MASK)
+
+
 def derive_key(seed: int, *parts: int) -> int:
     """A 64-bit key, as a signed int, for the path `parts` in the tree of keys below `seed`.
 
@@ -88,7 +93,7 @@ def another_key(key: int | Tensor, number: int) -> int | Tensor:
     """
     if isinstance(key, int):
         return derive_key(key, AGAIN + number)
-    return mix(key + _signed((AGAIN + number + 1) * GOLDEN & _MASK))
+    return mix(key + _times_golden(AGAIN + number + 1))
 
 
 LAYERS = 1 << 22
@@ -116,7 +121,7 @@ def layer_key(key: int | Tensor, layer: int) -> int | Tensor:
         return key
     if isinstance(key, int):
         return derive_key(key, LAYERS + pair)
-    return mix(mix(key) + _signed((LAYERS + pair + 1) * GOLDEN & _MASK))
+    return mix(mix(key) + _times_golden(LAYERS + pair + 1))
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -141,7 +146,7 @@ def draw(key: int, nodes: Tensor, position: Tensor | int) -> Tensor:
     """
     state = mix(nodes.long() ^ key)
     if isinstance(position, int):
-        return mix(state + _signed((position + 1) * GOLDEN & _MASK))
+        return mix(state + _times_golden(position + 1))
     return mix(state + (position + 1) * _signed(GOLDEN))
 
 

@@ -217,21 +217,28 @@ def reduce_edges(
     The gradient of max is torch's: the edges that reach the maximum share the gradient evenly. If the
     maximum is 0, the initial 0 of the output has a share too, which is lost.
     """
+    if own is not None:
+        reduced = reduce_edges(rows, indptr, src_idx, reduce, weight)
+        return torch.cat([reduced, rows.index_select(0, own.long())], dim=1)
+
     num_dst = indptr.numel() - 1
     dst = _destinations(indptr)
     messages = rows.index_select(0, src_idx.long())  # in threads, rows[src_idx] adds up gradients in any order
     if weight is not None:
-        messages = messages * weight.view(-1, *[1] * (messages.dim() - 1))
+        messages = messages * _one_per_row(weight, messages)
     out = messages.new_zeros(num_dst, *rows.shape[1:])
-    if own is not None:
-        return torch.cat([reduce_edges(rows, indptr, src_idx, reduce, weight), rows.index_select(0, own.long())], dim=1)
     if reduce == "max":
-        index = dst.view(-1, *[1] * (messages.dim() - 1)).expand_as(messages)
+        index = _one_per_row(dst, messages).expand_as(messages)
         return out.scatter_reduce(0, index, messages, "amax", include_self=False)
     out = out.index_add(0, dst, messages)
     if reduce == "mean":
-        out = out / indptr.diff().clamp(min=1).view(-1, *[1] * (out.dim() - 1))
+        out = out / _one_per_row(indptr.diff().clamp(min=1), out)
     return out
+
+
+def _one_per_row(values: Tensor, rows: Tensor) -> Tensor:
+    """values [n] as [n, 1, ..., 1], so that values[i] broadcasts over rows[i]. rows: [n, ...]."""
+    return values.view(-1, *[1] * (rows.dim() - 1))
 
 
 def keyed_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:

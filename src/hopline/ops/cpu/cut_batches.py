@@ -91,22 +91,25 @@ def count(blocks: Sequence[Edges], num_nodes: Sequence[int], groups: Sequence[np
     groups: positions of seeds, no seed in two groups.
     """
     marks = torch.zeros(num_nodes[0], dtype=torch.int64).numpy().view(np.uint64)
-    out = np.zeros((2 * len(blocks) + 1, len(groups)), dtype=np.int64)
+    sizes = np.zeros((2 * len(blocks) + 1, len(groups)), dtype=np.int64)  # transposed at the end
     for first in range(0, len(groups), MAX_COUNTED_AT_ONCE):
         counted_groups = groups[first : first + MAX_COUNTED_AT_ONCE]
-        counts = out[:, first : first + len(counted_groups)]
+        counts = sizes[:, first : first + len(counted_groups)]
+        node_counts = counts[: len(blocks) + 1]
+        edge_counts = counts[len(blocks) + 1 :]
         marks[:] = 0
         for bit, seed_idx in enumerate(counted_groups):
             marks[seed_idx] = np.uint64(1) << np.uint64(bit)
-        _count(marks[: num_nodes[-1]], counts[len(blocks)])
+        _count(marks[: num_nodes[-1]], node_counts[-1])
         for l in reversed(range(len(blocks))):
             indptr, src_idx = blocks[l]
             # A copy: a destination may also be a source. Marks that it gets as a source belong to the next
             # hop, and must not pass on to its own sources in this one.
-            dst_marks = torch.from_numpy(marks[: num_nodes[l + 1]].view(np.int64)).clone().numpy().view(np.uint64)
-            _mark_sources(indptr, src_idx, dst_marks, marks, counts[len(blocks) + 1 + l])
-            _count(marks[: num_nodes[l]], counts[l])
-    return out.T
+            marks_view = torch.from_numpy(marks[: num_nodes[l + 1]].view(np.int64))
+            dst_marks = marks_view.clone().numpy().view(np.uint64)
+            _mark_sources(indptr, src_idx, dst_marks, marks, edge_counts[l])
+            _count(marks[: num_nodes[l]], node_counts[l])
+    return sizes.T
 
 
 @kernel
@@ -129,7 +132,7 @@ def _take(indptr, src_idx, dst_idx, new_local, nodes, out_indptr, out_src_idx, p
             # already.
             is_new = new_local[node] < 0
             local = num_new_src if is_new else new_local[node]
-            nodes[num_new_src if is_new else local] = node
+            nodes[local] = node
             new_local[node] = local
             num_new_src += is_new
             out_src_idx[num_edges] = local
@@ -165,7 +168,8 @@ def take(
     positions = torch.empty(num_edges if with_positions else 0, dtype=torch.int64)
     filled = (new_local, nodes, out_indptr, out_src_idx, positions)
     num_new_src = _take(block_indptr, src_idx.numpy(), chosen, *[t.numpy() for t in filled])
-    return out_indptr, out_src_idx, nodes[:num_new_src].clone(), positions if with_positions else None
+    new_nodes = nodes[:num_new_src].clone()  # a copy, so that the buffer for all possible sources is freed
+    return out_indptr, out_src_idx, new_nodes, positions if with_positions else None
 
 
 NEVER = np.iinfo(np.int64).max

@@ -118,10 +118,10 @@ def _edges_before(rank, num_nodes, num_edges, tail, cut, floor):
     low = cut
     high = 1.0 + cut
     shifted = t + cut
-    power_low = low**tail * (high / tail - low / (tail + 1.0))
-    power_high = high**tail * (high / tail - high / (tail + 1.0))
-    power_shifted = shifted**tail * (high / tail - shifted / (tail + 1.0))
-    share = (power_shifted - power_low) / (power_high - power_low)
+    integral_low = low**tail * (high / tail - low / (tail + 1.0))
+    integral_high = high**tail * (high / tail - high / (tail + 1.0))
+    integral_shifted = shifted**tail * (high / tail - shifted / (tail + 1.0))
+    share = (integral_shifted - integral_low) / (integral_high - integral_low)
     return np.int64(num_edges * ((1.0 - floor) * share + floor * t))
 
 
