@@ -12,8 +12,8 @@ The rows between two layers are kept in tables, so only one piece at a time need
 
 Adding up the gradients of all pieces gives what one backward pass over the whole graph gives, up to the order of
 summation. It is gradient checkpointing with the layer boundaries as checkpoints. The price is that layers are
-computed twice, and memory for a table of rows per layer and for the gradients at these rows. The tables may lie in
-any place.
+computed twice, and memory for a table of rows per layer and for the gradients at these rows. The tables may be on
+the device, in host memory or on disk.
 
 Random draws must be the same both times. Dropout is drawn by node key; `Layers.same_draws` seeds torch's generator
 for convs that draw by themselves.
@@ -57,7 +57,7 @@ class Piece:
     dst: Any
     """Table positions of the destinations' rows, in a form that the `Boundaries` understand."""
     number: int = 0
-    """Together with the layer, the key of what convs draw by themselves, such as attention dropout."""
+    """Tells the pieces of a layer apart: in `Layers.same_draws`, and for plans with `encodes_once`."""
     batch: Batch | None = None
     """Seeds and labels of the piece. None if no loss is computed at it."""
     chunk: Any = None
@@ -117,7 +117,7 @@ class LayerPlan(ABC, Generic[C]):
         """
 
     def on_piece_backward(self, l: int, piece: Piece) -> None:
-        """Called in the backward pass when a piece is done with layer `l`."""
+        """Called when a piece is done with layer `l` in the backward pass, or in `Layers.outputs_at_seeds`."""
 
 
 class Boundaries:
@@ -164,6 +164,8 @@ class Boundaries:
 
     def begin(self, layers: Sequence[int]) -> None:
         """Prepare to read the rows after these layers. Collective: rows of other hosts are fetched."""
+        # The positions of one layer are enough: only tables on several hosts use them, and there a sweep reads the
+        # same positions after every layer.
         self._source = self.tables.begin_reading(layers, self.reads(layers[-1])) if layers else self.tables
 
     def handle(self, l: int, piece: Piece) -> Rows | Tensor:
@@ -228,11 +230,11 @@ class Boundaries:
         return self._sums[l]
 
     def _near(self, sums: Tensor, at: Tensor) -> Tensor:
-        """Positions on the device whose kernels use these sums: the GPU's also for sums in pinned host memory."""
+        """The positions on the device whose kernels use these sums: a GPU, also if the sums are in pinned memory."""
         return at.to(self.device if sums.is_cuda or pinned.is_registered(sums) else sums.device)
 
     def _among(self, l: int, at: Tensor) -> Tensor:
-        """The rows of the sum after layer `l` that belong to some positions."""
+        """For each position, its row in the sum of gradients after layer `l`. at: [n] int64 positions."""
         read = self.reads(l)
         return at if read is None else torch.searchsorted(read, at)
 
@@ -314,7 +316,7 @@ class Layers(Generic[C]):
         >>> model = hl.nn.GNN([SimpleConv(), SimpleConv()], act=None).eval()
         >>> with torch.no_grad():
         ...     hl.extend.Layers(model, Halves(data), between).forward(range(2))
-        >>> tables.tables[1].argmax(dim=1).tolist()  # the node that two edges lead from
+        >>> tables.tables[1].argmax(dim=1).tolist()  # for each node, the node two edges before it
         [2, 3, 0, 1]
     """
 
@@ -347,10 +349,11 @@ class Layers(Generic[C]):
             reads_all = l == self.last and self.model.keeps_jk
             self.rows.begin(range(l) if reads_all else range(l)[-1:])
             chunks = self.plan.chunks_of(l)
+            # Closed also if this loop fails, so that their threads end with the layer.
             with closing(self._compute(l, chunks)) as computed, closing(self._write(computed, len(chunks))) as written:
                 for piece in written:
                     self.plan.on_piece_written(l, piece)
-                    del piece
+                    del piece  # else it would be in memory while the next one is computed
             self.rows.complete(l)
             self.plan.on_layer_end(l)
 
@@ -376,7 +379,7 @@ class Layers(Generic[C]):
     def _prepare(self, prepare: Callable[[C], Piece], chunks: Sequence[C]) -> Generator[Piece, None, None]:
         """The pieces of the chunks, prepared by a thread if the plan wants one."""
         if not self.plan.prefetch_pieces or len(chunks) < 2:
-            # No pipeline: it would hold its last request while the caller computes.
+            # No pipeline: it would hold each piece until the next one is ready.
             for chunk in chunks:
                 yield prepare(chunk)
             return
@@ -426,6 +429,7 @@ class Layers(Generic[C]):
         inputs: the sources' rows after layer l - 1. None: read from the tables.
         jumped: the destinations' rows after all layers before, for jumping knowledge. None: read from the tables.
         """
+        # If rows were given, gradients are wanted at them, and a plan's own state is not made of these rows.
         if inputs is None and jumped is None:
             state = self.plan.state(l, piece)
             if state is not None:
@@ -540,6 +544,7 @@ class Layers(Generic[C]):
         out_gradient = self.rows.gradient(l, piece.dst).to(out.device, out.dtype)
         # The penalty enters as a gradient at the spreads, so one backward pass does both.
         spread_gradients = [torch.full_like(spread, penalty * piece.block.num_dst) for spread in recorder.spreads]
+        # False for a first layer without parameters, such as `SimpleConv`: nothing needs a gradient.
         if out.requires_grad:
             torch.autograd.backward([out, *recorder.spreads], [out_gradient, *spread_gradients])
         if inputs is not None:

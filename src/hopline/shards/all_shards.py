@@ -82,8 +82,8 @@ def join_shards(folder: str | os.PathLike[str], *, split: int = 0) -> Dataset:
 
     Node ids, the order of edges, labels and splits are those of the dataset, so losses are the same too.
     Features are read from the shards when they are needed. Edges and labels are put together in memory: 4
-    bytes per edge (8 above 2^31 nodes) with the edge arrays, and 24 bytes per node. With a process per
-    shard, use `hl.shards.open`.
+    bytes per edge (8 above 2^31 nodes), the edge arrays, and 24 bytes per node. With a process per shard, use
+    `hl.shards.open`.
 
     Args:
         folder: Made by `hl.shards.cut` or `hopline partition`, with all its shards.

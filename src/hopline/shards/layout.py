@@ -94,7 +94,7 @@ class ShardLayout:
         return k if self.virtual else (self.rank + k) % self.num_shards
 
     def own_range(self, k: int) -> tuple[int, int]:
-        """(first, stop) of the own rows that are the source rows of part k. (0, 0): they are another's."""
+        """(first, stop) of the own rows that part k reads. (0, 0): it reads rows of another shard."""
         if self.virtual:
             return int(self.ptr[k]), int(self.ptr[k + 1])
         return (0, self.num_own) if k == 0 else (0, 0)

@@ -96,8 +96,8 @@ def _check_nodes(shards: list[Shard], num_nodes: int, num_edges: int) -> Tensor:
     Returns [num_nodes + 1] int64: the position of each node's first edge in the dataset, from the degrees
     that the shards have.
     """
-    # Degrees at first, shifted by one and -1 for nodes that no shard has brought yet. Their cumulative sum
-    # is returned.
+    # At first, first_edges[v + 1] is the degree of node v, or -1 until a shard with this node was read. The
+    # cumulative sum of the degrees is returned.
     first_edges = torch.full((num_nodes + 1,), -1, dtype=torch.int64)
     for shard in shards:
         nodes = shard.nodes
@@ -119,8 +119,8 @@ def _check_nodes(shards: list[Shard], num_nodes: int, num_edges: int) -> Tensor:
 def _check_edges(shard: Shard, first_edges: Tensor, advance: Callable[[int], None]) -> None:
     """Check that every in-edge of the own nodes is there once, in the right group.
 
-    In the dataset's order, by `at`, the edges of a node have consecutive ids from first_edges[node] on. And
-    each edge lies in the part of its source's owner, within the range of its destination.
+    In the dataset's order, by `at`, the edges of a node must have consecutive ids from first_edges[node] on.
+    Each edge must lie in the part of its source's owner, within the range of its destination.
 
     first_edges: of `_check_nodes`. advance: called with the number of edges that were checked.
     """
