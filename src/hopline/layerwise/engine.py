@@ -196,7 +196,8 @@ class Boundaries:
         """Add `rows` to the gradient at the rows after layer `l`. No position may occur twice in one call."""
         if rows is not None:
             sums = self._sum(l, rows)
-            ops.add_rows(sums, self._near(sums, self._among(l, as_positions(at))), rows)
+            sum_rows = self._rows_of_sum(l, as_positions(at))
+            ops.add_rows(sums, self._to_kernel_device(sums, sum_rows), rows)
 
     def gradients_complete(self, l: int) -> None:
         """Make the gradient at the rows after layer `l` readable: every piece has added to it. Collective."""
@@ -217,26 +218,26 @@ class Boundaries:
     def gradient(self, l: int, at: Any) -> Tensor:
         """The complete gradient at the rows `at` after layer `l`."""
         assert self._gradient is not None
-        at = as_positions(at)
-        at = self._among(l, at) if self.collect is None else at - self._first
-        return ops.gather_rows(self._gradient, self._near(self._gradient, at))
+        positions = as_positions(at)
+        idx = self._rows_of_sum(l, positions) if self.collect is None else positions - self._first
+        return ops.gather_rows(self._gradient, self._to_kernel_device(self._gradient, idx))
 
     def _sum(self, l: int, like: Tensor) -> Tensor:
         """The sum of gradients after layer `l`, zeros at first. It has a row only for positions that are read."""
         if l not in self._sums:
-            read = self.reads(l)
-            count = self.tables.num_rows if read is None else read.numel()
-            self._sums[l] = self.tables.sums(l, (count, *like.shape[1:]), self.dtype)
+            positions = self.reads(l)
+            num_rows = self.tables.num_rows if positions is None else positions.numel()
+            self._sums[l] = self.tables.sums(l, (num_rows, *like.shape[1:]), self.dtype)
         return self._sums[l]
 
-    def _near(self, sums: Tensor, at: Tensor) -> Tensor:
-        """The positions on the device whose kernels use these sums: a GPU, also if the sums are in pinned memory."""
-        return at.to(self.device if sums.is_cuda or pinned.is_registered(sums) else sums.device)
+    def _to_kernel_device(self, sums: Tensor, idx: Tensor) -> Tensor:
+        """`idx` on the device whose kernels use these sums: a GPU, also if the sums are in pinned host memory."""
+        return idx.to(self.device if sums.is_cuda or pinned.is_registered(sums) else sums.device)
 
-    def _among(self, l: int, at: Tensor) -> Tensor:
-        """For each position, its row in the sum of gradients after layer `l`. at: [n] int64 positions."""
-        read = self.reads(l)
-        return at if read is None else torch.searchsorted(read, at)
+    def _rows_of_sum(self, l: int, positions: Tensor) -> Tensor:
+        """[n] int64: for each position, its row in the sum of gradients after layer `l`."""
+        read_positions = self.reads(l)
+        return positions if read_positions is None else torch.searchsorted(read_positions, positions)
 
 
 class Recorder(LayerHooks):
@@ -347,7 +348,8 @@ class Layers(Generic[C]):
         for l in layers:
             # Jumping knowledge reads the rows after all layers before; any other layer those after the one before.
             reads_all = l == self.last and self.model.keeps_jk
-            self.rows.begin(range(l) if reads_all else range(l)[-1:])
+            layers_before = range(l)
+            self.rows.begin(layers_before if reads_all else layers_before[-1:])
             chunks = self.plan.chunks_of(l)
             # Closed also if this loop fails, so that their threads end with the layer.
             with closing(self._compute(l, chunks)) as computed, closing(self._write(computed, len(chunks))) as written:
@@ -385,9 +387,8 @@ class Layers(Generic[C]):
             return
         stage = Stage("infer.prepare", prepare)
         is_host_idle = self.device.type != "cpu"  # with a GPU the host has nothing else to compute
-        yield from Pipeline([stage], workers=1, look_ahead=self.plan.prefetch_pieces, all_cores=is_host_idle).run(
-            chunks
-        )
+        look_ahead = self.plan.prefetch_pieces
+        yield from Pipeline([stage], workers=1, look_ahead=look_ahead, all_cores=is_host_idle).run(chunks)
 
     def _write(self, computed: Iterator[tuple[int, Piece, Tensor]], count: int) -> Generator[Piece, None, None]:
         """The pieces whose rows are written, by a thread if the plan wants one."""
@@ -400,10 +401,10 @@ class Layers(Generic[C]):
                 self.rows.write(l, piece, rows)
             return piece
 
-        if self.plan.write_queue_pieces and count > 1:
-            yield from Pipeline([Stage("infer.write", write)], workers=1, look_ahead=self.plan.write_queue_pieces).run(
-                computed
-            )
+        queue_pieces = self.plan.write_queue_pieces
+        if queue_pieces and count > 1:
+            stage = Stage("infer.write", write)
+            yield from Pipeline([stage], workers=1, look_ahead=queue_pieces).run(computed)
             return
         for computed_piece in computed:
             yield write(computed_piece)
@@ -538,7 +539,7 @@ class Layers(Generic[C]):
 
         Gradients are added to the parameters' `.grad`, and at the rows after layer l - 1.
         """
-        inputs = self.rows.read(l - 1, piece.src).requires_grad_() if l else None
+        inputs = self.rows.read(l - 1, piece.src).requires_grad_() if l > 0 else None
         recorder = Recorder(measures=penalty > 0)
         out = layer_rows(self.model, l, self.state(l, piece, inputs), piece, recorder)
         out_gradient = self.rows.gradient(l, piece.dst).to(out.device, out.dtype)
@@ -562,7 +563,7 @@ class Layers(Generic[C]):
         block = piece.block
         batch = piece.batch
         assert batch is not None
-        inputs = self.rows.read(last - 1, piece.src).requires_grad_() if last else None
+        inputs = self.rows.read(last - 1, piece.src).requires_grad_() if last > 0 else None
         jumped = [self.rows.read(l, piece.dst).requires_grad_() for l in range(last)] if model.keeps_jk else []
         recorder = Recorder(keeps_gradients=True, measures=penalty > 0)
         state = model.layer(last, self.state(last, piece, inputs, jumped), replace(block, layer_hooks=recorder))

@@ -132,11 +132,11 @@ def _join_graphs(shards: Sequence[Shard], order: Tensor, num_edges: int) -> Grap
         indptr[shard.nodes + 1] = shard.indptr.diff()
         num_shard_edges = shard.edge_ids.numel()
         for start in range(0, num_shard_edges, CHUNK):
-            numbers = torch.arange(start, min(start + CHUNK, num_shard_edges))
-            edge_ids = ops.gather_rows(shard.edge_ids, numbers)
-            indices[edge_ids] = order[shard.sources(numbers)].to(indices.dtype)
+            edge_numbers = torch.arange(start, min(start + CHUNK, num_shard_edges))
+            edge_ids = ops.gather_rows(shard.edge_ids, edge_numbers)
+            indices[edge_ids] = order[shard.sources(edge_numbers)].to(indices.dtype)
             for name, array in shard.edge.items():
-                edge[name][edge_ids] = ops.gather_rows(array, numbers)
+                edge[name][edge_ids] = ops.gather_rows(array, edge_numbers)
     return Graph(indptr.cumsum(0), indices, edge)
 
 

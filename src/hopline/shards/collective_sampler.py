@@ -167,7 +167,7 @@ class CollectiveSampler:
         if fanout < 0:
             starts, edges = ops.row_positions(shard.indptr, rows)
             counts = starts.diff()
-            numbers = ops.gather_rows(shard.at, edges).long()
+            edge_numbers = ops.gather_rows(shard.at, edges).long()
         else:
             # Draws are keyed by the node's id, which does not depend on the partition. `at` takes the place of
             # the source ids, so the "children" are numbers of edges (see `Shard`).
@@ -175,12 +175,12 @@ class CollectiveSampler:
             children = sample_children(shard.indptr, shard.at, rows, nodes, fanout, key, self.replace)
             counts = children.counts.long()
             is_drawn = torch.arange(fanout) < counts[:, None]
-            numbers = children.ids[is_drawn].long()
+            edge_numbers = children.ids[is_drawn].long()
 
-        answers = [shard.sources(numbers)]
+        answers = [shard.sources(edge_numbers)]
         if self.edge_ids:
-            answers.append(ops.gather_rows(shard.edge_ids, numbers))
-        answers += [ops.gather_rows(array, numbers) for array in shard.edge.values()]
+            answers.append(ops.gather_rows(shard.edge_ids, edge_numbers))
+        answers += [ops.gather_rows(array, edge_numbers) for array in shard.edge.values()]
         indptr, received = request.reply_lists(counts, answers)
 
         sources, *edge_arrays = received
@@ -207,18 +207,18 @@ def weights_of_shard(shard: Shard) -> Tensor:
     for first, last in node_ranges(shard.indptr, CHUNK):
         start = int(shard.indptr[first])
         stop = int(shard.indptr[last])
-        numbers = shard.at[start:stop].long()
+        edge_numbers = shard.at[start:stop].long()
 
         # A graph of these nodes alone. `weights_of` reads sources only to find self-loops, so one more node
         # may stand for all sources outside.
         num_nodes = last - first
-        sources = shard.sources(numbers) - shard.ptr[shard.rank] - first
+        sources = shard.sources(edge_numbers) - shard.ptr[shard.rank] - first
         is_inside = (sources >= 0) & (sources < num_nodes)
-        edge = {"weight": shard.edge["weight"][numbers]} if "weight" in shard.edge else {}
+        edge = {"weight": shard.edge["weight"][edge_numbers]} if "weight" in shard.edge else {}
         subgraph = Graph(shard.indptr[first : last + 1] - start, torch.where(is_inside, sources, num_nodes), edge)
-        with_loops = weights_of(subgraph, False, 0.0)
-        without_loops = weights_of(subgraph, True, float("nan"))
-        weights[first:last] = torch.stack([with_loops.total, *without_loops], 1)
+        with_loops = weights_of(subgraph, add_loops=False, fill=0.0)
+        without_loops = weights_of(subgraph, add_loops=True, fill=float("nan"))
+        weights[first:last] = torch.stack([with_loops.total, without_loops.total, without_loops.loop], 1)
     return weights
 
 

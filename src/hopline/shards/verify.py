@@ -128,22 +128,22 @@ def _check_edges(shard: Shard, first_edges: Tensor, advance: Callable[[int], Non
     for first, last in node_ranges(shard.indptr, CHUNK):
         start = int(shard.indptr[first])
         stop = int(shard.indptr[last])
-        rows = torch.repeat_interleave(torch.arange(first, last), shard.indptr[first : last + 1].diff())
-        numbers = shard.at[start:stop].long()
-        _require(_are_within(numbers, shard.edge_ids.numel()), shard, "an edge is out of range")
+        dst_rows = torch.repeat_interleave(torch.arange(first, last), shard.indptr[first : last + 1].diff())
+        edge_numbers = shard.at[start:stop].long()
+        _require(_are_within(edge_numbers, shard.edge_ids.numel()), shard, "an edge is out of range")
 
-        expected_ids = first_edges[shard.nodes[rows]] + torch.arange(start, stop) - shard.indptr[rows]
-        _require((shard.edge_ids[numbers] == expected_ids).all(), shard, "an edge is missing or there twice")
+        expected_ids = first_edges[shard.nodes[dst_rows]] + torch.arange(start, stop) - shard.indptr[dst_rows]
+        _require((shard.edge_ids[edge_numbers] == expected_ids).all(), shard, "an edge is missing or there twice")
 
-        owner = torch.bucketize(numbers, shard.part_ptr[1:-1], right=True)
-        src_idx = shard.src_idx[numbers]
+        owner = torch.bucketize(edge_numbers, shard.part_ptr[1:-1], right=True)
+        src_idx = shard.src_idx[edge_numbers]
         _require(((src_idx >= 0) & (src_idx < halo_sizes[owner])).all(), shard, "a source is out of range")
 
         for s in range(shard.num_shards):
             is_from_s = owner == s
             indptr = shard.layout.parts[_round_of(shard, s)].indptr
-            number_in_part = numbers[is_from_s] - shard.part_ptr[s]
-            dst = rows[is_from_s]
+            number_in_part = edge_numbers[is_from_s] - shard.part_ptr[s]
+            dst = dst_rows[is_from_s]
             is_under_dst = (indptr[dst] <= number_in_part) & (number_in_part < indptr[dst + 1])
             _require(is_under_dst.all(), shard, f"an edge from shard {s} is under another destination")
         advance(stop - start)
