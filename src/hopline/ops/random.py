@@ -5,8 +5,8 @@ A draw is a hash of a key, a node and a position in that node's sequence:
     s      = mix(key ^ node)
     draw j = mix(s + (j + 1) * GOLDEN)        # all in unsigned 64-bit arithmetic
 
-There is no generator state. So a draw does not depend on threads, ranks or the order of calls, and any draw
-can be made again, for example in the backward pass. Keys form a tree: a run's seed gives the keys of
+There is no generator state. So a draw does not depend on threads, ranks or the order of calls. Any draw can
+be made again, for example in the backward pass. Keys form a tree: a run's seed gives the keys of
 epochs, these the keys of steps, and these the keys of single purposes:
 
     derive_key(seed, epoch)  ->  derive_key(epoch key, step)  ->  purpose_key, layer_key, another_key
@@ -112,9 +112,9 @@ def layer_key(key: int | Tensor, layer: int) -> int | Tensor:
 
     Two layers per key are enough for an unbiased sum. A linear GCN adds up products of edge weights along
     walks, with one sampled edge per layer. The mean of a product is the product of the means if no two
-    edges of a walk come from one draw, that is from one node by one key. A walk that is at one node in both
-    layers of a pair went from the node to itself in between. It used the self-loop, which is exact and not
-    drawn.
+    edges of a walk come from one draw. One draw means: from one node, by one key. A walk that is at one node
+    in both layers of a pair went from the node to itself in between. It used the self-loop, which is exact
+    and not drawn.
     """
     pair = layer // 2
     if pair == 0:

@@ -35,8 +35,8 @@ Second derivatives of reductions are not supported. Weighted maxima are left to 
 Loops over columns run on views of rows: `row[c]` and not `rows[s, c]`. In Numba an index such as s may be
 negative, which would keep the compiler from vectorising the loop.
 
-Bad input. An edge whose source is not a row, or an indptr that does not fit the edges, raises an IndexError
-before any kernel reads a row.
+Bad input. An edge whose source is not a row raises an IndexError, and so does an indptr that does not fit the
+edges. Both are checked before any kernel reads a row.
 """
 
 from __future__ import annotations
