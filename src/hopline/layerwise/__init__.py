@@ -4,5 +4,5 @@
 and in which pieces. `Boundaries` decide from which table a layer reads, and into which it writes. Exact inference,
 refreshes of histories, full-batch sweeps and the micro-batches of a historical batch differ in these two alone:
 nobody subclasses `Layers`. Each plan is in the folder of the code that uses it. `hl.extend` offers all of it to
-authors, so change its signatures with care. It stands on `nn` and below.
+authors, so change signatures with care. The package stands on `nn` and below.
 """

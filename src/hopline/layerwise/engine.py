@@ -12,8 +12,8 @@ The rows between two layers are kept in tables, so only one piece at a time need
 
 Adding up the gradients of all pieces gives what one backward pass over the whole graph gives, up to the order of
 summation. It is gradient checkpointing with the layer boundaries as checkpoints. The price is that layers are
-computed twice, and memory for a table of rows per layer and for the gradients at these rows. The tables may lie in
-any place.
+computed twice, and memory for a table of rows per layer and for the gradients at these rows. The tables may be on
+the device, in host memory or on disk.
 
 Random draws must be the same both times. Dropout is drawn by node key; `Layers.same_draws` seeds torch's generator
 for convs that draw by themselves.
@@ -57,7 +57,7 @@ class Piece:
     dst: Any
     """Table positions of the destinations' rows, in a form that the `Boundaries` understand."""
     number: int = 0
-    """Together with the layer, the key of what convs draw by themselves, such as attention dropout."""
+    """Tells the pieces of a layer apart: in `Layers.same_draws`, and for plans with `encodes_once`."""
     batch: Batch | None = None
     """Seeds and labels of the piece. None if no loss is computed at it."""
     chunk: Any = None
@@ -117,7 +117,7 @@ class LayerPlan(ABC, Generic[C]):
         """
 
     def on_piece_backward(self, l: int, piece: Piece) -> None:
-        """Called in the backward pass when a piece is done with layer `l`."""
+        """Called when a piece is done with layer `l` in the backward pass, or in `Layers.outputs_at_seeds`."""
 
 
 class Boundaries:
@@ -164,6 +164,8 @@ class Boundaries:
 
     def begin(self, layers: Sequence[int]) -> None:
         """Prepare to read the rows after these layers. Collective: rows of other hosts are fetched."""
+        # The positions of one layer are enough: only tables on several hosts use them, and there a sweep reads the
+        # same positions after every layer.
         self._source = self.tables.begin_reading(layers, self.reads(layers[-1])) if layers else self.tables
 
     def handle(self, l: int, piece: Piece) -> Rows | Tensor:
@@ -194,7 +196,8 @@ class Boundaries:
         """Add `rows` to the gradient at the rows after layer `l`. No position may occur twice in one call."""
         if rows is not None:
             sums = self._sum(l, rows)
-            ops.add_rows(sums, self._near(sums, self._among(l, as_positions(at))), rows)
+            sum_rows = self._rows_of_sum(l, as_positions(at))
+            ops.add_rows(sums, self._to_kernel_device(sums, sum_rows), rows)
 
     def gradients_complete(self, l: int) -> None:
         """Make the gradient at the rows after layer `l` readable: every piece has added to it. Collective."""
@@ -215,26 +218,26 @@ class Boundaries:
     def gradient(self, l: int, at: Any) -> Tensor:
         """The complete gradient at the rows `at` after layer `l`."""
         assert self._gradient is not None
-        at = as_positions(at)
-        at = self._among(l, at) if self.collect is None else at - self._first
-        return ops.gather_rows(self._gradient, self._near(self._gradient, at))
+        positions = as_positions(at)
+        idx = self._rows_of_sum(l, positions) if self.collect is None else positions - self._first
+        return ops.gather_rows(self._gradient, self._to_kernel_device(self._gradient, idx))
 
     def _sum(self, l: int, like: Tensor) -> Tensor:
         """The sum of gradients after layer `l`, zeros at first. It has a row only for positions that are read."""
         if l not in self._sums:
-            read = self.reads(l)
-            count = self.tables.num_rows if read is None else read.numel()
-            self._sums[l] = self.tables.sums(l, (count, *like.shape[1:]), self.dtype)
+            positions = self.reads(l)
+            num_rows = self.tables.num_rows if positions is None else positions.numel()
+            self._sums[l] = self.tables.sums(l, (num_rows, *like.shape[1:]), self.dtype)
         return self._sums[l]
 
-    def _near(self, sums: Tensor, at: Tensor) -> Tensor:
-        """Positions on the device whose kernels use these sums: the GPU's also for sums in pinned host memory."""
-        return at.to(self.device if sums.is_cuda or pinned.is_registered(sums) else sums.device)
+    def _to_kernel_device(self, sums: Tensor, idx: Tensor) -> Tensor:
+        """`idx` on the device whose kernels use these sums: a GPU, also if the sums are in pinned host memory."""
+        return idx.to(self.device if sums.is_cuda or pinned.is_registered(sums) else sums.device)
 
-    def _among(self, l: int, at: Tensor) -> Tensor:
-        """The rows of the sum after layer `l` that belong to some positions."""
-        read = self.reads(l)
-        return at if read is None else torch.searchsorted(read, at)
+    def _rows_of_sum(self, l: int, positions: Tensor) -> Tensor:
+        """[n] int64: for each position, its row in the sum of gradients after layer `l`."""
+        read_positions = self.reads(l)
+        return positions if read_positions is None else torch.searchsorted(read_positions, positions)
 
 
 class Recorder(LayerHooks):
@@ -314,7 +317,7 @@ class Layers(Generic[C]):
         >>> model = hl.nn.GNN([SimpleConv(), SimpleConv()], act=None).eval()
         >>> with torch.no_grad():
         ...     hl.extend.Layers(model, Halves(data), between).forward(range(2))
-        >>> tables.tables[1].argmax(dim=1).tolist()  # the node that two edges lead from
+        >>> tables.tables[1].argmax(dim=1).tolist()  # for each node, the node two edges before it
         [2, 3, 0, 1]
     """
 
@@ -345,12 +348,14 @@ class Layers(Generic[C]):
         for l in layers:
             # Jumping knowledge reads the rows after all layers before; any other layer those after the one before.
             reads_all = l == self.last and self.model.keeps_jk
-            self.rows.begin(range(l) if reads_all else range(l)[-1:])
+            layers_before = range(l)
+            self.rows.begin(layers_before if reads_all else layers_before[-1:])
             chunks = self.plan.chunks_of(l)
+            # Closed also if this loop fails, so that their threads end with the layer.
             with closing(self._compute(l, chunks)) as computed, closing(self._write(computed, len(chunks))) as written:
                 for piece in written:
                     self.plan.on_piece_written(l, piece)
-                    del piece
+                    del piece  # else it would be in memory while the next one is computed
             self.rows.complete(l)
             self.plan.on_layer_end(l)
 
@@ -376,15 +381,14 @@ class Layers(Generic[C]):
     def _prepare(self, prepare: Callable[[C], Piece], chunks: Sequence[C]) -> Generator[Piece, None, None]:
         """The pieces of the chunks, prepared by a thread if the plan wants one."""
         if not self.plan.prefetch_pieces or len(chunks) < 2:
-            # No pipeline: it would hold its last request while the caller computes.
+            # No pipeline: it would hold each piece until the next one is ready.
             for chunk in chunks:
                 yield prepare(chunk)
             return
         stage = Stage("infer.prepare", prepare)
         is_host_idle = self.device.type != "cpu"  # with a GPU the host has nothing else to compute
-        yield from Pipeline([stage], workers=1, look_ahead=self.plan.prefetch_pieces, all_cores=is_host_idle).run(
-            chunks
-        )
+        look_ahead = self.plan.prefetch_pieces
+        yield from Pipeline([stage], workers=1, look_ahead=look_ahead, all_cores=is_host_idle).run(chunks)
 
     def _write(self, computed: Iterator[tuple[int, Piece, Tensor]], count: int) -> Generator[Piece, None, None]:
         """The pieces whose rows are written, by a thread if the plan wants one."""
@@ -397,10 +401,10 @@ class Layers(Generic[C]):
                 self.rows.write(l, piece, rows)
             return piece
 
-        if self.plan.write_queue_pieces and count > 1:
-            yield from Pipeline([Stage("infer.write", write)], workers=1, look_ahead=self.plan.write_queue_pieces).run(
-                computed
-            )
+        queue_pieces = self.plan.write_queue_pieces
+        if queue_pieces and count > 1:
+            stage = Stage("infer.write", write)
+            yield from Pipeline([stage], workers=1, look_ahead=queue_pieces).run(computed)
             return
         for computed_piece in computed:
             yield write(computed_piece)
@@ -426,6 +430,7 @@ class Layers(Generic[C]):
         inputs: the sources' rows after layer l - 1. None: read from the tables.
         jumped: the destinations' rows after all layers before, for jumping knowledge. None: read from the tables.
         """
+        # If rows were given, gradients are wanted at them, and a plan's own state is not made of these rows.
         if inputs is None and jumped is None:
             state = self.plan.state(l, piece)
             if state is not None:
@@ -534,12 +539,13 @@ class Layers(Generic[C]):
 
         Gradients are added to the parameters' `.grad`, and at the rows after layer l - 1.
         """
-        inputs = self.rows.read(l - 1, piece.src).requires_grad_() if l else None
+        inputs = self.rows.read(l - 1, piece.src).requires_grad_() if l > 0 else None
         recorder = Recorder(measures=penalty > 0)
         out = layer_rows(self.model, l, self.state(l, piece, inputs), piece, recorder)
         out_gradient = self.rows.gradient(l, piece.dst).to(out.device, out.dtype)
         # The penalty enters as a gradient at the spreads, so one backward pass does both.
         spread_gradients = [torch.full_like(spread, penalty * piece.block.num_dst) for spread in recorder.spreads]
+        # False for a first layer without parameters, such as `SimpleConv`: nothing needs a gradient.
         if out.requires_grad:
             torch.autograd.backward([out, *recorder.spreads], [out_gradient, *spread_gradients])
         if inputs is not None:
@@ -557,7 +563,7 @@ class Layers(Generic[C]):
         block = piece.block
         batch = piece.batch
         assert batch is not None
-        inputs = self.rows.read(last - 1, piece.src).requires_grad_() if last else None
+        inputs = self.rows.read(last - 1, piece.src).requires_grad_() if last > 0 else None
         jumped = [self.rows.read(l, piece.dst).requires_grad_() for l in range(last)] if model.keeps_jk else []
         recorder = Recorder(keeps_gradients=True, measures=penalty > 0)
         state = model.layer(last, self.state(last, piece, inputs, jumped), replace(block, layer_hooks=recorder))

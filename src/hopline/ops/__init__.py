@@ -2,8 +2,8 @@
 
 Read `reference` first: every operation in plain torch, which is the definition and the oracle of the tests.
 `random` is the keyed generator, the same in Python, torch, Numba and Triton. `cpu/` and `gpu/` hold the
-kernels, `tree_slots` numbers the slots of the tree layout, `gather_tiers` reads rows from two tiers. It
-stands on nothing else of the library.
+kernels. `tree_slots` numbers the slots of the tree layout. `gather_tiers` reads rows from fast and slow
+memory. This folder stands on nothing else of the library.
 
     ids on the CPU                  ->  Numba kernels of `cpu/`
     ids on a GPU, with Triton       ->  Triton kernels of `gpu/`, imported by the first call
@@ -235,7 +235,7 @@ def keyed_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor
 
 
 def relu_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor:
-    """`keyed_dropout` of relu(x). On a GPU one kernel, which keeps one tensor for backward instead of two."""
+    """`keyed_dropout` of relu(x). On a GPU it is one kernel, which saves one tensor for backward, not two."""
     if x.is_cuda and _has_triton():
         return gpu_kernels("reduce").relu_dropout(x, p, key, ids)
     return keyed_dropout(torch.relu(x), p, key, ids)

@@ -7,7 +7,7 @@
 
     s >= 0    hot: hot[s]
     s == -1   cold: cold[id]
-    s < -1    staged: hot[-2 - s]. The row was prefetched (`methods.sampled.prefetch_rows`) and leaves again
+    s < -1    staged: hot[-2 - s]. `methods.sampled.prefetch_rows` put the row there, for some steps only
 
 Hot and staged rows have different codes, so that counts can tell them apart and `staged=False` can ignore
 staged rows. This file holds the definition in plain torch, which runs on the CPU. The kernels are in
@@ -51,13 +51,14 @@ def gather_tiers(
     """[n, ...] on the device of `ids`: the row of each id, zeros where the id is -1.
 
     hot: [num_hot, ...], hot and staged rows.
-    cold: [num_rows, ...], all rows; for ids on a GPU in pinned host memory. None: cold rows give zeros.
+    cold: [num_rows, ...], all rows. If the ids are on a GPU, it is in pinned host memory. None: cold rows
+    give zeros.
     hot_slot: [num_rows] int32, as in the module docstring. None: every row is hot, and hot[id] is row id.
     ids: [n]. On the CPU an id beyond the rows raises IndexError; on a GPU it gives zeros.
     counts: from `new_counts`. The reads of this call are added.
-    in_order: whether a GPU reads by ascending id. Host memory is then half as fast again (an H200: 45
-    instead of 30 GB/s at 256 bytes a row). It costs a sort, so it pays where a sixth of the rows or more
-    are cold.
+    in_order: whether a GPU reads by ascending id. It then reads host memory 1.5 times as fast (an H200: 45
+    instead of 30 GB/s at 256 bytes a row). That costs a sort, so it pays if a sixth of the rows or more are
+    cold.
     staged: whether staged rows are read from `hot`. Staged rows come and go with the steps of training. A
     reader that runs at other times passes False, and reads them from `cold`.
     """
@@ -102,7 +103,7 @@ def gather_tiers_reference(
     slots = ids.long() if hot_slot is None else hot_slot[ids.long()].long()
     slots = torch.where(is_id, slots, -1)
     if not staged:
-        slots = slots.clamp(min=-1)
+        slots = slots.clamp(min=-1)  # the codes of staged rows become -1, that of cold rows
     is_hot = slots >= 0
     is_staged = slots < -1
     is_on_device = is_hot | is_staged
@@ -111,5 +112,6 @@ def gather_tiers_reference(
     if cold is not None:
         rows[is_cold] = cold[ids[is_cold].long()]
     if counts is not None:
+        # Any of the COUNTERS rows would do: readers add them up.
         counts[0] += torch.stack([is_hot.sum(), is_cold.sum(), is_staged.sum()])
     return rows

@@ -5,8 +5,8 @@ A draw is a hash of a key, a node and a position in that node's sequence:
     s      = mix(key ^ node)
     draw j = mix(s + (j + 1) * GOLDEN)        # all in unsigned 64-bit arithmetic
 
-There is no generator state. So a draw does not depend on threads, ranks or the order of calls, and any draw
-can be made again, for example in the backward pass. Keys form a tree: a run's seed gives the keys of
+There is no generator state. So a draw does not depend on threads, ranks or the order of calls. Any draw can
+be made again, for example in the backward pass. Keys form a tree: a run's seed gives the keys of
 epochs, these the keys of steps, and these the keys of single purposes:
 
     derive_key(seed, epoch)  ->  derive_key(epoch key, step)  ->  purpose_key, layer_key, another_key
@@ -41,10 +41,15 @@ def _mix_int(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def derive_key(seed: int, *parts: int) -> int:
-    """A 64-bit key, as a signed int, for a path of numbers below `seed`, which may be a key itself.
+def _times_golden(number: int) -> int:
+    """number * GOLDEN modulo 2**64, as an int64: what `number` draws add to a state."""
+    return _signed((number * GOLDEN) & _MASK)
 
-    Examples: derive_key(seed, epoch, step), derive_key(key, layer).
+
+def derive_key(seed: int, *parts: int) -> int:
+    """A 64-bit key, as a signed int, for the path `parts` in the tree of keys below `seed`.
+
+    The seed may be a key itself. Examples: derive_key(seed, epoch, step), derive_key(key, layer).
     """
     state = _mix_int(seed & _MASK)
     for part in parts:
@@ -53,12 +58,15 @@ def derive_key(seed: int, *parts: int) -> int:
 
 
 NUM_PURPOSES = 32
-"""Number of purposes for which a step has keys on a device: the input, the layers, the encoder.
-A rule of thumb."""
+"""Number of purposes for which a step has keys on a device. A rule of thumb.
+
+A purpose is a dropout of the model: -1 is that of the input, l that of layer l, and `num_layers` that of the
+encoder. Attention counts down from the last one (`nn.attention`).
+"""
 
 
 def purpose_key(key: int | Tensor, purpose: int) -> int | Tensor:
-    """The key of the draws for one purpose of a step. purpose: -1 .. NUM_PURPOSES - 2, -1 for the input.
+    """The key of the draws for one purpose of a step. purpose: -1 .. NUM_PURPOSES - 2, see `NUM_PURPOSES`.
 
     key: a number, or on a device a tensor [1 + NUM_PURPOSES] int64. Its first element is the step's own
     key; the keys of the purposes from -1 on follow. One kernel makes them all (`ops.gpu.tree.next_step`).
@@ -71,27 +79,27 @@ def purpose_key(key: int | Tensor, purpose: int) -> int | Tensor:
 
 
 AGAIN = 1 << 23
-"""Smallest part of `derive_key` for further draws of a step.
+"""First of the numbers that `another_key` passes to `derive_key`.
 
-Parts of purposes and of neighbours lie below it.
+The numbers of purposes, and those of `layer_key` (from LAYERS on), lie below it.
 """
 
 
 def another_key(key: int | Tensor, number: int) -> int | Tensor:
-    """A key for further draws of a step, different for each `number`. key: the step's, a number or a tensor.
+    """A key for other dropout masks of a step (`Batch.with_other_dropout`), different for each `number`.
 
-    A tensor is mapped element by element, so that its keys of purposes are new too. These keys differ from
-    those that `purpose_key` derives from the number.
+    key: the step's, an integer or a tensor as in `purpose_key`. All elements of a tensor are mapped, so that
+    its keys of purposes are new too. They differ from those of an integer key.
     """
     if isinstance(key, int):
         return derive_key(key, AGAIN + number)
-    return mix(key + _signed((AGAIN + number + 1) * GOLDEN & _MASK))
+    return mix(key + _times_golden(AGAIN + number + 1))
 
 
 LAYERS = 1 << 22
-"""Smallest part of `derive_key` for draws of neighbours.
+"""First of the numbers that `layer_key` passes to `derive_key`.
 
-Parts of purposes lie below it, those of AGAIN above.
+The numbers of purposes lie below it, those of `another_key` (from AGAIN on) above.
 """
 
 
@@ -104,16 +112,16 @@ def layer_key(key: int | Tensor, layer: int) -> int | Tensor:
 
     Two layers per key are enough for an unbiased sum. A linear GCN adds up products of edge weights along
     walks, with one sampled edge per layer. The mean of a product is the product of the means if no two
-    edges of a walk come from one draw, that is from one node by one key. A walk that is at one node in both
-    layers of a pair went from the node to itself in between. It used the self-loop, which is exact and not
-    drawn.
+    edges of a walk come from one draw. One draw means: from one node, by one key. A walk that is at one node
+    in both layers of a pair went from the node to itself in between. It used the self-loop, which is exact
+    and not drawn.
     """
     pair = layer // 2
     if pair == 0:
         return key
     if isinstance(key, int):
         return derive_key(key, LAYERS + pair)
-    return mix(mix(key) + _signed((LAYERS + pair + 1) * GOLDEN & _MASK))
+    return mix(mix(key) + _times_golden(LAYERS + pair + 1))
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -138,7 +146,7 @@ def draw(key: int, nodes: Tensor, position: Tensor | int) -> Tensor:
     """
     state = mix(nodes.long() ^ key)
     if isinstance(position, int):
-        return mix(state + _signed((position + 1) * GOLDEN & _MASK))
+        return mix(state + _times_golden(position + 1))
     return mix(state + (position + 1) * _signed(GOLDEN))
 
 

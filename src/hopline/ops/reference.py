@@ -135,10 +135,11 @@ def sample_tree(
 
 
 def _picks(degrees: Tensor, draw_ids: Tensor, width: int, key: int, replace: bool) -> Tensor:
-    """[n, width] int64: the first `width` numbers of each id's keyed sequence of numbers below its degree.
+    """[n, width] int64: row i is a sequence of draws from 0 .. degrees[i] - 1, keyed by draw_ids[i].
 
-    Without replacement this is a Fisher-Yates shuffle, of which only the swaps are kept: swap i moved the
-    value swap_value[:, i] to the position swap_target[:, i]. Picks from number `degree` on are meaningless.
+    Without replacement the sequence is a Fisher-Yates shuffle, of which only the swaps are kept: swap j
+    moved the value swap_value[:, j] to the position swap_target[:, j]. Picks from number degrees[i] on are
+    meaningless.
     """
     picks = torch.zeros(draw_ids.numel(), width, dtype=torch.int64, device=draw_ids.device)
     swap_target = torch.full_like(picks, -1)
@@ -213,23 +214,31 @@ def reduce_edges(
     weight[e] * rows[src_idx[e]]. The result is [num_dst, ...]. With `own` [num_dst] it is
     [num_dst, 2 * width]: rows[own] follow to the right.
 
-    The gradient of max is torch's: shared evenly by the edges that reach it, and by the initial 0 if it is 0.
+    The gradient of max is torch's: the edges that reach the maximum share the gradient evenly. If the
+    maximum is 0, the initial 0 of the output has a share too, which is lost.
     """
+    if own is not None:
+        reduced = reduce_edges(rows, indptr, src_idx, reduce, weight)
+        return torch.cat([reduced, rows.index_select(0, own.long())], dim=1)
+
     num_dst = indptr.numel() - 1
     dst = _destinations(indptr)
     messages = rows.index_select(0, src_idx.long())  # in threads, rows[src_idx] adds up gradients in any order
     if weight is not None:
-        messages = messages * weight.view(-1, *[1] * (messages.dim() - 1))
+        messages = messages * _one_per_row(weight, messages)
     out = messages.new_zeros(num_dst, *rows.shape[1:])
-    if own is not None:
-        return torch.cat([reduce_edges(rows, indptr, src_idx, reduce, weight), rows.index_select(0, own.long())], dim=1)
     if reduce == "max":
-        index = dst.view(-1, *[1] * (messages.dim() - 1)).expand_as(messages)
+        index = _one_per_row(dst, messages).expand_as(messages)
         return out.scatter_reduce(0, index, messages, "amax", include_self=False)
     out = out.index_add(0, dst, messages)
     if reduce == "mean":
-        out = out / indptr.diff().clamp(min=1).view(-1, *[1] * (out.dim() - 1))
+        out = out / _one_per_row(indptr.diff().clamp(min=1), out)
     return out
+
+
+def _one_per_row(values: Tensor, rows: Tensor) -> Tensor:
+    """values [n] as [n, 1, ..., 1], so that values[i] broadcasts over rows[i]. rows: [n, ...]."""
+    return values.view(-1, *[1] * (rows.dim() - 1))
 
 
 def keyed_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
@@ -271,7 +280,7 @@ def _destinations(indptr: Tensor) -> Tensor:
 class SortedIdMap:
     """Map from global ids to local ids, in order of first occurrence. Reused batch after batch.
 
-    This one sorts, so it needs no memory per node of the graph. One thread at a time may use it.
+    It sorts, and needs no memory per node of the graph. One thread at a time may use it.
     """
 
     def __init__(self, num_nodes: int, device: torch.device) -> None:

@@ -42,9 +42,10 @@ class Slots:
         """[num_hops + 2]: the number of the first slot of each hop, then the number of all slots."""
         offsets = [0]
         size = self.num_seeds
-        for fanout in (*self.fanouts, 0):
+        for fanout in self.fanouts:
             offsets.append(offsets[-1] + size)
             size *= fanout
+        offsets.append(offsets[-1] + size)
         return tuple(offsets)
 
     @property
@@ -73,8 +74,8 @@ class Slots:
         return _parents(self, device)
 
 
-def _per_hop(slots: Slots, hop: int, device: torch.device) -> Tensor:
-    """[slots of the hop] int64: 0, 1, 2, ..."""
+def _numbers_in_hop(slots: Slots, hop: int, device: torch.device) -> Tensor:
+    """[slots of the hop] int64: the number of each slot within its hop: 0, 1, 2, ..."""
     return torch.arange(slots.offsets[hop + 1] - slots.offsets[hop], device=device)
 
 
@@ -83,10 +84,11 @@ def _per_hop(slots: Slots, hop: int, device: torch.device) -> Tensor:
 def _ids(slots: Slots, device: torch.device) -> Tensor:
     """`Slots.ids`, cached by slots and device."""
     hops = []
-    first = slots.first_seed
+    first = slots.first_seed  # the number of the hop's first slot, in the hop of the whole step
     for hop in range(slots.num_hops + 1):
-        hops.append((hop << HOP_BITS) + first + _per_hop(slots, hop, device))
-        first *= slots.fanouts[hop] if hop < slots.num_hops else 1
+        if hop > 0:
+            first *= slots.fanouts[hop - 1]
+        hops.append((hop << HOP_BITS) + first + _numbers_in_hop(slots, hop, device))
     return torch.cat(hops)
 
 
@@ -95,7 +97,7 @@ def _first_children(slots: Slots, device: torch.device) -> Tensor:
     """`Slots.first_children`, cached by slots and device."""
     hops = []
     for hop, fanout in enumerate(slots.fanouts):
-        hops.append(slots.offsets[hop + 1] + fanout * _per_hop(slots, hop, device))
+        hops.append(slots.offsets[hop + 1] + fanout * _numbers_in_hop(slots, hop, device))
     return torch.cat(hops).int()
 
 
@@ -104,5 +106,5 @@ def _parents(slots: Slots, device: torch.device) -> Tensor:
     """`Slots.parents`, cached by slots and device."""
     hops = [torch.full((slots.num_seeds,), -1, device=device)]
     for hop, fanout in enumerate(slots.fanouts):
-        hops.append(slots.offsets[hop] + _per_hop(slots, hop + 1, device) // fanout)
+        hops.append(slots.offsets[hop] + _numbers_in_hop(slots, hop + 1, device) // fanout)
     return torch.cat(hops).int()

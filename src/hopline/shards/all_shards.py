@@ -82,8 +82,8 @@ def join_shards(folder: str | os.PathLike[str], *, split: int = 0) -> Dataset:
 
     Node ids, the order of edges, labels and splits are those of the dataset, so losses are the same too.
     Features are read from the shards when they are needed. Edges and labels are put together in memory: 4
-    bytes per edge (8 above 2^31 nodes) with the edge arrays, and 24 bytes per node. With a process per
-    shard, use `hl.shards.open`.
+    bytes per edge (8 above 2^31 nodes), the edge arrays, and 24 bytes per node. With a process per shard, use
+    `hl.shards.open`.
 
     Args:
         folder: Made by `hl.shards.cut` or `hopline partition`, with all its shards.
@@ -132,11 +132,11 @@ def _join_graphs(shards: Sequence[Shard], order: Tensor, num_edges: int) -> Grap
         indptr[shard.nodes + 1] = shard.indptr.diff()
         num_shard_edges = shard.edge_ids.numel()
         for start in range(0, num_shard_edges, CHUNK):
-            numbers = torch.arange(start, min(start + CHUNK, num_shard_edges))
-            edge_ids = ops.gather_rows(shard.edge_ids, numbers)
-            indices[edge_ids] = order[shard.sources(numbers)].to(indices.dtype)
+            edge_numbers = torch.arange(start, min(start + CHUNK, num_shard_edges))
+            edge_ids = ops.gather_rows(shard.edge_ids, edge_numbers)
+            indices[edge_ids] = order[shard.sources(edge_numbers)].to(indices.dtype)
             for name, array in shard.edge.items():
-                edge[name][edge_ids] = ops.gather_rows(array, numbers)
+                edge[name][edge_ids] = ops.gather_rows(array, edge_numbers)
     return Graph(indptr.cumsum(0), indices, edge)
 
 

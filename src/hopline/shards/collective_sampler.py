@@ -9,8 +9,8 @@ All ranks sample a batch at the same time, hop by hop. One hop on rank p:
 After the last hop one more request goes to the owners of all nodes that were reached. They answer with ids
 and degrees, and later, by `fetch`, with rows of tables.
 
-Nodes are addressed by *position* (`Shard`), from which the owner follows. A node's draws depend on (key,
-pair of layers, node id) alone and not on who asks. So the batch is the one that a single process with the
+Nodes are addressed by *position* (`Shard`), from which the owner follows. A node's draws depend on the key
+of the hop and the node id alone, not on who asks. So the batch is the one that a single process with the
 whole graph draws.
 """
 
@@ -110,7 +110,7 @@ class CollectiveSampler:
         self.one_list = one_list
         self._id_map = ops.new_id_map(shard.num_nodes, torch.device("cpu"))
 
-        own_part = shard.layout.parts[0]
+        own_part = shard.layout.parts[0]  # the edges among own nodes, so it has all self-loops
         num_loops = ops.self_loops(own_part.indptr, own_part.src_idx).numel()
         self.has_loops = bool(channel.max(torch.tensor([num_loops])) > 0)
         """Whether some node of the whole graph has an edge to itself."""
@@ -158,25 +158,29 @@ class CollectiveSampler:
         return tuple(reversed(blocks)), request, seed_request
 
     def _request_edges(self, request: RowRequest, fanout: int, key: int) -> _SampledEdges:
-        """Get in-edges of a request's nodes from their owners. Draws those that are asked of this rank."""
+        """Get in-edges of a request's nodes from their owners. Draws the edges that ranks ask of this one.
+
+        `request.rows` are the own nodes that ranks, this one included, have asked for, as local rows.
+        """
         shard = self.shard
         rows = request.rows
         if fanout < 0:
             starts, edges = ops.row_positions(shard.indptr, rows)
             counts = starts.diff()
-            numbers = ops.gather_rows(shard.at, edges).long()
+            edge_numbers = ops.gather_rows(shard.at, edges).long()
         else:
-            # Draws are keyed by the node's id, which does not depend on the partition.
+            # Draws are keyed by the node's id, which does not depend on the partition. `at` takes the place of
+            # the source ids, so the "children" are numbers of edges (see `Shard`).
             nodes = ops.gather_rows(shard.nodes, rows)
             children = sample_children(shard.indptr, shard.at, rows, nodes, fanout, key, self.replace)
             counts = children.counts.long()
             is_drawn = torch.arange(fanout) < counts[:, None]
-            numbers = children.ids[is_drawn].long()
+            edge_numbers = children.ids[is_drawn].long()
 
-        answers = [shard.sources(numbers)]
+        answers = [shard.sources(edge_numbers)]
         if self.edge_ids:
-            answers.append(ops.gather_rows(shard.edge_ids, numbers))
-        answers += [ops.gather_rows(array, numbers) for array in shard.edge.values()]
+            answers.append(ops.gather_rows(shard.edge_ids, edge_numbers))
+        answers += [ops.gather_rows(array, edge_numbers) for array in shard.edge.values()]
         indptr, received = request.reply_lists(counts, answers)
 
         sources, *edge_arrays = received
@@ -203,25 +207,25 @@ def weights_of_shard(shard: Shard) -> Tensor:
     for first, last in node_ranges(shard.indptr, CHUNK):
         start = int(shard.indptr[first])
         stop = int(shard.indptr[last])
-        numbers = shard.at[start:stop].long()
+        edge_numbers = shard.at[start:stop].long()
 
-        # A graph of these nodes alone. `weights_of` reads sources only to find self-loops, so that all
-        # sources outside become one more node.
+        # A graph of these nodes alone. `weights_of` reads sources only to find self-loops, so one more node
+        # may stand for all sources outside.
         num_nodes = last - first
-        sources = shard.sources(numbers) - shard.ptr[shard.rank] - first
+        sources = shard.sources(edge_numbers) - shard.ptr[shard.rank] - first
         is_inside = (sources >= 0) & (sources < num_nodes)
-        edge = {"weight": shard.edge["weight"][numbers]} if "weight" in shard.edge else {}
+        edge = {"weight": shard.edge["weight"][edge_numbers]} if "weight" in shard.edge else {}
         subgraph = Graph(shard.indptr[first : last + 1] - start, torch.where(is_inside, sources, num_nodes), edge)
-        with_loops = weights_of(subgraph, False, 0.0)
-        without_loops = weights_of(subgraph, True, float("nan"))
-        weights[first:last] = torch.stack([with_loops.total, *without_loops], 1)
+        with_loops = weights_of(subgraph, add_loops=False, fill=0.0)
+        without_loops = weights_of(subgraph, add_loops=True, fill=float("nan"))
+        weights[first:last] = torch.stack([with_loops.total, without_loops.total, without_loops.loop], 1)
     return weights
 
 
 def fetch(request: RowRequest, table: Table | Tensor) -> Table | Tensor:
     """The rows of a request's nodes: a tensor, or a `SparseTable` if the table is one. Collective.
 
-    table: this rank's own nodes, by local row.
+    table: the rows of this rank's own nodes.
     """
     if isinstance(table, SparseTable):
         indptr, columns, values = table.read_csr(request.rows)

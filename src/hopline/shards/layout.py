@@ -94,7 +94,7 @@ class ShardLayout:
         return k if self.virtual else (self.rank + k) % self.num_shards
 
     def own_range(self, k: int) -> tuple[int, int]:
-        """(first, stop) of the own rows that are the source rows of part k. (0, 0): they are another's."""
+        """(first, stop) of the own rows that part k reads. (0, 0): it reads rows of another shard."""
         if self.virtual:
             return int(self.ptr[k]), int(self.ptr[k + 1])
         return (0, self.num_own) if k == 0 else (0, 0)
@@ -165,10 +165,10 @@ def _layout_in_one_process(graph: Graph, edge_positions: Tensor, ptr: Tensor, ow
     num_shards = ptr.numel() - 1
     owner = torch.bucketize(src, ptr[1:], right=True)
     parts = []
-    for p in range(num_shards):
-        edges = (owner == p).nonzero().view(-1)
+    for k in range(num_shards):
+        edges = (owner == k).nonzero().view(-1)
         edges = edges[torch.argsort(dst[edges], stable=True)]
-        parts.append(_make_part(graph, edges, src[edges] - ptr[p], dst[edges], graph.num_nodes))
+        parts.append(_make_part(graph, edges, src[edges] - ptr[k], dst[edges], graph.num_nodes))
     all_rows = tuple(torch.arange(n) for n in ptr.diff().tolist())
     return ShardLayout(
         rank=0,
@@ -211,10 +211,11 @@ def _split_by_pair(graph: Graph, partition: Partition) -> list[list[_Pair]]:
         edges = order[start:stop]
         rows = src[edges] - ptr[q]
         num_own = int(ptr[p + 1] - ptr[p])
-        halo, src_idx = torch.unique(rows, return_inverse=True)
         if p == q:  # own rows need not be selected or sent
             halo = torch.arange(num_own)
             src_idx = rows
+        else:
+            halo, src_idx = torch.unique(rows, return_inverse=True)
         pairs[p].append(_Pair(_make_part(graph, edges, src_idx, dst[edges] - ptr[p], num_own), halo))
     return pairs
 

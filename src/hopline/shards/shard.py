@@ -181,7 +181,10 @@ class Shard:
         return rows
 
     def sources(self, positions: Tensor) -> Tensor:
-        """[n] int64: positions of the sources of some edges. positions: [n] int64, the edges' numbers."""
+        """[n] int64: the positions of the source nodes of some edges.
+
+        positions: [n] int64, the numbers of the edges: their positions in the arrays of this shard.
+        """
         owner = torch.bucketize(positions, self.part_ptr[1:-1], right=True)
         idx = ops.gather_rows(self.src_idx, positions).long()
         own_positions = idx + self.ptr[self.rank]

@@ -96,8 +96,8 @@ def _check_nodes(shards: list[Shard], num_nodes: int, num_edges: int) -> Tensor:
     Returns [num_nodes + 1] int64: the position of each node's first edge in the dataset, from the degrees
     that the shards have.
     """
-    # Degrees at first, shifted by one and -1 for nodes that no shard has brought yet. Their cumulative sum
-    # is returned.
+    # At first, first_edges[v + 1] is the degree of node v, or -1 until a shard with this node was read. The
+    # cumulative sum of the degrees is returned.
     first_edges = torch.full((num_nodes + 1,), -1, dtype=torch.int64)
     for shard in shards:
         nodes = shard.nodes
@@ -119,8 +119,8 @@ def _check_nodes(shards: list[Shard], num_nodes: int, num_edges: int) -> Tensor:
 def _check_edges(shard: Shard, first_edges: Tensor, advance: Callable[[int], None]) -> None:
     """Check that every in-edge of the own nodes is there once, in the right group.
 
-    In the dataset's order, by `at`, the edges of a node have consecutive ids from first_edges[node] on. And
-    each edge lies in the part of its source's owner, within the range of its destination.
+    In the dataset's order, by `at`, the edges of a node must have consecutive ids from first_edges[node] on.
+    Each edge must lie in the part of its source's owner, within the range of its destination.
 
     first_edges: of `_check_nodes`. advance: called with the number of edges that were checked.
     """
@@ -128,22 +128,22 @@ def _check_edges(shard: Shard, first_edges: Tensor, advance: Callable[[int], Non
     for first, last in node_ranges(shard.indptr, CHUNK):
         start = int(shard.indptr[first])
         stop = int(shard.indptr[last])
-        rows = torch.repeat_interleave(torch.arange(first, last), shard.indptr[first : last + 1].diff())
-        numbers = shard.at[start:stop].long()
-        _require(_are_within(numbers, shard.edge_ids.numel()), shard, "an edge is out of range")
+        dst_rows = torch.repeat_interleave(torch.arange(first, last), shard.indptr[first : last + 1].diff())
+        edge_numbers = shard.at[start:stop].long()
+        _require(_are_within(edge_numbers, shard.edge_ids.numel()), shard, "an edge is out of range")
 
-        expected_ids = first_edges[shard.nodes[rows]] + torch.arange(start, stop) - shard.indptr[rows]
-        _require((shard.edge_ids[numbers] == expected_ids).all(), shard, "an edge is missing or there twice")
+        expected_ids = first_edges[shard.nodes[dst_rows]] + torch.arange(start, stop) - shard.indptr[dst_rows]
+        _require((shard.edge_ids[edge_numbers] == expected_ids).all(), shard, "an edge is missing or there twice")
 
-        owner = torch.bucketize(numbers, shard.part_ptr[1:-1], right=True)
-        src_idx = shard.src_idx[numbers]
+        owner = torch.bucketize(edge_numbers, shard.part_ptr[1:-1], right=True)
+        src_idx = shard.src_idx[edge_numbers]
         _require(((src_idx >= 0) & (src_idx < halo_sizes[owner])).all(), shard, "a source is out of range")
 
         for s in range(shard.num_shards):
             is_from_s = owner == s
             indptr = shard.layout.parts[_round_of(shard, s)].indptr
-            number_in_part = numbers[is_from_s] - shard.part_ptr[s]
-            dst = rows[is_from_s]
+            number_in_part = edge_numbers[is_from_s] - shard.part_ptr[s]
+            dst = dst_rows[is_from_s]
             is_under_dst = (indptr[dst] <= number_in_part) & (number_in_part < indptr[dst + 1])
             _require(is_under_dst.all(), shard, f"an edge from shard {s} is under another destination")
         advance(stop - start)

@@ -6,7 +6,7 @@ sources, so one local id names a node in every layer. The last block's destinati
 Splitting gives micro-batches that together are the same batch:
 
     groups of seeds  ->  count   nodes and edges of each micro-batch, without making it
-    one group        ->  take    the edges of a block into chosen destinations; from the seeds on
+    one group        ->  take    the micro-batch, block by block from the seeds back to the inputs
 
 Cutting leaves out edges until the rest fits:
 
@@ -91,22 +91,25 @@ def count(blocks: Sequence[Edges], num_nodes: Sequence[int], groups: Sequence[np
     groups: positions of seeds, no seed in two groups.
     """
     marks = torch.zeros(num_nodes[0], dtype=torch.int64).numpy().view(np.uint64)
-    out = np.zeros((2 * len(blocks) + 1, len(groups)), dtype=np.int64)
+    sizes = np.zeros((2 * len(blocks) + 1, len(groups)), dtype=np.int64)  # transposed at the end
     for first in range(0, len(groups), MAX_COUNTED_AT_ONCE):
         counted_groups = groups[first : first + MAX_COUNTED_AT_ONCE]
-        counts = out[:, first : first + len(counted_groups)]
+        counts = sizes[:, first : first + len(counted_groups)]
+        node_counts = counts[: len(blocks) + 1]
+        edge_counts = counts[len(blocks) + 1 :]
         marks[:] = 0
         for bit, seed_idx in enumerate(counted_groups):
             marks[seed_idx] = np.uint64(1) << np.uint64(bit)
-        _count(marks[: num_nodes[-1]], counts[len(blocks)])
+        _count(marks[: num_nodes[-1]], node_counts[-1])
         for l in reversed(range(len(blocks))):
             indptr, src_idx = blocks[l]
             # A copy: a destination may also be a source. Marks that it gets as a source belong to the next
             # hop, and must not pass on to its own sources in this one.
-            dst_marks = torch.from_numpy(marks[: num_nodes[l + 1]].view(np.int64)).clone().numpy().view(np.uint64)
-            _mark_sources(indptr, src_idx, dst_marks, marks, counts[len(blocks) + 1 + l])
-            _count(marks[: num_nodes[l]], counts[l])
-    return out.T
+            marks_view = torch.from_numpy(marks[: num_nodes[l + 1]].view(np.int64))
+            dst_marks = marks_view.clone().numpy().view(np.uint64)
+            _mark_sources(indptr, src_idx, dst_marks, marks, edge_counts[l])
+            _count(marks[: num_nodes[l]], node_counts[l])
+    return sizes.T
 
 
 @kernel
@@ -125,11 +128,11 @@ def _take(indptr, src_idx, dst_idx, new_local, nodes, out_indptr, out_src_idx, p
     for i in range(dst_idx.shape[0]):
         for e in range(indptr[dst_idx[i]], indptr[dst_idx[i] + 1]):
             node = src_idx[e]
-            # No `if is_new:` here. Both cases write the same three arrays, and a known node rewrites its
-            # own values.
+            # No `if is_new:` here: both cases write to the same arrays. A known node writes what is there
+            # already.
             is_new = new_local[node] < 0
             local = num_new_src if is_new else new_local[node]
-            nodes[num_new_src if is_new else local] = node
+            nodes[local] = node
             new_local[node] = local
             num_new_src += is_new
             out_src_idx[num_edges] = local
@@ -145,8 +148,10 @@ def take(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(indptr, src_idx, nodes, positions) of the block of the chosen destinations, with new local ids.
 
-    dst_idx: [n] int64, the chosen destinations, each once.
+    Arguments: `indptr`, `src_idx` and `num_src` are those of the old block. dst_idx: [n] int64, the chosen
+    destinations, each once.
 
+    Results:
     indptr: [n + 1] int64.
     src_idx: [num_edges] int32, new local ids.
     nodes: [num_new_src] int64, the old local id of each new source: destinations, then by first occurrence.
@@ -163,7 +168,8 @@ def take(
     positions = torch.empty(num_edges if with_positions else 0, dtype=torch.int64)
     filled = (new_local, nodes, out_indptr, out_src_idx, positions)
     num_new_src = _take(block_indptr, src_idx.numpy(), chosen, *[t.numpy() for t in filled])
-    return out_indptr, out_src_idx, nodes[:num_new_src].clone(), positions if with_positions else None
+    new_nodes = nodes[:num_new_src].clone()  # a copy, so that the buffer for all possible sources is freed
+    return out_indptr, out_src_idx, new_nodes, positions if with_positions else None
 
 
 NEVER = np.iinfo(np.int64).max
@@ -171,12 +177,13 @@ NEVER = np.iinfo(np.int64).max
 _POSITIVE = np.uint64(NEVER)
 """A mask that clears the sign bit of a draw."""
 _SAMPLE = 101
-"""Values, or up to twice as many, whose median is the pivot of `last_that_fits`. A rule of thumb."""
+"""Least size of the sample whose median is the pivot of `last_that_fits`; fewer values are all in it.
+A rule of thumb."""
 
 
 @kernel
 def _draw(key, first, out):
-    """out[e] = the first draw of (key, first + e), without its sign bit."""
+    """out[e] = draw 0 of (key, first + e), without its sign bit. first: the number of the edge of out[0]."""
     for e in range(out.shape[0]):
         out[e] = mix(mix(np.uint64(key) ^ np.uint64(first + e)) + GOLDEN) & _POSITIVE
 
@@ -248,7 +255,8 @@ def _weigh(indptr, src_idx, hub, out):
 def _tell_apart(bits, first, key, out):
     """out[e] = bits[e] in the upper half, and a number that no other edge has in the lower half.
 
-    The factor is odd, so multiplying by it modulo 2**32 maps different positions to different numbers.
+    Edge e of the block has the position first + e among the edges of all blocks. The factor is odd, so
+    multiplying by it modulo 2**32 maps different positions to different numbers.
     """
     for e in range(bits.shape[0]):
         out[e] = (np.int64(bits[e]) << 32) | (((first + e) * 0x9E3779B1 + key) & 0xFFFFFFFF)
@@ -257,11 +265,12 @@ def _tell_apart(bits, first, key, out):
 def hub_numbers(blocks: Sequence[Edges], hub: np.ndarray, key: int) -> list[np.ndarray]:
     """A number for each edge of each block, int64 and not negative: larger where the edge joins larger hubs.
 
-    The upper 32 bits are the product of both ends' `hub`, as the bits of a float32. For floats that are not
+    hub: [num_nodes] float64, not negative, by local id: how much of a hub a node is. The caller gives
+    `num_ends` or `page_rank`.
+
+    The upper 32 bits are hub[source] * hub[destination], as the bits of a float32. For floats that are not
     negative, the order of the bits is the order of the values. The lower 32 bits break ties by a hash of
     the edge's position, so that no two edges have the same number.
-
-    hub: [num_nodes] float64, not negative, by local id.
     """
     numbers = []
     first = 0

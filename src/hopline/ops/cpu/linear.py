@@ -39,15 +39,15 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
         rows = x.detach()
-        columns = weight.detach().t()
+        weight_t = weight.detach().t()
         bias_row = None if bias is None else bias.detach()
         out = torch.empty(x.size(0), weight.size(0), dtype=x.dtype)
 
         def run(a: int, b: int) -> None:
             if bias_row is None:
-                torch.mm(rows[a:b], columns, out=out[a:b])
+                torch.mm(rows[a:b], weight_t, out=out[a:b])
             else:
-                torch.addmm(bias_row, rows[a:b], columns, out=out[a:b])
+                torch.addmm(bias_row, rows[a:b], weight_t, out=out[a:b])
 
         _in_ranges(run, x.size(0))
         return out
@@ -65,12 +65,12 @@ class _Linear(torch.autograd.Function):
         weight_parts = torch.empty(num_ranges, *weight.shape, dtype=weight.dtype) if wants_weight else None
         bias_parts = torch.empty(num_ranges, weight.size(0), dtype=weight.dtype) if wants_bias else None
         rows = x.detach()
-        columns = weight.detach()
+        weight = weight.detach()
         grad = grad.detach()
 
         def run(a: int, b: int) -> None:
             if grad_x is not None:
-                torch.mm(grad[a:b], columns, out=grad_x[a:b])
+                torch.mm(grad[a:b], weight, out=grad_x[a:b])
             if weight_parts is not None:
                 torch.mm(grad[a:b].t(), rows[a:b], out=weight_parts[a // ROWS])
             if bias_parts is not None:
@@ -86,9 +86,10 @@ def _in_ranges(run: Callable[[int, int], object], size: int) -> None:
     """Call run(a, b) for each range of `ROWS` rows of 0 .. size - 1, in threads."""
 
     def run_range(number: int) -> None:
-        # Inference mode belongs to a thread, and helpers do not have the caller's. Modes that watch what
-        # torch's operations allocate, such as hopline's memory meter, need not see these products: they
-        # write into tensors that are allocated already.
+        # Autograd must not record these products: `_Linear` has the gradient. Inference mode is a state of
+        # a thread, so each thread enters it. Dispatch modes that watch what torch's operations allocate,
+        # such as hopline's memory meter, are off: the products write into tensors that are allocated
+        # already.
         with torch.inference_mode(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             run(number * ROWS, min((number + 1) * ROWS, size))
 
@@ -102,8 +103,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     mixed dtypes. It is also called if x has other than two dimensions.
     """
     dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
-    is_small = x.dim() != 2 or x.size(0) <= ROWS
-    if is_small or len(dtypes) > 1 or x.is_cuda or torch.is_autocast_enabled("cpu"):
+    is_large_matrix = x.dim() == 2 and x.size(0) > ROWS
+    if not is_large_matrix or len(dtypes) > 1 or x.is_cuda or torch.is_autocast_enabled("cpu"):
         return torch.nn.functional.linear(x, weight, bias)
     out = _Linear.apply(x, weight, bias)
     assert isinstance(out, Tensor)

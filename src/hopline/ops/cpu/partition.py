@@ -59,7 +59,7 @@ TRIES = 32
 _U32 = np.uint64(32)
 """A shift by 32 bits. A uint64, as all numbers that are mixed with draws."""
 _SURE = np.uint64(0xFFFFFFFFFFFFFFFF)
-"""The largest draw. A label with this luck wins every tie."""
+"""The largest draw. A label with this draw wins every tie."""
 
 
 @kernel
@@ -256,8 +256,8 @@ def _pack(indptr, indices, order, ptr, clusters, high, part_of, size):
 
         is_whole = part >= 0
         for i in range(num_members):
-            # Some part is always open: all parts together are short of the mean by at least the nodes still
-            # to place.
+            # Fill a part up to the mean, then take the next open one. There is one as long as a node is left:
+            # not all parts can have reached the mean before all nodes are placed.
             while not is_whole and (part < 0 or size[part] >= mean):
                 next_open = next_open if next_open < num_open else 0
                 part = open_parts[next_open]
@@ -345,16 +345,19 @@ def stream_parts(
 
     labels = np.arange(num_nodes, dtype=np.int32)
     size = np.ones(num_nodes, dtype=np.int32)
-    sweep(labels, size, 0, max(1, int(mean)), range(passes), False)
+    max_cluster = max(1, int(mean))
+    sweep(labels, size, min_size=0, max_size=max_cluster, pass_numbers=range(passes), settles=False)
     parts, part_sizes = _pack_clusters(indptr, indices, labels, size, num_parts, low, high)
     del labels, size
-    sweep(parts, part_sizes, low, high, range(passes, passes + max(2, passes // 2)), True)
+    refine_passes = range(passes, passes + max(2, passes // 2))
+    sweep(parts, part_sizes, min_size=low, max_size=high, pass_numbers=refine_passes, settles=True)
     return parts
 
 
 def _scratch(max_edges: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(keys, counts, slots): an empty hash map for the labels of any node's neighbours; see `_count`."""
-    num_slots = max(8, 1 << (2 * max_edges + 1).bit_length())
+    min_slots = 2 * (max_edges + 1)  # see `_sweep`
+    num_slots = max(8, 1 << (min_slots - 1).bit_length())  # the next power of two
     return np.full(num_slots, -1, np.int32), np.zeros(num_slots, np.int32), np.empty(max_edges + 1, np.int64)
 
 
@@ -370,7 +373,8 @@ def _pack_clusters(
     np.cumsum(size, out=ptr[1:])
     order = np.empty(labels.shape[0], dtype=np.int32)
     _group(labels, ptr[:-1].copy(), order)
-    clusters = np.argsort(-size, kind="stable")[: np.count_nonzero(size)]
+    num_clusters = np.count_nonzero(size)  # labels that no node has any more come last, and are left out
+    clusters = np.argsort(-size, kind="stable")[:num_clusters]
     parts = labels  # the memory is used again: `order` has replaced the labels
     part_sizes = np.zeros(num_parts, dtype=np.int32)
     parts.fill(-1)
@@ -467,10 +471,11 @@ def undirected(indptr: np.ndarray, indices: np.ndarray, dtype: np.dtype) -> tupl
     np.cumsum(degrees, out=starts[1:])
     neighbors = np.empty(int(starts[-1]), dtype=dtype)
     _fill_both_ways(indptr, indices, starts[:-1].copy(), neighbors)
-    over_ranges(lambda a, b: _sort_rows(starts, neighbors, degrees, a, b), num_nodes, num_edges)
+    num_distinct = degrees  # the memory is used again: `starts` has replaced the degrees
+    over_ranges(lambda a, b: _sort_rows(starts, neighbors, num_distinct, a, b), num_nodes, num_edges)
     out_starts = np.zeros(num_nodes + 1, dtype=np.int64)
-    np.cumsum(degrees, out=out_starts[1:])
-    _close_gaps(starts, degrees, neighbors, out_starts)
+    np.cumsum(num_distinct, out=out_starts[1:])
+    _close_gaps(starts, num_distinct, neighbors, out_starts)
     neighbors.resize(int(out_starts[-1]), refcheck=False)  # frees the memory of repeated edges
     return out_starts.astype(dtype, copy=False), neighbors
 

@@ -1,4 +1,4 @@
-"""Numba kernels that aggregate messages over edges, and for keyed dropout; both with gradients.
+"""Numba kernels that aggregate messages over edges, and kernels for keyed dropout. Both have gradients.
 
 PyG gathers a row per edge, multiplies by weights, and scatters the messages to destinations. The kernels
 here do all three at once and never build a matrix with a row per edge:
@@ -6,7 +6,8 @@ here do all three at once and never build a matrix with a row per edge:
     out[d] = sum, mean or max over the edges e into d of (weight[e] *) rows[src_idx[e]]
     with `own`: out[d] = (the above | rows[own[d]]), twice as wide; both inputs of a SAGE layer in one matrix
 
-`reference.py` defines both operations in plain torch.
+Keyed dropout draws its mask from (key, node id, column) instead of a generator. `reference.py` defines both
+operations in plain torch.
 
 Memory layout
     rows      [num_rows, width]      float32 or float64, row-major; half types are summed in float32
@@ -25,7 +26,8 @@ are sorted by source, and the gradients of rows are sums over each source's out-
 
     sum       grad_rows[s]   = sum over the edges e from s of weight[e] * grad_out[dst(e)]
     mean      as sum, with grad_out[d] divided by the in-degree of d first
-    max       grad_rows[s]   = sum over the edges e from s that reach the maximum of grad_out[dst(e)] / ties[dst(e)]
+    max       grad_rows[s]   = sum of grad_out[dst(e)] / ties[dst(e)] over those edges e from s that reach the
+                               maximum of their destination; ties[d] is the number of edges that reach it
     weights   grad_weight[e] = dot(rows[src_idx[e]], grad_out[dst(e)]), with the same division for mean
 
 Second derivatives of reductions are not supported. Weighted maxima are left to `reference.py`.
@@ -33,8 +35,8 @@ Second derivatives of reductions are not supported. Weighted maxima are left to 
 Loops over columns run on views of rows: `row[c]` and not `rows[s, c]`. In Numba an index such as s may be
 negative, which would keep the compiler from vectorising the loop.
 
-Bad input. An edge whose source is not a row, or an indptr that does not fit the edges, raises an IndexError
-before any kernel reads a row.
+Bad input. An edge whose source is not a row raises an IndexError, and so does an indptr that does not fit the
+edges. Both are checked before any kernel reads a row.
 """
 
 from __future__ import annotations
@@ -280,14 +282,17 @@ class _ReduceEdges(torch.autograd.Function):
         ctx.reduce = reduce
         ctx.shape = rows.shape
         needs_rows = reduce == "max" or (weight is not None and weight.requires_grad)
-        maxima = out if reduce == "max" else None
-        ctx.save_for_backward(rows if needs_rows else None, indptr, src_idx, weight, own, maxima)
+        needs_out = reduce == "max"
+        saved_rows = rows if needs_rows else None
+        saved_out = out if needs_out else None
+        ctx.save_for_backward(saved_rows, indptr, src_idx, weight, own, saved_out)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
         rows, indptr, src_idx, weight, own, out = ctx.saved_tensors
+        needs_grad_rows, _, _, _, needs_grad_weight, _ = ctx.needs_input_grad
         width = math.prod(ctx.shape[1:])
         grad = grad.reshape(grad.size(0), width if own is None else 2 * width)
         grad_own = grad[:, width:]
@@ -300,7 +305,7 @@ class _ReduceEdges(torch.autograd.Function):
         flat = None if rows is None else _as_matrix(rows)
 
         grad_rows = None
-        if ctx.needs_input_grad[0]:
+        if needs_grad_rows:
             grad_rows = torch.empty(ctx.shape, dtype=grad.dtype)
             target = grad_rows.view(ctx.shape[0], width)
             if ctx.reduce == "max":
@@ -313,7 +318,7 @@ class _ReduceEdges(torch.autograd.Function):
                 _add_to_rows(target.numpy(), own.numpy(), _as_matrix(grad_own))
 
         grad_weight = None
-        if weight is not None and ctx.needs_input_grad[4]:
+        if weight is not None and needs_grad_weight:
             grad_weight = torch.zeros_like(weight)
             args = (flat, grad_out, *edges, grad_weight.numpy())
             over_ranges(lambda a, b: _weight_backward(*args, a, b), grad.size(0), src_idx.numel() * width)
@@ -332,7 +337,8 @@ def _gradient_of_sum(
     """
     src_indptr, dst_idx, edge_idx = _edges_by_source(edges, target.shape[0], with_edges=weight is not None)
     edge_weight = _as_numpy(None if weight is None else weight[torch.from_numpy(edge_idx)])
-    args = (grad_out, src_indptr, dst_idx, edge_weight, False, _NO_OWN, target)
+    mean = False  # for a mean, the caller has divided `grad_out` already
+    args = (grad_out, src_indptr, dst_idx, edge_weight, mean, _NO_OWN, target)
     over_ranges(lambda a, b: _sum(*args, a, b), target.shape[0], dst_idx.size * target.shape[1])
 
 
@@ -483,14 +489,21 @@ def keyed_dropout_sparse(values: Tensor, indptr: Tensor, columns: Tensor, p: flo
         return keyed_dropout_sparse(values.float(), indptr, columns, p, key, ids).to(values.dtype)
     out = torch.empty_like(values)
     values = values.contiguous()
-    threshold = round(p * 65536)
-    scale = values.numpy().dtype.type(65536 / (65536 - threshold) if threshold < 65536 else 0.0)
-    args = (
-        *(values.numpy(), indptr.contiguous().numpy(), columns.contiguous().numpy(), ids.contiguous().numpy()),
-        *(np.int64(key), np.uint64(threshold), scale, out.numpy()),
-    )
+    threshold, scale = _threshold_and_scale(p, values.numpy().dtype)
+    rows = (values.numpy(), indptr.contiguous().numpy(), columns.contiguous().numpy())
+    args = (*rows, ids.contiguous().numpy(), np.int64(key), threshold, scale, out.numpy())
     over_ranges(lambda a, b: _dropout_stored(*args, a, b), ids.numel(), values.numel())
     return out
+
+
+def _threshold_and_scale(p: float, dtype: np.dtype) -> tuple[np.uint64, np.floating]:
+    """(threshold, scale): 16 bits of a draw below the threshold drop an element, others scale it.
+
+    The threshold is p * 2**16, rounded. With that p, the scale is 1 / (1 - p), or 0 if p is 1.
+    """
+    threshold = round(p * 65536)
+    scale = 65536 / (65536 - threshold) if threshold < 65536 else 0.0
+    return np.uint64(threshold), dtype.type(scale)
 
 
 class _KeyedDropout(torch.autograd.Function):
@@ -519,9 +532,8 @@ def _apply_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
         return _apply_dropout(x.float(), p, key, ids).to(x.dtype)
     flat = flat.contiguous()
     out = torch.empty_like(flat)
-    threshold = round(p * 65536)
-    scale = flat.numpy().dtype.type(65536 / (65536 - threshold) if threshold < 65536 else 0.0)
-    args = (flat.numpy(), ids.numpy(), np.int64(key), np.uint64(threshold), scale, out.numpy())
+    threshold, scale = _threshold_and_scale(p, flat.numpy().dtype)
+    args = (flat.numpy(), ids.numpy(), np.int64(key), threshold, scale, out.numpy())
     over_ranges(lambda a, b: _dropout(*args, a, b), flat.size(0), flat.numel())
     return out.view_as(x)
 

@@ -136,8 +136,9 @@ def serial_here() -> None:
 def own_threads(threads: int) -> Generator[None, None, None]:
     """Give kernels called from this thread `threads` threads of hopline, and torch's operations one.
 
-    At the end of every operation torch's threads wait for each other, at first by spinning. While other
-    threads prepare batches, that costs more than it gains, if the long operations are hopline's kernels.
+    At the end of every operation torch's threads wait for each other, at first by spinning. The spinning
+    takes cores from the threads that prepare batches. It costs more than torch's threads gain if the long
+    operations are hopline's kernels.
     """
     previous_threads = getattr(_local, "threads", None)
     torch_threads = torch.get_num_threads()

@@ -101,9 +101,9 @@ def _row_starts(indptr: Tensor, nodes: Tensor, num_edges: int, fanout: int, repl
 def _all_edges(indptr, nodes, out_indptr, edge_ids):
     """Write the positions of all in-edges of each node to edge_ids[out_indptr[i] : out_indptr[i + 1]]."""
     for i in range(nodes.shape[0]):
-        start = indptr[nodes[i]] - out_indptr[i]
+        offset = indptr[nodes[i]] - out_indptr[i]
         for e in range(out_indptr[i], out_indptr[i + 1]):
-            edge_ids[e] = start + e
+            edge_ids[e] = offset + e
 
 
 @kernel
@@ -234,7 +234,7 @@ def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
     """(indptr [n + 1], positions [num_entries]), int64: all entries of the given rows of a CSR structure."""
     graph_indptr = indptr.numpy()
     node_ids = nodes.numpy()
-    out_indptr = _row_starts(indptr, nodes, int(indptr[-1]), -1, False)
+    out_indptr = _row_starts(indptr, nodes, num_edges=int(indptr[-1]), fanout=-1, replace=False)
     positions = np.empty(out_indptr[-1], dtype=np.int64)
     _all_edges(graph_indptr, node_ids, out_indptr, positions)
     return torch.from_numpy(out_indptr), torch.from_numpy(positions)
@@ -350,6 +350,7 @@ class IdMap:
         if size >= 1 << 31:  # local ids are int32
             raise ValueError("a batch may reach at most 2**31 nodes: make batch_size or the fan-outs smaller")
         if size > self._ids.shape[0]:
+            # Longer than `size` asks for, so that a batch that grows is copied only a few times.
             self._ids = np.concatenate([self._ids[: self.size], np.empty(size, dtype=np.int64)])
         if not self.dense and 2 * size > self._map.shape[0]:
             self._map = np.full(1 << (2 * size).bit_length(), -1, dtype=np.int32)
@@ -375,8 +376,8 @@ def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
 
     Seeds come first in `ids`, then neighbours by first occurrence.
     """
-    # An array up to the largest id, where it is not much larger than the input (a factor of 16 is a rule of
-    # thumb).
+    # The map is an array up to the largest id, unless that has over 16 entries per given node. A rule of
+    # thumb.
     largest = max((int(t.max()) for t in (seeds, neighbors) if t.numel()), default=0)
     id_map = IdMap(largest + 1, dense=largest < 16 * (seeds.numel() + neighbors.numel()))
     id_map.add(seeds.long())
@@ -412,9 +413,9 @@ def _gather(rows, ids, out):
 
 
 @kernel
-def _gather_piece(rows, ids, piece, out):
-    """out[i] = rows[ids[i]] for the positions i in `piece`."""
-    for i in piece:
+def _gather_at(rows, ids, positions, out):
+    """out[i] = rows[ids[i]] for each i in `positions`."""
+    for i in positions:
         row = rows[ids[i]]
         target = out[i]
         for c in range(row.shape[0]):
@@ -450,8 +451,8 @@ def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
     row_ids = ids.numpy()
     target = _words(out, word).reshape(-1, width)
     if is_cold(rows, row_ids):
-        for piece in in_order_of_file(rows, row_ids):
-            _gather_piece(source, row_ids, piece, target)
+        for positions in in_order_of_file(rows, row_ids):
+            _gather_at(source, row_ids, positions, target)
     elif width == 1:
         _take(source.reshape(-1), row_ids, target.reshape(-1))
     else:
@@ -594,8 +595,15 @@ def sample_children(
     edge_ids = torch.zeros(nodes.numel(), fanout, dtype=torch.int64)
     ids = torch.empty(nodes.numel(), fanout, dtype=indices.dtype)
     is_valid = _draw_children(
-        *(indptr.numpy(), indices.numel(), nodes.numpy(), slots.numpy()),
-        *(fanout, np.int64(key), replace, counts.numpy(), edge_ids.numpy()),
+        indptr.numpy(),
+        indices.numel(),
+        nodes.numpy(),
+        slots.numpy(),
+        fanout,
+        np.int64(key),
+        replace,
+        counts.numpy(),
+        edge_ids.numpy(),
     )
     if not is_valid:
         raise ValueError(

@@ -5,7 +5,7 @@ in any thread and in any order. A graph larger than memory is made chunk by chun
 
     node  ->  rank (a keyed permutation)  ->  class = rank % num_classes
                                           ->  in-degree, larger for low ranks
-                                          ->  sources: draws of ranks, mostly low ones, as nodes
+                                          ->  sources: the nodes at ranks that are drawn, mostly low ones
               class                       ->  features: the mean of the class + noise
 
 The permutation has an inverse, so member k of a class c is found directly: it is the node of rank
@@ -114,13 +114,14 @@ def _edges_before(rank, num_nodes, num_edges, tail, cut, floor):
     if rank >= num_nodes:
         return np.int64(num_edges)
     t = rank / num_nodes
+    # With s = t + cut, s**(tail - 1) * (high - s) has the integral s**tail * (high / tail - s / (tail + 1)).
     low = cut
     high = 1.0 + cut
     shifted = t + cut
-    power_low = low**tail * (high / tail - low / (tail + 1.0))
-    power_high = high**tail * (high / tail - high / (tail + 1.0))
-    power_shifted = shifted**tail * (high / tail - shifted / (tail + 1.0))
-    share = (power_shifted - power_low) / (power_high - power_low)
+    integral_low = low**tail * (high / tail - low / (tail + 1.0))
+    integral_high = high**tail * (high / tail - high / (tail + 1.0))
+    integral_shifted = shifted**tail * (high / tail - shifted / (tail + 1.0))
+    share = (integral_shifted - integral_low) / (integral_high - integral_low)
     return np.int64(num_edges * ((1.0 - floor) * share + floor * t))
 
 
@@ -142,12 +143,13 @@ def fill_sources(first, ranks, indptr, rank_key, draw_key, half, num_nodes, num_
         coin, u = two uniform draws from (draw_key, node, number of the edge)
         if coin < homophily: rank = that of member int(num_members * u**2) of the class `own_class`
         else:                rank = int(num_nodes * u**2)
-        source = node_at(rank), or of a neighbouring rank of the same class, if that would be a self-loop
+        if rank == own_rank: rank = the next rank of the same class, or else the one before  # no self-loop
+        source = node_at(rank)
 
     The square makes low ranks more frequent.
 
-    ranks: [n] int64, of the nodes; indptr: [n + 1] int64, their edges, from any start; sources:
-    [indptr[n] - indptr[0]], filled.
+    ranks: [n] int64, of the nodes; indptr: [n + 1] int64, their edges, where indptr[0] need not be 0;
+    sources: [indptr[n] - indptr[0]], filled. A class has at least two nodes.
     """
     base = indptr[0]
     for i in range(ranks.shape[0]):
