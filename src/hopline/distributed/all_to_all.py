@@ -103,6 +103,7 @@ class Channel:
     def check_same(self, value: bytes, what: str) -> None:
         """Raise a ValueError if the ranks have different values. what: names the value in the error."""
         digest = hashlib.blake2b(value, digest_size=8).digest()
+        # 8 bytes are one int64, so there is one number per rank.
         digests = self.all(torch.frombuffer(bytearray(digest), dtype=torch.int64))
         differing = (digests != digests[0]).nonzero().view(-1).tolist()
         if differing:
@@ -146,10 +147,7 @@ class RowRequest:
         self._inverse = torch.empty_like(order)
         self._inverse[order] = torch.arange(order.numel())
         self.rows = channel.send(positions[order], self._num_asked, self._num_to_answer) - ptr[channel.rank]
-        """[m] int64: rows of this rank that the ranks ask for, counted from its first one.
-
-        In the order of the ranks.
-        """
+        """[m] int64: rows that the ranks ask of this one, by rank. 0 is the first row that it owns."""
 
     def reply(self, rows: Tensor) -> Tensor:
         """Send one row for each of `self.rows`, and return the rows that this rank asked for.

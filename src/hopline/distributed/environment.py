@@ -65,7 +65,7 @@ def detect(environ: Mapping[str, str]) -> Task | None:
 
 
 def _read_torchrun(environ: Mapping[str, str]) -> Task | None:
-    """The task by the variables of torchrun, which Ray and others set too. None if there is only one."""
+    """The task by the variables of torchrun, which Ray and others set too. None if it is the only task."""
     advice = "start with torchrun, which sets them all, or unset RANK, WORLD_SIZE and LOCAL_RANK"
     rank = _read_number(environ, "RANK", advice)
     size = _read_number(environ, "WORLD_SIZE", advice)
@@ -145,7 +145,7 @@ def read_local_rank_and_node(environ: Mapping[str, str], rank: int, size: int) -
 
 
 def _read_srun(environ: Mapping[str, str]) -> Task | None:
-    """The task by the variables of srun. None if there is only one.
+    """The task by the variables of srun. None if it is the only task.
 
     Slurm names no port. Every task makes the same one from the numbers of the job and of its step.
     """
@@ -176,6 +176,7 @@ def _read_srun(environ: Mapping[str, str]) -> Task | None:
         num_nodes=len(tasks_per_node),
         # A host may be unable to resolve its own name. Tasks on one host need no name.
         address=hosts[0] if len(tasks_per_node) > 1 else "127.0.0.1",
+        # Times 7: the first seven steps of consecutive jobs have different ports.
         port=FIRST_PORT + (job * 7 + step) % NUM_PORTS,
         key=f"{job}.{step}",
     )
@@ -192,6 +193,7 @@ def _read_tasks_per_node(environ: Mapping[str, str], size_name: str, size: int, 
     elif "SLURM_NTASKS_PER_NODE" in environ:
         name = "SLURM_NTASKS_PER_NODE"
         max_per_node = _read_number(environ, name)
+        # Every node has the most tasks that it may have, until none are left.
         counts = [max(0, min(max_per_node, size - node * max_per_node)) for node in range(num_hosts)]
     elif num_hosts in (1, size):
         return [size // num_hosts] * num_hosts

@@ -33,8 +33,8 @@ Larger buckets need fewer calls. Each bucket has a copy of its gradients.
 class Gradients:
     """How ranks combine their gradients: `hl.Trainer(gradients=)`. This one, the default, sums them.
 
-    The loss is the mean over the examples of all ranks. A rank's gradient is the part of its own examples,
-    so the sum over the ranks is the gradient of the mean. Every rank calls
+    The loss is the mean over the examples of all ranks. A rank's gradient is the share of its own examples
+    in the gradient of that mean, so the gradients are added. Every rank calls
 
         begin         before the first step of a run
         combine       after the backward passes of a step; then gradients are clipped, the optimizer steps
@@ -117,7 +117,7 @@ def have_same_bits(tensors: Iterable[Tensor], world: World) -> bool:
     sums = [t.contiguous().view(integer_dtypes[t.element_size()]).sum(dtype=torch.int64) for t in real if t.numel()]
     if not sums or world.size == 1:
         return True
-    # `World.max` reduces float64 numbers, which hold integers exactly up to 2**53.
+    # `World.max` reduces float64 numbers, which hold integers below 2**52 exactly.
     checksums = [float(value % (1 << 52)) for value in torch.stack(sums).tolist()]
     largest = world.max(checksums)
     smallest = [-value for value in world.max([-value for value in checksums])]
@@ -201,6 +201,7 @@ def _flatten(bucket: Sequence[Tensor], device: torch.device) -> Tensor:
     dtype = _sum_dtype(bucket[0].dtype)
     flat = torch.zeros(sum(p.numel() for p in bucket) + len(bucket), dtype=dtype, device=device)
     start = 0
+    # The flags are last in `flat`, so their positions are negative: -len(bucket) .. -1.
     for flag_position, parameter in enumerate(bucket, start=-len(bucket)):
         if parameter.grad is not None:
             if parameter.grad.is_sparse:

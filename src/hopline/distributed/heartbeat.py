@@ -53,7 +53,7 @@ class Heartbeat:
         rank: Number of this rank.
         size: Number of ranks.
         address: Where the store is served. Errors name it.
-        exchanges: First value of the attribute `exchanges`.
+        exchanges: Collective calls that this rank has begun already, under heartbeats before this one.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, address: str, exchanges: int = 0) -> None:
@@ -64,10 +64,14 @@ class Heartbeat:
         self._size = size
         self._address = address
         self._messages: dict[int, _Message] = {}
+        """Latest message of each rank that has written one, this rank included."""
         self._store_answered_s = time.monotonic()
+        """When the store last answered, by `time.monotonic`."""
         self._is_store_lost = False
         self._last_words = ""
+        """Message that is written in place of beats: "lost ...", "left" or "error ...". "" while running."""
         self._wake = threading.Event()
+        """Set to make the thread write at once, before its next beat."""
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hopline-heart", daemon=True)
         self._thread.start()

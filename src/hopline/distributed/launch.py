@@ -61,12 +61,11 @@ _PR_SET_PDEATHSIG = 1
 def run(function: Callable[..., Any], settings: LaunchSettings, *args: Any, device: str = "cpu") -> Any:
     """Run `function(world, *args)` in every rank.
 
-    If this process starts ranks, it returns what rank 0 returned, as JSON makes it, or None if rank 0 is on
-    another host. Then `function` must be importable and `args` picklable. Else it returns what the function
-    returned in this process.
+    If this process starts no ranks, `run` returns what the function returned in it.
 
-    A rank that fails ends the others. A signal (Ctrl-C, SIGTERM, SIGUSR1) is forwarded to started ranks
-    once.
+    If this process starts ranks, `run` returns what the function returned in rank 0, sent as JSON: tuples
+    become lists. None if rank 0 is on another host. `function` must be importable and `args` picklable. A
+    rank that fails ends the others. A signal (Ctrl-C, SIGTERM, SIGUSR1) is forwarded to the ranks once.
 
     Args:
         function: Runs in every rank. Its first argument is the `World` of the rank.
@@ -95,7 +94,7 @@ def run(function: Callable[..., Any], settings: LaunchSettings, *args: Any, devi
         return _spawn(function, args, spec, num_processes)
 
     spec = replace(spec, device=device_of_rank(spec, device, spawned=False))
-    threads_before = torch.get_num_threads()
+    threads_before = torch.get_num_threads()  # `World.join` sets another number
     try:
         return _run_rank(function, args, World.join(spec))
     finally:
@@ -238,7 +237,7 @@ class _Child:
 
 
 def _spawn(function: Callable[..., Any], args: Sequence[Any], first: RankSpec, num_processes: int) -> Any:
-    """Start ranks, wait until all have ended, and return what rank 0 returned. None on other hosts than its.
+    """Start ranks, wait until all have ended, and return what rank 0 returned. None if it is on another host.
 
     first: The specification of the first rank. The others follow it in rank and local rank.
     """
@@ -354,8 +353,8 @@ def _watch(children: Sequence[_Child], received: Sequence[int]) -> None:
 def _make_error(failed: Sequence[_Child], received: Sequence[int]) -> BaseException:
     """The error that the parent raises: that of the rank that failed by itself, not of those that lost it.
 
-    In this order: a rank with an error of its own, the signal that came, a rank that was killed from
-    outside, any.
+    The first that there is: the error of a rank with one of its own, the signal that came, the error of a
+    rank that was killed from outside, that of any rank.
 
     failed: Ranks with another exit code than 0.
     received: Signals that the parent got.
@@ -367,7 +366,7 @@ def _make_error(failed: Sequence[_Child], received: Sequence[int]) -> BaseExcept
         if child.is_ended_by_signal:
             signals.append(child.process.exitcode - 128)
         if "error" in child.messages:
-            if child.messages["kind"] != PeerError.__name__:
+            if child.messages["kind"] != PeerError.__name__:  # else it only lost another rank
                 with_own_error.append(child)
         elif not child.is_ended_by_us and not child.is_ended_by_signal:
             killed.append(child)
@@ -425,7 +424,7 @@ def _run_child(
 
 
 def _send_message(pipe: Connection, **message: Any) -> None:
-    """Write a message to the parent, unless that has ended."""
+    """Write a message to the parent, unless the parent has ended."""
     with contextlib.suppress(BrokenPipeError):
         pipe.send_bytes(json.dumps(message).encode())
 

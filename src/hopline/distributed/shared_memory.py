@@ -212,6 +212,7 @@ def mapped_file(tensor: Tensor) -> MappedFile | None:
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.numel():
         return None
     start = tensor.data_ptr()
+    # An OSError: there is no /proc, or the file was removed. A ValueError: a line has another form.
     with contextlib.suppress(OSError, ValueError), open("/proc/self/maps") as maps:
         for line in maps:
             # Such as "7f10a000-7f20a000 rw-s 00001000 08:01 4711 /data/x.bin"; s means shared.

@@ -12,7 +12,7 @@ to resume.
 
 The rest of the file is about networks. A store must listen at an address that all hosts reach, and gloo
 must use the network interface that leads to them. The name of a host often means a loopback address, which
-neither may take.
+neither may use if ranks are on several hosts.
 """
 
 from __future__ import annotations
@@ -154,7 +154,9 @@ class World:
         self._store = store
         self._keeps_store = spec.keeps_store
         self._made_default_group = False
+        """Whether `join` has initialised torch's default process group, which `close` then destroys."""
         self._lost = ""
+        """Message of the first `PeerError`. "" while no rank is lost."""
 
     @classmethod
     def alone(cls, device: str | torch.device = "cpu") -> World:
@@ -384,7 +386,10 @@ class World:
                 torch.set_num_threads(threads_before)
 
     def _end_watch(self, error: BaseException | None) -> None:
-        """Called at the end of `watch`. Does nothing: `launch`, which made this world, closes it."""
+        """Called at the end of `watch`. Does nothing: `launch`, which made this world, closes it.
+
+        `GroupWorld`, which no launcher closes, overrides it.
+        """
 
     def _running_heartbeat(self) -> Heartbeat | NoHeartbeat:
         """The heartbeat. Raises a PeerError after `close`."""
@@ -423,12 +428,11 @@ class World:
     def exchange(self, start_s: float | None = None) -> Generator[None]:
         """A context for one collective call.
 
-        A RuntimeError in it becomes a `PeerError` that names the lost rank.
-
-        Torch raises a RuntimeError if another rank does not answer. Running out of memory is this rank's
+        Torch raises a RuntimeError if another rank does not answer. It becomes a `PeerError` that names the
+        lost rank. Running out of memory is this rank's
         own failure, and is raised as it is. After the first PeerError every later call raises it again.
 
-        start_s: When the wait began, by `time.monotonic`. Default: now.
+        start_s: When the wait began, by `time.monotonic`, for the error. Default: now.
         """
         if self._lost:
             raise PeerError(self._lost)
@@ -481,12 +485,12 @@ def serve(address: str, port: int, timeout_s: float, *, local: bool) -> dist.TCP
     The store answers any process that reaches it. So it listens only at the address that the ranks use.
 
     Args:
-        address: The host, by a name or a number.
-        port: 0: a free one, which the store has as `.port`.
+        address: The host, by a name or an IP address.
+        port: The port. If it is 0, the store takes a free one, its attribute `port`.
         timeout_s: Seconds that calls of the store wait for a key.
         local: Whether all ranks are on this host.
 
-    Raises a ValueError if this process cannot listen there.
+    Raises a ValueError if this process cannot listen at the address.
     """
     listener: int | None = None
     try:
@@ -644,6 +648,7 @@ def interface_towards(address: str, *, several_hosts: bool) -> str | None:
     several_hosts: Whether ranks are on several hosts. A loopback interface is then no answer.
     """
     try:
+        # 9 is any port: only the address decides the route.
         family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(target)  # of a datagram socket: sends nothing, the system only chooses a route
@@ -680,7 +685,10 @@ def destroy_group(group: dist.ProcessGroup | None, *, broken: bool) -> None:
 
 
 def last_words(error: str) -> str:
-    """The last message of a rank in its heartbeat. error: "" if it ended in good order."""
+    """The last message of a rank in its heartbeat: at most 500 characters of its error.
+
+    error: "" if it ended in good order.
+    """
     return f"error {error[:500]}" if error else "left"
 
 
