@@ -62,7 +62,8 @@ class Channel:
 
         send_counts: [size] int64, rows for each rank.
         """
-        return self.send(send_counts[:, None], [1] * self.size, [1] * self.size).view(-1)
+        one_per_rank = [1] * self.size
+        return self.send(send_counts, one_per_rank, one_per_rank)
 
     def send(self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
         """Send each rank its part of the rows, and return the rows from all ranks, by rank.
@@ -135,8 +136,8 @@ class RowRequest:
 
     def __init__(self, channel: Channel, ptr: Tensor, positions: Tensor) -> None:
         owners = torch.bucketize(positions, ptr[1:-1], right=True)
-        ends, order = ops.group_edges(owners, channel.size)
-        num_asked = ends.diff()
+        owner_ptr, order = ops.group_edges(owners, channel.size)
+        num_asked = owner_ptr.diff()
         self.channel = channel
         self._num_asked = num_asked.tolist()
         """[size]: rows that this rank asks of each rank."""
@@ -166,8 +167,8 @@ class RowRequest:
         Returns (indptr, entries): for position i, entries[k][indptr[i] : indptr[i + 1]] of each array k.
         """
         answer_counts = self.channel.send(counts, self._num_to_answer, self._num_asked)
-        send_counts = [int(of_rank.sum()) for of_rank in counts.split(self._num_to_answer)]
-        receive_counts = [int(of_rank.sum()) for of_rank in answer_counts.split(self._num_asked)]
+        send_counts = [int(rank_counts.sum()) for rank_counts in counts.split(self._num_to_answer)]
+        receive_counts = [int(rank_counts.sum()) for rank_counts in answer_counts.split(self._num_asked)]
 
         starts = torch.cat([answer_counts.new_zeros(1), answer_counts.cumsum(0)])
         indptr, entry_positions = ops.row_positions(starts, self._inverse)

@@ -229,22 +229,22 @@ def expand_hosts(text: str, name: str) -> list[str]:
         for k, piece in enumerate(re.split(r"\[([^\[\]]*)\]", part.strip())):
             is_range = k % 2 == 1
             choices.append(list(_expand_ranges(piece, text, name)) if is_range else [piece])
-        names = ["".join(choice) for choice in itertools.product(*choices)]
-        if "" in names or any("[" in host or "]" in host for host in names):
+        part_hosts = ["".join(choice) for choice in itertools.product(*choices)]
+        if "" in part_hosts or any("[" in host or "]" in host for host in part_hosts):
             raise ValueError(f"{name} is {text!r}, which is not a list of hosts such as node[1-3],other")
-        hosts += names
+        hosts += part_hosts
     return hosts
 
 
 def _expand_ranges(ranges: str, text: str, name: str) -> Iterator[str]:
     """The numbers in "001-003,7" with their leading zeros: "001", "002", "003", "7"."""
     for part in ranges.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if match is None or int(match[2] or match[1]) < int(match[1]):
+        match = re.fullmatch(r"\s*(?P<first>\d+)(?:-(?P<last>\d+))?\s*", part)
+        if match is None or int(match["last"] or match["first"]) < int(match["first"]):
             raise ValueError(f"{name} is {text!r}: its range {part!r} cannot be read, expected one such as 001-003")
-        num_digits = len(match[1])
-        first = int(match[1])
-        last = int(match[2] or match[1])
+        num_digits = len(match["first"])
+        first = int(match["first"])
+        last = int(match["last"] or match["first"])
         yield from (f"{number:0{num_digits}d}" for number in range(first, last + 1))
 
 

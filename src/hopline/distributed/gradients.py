@@ -112,9 +112,13 @@ def have_same_bits(tensors: Iterable[Tensor], world: World) -> bool:
     A checksum is the sum of the numbers' bit patterns, read as integers. All ranks must call this with
     tensors of the same shapes and types.
     """
-    integer_dtypes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    real = [torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in tensors]
-    sums = [t.contiguous().view(integer_dtypes[t.element_size()]).sum(dtype=torch.int64) for t in real if t.numel()]
+    dtype_by_bytes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums: list[Tensor] = []
+    for tensor in tensors:
+        if tensor.numel():
+            real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+            bit_patterns = real.contiguous().view(dtype_by_bytes[real.element_size()])
+            sums.append(bit_patterns.sum(dtype=torch.int64))
     if not sums or world.size == 1:
         return True
     # `World.max` reduces float64 numbers, which hold integers below 2**52 exactly.

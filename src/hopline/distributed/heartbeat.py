@@ -96,7 +96,7 @@ class Heartbeat:
             with suppress(RuntimeError):
                 self._read_messages()
             words = [self._words_of(rank) for rank in range(self._size) if rank != self._rank]
-            is_any_running = any(text and text[0].isdigit() for text in words)
+            is_any_running = any(_is_beat(text) for text in words)
             if not is_any_running or self._find_stale():
                 return
             time.sleep(0.05)
@@ -158,8 +158,7 @@ class Heartbeat:
         stale: list[int] = []
         # A copy: the thread may add to the dict meanwhile.
         for rank, message in list(self._messages.items()):
-            is_running = message.words[0].isdigit()
-            if rank != self._rank and is_running and now_s - message.seen_s > STALE_S:
+            if rank != self._rank and _is_beat(message.words) and now_s - message.seen_s > STALE_S:
                 stale.append(rank)
         return stale
 
@@ -196,8 +195,12 @@ class Heartbeat:
         left = [rank for rank in others if words[rank] == "left"]
         if left:
             return left, f"{_name_ranks(left)} ended before the others"
-        num_exchanges = {rank: int(words[rank].split()[1]) for rank in others if words[rank][0].isdigit()}
-        behind = [rank for rank, count in num_exchanges.items() if count < self.exchanges]
+        behind: list[int] = []
+        for rank in others:
+            if _is_beat(words[rank]):
+                _, num_exchanges = words[rank].split()
+                if int(num_exchanges) < self.exchanges:
+                    behind.append(rank)
         if behind:
             return behind, f"{_name_ranks(behind)} is alive but did not answer within timeout_s"
         return others, "the exchange between the ranks failed though all are alive"
@@ -225,6 +228,11 @@ def get_all(store: dist.Store, keys: Sequence[str]) -> list[bytes]:
     if store.has_extended_api():
         return [bytes(value) for value in store.multi_get(list(keys))] if keys else []
     return [bytes(store.get(key)) for key in keys]  # such as a store of files
+
+
+def _is_beat(words: str) -> bool:
+    """Whether a message is the beat "BEATS EXCHANGES" of a running rank."""
+    return words[:1].isdigit()
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:

@@ -312,20 +312,21 @@ class World:
         if self.size == 1:
             return
         for bucket in split_by_bytes(BUCKET_BYTES, [t.detach() for t in tensors if t.numel()]):
-            # As bytes, tensors of different types go in one call. A tensor that is not contiguous is copied
-            # first, and the copy is written back.
-            contiguous = [tensor.contiguous() for tensor in bucket]
-            bytes_of = [tensor.reshape(-1).view(torch.uint8) for tensor in contiguous]
-            flat = torch.cat([own_bytes.to(self.device) for own_bytes in bytes_of])
+            # As bytes, tensors of different types go in one call. `contiguous` copies a tensor that is not
+            # contiguous. Such a copy receives the values, and is written back.
+            dense_tensors = [tensor.contiguous() for tensor in bucket]
+            byte_views = [dense.reshape(-1).view(torch.uint8) for dense in dense_tensors]
+            flat = torch.cat([byte_view.to(self.device) for byte_view in byte_views])
             self._broadcast(flat, src)
             if self.rank == src:
                 continue
-            parts = flat.split([own_bytes.numel() for own_bytes in bytes_of])
-            for tensor, same, own_bytes, received in zip(bucket, contiguous, bytes_of, parts, strict=True):
-                own_bytes.copy_(received)
-                is_copy = same.data_ptr() != tensor.data_ptr()
+            received_parts = flat.split([byte_view.numel() for byte_view in byte_views])
+            for byte_view, received in zip(byte_views, received_parts, strict=True):
+                byte_view.copy_(received)
+            for tensor, dense in zip(bucket, dense_tensors, strict=True):
+                is_copy = dense.data_ptr() != tensor.data_ptr()
                 if is_copy:
-                    tensor.copy_(same)
+                    tensor.copy_(dense)
 
     def all_to_all(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """Send rows to every rank, and return the rows that each has for this one, by rank.
@@ -525,16 +526,19 @@ def _own_address(address: str, *, local: bool) -> str | None:
     a loopback address counts only if all ranks are local. A loopback address that was given as a number
     always counts: it may be the end of a tunnel.
     """
-    numbers = [str(entry[4][0]) for entry in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)]
-    own_numbers: set[str] = set()
-    for addresses in psutil.net_if_addrs().values():
-        own_numbers.update(entry.address.partition("%")[0] for entry in addresses)
-    for number in numbers:
-        if number.startswith("127.") or number == "::1":
-            if local or number == address:
-                return number
-        elif number.partition("%")[0] in own_numbers:
-            return number
+    candidates: list[str] = []
+    for _, _, _, _, (candidate, *_) in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM):
+        candidates.append(str(candidate))
+    # "fe80::1%eth0" is compared without its interface.
+    own_addresses: set[str] = set()
+    for entries in psutil.net_if_addrs().values():
+        own_addresses.update(entry.address.partition("%")[0] for entry in entries)
+    for candidate in candidates:
+        if candidate.startswith("127.") or candidate == "::1":
+            if local or candidate == address:
+                return candidate
+        elif candidate.partition("%")[0] in own_addresses:
+            return candidate
     return None
 
 
@@ -580,13 +584,13 @@ def _find_share_of_cores(spec: RankSpec, store: dist.Store) -> int:
     Raises a ValueError if ranks were started with different numbers of ranks, or have the same GPU under
     NCCL.
     """
-    own = _Seat(
+    own_seat = _Seat(
         size=spec.size,
         node=spec.node,
         cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
         gpu=gpu_identity(spec.device) if spec.backend == "nccl" else "",
     )
-    store.set(f"seat/{spec.rank}", json.dumps(own))
+    store.set(f"seat/{spec.rank}", json.dumps(own_seat))
     values = get_all(store, [f"seat/{r}" for r in range(spec.size)])
     seats = [_read_seat(rank, value, spec) for rank, value in enumerate(values)]
 
@@ -597,15 +601,15 @@ def _find_share_of_cores(spec: RankSpec, store: dist.Store) -> int:
                 f"rank {rank} was started as one of {seat.size} and rank {spec.rank} as one of {spec.size}: "
                 "give the same devices= on every host"
             )
-        first_rank = first_with_gpu.setdefault(seat.gpu, rank)
-        if seat.gpu and first_rank != rank:
+        first_rank = first_with_gpu.setdefault(seat.gpu, rank) if seat.gpu else rank
+        if first_rank != rank:
             raise ValueError(
                 f"ranks {first_rank} and {rank} have the same GPU ({seat.gpu}), which nccl cannot share: start one "
                 "process per GPU (torchrun --nproc-per-node, srun --ntasks-per-node, devices=), "
                 "or set the environment variable HOPLINE_BACKEND=gloo"
             )
 
-    num_sharing = sum(seat.node == own.node and seat.cores == own.cores for seat in seats)
+    num_sharing = sum(seat.node == own_seat.node and seat.cores == own_seat.cores for seat in seats)
     share = max(1, num_cores() // num_sharing)
     if who_set_threads() != "user":
         torch.set_num_threads(share)
