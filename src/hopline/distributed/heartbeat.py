@@ -120,10 +120,11 @@ class Heartbeat:
         """The thread: write a message, read all others, wait for the next beat or for `_wake`."""
         num_beats = 0
         while True:
-            # Both are read before the message is written: a `stop` that comes later gets another round.
-            last_words = self._last_words
-            is_last = self._is_stopped.is_set()
+            # In this order, because `stop` sets the words first and the flag last: a round that sees the flag
+            # also sees the words. A `stop` that comes later gets another round.
             self._wake.clear()
+            is_last = self._is_stopped.is_set()
+            last_words = self._last_words
             try:
                 self._store.set(f"alive/{self._rank}", last_words or f"{num_beats} {self.exchanges}")
                 self._read_messages()
