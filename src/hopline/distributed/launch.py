@@ -63,9 +63,10 @@ def run(function: Callable[..., Any], settings: LaunchSettings, *args: Any, devi
 
     If this process starts no ranks, `run` returns what the function returned in it.
 
-    If this process starts ranks, `run` returns what the function returned in rank 0, sent as JSON: tuples
-    become lists. None if rank 0 is on another host. `function` must be importable and `args` picklable. A
-    rank that fails ends the others. A signal (Ctrl-C, SIGTERM, SIGUSR1) is forwarded to the ranks once.
+    If this process starts ranks, `run` returns what the function returned in the first of them, sent as
+    JSON: tuples become lists. It is rank 0, or on another host the first rank of that host. `function` must
+    be importable and `args` picklable. A rank that fails ends the others. A signal (Ctrl-C, SIGTERM,
+    SIGUSR1) is forwarded to the ranks once.
 
     Args:
         function: Runs in every rank. Its first argument is the `World` of the rank.
@@ -237,7 +238,7 @@ class _Child:
 
 
 def _spawn(function: Callable[..., Any], args: Sequence[Any], first: RankSpec, num_processes: int) -> Any:
-    """Start ranks, wait until all have ended, and return what rank 0 returned. None if it is on another host.
+    """Start ranks, wait until all have ended, and return what the first of them returned.
 
     first: The specification of the first rank. The others follow it in rank and local rank.
     """
@@ -254,7 +255,9 @@ def _spawn(function: Callable[..., Any], args: Sequence[Any], first: RankSpec, n
                 spec = replace(first, rank=first.rank + k, local_rank=first.local_rank + k)
                 spec = replace(spec, device=device_of_rank(spec, first.device, spawned=True))
                 parent_end, child_end = context.Pipe(duplex=False)
-                process = context.Process(target=_run_child, args=(function, tuple(args), spec, child_end, os.getpid()))
+                sends_result = k == 0
+                child_args = (function, tuple(args), spec, child_end, os.getpid(), sends_result)
+                process = context.Process(target=_run_child, args=child_args)
                 process.start()
                 child_end.close()  # so that reading ends when the child does
                 children.append(_Child(spec.rank, process, parent_end))
@@ -390,12 +393,18 @@ def _make_error(failed: Sequence[_Child], received: Sequence[int]) -> BaseExcept
 
 
 def _run_child(
-    function: Callable[..., Any], args: tuple[Any, ...], spec: RankSpec, pipe: Connection, parent: int
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    spec: RankSpec,
+    pipe: Connection,
+    parent: int,
+    sends_result: bool,
 ) -> None:
     """Run a spawned rank from its start to its exit.
 
     pipe: The rank's end of the pipe to the parent.
     parent: Process id of the parent.
+    sends_result: Whether the parent wants what the function returns.
     """
     _end_with_parent(parent)
     # Ctrl-C in a terminal goes to every process of its group. A group of its own leaves forwarding to the
@@ -407,10 +416,10 @@ def _run_child(
         _send_message(pipe, ready=True)
         result = _run_rank(function, args, world)
         try:
-            _send_message(pipe, result=result if spec.rank == 0 else None)
+            _send_message(pipe, result=result if sends_result else None)
         except (TypeError, ValueError):
             raise ValueError(
-                f"rank 0 returned a {type(result).__name__}: return numbers, text, lists or dicts, or nothing"
+                f"rank {spec.rank} returned a {type(result).__name__}: return numbers, text, lists or dicts, or nothing"
             ) from None
     except Interrupted as error:
         sys.exit(128 + error.number)

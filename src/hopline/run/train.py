@@ -61,7 +61,7 @@ def train(config: RunConfig) -> Run:
     """Open the dataset, build the model, train and test it.
 
     Returns:
-        The run of this process, or of rank 0 if processes were started.
+        The run of this process, or of the first rank that it started.
     """
     find_device(config.device)  # before processes are started, each of which would raise the same error
     config = _with_whole_paths(config)
