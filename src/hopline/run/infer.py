@@ -74,7 +74,8 @@ def predict_rank(world: World, folder: str, stored: dict[str, Any]) -> str | Non
     settings = load_trusted(Path(folder), config.trust)
     settings = dataclasses.replace(settings, data=config.data or settings.data)
     if config.nodes == "all" and isinstance(settings.split, tuple):
-        # No split is drawn: it is not used, and a graph without labels (data=) has none to draw from.
+        # The run drew its split among labelled nodes. Prediction of all nodes needs no split, and the graph
+        # of data= may have no labels. So the dataset's own first split, if there is one, is opened instead.
         settings = dataclasses.replace(settings, split=0)
     data = _open(settings, config, world)
     model = make_model(settings.model, data)
@@ -232,7 +233,7 @@ def _select(scores: Tensor, data: Dataset, config: InferConfig) -> Tensor:
 
 
 def _classes(scores: Tensor, task: str) -> Tensor:
-    """The classes of [n, C] scores: [n] int64, the largest score.
+    """The classes of [n, C] scores: [n] int64, the class with the largest score.
 
     With several labels per node they are [n, C] uint8, and with a single output [n] uint8: 1 for a score
     above 0.
