@@ -190,11 +190,10 @@ def _open_together(config: RunConfig, world: World) -> Dataset:
     if is_shards(config.data):
         return _open_shards(config, world)
     data = open_data(config) if world.local_rank == 0 else None
-    is_mapped = data is not None and data.folder is not None
-    # The answer of rank 0. The call also makes all ranks wait until rank 0 has opened the dataset.
-    is_mapped = world.broadcast_object(is_mapped)
-    if not is_mapped:
-        return share(data, world)  # made in memory: the host's ranks share the copy of one of them
+    # The answer of rank 0 counts. The call also makes all ranks wait until rank 0 has opened the dataset.
+    has_folder = world.broadcast_object(data is not None and data.folder is not None)
+    if not has_folder:
+        return share(data, world)
     return data if data is not None else open_data(config)
 
 
