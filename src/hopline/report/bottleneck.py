@@ -25,7 +25,10 @@ TRAINED = ("forward", "backward", "step", "optimizer", "exchange", "refresh", "c
 # ---- shares from which on something is called the bottleneck. Rules of thumb.
 
 MIN_SHARE = 0.1
-"""Of an epoch: training waits for batches. Of the work: batches are prepared without threads."""
+"""With preparing threads: of an epoch, the time in which training waits for batches.
+
+Without them: of the work, the stages that prepare batches.
+"""
 MIN_REST = 0.5
 """Of an epoch: time in no stage."""
 MIN_GPU_SHARE = 0.5
@@ -123,8 +126,8 @@ def explain(
     seconds: Seconds of the epoch.
     num_batches: Batches of the epoch.
     setup: How the run is set up.
-    alone: Seconds of some stages without the time in which their threads had no core. They replace those of
-        `stages` where the work is measured.
+    alone: Seconds of some stages without the time in which their threads had no core. They replace the
+        seconds of `stages` in `serial_s` and in shares of the work, not in shares of the epoch.
     """
     times = dict(stages) | dict(alone or {})
     alone_s = {name: times[name] for name in (*PREPARED, *TRAINED) if times.get(name, 0) > 0}
@@ -139,8 +142,10 @@ def explain(
     # Without threads that prepare, the thread that trains runs all stages.
     stages_of_trainer = TRAINED if setup.workers else (*TRAINED, *PREPARED)
     trainer_s = sum(stages.get(name, 0.0) for name in stages_of_trainer)
+    # Share of the epoch in which training was in no stage. Waiting counts only within it: a host may wait
+    # for a batch while its GPU is still busy with the last one, which holds up nothing.
     free = max(0.0, 1 - trainer_s / seconds)
-    waited = min(free, stages.get("wait", 0.0) / seconds)  # a host that waits while its GPU is busy holds up nothing
+    waited = min(free, stages.get("wait", 0.0) / seconds)
     facts = _Facts(
         setup=setup,
         shares=shares,
@@ -229,6 +234,7 @@ class _Facts:
         """The verdict if threads prepare batches, and training waits for them."""
         setup = self.setup
         slowest = self._slowest(PREPARED)
+        # At most 99%: rounded to 100%, it would read as if nothing was trained.
         share = f"{min(self.waited, 0.99):.0%} of the time"
         trained_s = sum(s for name, s in self.alone_s.items() if name in TRAINED)
         prepared_s = sum(s for name, s in self.alone_s.items() if name in PREPARED)

@@ -197,6 +197,7 @@ def read_run(folder: Path) -> RunFiles:
         evaluations=[evaluations[key] for key in sorted(evaluations)],
         budgets=_last_by_epoch(records, "budget"),
         plan=last.get("plan", {}),
+        # "explain" is about the run, and written at its end. "pipeline" is about one epoch.
         pipeline=last.get("explain", last.get("pipeline", {})),
         history=last.get("history", {}),
         end=last.get("end", {}),
@@ -215,6 +216,7 @@ def render(folder: Path) -> str:
     """Return the page of the run in a folder."""
     run = read_run(folder)
     config = run.about["config"]
+    # A Trainer in Python stores its settings under "train". `hopline train` stores them without that key.
     evaluate = config.get("evaluate") or _mapping(config.get("train")).get("evaluate")
     is_async = evaluate in ("async", "async_cpu")  # earlier versions wrote the second
     waited_for = [r for r in run.evaluations if not is_async or r.get("split") != "valid"]
@@ -419,7 +421,7 @@ def is_number(value: Any) -> bool:
 
 
 def numbers(values: Any) -> dict[str, float]:
-    """The finite numbers of a dict. {} if the value is none."""
+    """The finite numbers of a dict. {} if the value is no dict."""
     return {k: v for k, v in values.items() if is_number(v)} if isinstance(values, dict) else {}
 
 
@@ -640,7 +642,7 @@ def _facts_of_settings(config: Mapping[str, Any]) -> Record:
         model_name = model.get("name")
     else:  # the repr of a module
         model_name = str(model).partition("(")[0] if model else None
-    train = config.get("train")
+    train = config.get("train")  # only a Trainer in Python stores this key
     has_train = isinstance(train, Mapping)
     return {
         "dataset": PurePath(str(config["data"])).name if config.get("data") else None,
@@ -675,7 +677,8 @@ def time_by_part(elapsed_s: float, epochs: Sequence[Record], evaluations: Sequen
     evaluations: Records of the evaluations that training waited for.
     """
     stages = [numbers(record.get("stages")) for record in epochs]
-    # Checkpoints are written within the seconds of an epoch ("checkpoint"), and after its evaluation.
+    # A checkpoint within an epoch ("checkpoint") is part of the epoch's seconds. One after its evaluation
+    # ("evaluate.checkpoint") is not.
     within_s = sum(seconds.get("checkpoint", 0.0) for seconds in stages)
     after_s = sum(seconds.get("evaluate.checkpoint", 0.0) for seconds in stages)
     parts = {

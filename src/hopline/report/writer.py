@@ -251,6 +251,7 @@ def _without_folders(argument: str) -> str:
     parts: list[str] = []
     for part in value.split(","):
         is_absolute = PurePosixPath(part).is_absolute() or PureWindowsPath(part).is_absolute()
+        # PureWindowsPath splits at slashes of both kinds.
         parts.append(PureWindowsPath(part).name if is_absolute else part)
     return key + equals + ",".join(parts)
 

@@ -183,6 +183,7 @@ def _predict_shard(
     """
     shard = data.shard
     if config.inference == "sampled":
+        # Ids, or the name of a split, whose ids the loader reads from the shard.
         seeds = torch.arange(data.num_nodes) if config.nodes == "all" else config.nodes
         method = _sampled_in_order(settings)
         batches = method.loader(shard, seeds, seed=settings.seed, device=world.device, world=world)
