@@ -261,11 +261,15 @@ class World:
 
     def max(self, values: Sequence[float]) -> list[float]:
         """The elementwise maximum over the ranks, in float64."""
-        return [float(value) for value in values] if self.size == 1 else self._reduce(values, dist.ReduceOp.MAX)
+        if self.size == 1:
+            return [float(value) for value in values]
+        return self._reduce(values, dist.ReduceOp.MAX)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is true on at least one rank."""
-        return bool(flag) if self.size == 1 else self._reduce([float(flag)], dist.ReduceOp.MAX)[0] > 0
+        if self.size == 1:
+            return bool(flag)
+        return self._reduce([float(flag)], dist.ReduceOp.MAX)[0] > 0
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""

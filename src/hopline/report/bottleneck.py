@@ -130,12 +130,12 @@ def explain(
         seconds of `stages` in `serial_s` and in shares of the work, not in shares of the epoch.
     """
     times = dict(stages) | dict(alone or {})
-    alone_s = {name: times[name] for name in (*PREPARED, *TRAINED) if times.get(name, 0) > 0}
-    serial_s = sum(alone_s.values())
-    if not alone_s or seconds <= 0 or num_batches < 1:
+    work_s = {name: times[name] for name in (*PREPARED, *TRAINED) if times.get(name, 0) > 0}
+    serial_s = sum(work_s.values())
+    if not work_s or seconds <= 0 or num_batches < 1:
         return None
 
-    shares = {name: value / serial_s for name, value in alone_s.items()}
+    shares = {name: value / serial_s for name, value in work_s.items()}
     prepared = sum(shares.get(name, 0.0) for name in PREPARED)
     preparing_s = sum(stages.get(name, 0.0) for name in PREPARED)
     idle = 1 - min(1.0, preparing_s / (max(1, setup.workers) * seconds))
@@ -153,14 +153,14 @@ def explain(
         waited=waited,
         idle=idle,
         rest=free - waited,
-        alone_s=alone_s,
+        work_s=work_s,
         spans_s=stages,
     )
     verdict = facts.find_verdict()
     return Explanation(
         num_batches=num_batches,
         seconds=seconds,
-        stages=alone_s,
+        stages=work_s,
         shares=shares,
         serial_s=serial_s,
         bound=bound_of(prepared, 1 - prepared, num_batches, setup.workers),
@@ -199,8 +199,8 @@ class _Facts:
     """Share of the time of preparing threads in which they had nothing to do."""
     rest: float
     """Share of the epoch in which the thread that trains was in no stage and did not wait for batches."""
-    alone_s: Mapping[str, float]
-    """Seconds of each stage alone, as `Explanation.stages`."""
+    work_s: Mapping[str, float]
+    """Seconds of each stage, as `Explanation.stages`. Time in which threads had no core is left out."""
     spans_s: Mapping[str, float]
     """Seconds in spans of each stage. Time in which threads had no core is included."""
 
@@ -236,8 +236,8 @@ class _Facts:
         slowest = self._slowest(PREPARED)
         # At most 99%: rounded to 100%, it would read as if nothing was trained.
         share = f"{min(self.waited, 0.99):.0%} of the time"
-        trained_s = sum(s for name, s in self.alone_s.items() if name in TRAINED)
-        prepared_s = sum(s for name, s in self.alone_s.items() if name in PREPARED)
+        trained_s = sum(s for name, s in self.work_s.items() if name in TRAINED)
+        prepared_s = sum(s for name, s in self.work_s.items() if name in PREPARED)
         prepared_spans_s = sum(self.spans_s.get(name, 0.0) for name in PREPARED)
 
         # Threads are idle although training waits: at times they have prepared all batches that they may.

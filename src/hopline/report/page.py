@@ -243,11 +243,12 @@ def render(folder: Path) -> str:
     num_stages = len({name for epoch in run.epochs for name in stages_of(epoch)})
     num_metrics = len({(r.get("split"), name) for r in run.evaluations for name in r["metrics"]})
     style = STYLE + report_colours.style(max(len(report_colours.CHOSEN), num_stages, num_metrics))
+    content = "\n".join(section for section in body if section)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(run.name)} · hopline</title><style>{style}</style></head>\n"
-        f"<body><main>\n{chr(10).join(filter(None, body))}\n</main></body></html>\n"
+        f"<body><main>\n{content}\n</main></body></html>\n"
     )
 
 
@@ -679,12 +680,12 @@ def time_by_part(elapsed_s: float, epochs: Sequence[Record], evaluations: Sequen
     stages = [numbers(record.get("stages")) for record in epochs]
     # A checkpoint within an epoch ("checkpoint") is part of the epoch's seconds. One after its evaluation
     # ("evaluate.checkpoint") is not.
-    within_s = sum(seconds.get("checkpoint", 0.0) for seconds in stages)
-    after_s = sum(seconds.get("evaluate.checkpoint", 0.0) for seconds in stages)
+    checkpoint_in_epochs_s = sum(seconds.get("checkpoint", 0.0) for seconds in stages)
+    checkpoint_after_s = sum(seconds.get("evaluate.checkpoint", 0.0) for seconds in stages)
     parts = {
-        "training": _sum(epochs, "seconds") - within_s,
+        "training": _sum(epochs, "seconds") - checkpoint_in_epochs_s,
         "evaluation": _sum(evaluations, "seconds"),
-        "checkpoints": within_s + after_s,
+        "checkpoints": checkpoint_in_epochs_s + checkpoint_after_s,
     }
     # Not below 0: after a run was killed within an epoch and resumed, the seconds of that epoch include
     # time that `elapsed_s` does not.
