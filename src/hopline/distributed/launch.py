@@ -64,9 +64,9 @@ def run(function: Callable[..., Any], settings: LaunchSettings, *args: Any, devi
     If this process starts no ranks, `run` returns what the function returned in it.
 
     If this process starts ranks, `run` returns what the function returned in the first of them, sent as
-    JSON: tuples become lists. It is rank 0, or on another host the first rank of that host. `function` must
-    be importable and `args` picklable. A rank that fails ends the others. A signal (Ctrl-C, SIGTERM,
-    SIGUSR1) is forwarded to the ranks once.
+    JSON: tuples become lists. The first is rank 0, unless that is on another host. `function` must be
+    importable and `args` picklable. A rank that fails ends the others. A signal (Ctrl-C, SIGTERM, SIGUSR1)
+    is forwarded to the ranks once.
 
     Args:
         function: Runs in every rank. Its first argument is the `World` of the rank.
@@ -95,7 +95,7 @@ def run(function: Callable[..., Any], settings: LaunchSettings, *args: Any, devi
         return _spawn(function, args, spec, num_processes)
 
     spec = replace(spec, device=device_of_rank(spec, device, spawned=False))
-    threads_before = torch.get_num_threads()  # `World.join` sets another number
+    threads_before = torch.get_num_threads()  # `World.join` may set another number
     try:
         return _run_rank(function, args, World.join(spec))
     finally:
@@ -356,8 +356,8 @@ def _watch(children: Sequence[_Child], received: Sequence[int]) -> None:
 def _make_error(failed: Sequence[_Child], received: Sequence[int]) -> BaseException:
     """The error that the parent raises: that of the rank that failed by itself, not of those that lost it.
 
-    The first that there is: the error of a rank with one of its own, the signal that came, the error of a
-    rank that was killed from outside, that of any rank.
+    In this order: the error of a rank that failed by itself, the signal that came, the error of a rank that
+    was killed from outside, the error of any rank.
 
     failed: Ranks with another exit code than 0.
     received: Signals that the parent got.

@@ -239,8 +239,8 @@ def shared_zeros(shape: Sequence[int], dtype: torch.dtype, world: World) -> Tens
     """
     if not world.any(world.local_size > 1):
         return torch.zeros(shape, dtype=dtype)
-    # Every rank learns which ranks are the first of a host, and of which one. Entry r is the number of its
-    # host plus 1 if rank r is, else 0. Each rank adds its own entry.
+    # Every rank learns which ranks are the first of a host, and of which one. Entry r of the sum is 0
+    # unless rank r is the first of its host. Then it is the number of that host plus 1.
     is_first = world.local_rank == 0
     own_entry = [0] * world.size
     if is_first:

@@ -434,8 +434,8 @@ class World:
         """A context for one collective call.
 
         Torch raises a RuntimeError if another rank does not answer. It becomes a `PeerError` that names the
-        lost rank. Running out of memory is this rank's
-        own failure, and is raised as it is. After the first PeerError every later call raises it again.
+        lost rank. Running out of memory is this rank's own failure, and is raised as it is. After the first
+        PeerError every later call raises it again.
 
         start_s: When the wait began, by `time.monotonic`, for the error. Default: now.
         """

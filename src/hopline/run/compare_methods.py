@@ -99,7 +99,7 @@ def compare(method: Method | None, outline: RunOutline, budget: Budget, *, probe
     """
     if probe:
         # There is a memory predictor for each number of blocks of a batch. The run's method has a block per
-        # fan-out, and `alternatives` has a method with a block per layer: 3 if the model does not say.
+        # fan-out. The sampled method of `alternatives` has one per layer: 3 if the model does not say.
         depths: set[int] = set()
         if isinstance(method, Sampled):
             depths.add(len(method.fanout_per_layer))
@@ -280,7 +280,7 @@ def table_of(candidates: Sequence[Candidate]) -> list[list[str]]:
     for candidate in candidates:
         plan = candidate.plan
         if plan is None:
-            # No three peaks, no time and no steps.
+            # In place of three peaks, the time and the steps.
             rows.append([candidate.name, *["-"] * 5, candidate.refusal])
             continue
         peaks = []
