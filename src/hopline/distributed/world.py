@@ -531,8 +531,9 @@ def _own_address(address: str, *, local: bool) -> str | None:
     always counts: it may be the end of a tunnel.
     """
     candidates: list[str] = []
-    for _, _, _, _, (candidate, *_) in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM):
-        candidates.append(str(candidate))
+    for *_, socket_address in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM):
+        ip_address, *_ = socket_address
+        candidates.append(str(ip_address))
     # "fe80::1%eth0" is compared without its interface.
     own_addresses: set[str] = set()
     for entries in psutil.net_if_addrs().values():
