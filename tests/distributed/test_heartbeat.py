@@ -41,6 +41,24 @@ def test_a_silent_rank_is_named_and_the_others_are_told(heartbeat: Heartbeat, st
     assert store.get("alive/0") == b"lost 1"  # the first last words count
 
 
+def test_last_words_are_written_if_stop_comes_at_the_start_of_a_round(store: dist.Store):
+    heartbeat = Heartbeat(store, 0, 1, "here:1")
+    heartbeat._is_stopped.set()
+    heartbeat._wake.set()
+    heartbeat._thread.join()
+
+    class StoppedWhenAsked(threading.Event):
+        """`stop` comes while the thread asks whether it has come."""
+
+        def is_set(self) -> bool:
+            heartbeat._last_words = "left"
+            return True
+
+    heartbeat._is_stopped = StoppedWhenAsked()
+    heartbeat._run()
+    assert store.get("alive/0") == b"left"
+
+
 def test_who_left_because_of_another_is_not_blamed(heartbeat: Heartbeat, store: dist.Store):
     store.set("alive/1", "7 1")
     store.set("alive/2", "lost 1")

@@ -255,6 +255,7 @@ def test_one_task_per_node_starts_its_ranks(tmp_path: Path, monkeypatch: pytest.
         assert run(everything, LaunchSettings(devices=2, timeout_s=30), str(tmp_path)) == {"size": 4}
         output = process.communicate(timeout=90)[0]
     assert process.returncode == 0, output
+    assert "{'size': 4}" in output  # every host returns what its first rank returned
     places = [(s["rank"], s["size"], s["local_rank"], s["local_size"], s["node"]) for s in read_seats(tmp_path)]
     assert places == [(0, 4, 0, 2, 0), (1, 4, 1, 2, 0), (2, 4, 0, 2, 1), (3, 4, 1, 2, 1)]
 

@@ -62,7 +62,8 @@ class Channel:
 
         send_counts: [size] int64, rows for each rank.
         """
-        return self.send(send_counts[:, None], [1] * self.size, [1] * self.size).view(-1)
+        one_per_rank = [1] * self.size
+        return self.send(send_counts, one_per_rank, one_per_rank)
 
     def send(self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
         """Send each rank its part of the rows, and return the rows from all ranks, by rank.
@@ -103,6 +104,7 @@ class Channel:
     def check_same(self, value: bytes, what: str) -> None:
         """Raise a ValueError if the ranks have different values. what: names the value in the error."""
         digest = hashlib.blake2b(value, digest_size=8).digest()
+        # 8 bytes are one int64, so there is one number per rank.
         digests = self.all(torch.frombuffer(bytearray(digest), dtype=torch.int64))
         differing = (digests != digests[0]).nonzero().view(-1).tolist()
         if differing:
@@ -134,8 +136,8 @@ class RowRequest:
 
     def __init__(self, channel: Channel, ptr: Tensor, positions: Tensor) -> None:
         owners = torch.bucketize(positions, ptr[1:-1], right=True)
-        ends, order = ops.group_edges(owners, channel.size)
-        num_asked = ends.diff()
+        owner_ptr, order = ops.group_edges(owners, channel.size)
+        num_asked = owner_ptr.diff()
         self.channel = channel
         self._num_asked = num_asked.tolist()
         """[size]: rows that this rank asks of each rank."""
@@ -146,10 +148,7 @@ class RowRequest:
         self._inverse = torch.empty_like(order)
         self._inverse[order] = torch.arange(order.numel())
         self.rows = channel.send(positions[order], self._num_asked, self._num_to_answer) - ptr[channel.rank]
-        """[m] int64: rows of this rank that the ranks ask for, counted from its first one.
-
-        In the order of the ranks.
-        """
+        """[m] int64: rows that the ranks ask of this one, by rank. 0 is the first row that it owns."""
 
     def reply(self, rows: Tensor) -> Tensor:
         """Send one row for each of `self.rows`, and return the rows that this rank asked for.
@@ -168,8 +167,8 @@ class RowRequest:
         Returns (indptr, entries): for position i, entries[k][indptr[i] : indptr[i + 1]] of each array k.
         """
         answer_counts = self.channel.send(counts, self._num_to_answer, self._num_asked)
-        send_counts = [int(of_rank.sum()) for of_rank in counts.split(self._num_to_answer)]
-        receive_counts = [int(of_rank.sum()) for of_rank in answer_counts.split(self._num_asked)]
+        send_counts = [int(rank_counts.sum()) for rank_counts in counts.split(self._num_to_answer)]
+        receive_counts = [int(rank_counts.sum()) for rank_counts in answer_counts.split(self._num_asked)]
 
         starts = torch.cat([answer_counts.new_zeros(1), answer_counts.cumsum(0)])
         indptr, entry_positions = ops.row_positions(starts, self._inverse)

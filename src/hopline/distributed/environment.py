@@ -65,7 +65,7 @@ def detect(environ: Mapping[str, str]) -> Task | None:
 
 
 def _read_torchrun(environ: Mapping[str, str]) -> Task | None:
-    """The task by the variables of torchrun, which Ray and others set too. None if there is only one."""
+    """The task by the variables of torchrun, which Ray and others set too. None if it is the only task."""
     advice = "start with torchrun, which sets them all, or unset RANK, WORLD_SIZE and LOCAL_RANK"
     rank = _read_number(environ, "RANK", advice)
     size = _read_number(environ, "WORLD_SIZE", advice)
@@ -145,7 +145,7 @@ def read_local_rank_and_node(environ: Mapping[str, str], rank: int, size: int) -
 
 
 def _read_srun(environ: Mapping[str, str]) -> Task | None:
-    """The task by the variables of srun. None if there is only one.
+    """The task by the variables of srun. None if it is the only task.
 
     Slurm names no port. Every task makes the same one from the numbers of the job and of its step.
     """
@@ -176,6 +176,7 @@ def _read_srun(environ: Mapping[str, str]) -> Task | None:
         num_nodes=len(tasks_per_node),
         # A host may be unable to resolve its own name. Tasks on one host need no name.
         address=hosts[0] if len(tasks_per_node) > 1 else "127.0.0.1",
+        # Times 7: the first seven steps of consecutive jobs have different ports.
         port=FIRST_PORT + (job * 7 + step) % NUM_PORTS,
         key=f"{job}.{step}",
     )
@@ -192,6 +193,7 @@ def _read_tasks_per_node(environ: Mapping[str, str], size_name: str, size: int, 
     elif "SLURM_NTASKS_PER_NODE" in environ:
         name = "SLURM_NTASKS_PER_NODE"
         max_per_node = _read_number(environ, name)
+        # Every node has the most tasks that it may have, until none are left.
         counts = [max(0, min(max_per_node, size - node * max_per_node)) for node in range(num_hosts)]
     elif num_hosts in (1, size):
         return [size // num_hosts] * num_hosts
@@ -227,22 +229,22 @@ def expand_hosts(text: str, name: str) -> list[str]:
         for k, piece in enumerate(re.split(r"\[([^\[\]]*)\]", part.strip())):
             is_range = k % 2 == 1
             choices.append(list(_expand_ranges(piece, text, name)) if is_range else [piece])
-        names = ["".join(choice) for choice in itertools.product(*choices)]
-        if "" in names or any("[" in host or "]" in host for host in names):
+        part_hosts = ["".join(choice) for choice in itertools.product(*choices)]
+        if "" in part_hosts or any("[" in host or "]" in host for host in part_hosts):
             raise ValueError(f"{name} is {text!r}, which is not a list of hosts such as node[1-3],other")
-        hosts += names
+        hosts += part_hosts
     return hosts
 
 
 def _expand_ranges(ranges: str, text: str, name: str) -> Iterator[str]:
     """The numbers in "001-003,7" with their leading zeros: "001", "002", "003", "7"."""
     for part in ranges.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if match is None or int(match[2] or match[1]) < int(match[1]):
+        match = re.fullmatch(r"\s*(?P<first>\d+)(?:-(?P<last>\d+))?\s*", part)
+        if match is None or int(match["last"] or match["first"]) < int(match["first"]):
             raise ValueError(f"{name} is {text!r}: its range {part!r} cannot be read, expected one such as 001-003")
-        num_digits = len(match[1])
-        first = int(match[1])
-        last = int(match[2] or match[1])
+        num_digits = len(match["first"])
+        first = int(match["first"])
+        last = int(match["last"] or match["first"])
         yield from (f"{number:0{num_digits}d}" for number in range(first, last + 1))
 
 

@@ -33,8 +33,8 @@ Larger buckets need fewer calls. Each bucket has a copy of its gradients.
 class Gradients:
     """How ranks combine their gradients: `hl.Trainer(gradients=)`. This one, the default, sums them.
 
-    The loss is the mean over the examples of all ranks. A rank's gradient is the part of its own examples,
-    so the sum over the ranks is the gradient of the mean. Every rank calls
+    The loss is the mean over the examples of all ranks. A rank's gradient is the share of its own examples
+    in the gradient of that mean, so the gradients are added. Every rank calls
 
         begin         before the first step of a run
         combine       after the backward passes of a step; then gradients are clipped, the optimizer steps
@@ -112,12 +112,16 @@ def have_same_bits(tensors: Iterable[Tensor], world: World) -> bool:
     A checksum is the sum of the numbers' bit patterns, read as integers. All ranks must call this with
     tensors of the same shapes and types.
     """
-    integer_dtypes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    real = [torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in tensors]
-    sums = [t.contiguous().view(integer_dtypes[t.element_size()]).sum(dtype=torch.int64) for t in real if t.numel()]
+    dtype_by_bytes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums: list[Tensor] = []
+    for tensor in tensors:
+        if tensor.numel():
+            real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+            bit_patterns = real.contiguous().view(dtype_by_bytes[real.element_size()])
+            sums.append(bit_patterns.sum(dtype=torch.int64))
     if not sums or world.size == 1:
         return True
-    # `World.max` reduces float64 numbers, which hold integers exactly up to 2**53.
+    # `World.max` reduces float64 numbers, which hold integers below 2**52 exactly.
     checksums = [float(value % (1 << 52)) for value in torch.stack(sums).tolist()]
     largest = world.max(checksums)
     smallest = [-value for value in world.max([-value for value in checksums])]
@@ -201,6 +205,7 @@ def _flatten(bucket: Sequence[Tensor], device: torch.device) -> Tensor:
     dtype = _sum_dtype(bucket[0].dtype)
     flat = torch.zeros(sum(p.numel() for p in bucket) + len(bucket), dtype=dtype, device=device)
     start = 0
+    # The flags are last in `flat`, so their positions are negative: -len(bucket) .. -1.
     for flag_position, parameter in enumerate(bucket, start=-len(bucket)):
         if parameter.grad is not None:
             if parameter.grad.is_sparse:

@@ -53,7 +53,7 @@ class Heartbeat:
         rank: Number of this rank.
         size: Number of ranks.
         address: Where the store is served. Errors name it.
-        exchanges: First value of the attribute `exchanges`.
+        exchanges: Collective calls that this rank has begun already, under heartbeats before this one.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, address: str, exchanges: int = 0) -> None:
@@ -64,10 +64,14 @@ class Heartbeat:
         self._size = size
         self._address = address
         self._messages: dict[int, _Message] = {}
+        """Latest message of each rank that has written one, this rank included."""
         self._store_answered_s = time.monotonic()
+        """When the store last answered, by `time.monotonic`."""
         self._is_store_lost = False
         self._last_words = ""
+        """Message that is written in place of beats: "lost ...", "left" or "error ...". "" while running."""
         self._wake = threading.Event()
+        """Set to make the thread write at once, before its next beat."""
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hopline-heart", daemon=True)
         self._thread.start()
@@ -92,7 +96,7 @@ class Heartbeat:
             with suppress(RuntimeError):
                 self._read_messages()
             words = [self._words_of(rank) for rank in range(self._size) if rank != self._rank]
-            is_any_running = any(text and text[0].isdigit() for text in words)
+            is_any_running = any(_is_beat(text) for text in words)
             if not is_any_running or self._find_stale():
                 return
             time.sleep(0.05)
@@ -116,10 +120,11 @@ class Heartbeat:
         """The thread: write a message, read all others, wait for the next beat or for `_wake`."""
         num_beats = 0
         while True:
-            # Both are read before the message is written: a `stop` that comes later gets another round.
-            last_words = self._last_words
-            is_last = self._is_stopped.is_set()
+            # In this order, because `stop` sets the words first and the flag last: a round that sees the flag
+            # also sees the words. A `stop` that comes later gets another round.
             self._wake.clear()
+            is_last = self._is_stopped.is_set()
+            last_words = self._last_words
             try:
                 self._store.set(f"alive/{self._rank}", last_words or f"{num_beats} {self.exchanges}")
                 self._read_messages()
@@ -154,8 +159,7 @@ class Heartbeat:
         stale: list[int] = []
         # A copy: the thread may add to the dict meanwhile.
         for rank, message in list(self._messages.items()):
-            is_running = message.words[0].isdigit()
-            if rank != self._rank and is_running and now_s - message.seen_s > STALE_S:
+            if rank != self._rank and _is_beat(message.words) and now_s - message.seen_s > STALE_S:
                 stale.append(rank)
         return stale
 
@@ -192,8 +196,12 @@ class Heartbeat:
         left = [rank for rank in others if words[rank] == "left"]
         if left:
             return left, f"{_name_ranks(left)} ended before the others"
-        num_exchanges = {rank: int(words[rank].split()[1]) for rank in others if words[rank][0].isdigit()}
-        behind = [rank for rank, count in num_exchanges.items() if count < self.exchanges]
+        behind: list[int] = []
+        for rank in others:
+            if _is_beat(words[rank]):
+                _, num_exchanges = words[rank].split()
+                if int(num_exchanges) < self.exchanges:
+                    behind.append(rank)
         if behind:
             return behind, f"{_name_ranks(behind)} is alive but did not answer within timeout_s"
         return others, "the exchange between the ranks failed though all are alive"
@@ -221,6 +229,11 @@ def get_all(store: dist.Store, keys: Sequence[str]) -> list[bytes]:
     if store.has_extended_api():
         return [bytes(value) for value in store.multi_get(list(keys))] if keys else []
     return [bytes(store.get(key)) for key in keys]  # such as a store of files
+
+
+def _is_beat(words: str) -> bool:
+    """Whether a message is the beat "BEATS EXCHANGES" of a running rank."""
+    return words[:1].isdigit()
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:

@@ -61,12 +61,12 @@ _PR_SET_PDEATHSIG = 1
 def run(function: Callable[..., Any], settings: LaunchSettings, *args: Any, device: str = "cpu") -> Any:
     """Run `function(world, *args)` in every rank.
 
-    If this process starts ranks, it returns what rank 0 returned, as JSON makes it, or None if rank 0 is on
-    another host. Then `function` must be importable and `args` picklable. Else it returns what the function
-    returned in this process.
+    If this process starts no ranks, `run` returns what the function returned in it.
 
-    A rank that fails ends the others. A signal (Ctrl-C, SIGTERM, SIGUSR1) is forwarded to started ranks
-    once.
+    If this process starts ranks, `run` returns what the function returned in the first of them, sent as
+    JSON: tuples become lists. The first is rank 0, unless that is on another host. `function` must be
+    importable and `args` picklable. A rank that fails ends the others. A signal (Ctrl-C, SIGTERM, SIGUSR1)
+    is forwarded to the ranks once.
 
     Args:
         function: Runs in every rank. Its first argument is the `World` of the rank.
@@ -95,7 +95,7 @@ def run(function: Callable[..., Any], settings: LaunchSettings, *args: Any, devi
         return _spawn(function, args, spec, num_processes)
 
     spec = replace(spec, device=device_of_rank(spec, device, spawned=False))
-    threads_before = torch.get_num_threads()
+    threads_before = torch.get_num_threads()  # `World.join` may set another number
     try:
         return _run_rank(function, args, World.join(spec))
     finally:
@@ -238,7 +238,7 @@ class _Child:
 
 
 def _spawn(function: Callable[..., Any], args: Sequence[Any], first: RankSpec, num_processes: int) -> Any:
-    """Start ranks, wait until all have ended, and return what rank 0 returned. None on other hosts than its.
+    """Start ranks, wait until all have ended, and return what the first of them returned.
 
     first: The specification of the first rank. The others follow it in rank and local rank.
     """
@@ -255,7 +255,9 @@ def _spawn(function: Callable[..., Any], args: Sequence[Any], first: RankSpec, n
                 spec = replace(first, rank=first.rank + k, local_rank=first.local_rank + k)
                 spec = replace(spec, device=device_of_rank(spec, first.device, spawned=True))
                 parent_end, child_end = context.Pipe(duplex=False)
-                process = context.Process(target=_run_child, args=(function, tuple(args), spec, child_end, os.getpid()))
+                sends_result = k == 0
+                child_args = (function, tuple(args), spec, child_end, os.getpid(), sends_result)
+                process = context.Process(target=_run_child, args=child_args)
                 process.start()
                 child_end.close()  # so that reading ends when the child does
                 children.append(_Child(spec.rank, process, parent_end))
@@ -354,8 +356,8 @@ def _watch(children: Sequence[_Child], received: Sequence[int]) -> None:
 def _make_error(failed: Sequence[_Child], received: Sequence[int]) -> BaseException:
     """The error that the parent raises: that of the rank that failed by itself, not of those that lost it.
 
-    In this order: a rank with an error of its own, the signal that came, a rank that was killed from
-    outside, any.
+    In this order: the error of a rank that failed by itself, the signal that came, the error of a rank that
+    was killed from outside, the error of any rank.
 
     failed: Ranks with another exit code than 0.
     received: Signals that the parent got.
@@ -367,7 +369,7 @@ def _make_error(failed: Sequence[_Child], received: Sequence[int]) -> BaseExcept
         if child.is_ended_by_signal:
             signals.append(child.process.exitcode - 128)
         if "error" in child.messages:
-            if child.messages["kind"] != PeerError.__name__:
+            if child.messages["kind"] != PeerError.__name__:  # else it only lost another rank
                 with_own_error.append(child)
         elif not child.is_ended_by_us and not child.is_ended_by_signal:
             killed.append(child)
@@ -391,12 +393,18 @@ def _make_error(failed: Sequence[_Child], received: Sequence[int]) -> BaseExcept
 
 
 def _run_child(
-    function: Callable[..., Any], args: tuple[Any, ...], spec: RankSpec, pipe: Connection, parent: int
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    spec: RankSpec,
+    pipe: Connection,
+    parent: int,
+    sends_result: bool,
 ) -> None:
     """Run a spawned rank from its start to its exit.
 
     pipe: The rank's end of the pipe to the parent.
     parent: Process id of the parent.
+    sends_result: Whether the parent wants what the function returns.
     """
     _end_with_parent(parent)
     # Ctrl-C in a terminal goes to every process of its group. A group of its own leaves forwarding to the
@@ -408,10 +416,10 @@ def _run_child(
         _send_message(pipe, ready=True)
         result = _run_rank(function, args, world)
         try:
-            _send_message(pipe, result=result if spec.rank == 0 else None)
+            _send_message(pipe, result=result if sends_result else None)
         except (TypeError, ValueError):
             raise ValueError(
-                f"rank 0 returned a {type(result).__name__}: return numbers, text, lists or dicts, or nothing"
+                f"rank {spec.rank} returned a {type(result).__name__}: return numbers, text, lists or dicts, or nothing"
             ) from None
     except Interrupted as error:
         sys.exit(128 + error.number)
@@ -425,7 +433,7 @@ def _run_child(
 
 
 def _send_message(pipe: Connection, **message: Any) -> None:
-    """Write a message to the parent, unless that has ended."""
+    """Write a message to the parent, unless the parent has ended."""
     with contextlib.suppress(BrokenPipeError):
         pipe.send_bytes(json.dumps(message).encode())
 

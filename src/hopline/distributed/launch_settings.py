@@ -55,12 +55,12 @@ def _host_and_port(address: str | None) -> tuple[str | None, int | None]:
     """
     if address is None:
         return None, None
-    is_number = address.count(":") > 1 and "]" not in address
-    has_port = ":" in address and not is_number and not address.endswith("]")
+    is_bare_ipv6 = address.count(":") > 1 and "]" not in address
+    has_port = ":" in address and not is_bare_ipv6 and not address.endswith("]")
     host, _, port = address.rpartition(":") if has_port else (address, "", "")
     host = host.removeprefix("[").removesuffix("]")
-    has_wrong_sign = any(sign in address for sign in " /") or any(sign in host for sign in "[]")
-    if has_wrong_sign or not (host or port):
+    has_wrong_character = " " in address or "/" in address or "[" in host or "]" in host
+    if has_wrong_character or not (host or port):
         raise ValueError(
             f"address must be a host, a port or both, such as address=node1:29500 or address=:29500, not {address!r}"
         )

@@ -212,18 +212,20 @@ def mapped_file(tensor: Tensor) -> MappedFile | None:
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.numel():
         return None
     start = tensor.data_ptr()
+    # An OSError: there is no /proc, or the file was removed. A ValueError: a line has another form.
     with contextlib.suppress(OSError, ValueError), open("/proc/self/maps") as maps:
         for line in maps:
             # Such as "7f10a000-7f20a000 rw-s 00001000 08:01 4711 /data/x.bin"; s means shared.
-            span, access, position, _, inode, *name = line.rstrip("\n").split(maxsplit=5)
-            low, high = (int(end, 16) for end in span.split("-"))
-            if not low <= start < high:
+            addresses, access, file_offset, _, inode, *name = line.rstrip("\n").split(maxsplit=5)
+            map_start, map_end = (int(address, 16) for address in addresses.split("-"))
+            if not map_start <= start < map_end:
                 continue
             is_shared = access[3] == "s"
-            is_within = start + tensor.numel() * tensor.element_size() <= high
+            is_within = start + tensor.numel() * tensor.element_size() <= map_end
             if not name or not is_shared or not is_within or os.stat(name[0]).st_ino != int(inode):
                 return None
-            return MappedFile(path=name[0], offset=int(position, 16) + start - low, writable=access[1] == "w")
+            offset = int(file_offset, 16) + start - map_start
+            return MappedFile(path=name[0], offset=offset, writable=access[1] == "w")
     return None
 
 
@@ -237,10 +239,13 @@ def shared_zeros(shape: Sequence[int], dtype: torch.dtype, world: World) -> Tens
     """
     if not world.any(world.local_size > 1):
         return torch.zeros(shape, dtype=dtype)
-    # Per rank: if it is the first of its host, the number of that host plus 1, else 0.
+    # Every rank learns which ranks are the first of a host, and of which one. Entry r of the sum is 0
+    # unless rank r is the first of its host. Then it is the number of that host plus 1.
     is_first = world.local_rank == 0
-    own_host = [world.node + 1 if is_first and rank == world.rank else 0 for rank in range(world.size)]
-    host_of_first = world.sum(own_host)
+    own_entry = [0] * world.size
+    if is_first:
+        own_entry[world.rank] = world.node + 1
+    node_plus_1 = world.sum(own_entry)
 
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     file: int | str = ""
@@ -256,9 +261,9 @@ def shared_zeros(shape: Sequence[int], dtype: torch.dtype, world: World) -> Tens
     agree(problem, world, "make shared tables")
 
     path_by_node: dict[int, str] = {}
-    for rank, host in enumerate(host_of_first):
-        if host:
-            path_by_node[int(host) - 1] = world.broadcast_object(_path_of(file), rank)
+    for rank, entry in enumerate(node_plus_1):
+        if entry:
+            path_by_node[int(entry) - 1] = world.broadcast_object(_path_of(file), rank)
     zeros: Tensor | None = None
     try:
         descriptor = os.open(path_by_node[world.node], os.O_RDWR)

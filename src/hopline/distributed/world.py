@@ -12,7 +12,7 @@ to resume.
 
 The rest of the file is about networks. A store must listen at an address that all hosts reach, and gloo
 must use the network interface that leads to them. The name of a host often means a loopback address, which
-neither may take.
+neither may use if ranks are on several hosts.
 """
 
 from __future__ import annotations
@@ -154,7 +154,9 @@ class World:
         self._store = store
         self._keeps_store = spec.keeps_store
         self._made_default_group = False
+        """Whether `join` has initialised torch's default process group, which `close` then destroys."""
         self._lost = ""
+        """Message of the first `PeerError`. "" while no rank is lost."""
 
     @classmethod
     def alone(cls, device: str | torch.device = "cpu") -> World:
@@ -259,11 +261,15 @@ class World:
 
     def max(self, values: Sequence[float]) -> list[float]:
         """The elementwise maximum over the ranks, in float64."""
-        return [float(value) for value in values] if self.size == 1 else self._reduce(values, dist.ReduceOp.MAX)
+        if self.size == 1:
+            return [float(value) for value in values]
+        return self._reduce(values, dist.ReduceOp.MAX)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is true on at least one rank."""
-        return bool(flag) if self.size == 1 else self._reduce([float(flag)], dist.ReduceOp.MAX)[0] > 0
+        if self.size == 1:
+            return bool(flag)
+        return self._reduce([float(flag)], dist.ReduceOp.MAX)[0] > 0
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
@@ -310,20 +316,21 @@ class World:
         if self.size == 1:
             return
         for bucket in split_by_bytes(BUCKET_BYTES, [t.detach() for t in tensors if t.numel()]):
-            # As bytes, tensors of different types go in one call. A tensor that is not contiguous is copied
-            # first, and the copy is written back.
-            contiguous = [tensor.contiguous() for tensor in bucket]
-            bytes_of = [tensor.reshape(-1).view(torch.uint8) for tensor in contiguous]
-            flat = torch.cat([own_bytes.to(self.device) for own_bytes in bytes_of])
+            # As bytes, tensors of different types go in one call. `contiguous` copies a tensor that is not
+            # contiguous. Such a copy receives the values, and is written back.
+            dense_tensors = [tensor.contiguous() for tensor in bucket]
+            byte_views = [dense.reshape(-1).view(torch.uint8) for dense in dense_tensors]
+            flat = torch.cat([byte_view.to(self.device) for byte_view in byte_views])
             self._broadcast(flat, src)
             if self.rank == src:
                 continue
-            parts = flat.split([own_bytes.numel() for own_bytes in bytes_of])
-            for tensor, same, own_bytes, received in zip(bucket, contiguous, bytes_of, parts, strict=True):
-                own_bytes.copy_(received)
-                is_copy = same.data_ptr() != tensor.data_ptr()
+            received_parts = flat.split([byte_view.numel() for byte_view in byte_views])
+            for byte_view, received in zip(byte_views, received_parts, strict=True):
+                byte_view.copy_(received)
+            for tensor, dense in zip(bucket, dense_tensors, strict=True):
+                is_copy = dense.data_ptr() != tensor.data_ptr()
                 if is_copy:
-                    tensor.copy_(same)
+                    tensor.copy_(dense)
 
     def all_to_all(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """Send rows to every rank, and return the rows that each has for this one, by rank.
@@ -384,7 +391,10 @@ class World:
                 torch.set_num_threads(threads_before)
 
     def _end_watch(self, error: BaseException | None) -> None:
-        """Called at the end of `watch`. Does nothing: `launch`, which made this world, closes it."""
+        """Called at the end of `watch`. Does nothing: `launch`, which made this world, closes it.
+
+        `GroupWorld`, which no launcher closes, overrides it.
+        """
 
     def _running_heartbeat(self) -> Heartbeat | NoHeartbeat:
         """The heartbeat. Raises a PeerError after `close`."""
@@ -423,12 +433,11 @@ class World:
     def exchange(self, start_s: float | None = None) -> Generator[None]:
         """A context for one collective call.
 
-        A RuntimeError in it becomes a `PeerError` that names the lost rank.
+        Torch raises a RuntimeError if another rank does not answer. It becomes a `PeerError` that names the
+        lost rank. Running out of memory is this rank's own failure, and is raised as it is. After the first
+        PeerError every later call raises it again.
 
-        Torch raises a RuntimeError if another rank does not answer. Running out of memory is this rank's
-        own failure, and is raised as it is. After the first PeerError every later call raises it again.
-
-        start_s: When the wait began, by `time.monotonic`. Default: now.
+        start_s: When the wait began, by `time.monotonic`, for the error. Default: now.
         """
         if self._lost:
             raise PeerError(self._lost)
@@ -481,12 +490,12 @@ def serve(address: str, port: int, timeout_s: float, *, local: bool) -> dist.TCP
     The store answers any process that reaches it. So it listens only at the address that the ranks use.
 
     Args:
-        address: The host, by a name or a number.
-        port: 0: a free one, which the store has as `.port`.
+        address: The host, by a name or an IP address.
+        port: The port. If it is 0, the store takes a free one, its attribute `port`.
         timeout_s: Seconds that calls of the store wait for a key.
         local: Whether all ranks are on this host.
 
-    Raises a ValueError if this process cannot listen there.
+    Raises a ValueError if this process cannot listen at the address.
     """
     listener: int | None = None
     try:
@@ -521,16 +530,20 @@ def _own_address(address: str, *, local: bool) -> str | None:
     a loopback address counts only if all ranks are local. A loopback address that was given as a number
     always counts: it may be the end of a tunnel.
     """
-    numbers = [str(entry[4][0]) for entry in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)]
-    own_numbers: set[str] = set()
-    for addresses in psutil.net_if_addrs().values():
-        own_numbers.update(entry.address.partition("%")[0] for entry in addresses)
-    for number in numbers:
-        if number.startswith("127.") or number == "::1":
-            if local or number == address:
-                return number
-        elif number.partition("%")[0] in own_numbers:
-            return number
+    candidates: list[str] = []
+    for *_, socket_address in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM):
+        ip_address, *_ = socket_address
+        candidates.append(str(ip_address))
+    # "fe80::1%eth0" is compared without its interface.
+    own_addresses: set[str] = set()
+    for entries in psutil.net_if_addrs().values():
+        own_addresses.update(entry.address.partition("%")[0] for entry in entries)
+    for candidate in candidates:
+        if candidate.startswith("127.") or candidate == "::1":
+            if local or candidate == address:
+                return candidate
+        elif candidate.partition("%")[0] in own_addresses:
+            return candidate
     return None
 
 
@@ -576,13 +589,13 @@ def _find_share_of_cores(spec: RankSpec, store: dist.Store) -> int:
     Raises a ValueError if ranks were started with different numbers of ranks, or have the same GPU under
     NCCL.
     """
-    own = _Seat(
+    own_seat = _Seat(
         size=spec.size,
         node=spec.node,
         cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
         gpu=gpu_identity(spec.device) if spec.backend == "nccl" else "",
     )
-    store.set(f"seat/{spec.rank}", json.dumps(own))
+    store.set(f"seat/{spec.rank}", json.dumps(own_seat))
     values = get_all(store, [f"seat/{r}" for r in range(spec.size)])
     seats = [_read_seat(rank, value, spec) for rank, value in enumerate(values)]
 
@@ -593,15 +606,15 @@ def _find_share_of_cores(spec: RankSpec, store: dist.Store) -> int:
                 f"rank {rank} was started as one of {seat.size} and rank {spec.rank} as one of {spec.size}: "
                 "give the same devices= on every host"
             )
-        first_rank = first_with_gpu.setdefault(seat.gpu, rank)
-        if seat.gpu and first_rank != rank:
+        first_rank = first_with_gpu.setdefault(seat.gpu, rank) if seat.gpu else rank
+        if first_rank != rank:
             raise ValueError(
                 f"ranks {first_rank} and {rank} have the same GPU ({seat.gpu}), which nccl cannot share: start one "
                 "process per GPU (torchrun --nproc-per-node, srun --ntasks-per-node, devices=), "
                 "or set the environment variable HOPLINE_BACKEND=gloo"
             )
 
-    num_sharing = sum(seat.node == own.node and seat.cores == own.cores for seat in seats)
+    num_sharing = sum(seat.node == own_seat.node and seat.cores == own_seat.cores for seat in seats)
     share = max(1, num_cores() // num_sharing)
     if who_set_threads() != "user":
         torch.set_num_threads(share)
@@ -644,6 +657,7 @@ def interface_towards(address: str, *, several_hosts: bool) -> str | None:
     several_hosts: Whether ranks are on several hosts. A loopback interface is then no answer.
     """
     try:
+        # 9 is any port: only the address decides the route.
         family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(target)  # of a datagram socket: sends nothing, the system only chooses a route
@@ -680,7 +694,10 @@ def destroy_group(group: dist.ProcessGroup | None, *, broken: bool) -> None:
 
 
 def last_words(error: str) -> str:
-    """The last message of a rank in its heartbeat. error: "" if it ended in good order."""
+    """The last message of a rank in its heartbeat: at most 500 characters of its error.
+
+    error: "" if it ended in good order.
+    """
     return f"error {error[:500]}" if error else "left"
 
 

@@ -125,6 +125,8 @@ def _large(model: str, data: str, layers: int, hidden: int, dropout: float, lr: 
     """A row of the table for large graphs, without weight decay.
 
     GCNII has separate weights for the propagated rows and the initial ones, unless `more` says otherwise.
+
+    rest: the fields `parts`, `clip` and `epochs` of `Row`.
     """
     if model == "gcnii":
         more.setdefault("shared_weights", False)
@@ -133,7 +135,7 @@ def _large(model: str, data: str, layers: int, hidden: int, dropout: float, lr: 
 
 
 # fmt: off
-SMALL = (  # layers, hidden, dropout, lr, (weight decay, of the rest), (parts, of a batch), clip, epochs
+SMALL = (  # layers, hidden, dropout, lr, (decay, decay of the rest), (parts, parts per batch), clip, epochs
     _small("gcn", "cora", 2, 16, 0.5, 0.01, (5e-4, 0.0), (40, 10), 1.0, 200),
     _small("gcn", "citeseer", 2, 16, 0.5, 0.01, (5e-4, 0.0), (24, 8), None, 200),
     _small("gcn", "pubmed", 2, 16, 0.5, 0.01, (5e-4, 0.0), (8, 4), 1.0, 200),
@@ -166,7 +168,7 @@ SMALL = (  # layers, hidden, dropout, lr, (weight decay, of the rest), (parts, o
     _small("gcnii", "amazon-photo", 16, 64, 0.5, 0.01, (0.01, 5e-4), (4, 2), 1.0, 1000, theta=0.5),
     _small("gcnii", "wikics", 4, 128, 0.5, 0.01, (5e-4, 5e-4), (4, 2), None, 1000, theta=0.5),
 )
-LARGE = (  # layers, hidden, dropout, lr, (parts, of a batch), clip, epochs
+LARGE = (  # layers, hidden, dropout, lr, (parts, parts per batch), clip, epochs
     _large("gcn", "reddit", 2, 256, 0.5, 0.01, (200, 100), None, 400),
     _large("gcn", "ppi", 2, 1024, 0.0, 0.005, (20, 2), None, 1000, linear=True, norm="batch", residual="before"),
     _large("gcn", "flickr", 2, 256, 0.3, 0.01, (24, 12), None, 400, input_dropout=0.3, norm="batch"),

@@ -25,7 +25,10 @@ TRAINED = ("forward", "backward", "step", "optimizer", "exchange", "refresh", "c
 # ---- shares from which on something is called the bottleneck. Rules of thumb.
 
 MIN_SHARE = 0.1
-"""Of an epoch: training waits for batches. Of the work: batches are prepared without threads."""
+"""With preparing threads: of an epoch, the time in which training waits for batches.
+
+Without them: of the work, the stages that prepare batches.
+"""
 MIN_REST = 0.5
 """Of an epoch: time in no stage."""
 MIN_GPU_SHARE = 0.5
@@ -123,24 +126,26 @@ def explain(
     seconds: Seconds of the epoch.
     num_batches: Batches of the epoch.
     setup: How the run is set up.
-    alone: Seconds of some stages without the time in which their threads had no core. They replace those of
-        `stages` where the work is measured.
+    alone: Seconds of some stages without the time in which their threads had no core. They replace the
+        seconds of `stages` in `serial_s` and in shares of the work, not in shares of the epoch.
     """
     times = dict(stages) | dict(alone or {})
-    alone_s = {name: times[name] for name in (*PREPARED, *TRAINED) if times.get(name, 0) > 0}
-    serial_s = sum(alone_s.values())
-    if not alone_s or seconds <= 0 or num_batches < 1:
+    work_s = {name: times[name] for name in (*PREPARED, *TRAINED) if times.get(name, 0) > 0}
+    serial_s = sum(work_s.values())
+    if not work_s or seconds <= 0 or num_batches < 1:
         return None
 
-    shares = {name: value / serial_s for name, value in alone_s.items()}
+    shares = {name: value / serial_s for name, value in work_s.items()}
     prepared = sum(shares.get(name, 0.0) for name in PREPARED)
     preparing_s = sum(stages.get(name, 0.0) for name in PREPARED)
     idle = 1 - min(1.0, preparing_s / (max(1, setup.workers) * seconds))
     # Without threads that prepare, the thread that trains runs all stages.
     stages_of_trainer = TRAINED if setup.workers else (*TRAINED, *PREPARED)
     trainer_s = sum(stages.get(name, 0.0) for name in stages_of_trainer)
+    # Share of the epoch in which training was in no stage. Waiting counts only within it: a host may wait
+    # for a batch while its GPU is still busy with the last one, which holds up nothing.
     free = max(0.0, 1 - trainer_s / seconds)
-    waited = min(free, stages.get("wait", 0.0) / seconds)  # a host that waits while its GPU is busy holds up nothing
+    waited = min(free, stages.get("wait", 0.0) / seconds)
     facts = _Facts(
         setup=setup,
         shares=shares,
@@ -148,14 +153,14 @@ def explain(
         waited=waited,
         idle=idle,
         rest=free - waited,
-        alone_s=alone_s,
+        work_s=work_s,
         spans_s=stages,
     )
     verdict = facts.find_verdict()
     return Explanation(
         num_batches=num_batches,
         seconds=seconds,
-        stages=alone_s,
+        stages=work_s,
         shares=shares,
         serial_s=serial_s,
         bound=bound_of(prepared, 1 - prepared, num_batches, setup.workers),
@@ -194,8 +199,8 @@ class _Facts:
     """Share of the time of preparing threads in which they had nothing to do."""
     rest: float
     """Share of the epoch in which the thread that trains was in no stage and did not wait for batches."""
-    alone_s: Mapping[str, float]
-    """Seconds of each stage alone, as `Explanation.stages`."""
+    work_s: Mapping[str, float]
+    """Seconds of each stage, as `Explanation.stages`. Time in which threads had no core is left out."""
     spans_s: Mapping[str, float]
     """Seconds in spans of each stage. Time in which threads had no core is included."""
 
@@ -229,9 +234,10 @@ class _Facts:
         """The verdict if threads prepare batches, and training waits for them."""
         setup = self.setup
         slowest = self._slowest(PREPARED)
+        # At most 99%: rounded to 100%, it would read as if nothing was trained.
         share = f"{min(self.waited, 0.99):.0%} of the time"
-        trained_s = sum(s for name, s in self.alone_s.items() if name in TRAINED)
-        prepared_s = sum(s for name, s in self.alone_s.items() if name in PREPARED)
+        trained_s = sum(s for name, s in self.work_s.items() if name in TRAINED)
+        prepared_s = sum(s for name, s in self.work_s.items() if name in PREPARED)
         prepared_spans_s = sum(self.spans_s.get(name, 0.0) for name in PREPARED)
 
         # Threads are idle although training waits: at times they have prepared all batches that they may.

@@ -47,11 +47,13 @@ def find_colours(count: int) -> list[Pair]:
     """Find `count` colours, each as different from those before it as a candidate can be."""
     colours = [Pair(*pair) for pair in CHOSEN[:count]]
     num_hues = max(MIN_HUES, count)
-    candidates = [
-        Pair(*(_oklch_to_hex(lightness, CHROMA, 2 * math.pi * step / num_hues) for lightness in level))
-        for level in LEVELS
-        for step in range(num_hues)
-    ]
+    candidates: list[Pair] = []
+    for lightness_on_light, lightness_on_dark in LEVELS:
+        for step in range(num_hues):
+            hue = 2 * math.pi * step / num_hues
+            light = _oklch_to_hex(lightness_on_light, CHROMA, hue)
+            dark = _oklch_to_hex(lightness_on_dark, CHROMA, hue)
+            candidates.append(Pair(light=light, dark=dark))
     # For each candidate: the distance to the nearest colour so far.
     distances: list[float] = []
     for candidate in candidates:

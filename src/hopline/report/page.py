@@ -197,6 +197,7 @@ def read_run(folder: Path) -> RunFiles:
         evaluations=[evaluations[key] for key in sorted(evaluations)],
         budgets=_last_by_epoch(records, "budget"),
         plan=last.get("plan", {}),
+        # "explain" is about the run, and written at its end. "pipeline" is about one epoch.
         pipeline=last.get("explain", last.get("pipeline", {})),
         history=last.get("history", {}),
         end=last.get("end", {}),
@@ -215,6 +216,7 @@ def render(folder: Path) -> str:
     """Return the page of the run in a folder."""
     run = read_run(folder)
     config = run.about["config"]
+    # A Trainer in Python stores its settings under "train". `hopline train` stores them without that key.
     evaluate = config.get("evaluate") or _mapping(config.get("train")).get("evaluate")
     is_async = evaluate in ("async", "async_cpu")  # earlier versions wrote the second
     waited_for = [r for r in run.evaluations if not is_async or r.get("split") != "valid"]
@@ -241,11 +243,12 @@ def render(folder: Path) -> str:
     num_stages = len({name for epoch in run.epochs for name in stages_of(epoch)})
     num_metrics = len({(r.get("split"), name) for r in run.evaluations for name in r["metrics"]})
     style = STYLE + report_colours.style(max(len(report_colours.CHOSEN), num_stages, num_metrics))
+    content = "\n".join(section for section in body if section)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(run.name)} · hopline</title><style>{style}</style></head>\n"
-        f"<body><main>\n{chr(10).join(filter(None, body))}\n</main></body></html>\n"
+        f"<body><main>\n{content}\n</main></body></html>\n"
     )
 
 
@@ -419,7 +422,7 @@ def is_number(value: Any) -> bool:
 
 
 def numbers(values: Any) -> dict[str, float]:
-    """The finite numbers of a dict. {} if the value is none."""
+    """The finite numbers of a dict. {} if the value is no dict."""
     return {k: v for k, v in values.items() if is_number(v)} if isinstance(values, dict) else {}
 
 
@@ -640,7 +643,7 @@ def _facts_of_settings(config: Mapping[str, Any]) -> Record:
         model_name = model.get("name")
     else:  # the repr of a module
         model_name = str(model).partition("(")[0] if model else None
-    train = config.get("train")
+    train = config.get("train")  # only a Trainer in Python stores this key
     has_train = isinstance(train, Mapping)
     return {
         "dataset": PurePath(str(config["data"])).name if config.get("data") else None,
@@ -675,13 +678,14 @@ def time_by_part(elapsed_s: float, epochs: Sequence[Record], evaluations: Sequen
     evaluations: Records of the evaluations that training waited for.
     """
     stages = [numbers(record.get("stages")) for record in epochs]
-    # Checkpoints are written within the seconds of an epoch ("checkpoint"), and after its evaluation.
-    within_s = sum(seconds.get("checkpoint", 0.0) for seconds in stages)
-    after_s = sum(seconds.get("evaluate.checkpoint", 0.0) for seconds in stages)
+    # A checkpoint within an epoch ("checkpoint") is part of the epoch's seconds. One after its evaluation
+    # ("evaluate.checkpoint") is not.
+    checkpoint_in_epochs_s = sum(seconds.get("checkpoint", 0.0) for seconds in stages)
+    checkpoint_after_s = sum(seconds.get("evaluate.checkpoint", 0.0) for seconds in stages)
     parts = {
-        "training": _sum(epochs, "seconds") - within_s,
+        "training": _sum(epochs, "seconds") - checkpoint_in_epochs_s,
         "evaluation": _sum(evaluations, "seconds"),
-        "checkpoints": within_s + after_s,
+        "checkpoints": checkpoint_in_epochs_s + checkpoint_after_s,
     }
     # Not below 0: after a run was killed within an epoch and resumed, the seconds of that epoch include
     # time that `elapsed_s` does not.

@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from hopline.report import page as report_html
-from hopline.util import config as spec
+from hopline.util.config import to_dict
 from hopline.util.files import replacing
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Report:
 
     Args:
         folder: The run folder. It is created if it does not exist.
-        config: The settings, as `spec.to_dict` returns them.
+        config: The settings, as `to_dict` returns them.
         changed: Keys of the settings that differ from their defaults, such as "method.fanouts". None: not
             known.
         resume: Continue the records of the run that is in the folder. Else they are removed.
@@ -251,6 +251,7 @@ def _without_folders(argument: str) -> str:
     parts: list[str] = []
     for part in value.split(","):
         is_absolute = PurePosixPath(part).is_absolute() or PureWindowsPath(part).is_absolute()
+        # PureWindowsPath splits at slashes of both kinds.
         parts.append(PureWindowsPath(part).name if is_absolute else part)
     return key + equals + ",".join(parts)
 
@@ -266,7 +267,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _plain(spec.to_dict(value))
+        return _plain(to_dict(value))
     to_list = getattr(value, "tolist", None)  # tensors and arrays of any dimension have it
     return _plain(to_list()) if callable(to_list) else str(value)
 

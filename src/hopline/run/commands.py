@@ -69,24 +69,22 @@ def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
     # A source such as an .npz file may hold these options itself. Only those that the user has changed
     # override them.
     changed_options = {key: value for key, value in edge_options.items() if value != getattr(EdgeOptions(), key)}
-    typed_options: dict[str, Any] = {}
+    node_options: dict[str, Any] = {}
     if config.split is not None:
-        typed_options["split_shares"] = config.split
+        node_options["split_shares"] = config.split
     if config.num_nodes is not None:
-        typed_options["num_nodes"] = config.num_nodes
+        node_options["num_nodes"] = config.num_nodes
 
-    if suffix in EDGE_LISTS:
+    if suffix in (*EDGE_LISTS, ".npy"):
         from_csv(
-            path, config.nodes, folder=folder, columns=config.columns, ids=config.ids, **typed_options, **edge_options
+            path, config.nodes, folder=folder, columns=config.columns, ids=config.ids, **node_options, **edge_options
         )
     elif suffix == ".npz":
-        from_npz(path, folder=folder, **typed_options, **changed_options)
-    elif suffix == ".npy":
-        from_csv(path, config.nodes, folder=folder, columns=config.columns, **typed_options, **edge_options)
+        from_npz(path, folder=folder, **node_options, **changed_options)
     elif is_dgl_folder(path):
-        from_dgl(path, folder=folder, **typed_options, **changed_options)
+        from_dgl(path, folder=folder, **node_options, **changed_options)
     elif is_ogb_folder(path):
-        from_ogb_folder(path, folder=folder, **typed_options, **changed_options)
+        from_ogb_folder(path, folder=folder, **node_options, **changed_options)
     else:
         if config.num_nodes is not None:
             raise ValueError(f"num_nodes= cannot be changed in {source}: leave it out")
@@ -110,12 +108,17 @@ def partition_dataset(source: str, folder: Path, config: PartitionConfig) -> str
     if is_dataset(folder) and not config.overwrite:
         raise ValueError(f"{folder} is not empty: choose another folder, or replace it with overwrite=true")
     data = open_dataset(source)
-    by_labels = config.how == "labels"
+    if config.how == "labels":
+        how = "metis"  # not used: labels take precedence
+        labels = _labels(data, config.labels)
+    else:
+        how = config.how
+        labels = None
     partition = make_partition(
         data.graph,
         config.shards,
-        "metis" if by_labels else config.how,  # labels are used in place of it
-        labels=_labels(data, config.labels) if by_labels else None,
+        how,
+        labels=labels,
         seed=config.seed,
         slack=config.slack,
         passes=config.passes,

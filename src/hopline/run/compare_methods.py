@@ -98,8 +98,8 @@ def compare(method: Method | None, outline: RunOutline, budget: Budget, *, probe
     whether to run steps, which teach the memory predictor and give `Candidate.epoch_s`.
     """
     if probe:
-        # A memory predictor belongs to a number of blocks: that of the run's fan-outs, and that of the
-        # model's layers.
+        # There is a memory predictor for each number of blocks of a batch. The run's method has a block per
+        # fan-out. The sampled method of `alternatives` has one per layer: 3 if the model does not say.
         depths: set[int] = set()
         if isinstance(method, Sampled):
             depths.add(len(method.fanout_per_layer))
@@ -205,16 +205,19 @@ def _estimate_epoch_s(plan: Plan, budget: Budget, outline: RunOutline) -> float:
 
 
 def _time_steps(work: Work, job: Job) -> list[float]:
-    """Seconds of each timed step, without the first one, which warms up, unless it is the only one."""
+    """Seconds of each timed step: forward, backward and the writing of state, without the optimizer.
+
+    The first step warms up, and is left out unless it is the only one.
+    """
     epochs = (units_from(work, epoch) for epoch in count(1))
     durations_s: list[float] = []
     with preserve_rng(job.device), own_threads(job):
-        # No name for the chain: it is freed at the end of the loop, which closes the work's iterator in
-        # this context.
+        # The chain has no name, so the end of the loop frees it. That closes the work's iterator, which must
+        # happen within this context.
         for unit in islice(chain.from_iterable(epochs), 1 + NUM_TIMED_STEPS):
             start_s = time.perf_counter()
             total = unit.size if unit.total_size is None else unit.total_size
-            unit.forward_backward(total or 1)
+            unit.forward_backward(total or 1)  # of the mean loss over `total` examples
             unit.commit()
             job.module.zero_grad(set_to_none=True)
             if job.device.type == "cuda":
@@ -226,7 +229,7 @@ def _time_steps(work: Work, job: Job) -> list[float]:
 
 
 def _shrink(outline: RunOutline) -> tuple[RunOutline, float]:
-    """The run on the first nodes of its graph, and the ratio of the edges of both graphs.
+    """(the run on the first nodes of its graph, edges of the whole graph per edge of that part).
 
     A graph of at most `MAX_TIMED_EDGES` edges is used as it is, with the ratio 1.
     """
@@ -277,6 +280,7 @@ def table_of(candidates: Sequence[Candidate]) -> list[list[str]]:
     for candidate in candidates:
         plan = candidate.plan
         if plan is None:
+            # In place of three peaks, the time and the steps.
             rows.append([candidate.name, *["-"] * 5, candidate.refusal])
             continue
         peaks = []

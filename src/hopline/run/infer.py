@@ -74,7 +74,8 @@ def predict_rank(world: World, folder: str, stored: dict[str, Any]) -> str | Non
     settings = load_trusted(Path(folder), config.trust)
     settings = dataclasses.replace(settings, data=config.data or settings.data)
     if config.nodes == "all" and isinstance(settings.split, tuple):
-        # No split is drawn: it is not used, and a graph without labels (data=) has none to draw from.
+        # The run drew its split among labelled nodes. Prediction of all nodes needs no split, and the graph
+        # of data= may have no labels. So the dataset's own first split, if there is one, is opened instead.
         settings = dataclasses.replace(settings, split=0)
     data = _open(settings, config, world)
     model = make_model(settings.model, data)
@@ -182,6 +183,7 @@ def _predict_shard(
     """
     shard = data.shard
     if config.inference == "sampled":
+        # Ids, or the name of a split, whose ids the loader reads from the shard.
         seeds = torch.arange(data.num_nodes) if config.nodes == "all" else config.nodes
         method = _sampled_in_order(settings)
         batches = method.loader(shard, seeds, seed=settings.seed, device=world.device, world=world)
@@ -232,7 +234,7 @@ def _select(scores: Tensor, data: Dataset, config: InferConfig) -> Tensor:
 
 
 def _classes(scores: Tensor, task: str) -> Tensor:
-    """The classes of [n, C] scores: [n] int64, the largest score.
+    """The classes of [n, C] scores: [n] int64, the class with the largest score.
 
     With several labels per node they are [n, C] uint8, and with a single output [n] uint8: 1 for a score
     above 0.

@@ -136,6 +136,7 @@ def _attention_conv(kind: type[nn.Module]) -> MakeConv:
 
 def _make_gin(spec: ModelSpec, data: Dataset, width_in: int, width_out: int, is_output: bool) -> nn.Module:
     """A GIN conv, whose aggregated rows go through an MLP of two layers."""
+    # In the output layer, width_out is the number of outputs. The MLP is not narrower than other layers.
     hidden = max(width_out, spec.hidden) if is_output else width_out
     mlp = nn.Sequential(nn.Linear(width_in, hidden), nn.ReLU(), nn.Linear(hidden, width_out))
     return _make_conv(pyg.GINConv, spec, mlp)
@@ -238,7 +239,7 @@ def _make_head(spec: ModelSpec, data: Dataset) -> nn.Linear:
 
 def _make_gcnii(spec: ModelSpec, data: Dataset) -> GNN:
     """GCNII: a linear layer, convs of one width with an initial residual, a linear layer."""
-    # fixed: the number of a layer, from 1, by which GCN2Conv weakens its weights the deeper it is (theta).
+    # Layers are counted from 1. Their weights count less the deeper they are, by log(theta / layer + 1).
     convs = [
         _make_conv(pyg.GCN2Conv, spec, spec.hidden, alpha=ALPHA, theta=0.5, fixed={"layer": l + 1})
         for l in range(spec.layers)
@@ -254,8 +255,8 @@ def _make_appnp(spec: ModelSpec, data: Dataset) -> GNN:
     A step computes h' = (1 - alpha) * propagate(h) + alpha * h0, where h0 is the output of the linear
     layers.
     """
-    # PyG's APPNP mixes in its own input, which would be h, not h0. So the convs have alpha=0, and the GNN
-    # mixes in h0.
+    # A conv is PyG's APPNP with a single propagation (the 1). It would mix in its own input, which is h, not
+    # h0. So it has alpha=0, and the GNN mixes in h0.
     steps = [_make_conv(pyg.APPNP, spec, 1, alpha=ALPHA, fixed={"alpha": 0.0}) for _ in range(spec.layers)]
     alpha = cast(float, spec.conv.get("alpha", ALPHA))
     needs_hidden_layers = spec.jk != "none" or spec.norm != "none" or spec.residual != "none"

@@ -54,14 +54,14 @@ from hopline.util.trace import RegionStatistics
 RUNS = Path("runs")
 """The folder, in the current one, in which runs without out= are written."""
 MAX_NAME_CHARACTERS = 100
-"""Most characters of a dataset's name, as of the names of arrays."""
+"""Most characters of a dataset's name. Names of a dataset's arrays have the same limit."""
 
 
 def train(config: RunConfig) -> Run:
     """Open the dataset, build the model, train and test it.
 
     Returns:
-        The run of this process, or of rank 0 if processes were started.
+        The run of this process, or of the first rank that it started.
     """
     find_device(config.device)  # before processes are started, each of which would raise the same error
     config = _with_whole_paths(config)
@@ -184,17 +184,16 @@ def _from_plain(plain: dict[str, Any]) -> Run:
 def _open_together(config: RunConfig, world: World) -> Dataset:
     """The run's dataset, one copy of it per host. Every rank must call this.
 
-    The first rank of each host opens it. If it lies in a folder, the other ranks open the folder after rank
-    0 has, when the dataset was downloaded and converted.
+    The first rank of each host opens it. The other ranks wait for rank 0, which may have to download and
+    convert it. Then they open its folder, or share the memory of their host's first rank if it has none.
     """
     if is_shards(config.data):
         return _open_shards(config, world)
     data = open_data(config) if world.local_rank == 0 else None
-    is_mapped = data is not None and data.folder is not None
-    # The answer of rank 0. The call also makes all ranks wait until rank 0 has opened the dataset.
-    is_mapped = world.broadcast_object(is_mapped)
-    if not is_mapped:
-        return share(data, world)  # made in memory: the host's ranks share the copy of one of them
+    # The answer of rank 0 counts. The call also makes all ranks wait until rank 0 has opened the dataset.
+    has_folder = world.broadcast_object(data is not None and data.folder is not None)
+    if not has_folder:
+        return share(data, world)
     return data if data is not None else open_data(config)
 
 
@@ -251,6 +250,7 @@ def _newest_run(name: str, config: RunConfig) -> Path | None:
 
     name: of the dataset, with which the folder's name begins.
     """
+    # If this run has a method of the user, the same one may be imported for stored settings too.
     own_method = to_dict(config)["method"]["kind"]
     any_method = isinstance(config.method, Auto)
     identity = _identity(config, any_method)
