@@ -163,6 +163,20 @@ def test_without_original_ids_nodes_keep_dgls_ids_and_a_warning_says_so(
     assert torch.equal(ours.graph.in_degrees(), make_dataset().graph.in_degrees()[order])
 
 
+def test_parts_of_which_only_some_have_original_ids_are_refused(dgl: Any, tmp_path: Path) -> None:
+    load, _ = make_dgl_partitions(make_dataset(), tmp_path / "dgl")
+
+    def load_partition(config: str, part: int) -> tuple[Any, ...]:
+        graph, *others = load(config, part)
+        if part == 1:
+            del graph.ndata["orig_id"]
+        return graph, *others
+
+    dgl.load_partition = load_partition
+    with pytest.raises(ValueError, match=r"Only the parts \[0, 2\] of the 3 .* have orig_id"):
+        from_dgl(tmp_path / "dgl")
+
+
 def test_what_cannot_be_read_is_refused_with_a_sentence(
     dgl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,14 +160,15 @@ class _Parts:
         """
         columns: dict[str, np.ndarray] = {}
         original_ids = torch.full((self.num_nodes,), -1)
-        has_original_ids = True  # of the part that was loaded last. It decides about the warning below
+        parts_with_original_ids: list[int] = []
         for part in range(self.num_parts):
             graph, node_columns, *_ = self.load_partition(str(self.config), part)
             node_data = _as_tensors(graph.ndata)
             is_inner = node_data["inner_node"].bool()  # False for halo nodes
             dgl_ids = node_data["_ID"][is_inner]
-            has_original_ids = "orig_id" in node_data
-            original_ids[dgl_ids] = node_data["orig_id"][is_inner] if has_original_ids else dgl_ids
+            if "orig_id" in node_data:
+                parts_with_original_ids.append(part)
+            original_ids[dgl_ids] = node_data.get("orig_id", node_data["_ID"])[is_inner]
 
             # `node_columns` is a dict by name. Each column has a row for each of the part's own nodes, in the order
             # of DGL's ids, which are a range.
@@ -185,7 +186,12 @@ class _Parts:
                     columns[name] = _allocate(self.num_nodes, values, file)
                 columns[name][row_ids] = values.numpy()
 
-        if not has_original_ids:
+        if 0 < len(parts_with_original_ids) < self.num_parts:
+            raise ValueError(
+                f"Only the parts {parts_with_original_ids} of the {self.num_parts} in {self.config} have orig_id, the "
+                "ids from before the partition: partition the graph again."
+            )
+        if not parts_with_original_ids:
             logger.warning(
                 f"the parts of {self.config} do not say which ids nodes had before DGL numbered them anew (DGL 2.1 "
                 "leaves orig_id out): nodes have DGL's ids; partition_graph(..., return_mapping=True) returns the "
