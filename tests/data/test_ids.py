@@ -84,6 +84,7 @@ def test_an_id_is_found_in_whatever_form_the_other_file_has_it() -> None:
         (np.array(["a", ""]), "row 8: there is no node id"),
         (np.array([1.0, 0.5]), "row 8: node id 0.5 is not a whole number"),
         (np.array([1.0, -(2.0**53)]), "row 8: node id -9007199254740992.0 is a floating-point number"),
+        (np.array([2**24 - 1, 2**24], np.float32), "row 8: node id 16777216.0 is a floating-point number"),
         (np.array([1.0, np.inf]), "row 8: node id inf is a floating-point number"),
         (np.array([1, 2**63], np.uint64), "row 8: node id 9223372036854775808 is too large for a node number"),
         (np.array([[1], [2]]), "row 7: the column holds lists"),

@@ -5,8 +5,8 @@ letters, leading zeros or more digits than int64 holds, then all ids are texts, 
 and "1" are two nodes.
 
 In a file of numbers "2.0" is 2: pandas writes whole numbers in this way once their column has had an empty
-cell. A fraction or an exponent is refused. So is a floating-point number from 2**53 on: it may stand for
-several ids.
+cell. A fraction or an exponent is refused. So is a floating-point number that is so large that it may stand
+for several ids: from 2**53 on in float64, and from 2**24 on in float32.
 
 Readers call these functions in this order:
 
@@ -29,8 +29,6 @@ _WHOLE = re.compile(r"\s*(-?(?:0|[1-9][0-9]*))(?:\.0*)?\s*")
 _DECIMAL = re.compile(r"\s*[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?\s*")
 """Any number, with fraction and exponent, written with digits."""
 _INT64 = np.iinfo(np.int64)
-MAX_EXACT_FLOAT = 2**53
-"""Below it float64 holds every whole number. From it on, neighbouring numbers are 2 or more apart."""
 
 
 def checked_ids(ids: np.ndarray, where: str, first: int = 0, *, numbers: bool = False) -> np.ndarray:
@@ -65,7 +63,10 @@ def checked_ids(ids: np.ndarray, where: str, first: int = 0, *, numbers: bool = 
         return ids
 
     # Floating-point numbers: pandas makes them of whole numbers if a cell of the column is empty.
-    is_exact = np.abs(ids) < MAX_EXACT_FLOAT  # False for an empty cell, which is NaN
+    # Below 2**(bits of the fraction + 1) a type holds every whole number. From there on, neighbours are 2 or
+    # more apart. int64 holds the numbers of float64 below it, but not all those of a long double.
+    num_bits = min(np.finfo(ids.dtype).nmant, np.finfo(np.float64).nmant)
+    is_exact = np.abs(ids) < 2 ** (num_bits + 1)  # False for an empty cell, which is NaN
     is_whole = ids == np.round(ids)
     refused = np.flatnonzero(~(is_exact & is_whole))
     if refused.size:
