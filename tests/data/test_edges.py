@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from hopline.data.edges import Edges, check_same_arrays, edge_chunks, group, index_dtype, join, npy_edges, prepare
-from hopline.data.options import EdgeOptions, edge_options
+from hopline.data.options import EdgeOptions, edge_options, merge
 
 
 def test_options_are_checked_by_name_and_value() -> None:
@@ -102,3 +103,14 @@ def test_chunks_must_carry_the_same_arrays() -> None:
     with pytest.raises(ValueError, match="Not all chunks"):
         join([weighted, plain], 3)
     assert join([], 3).src.dtype == torch.int32
+
+
+@pytest.mark.parametrize("from_caller", [{}, {"tables": {}, "edge": None}])
+def test_tables_and_edge_arrays_of_a_file_stay_if_the_caller_adds_none(from_caller: dict[str, Any]) -> None:
+    from_file = {"name": "file", "tables": {"year": 1}, "edge": {"weight": 2}}
+    assert merge(from_file, from_caller) == from_file
+
+
+def test_a_table_of_the_caller_joins_those_of_the_file_and_wins_over_one_with_its_name() -> None:
+    merged = merge({"tables": {"year": 1, "part": 2}}, {"tables": {"part": 3, "time": 4}})
+    assert merged == {"tables": {"year": 1, "part": 3, "time": 4}}

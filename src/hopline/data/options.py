@@ -54,8 +54,7 @@ def merge(from_source: Mapping[str, Any], from_caller: Mapping[str, Any]) -> dic
     """Arguments of `from_edges`: those that a file or object tells, overridden by those of the caller.
 
     `tables` (rows per node) and `edge` (arrays per edge) are mappings by name. They are joined, and of two
-    entries with the same name the caller's is taken. An empty mapping or None of the caller replaces the
-    mapping of the file.
+    entries with the same name the caller's is taken.
 
     symmetrize=None of the caller leaves the decision to the file.
     """
@@ -63,8 +62,9 @@ def merge(from_source: Mapping[str, Any], from_caller: Mapping[str, Any]) -> dic
     for key, value in from_caller.items():
         if key == "symmetrize" and value is None:
             continue
-        is_joined = key in ("tables", "edge") and from_source.get(key) and value
-        merged[key] = {**from_source[key], **value} if is_joined else value
+        if key in ("tables", "edge"):
+            value = {**(from_source.get(key) or {}), **(value or {})}
+        merged[key] = value
     return merged
 
 
