@@ -184,17 +184,18 @@ def _from_plain(plain: dict[str, Any]) -> Run:
 def _open_together(config: RunConfig, world: World) -> Dataset:
     """The run's dataset, one copy of it per host. Every rank must call this.
 
-    The first rank of each host opens it. The other ranks wait for rank 0, which may have to download and
-    convert it. Then they open its folder, or share the memory of their host's first rank if it has none.
+    Rank 0 opens it before all others, since that may download and convert it into a folder that hosts share.
+    Then every rank opens that folder. A dataset without a folder is opened by the first rank of each host,
+    which shares its memory with the host's other ranks.
     """
     if is_shards(config.data):
         return _open_shards(config, world)
-    data = open_data(config) if world.local_rank == 0 else None
+    data = open_data(config) if world.rank == 0 else None
     # The answer of rank 0 counts. The call also makes all ranks wait until rank 0 has opened the dataset.
     has_folder = world.broadcast_object(data is not None and data.folder is not None)
-    if not has_folder:
-        return share(data, world)
-    return data if data is not None else open_data(config)
+    if data is None and (has_folder or world.local_rank == 0):
+        data = open_data(config)
+    return data if has_folder else share(data, world)
 
 
 def _open_shards(config: RunConfig, world: World) -> Dataset:
