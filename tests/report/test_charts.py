@@ -60,6 +60,7 @@ def test_no_points_no_chart():
     assert line_chart("Loss", {"loss": []}) == ""
     assert bar_chart("Stages", [], [], SECONDS) == ""
     assert bar_chart("Stages", [], [(1, {})], SECONDS) == ""
+    assert bar_chart("Stages", ["step"], [], SECONDS) == ""
 
 
 def test_names_are_escaped():

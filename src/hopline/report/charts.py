@@ -172,15 +172,15 @@ def line_chart(
 
 
 def bar_chart(title: str, names: Sequence[str], bars: Sequence[tuple[float, Mapping[str, float]]], unit: Unit) -> str:
-    """Draw one stacked bar per epoch as an SVG figure. "" if there are no names.
+    """Draw one stacked bar per epoch as an SVG figure. "" if there are no names or no bars.
 
     With more than `MAX_BARS` epochs a bar is the mean of several.
 
     names: Parts of a bar from the bottom up. The first one has the colour `--c0`.
-    bars: (epoch, seconds by name). At least one, if there are names.
+    bars: (epoch, seconds by name).
     unit: The unit of the vertical axis.
     """
-    if not names:
+    if not names or not bars:
         return ""
     per_bar = -(-len(bars) // MAX_BARS)
     labels: list[str] = []
