@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import os
 import shutil
 from dataclasses import dataclass
@@ -279,10 +280,8 @@ class _ShardWriter:
 
     def _deal_rows(self, name: str, source: Table | Tensor, bar: Progress) -> None:
         """Deal the rows of a table, or the labels, of all nodes."""
-        # An estimate: 8 bytes per element, and 8 for the node's id. Of a table with more than two dimensions,
-        # the sum over the dimensions of a row may be less than its number of elements.
-        num_elements = source[:1].numel() if isinstance(source, Tensor) else sum(source.shape[1:])
-        row_bytes = 8 * (1 + num_elements)
+        # An upper bound: 8 bytes per element, and 8 for the node's id.
+        row_bytes = 8 * (1 + math.prod(source.shape[1:]))
         num_rows = max(1, min(CHUNK, BYTES_AT_ONCE // row_bytes))
         for ids in torch.arange(self.data.num_nodes).split(num_rows):
             ptr, order = ops.group_edges(self.part_of[int(ids[0]) : int(ids[-1]) + 1], self.num_shards)
