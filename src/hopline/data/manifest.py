@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from hopline.data.arrays import DTYPES, checksum_text, file_bytes, npy_header
+from hopline.data.paths import MANIFEST
 
 FORMAT = "hopline-dataset"
 """Value of the field "format"."""
 VERSION = 1
 """Value of the field "version". Other versions are refused."""
-FILE = "manifest.json"
-"""Name of the file in its folder."""
 MAX_BYTES = 1 << 26
 """Largest size of a manifest that is read, in bytes. A manifest takes some kilobytes. A rule of thumb."""
 
@@ -103,9 +102,9 @@ def to_json(manifest: Manifest) -> str:
 
 def read_manifest(folder: Path) -> Manifest:
     """Read and check the manifest of a folder. Any damage raises a `ValueError` that names the file."""
-    path = folder / FILE
+    path = folder / MANIFEST
     if not path.is_file():
-        raise ValueError(f"{folder} is not a dataset folder: it has no {FILE}; give a folder made by save().")
+        raise ValueError(f"{folder} is not a dataset folder: it has no {MANIFEST}; give a folder made by save().")
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ValueError("it is too large")

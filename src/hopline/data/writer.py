@@ -31,7 +31,7 @@ from torch import Tensor
 from hopline.data import manifest as manifests
 from hopline.data.arrays import ArrayWriter, checksum_text, dtype_name, file_bytes
 from hopline.data.manifest import ArrayEntry, Manifest
-from hopline.data.paths import backup_of
+from hopline.data.paths import MANIFEST, backup_of
 from hopline.util.files import sync_folder
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -120,7 +120,7 @@ class FolderWriter:
                 array.close()
             entries = {name: _manifest_entry(array) for name, array in self._arrays.items()}
             manifest = Manifest(arrays=entries, **fields)
-            with (self.temporary / manifests.FILE).open("w") as file:
+            with (self.temporary / MANIFEST).open("w") as file:
                 file.write(manifests.to_json(manifest))
                 file.flush()
                 os.fsync(file.fileno())
@@ -143,7 +143,7 @@ def _manifest_entry(array: ArrayWriter) -> ArrayEntry:
 def check_target(folder: Path) -> None:
     """Refuse to replace anything but a dataset or an empty folder."""
     if folder.is_dir():
-        if (folder / manifests.FILE).is_file() or not any(folder.iterdir()):
+        if (folder / MANIFEST).is_file() or not any(folder.iterdir()):
             return
         raise ValueError(f"{folder} exists and is not a dataset: choose a new or an empty folder.")
     if folder.exists():
