@@ -3,9 +3,9 @@
 `Measure` is a value that says how to measure. It is called with a job, so that the same one serves the
 trainer's model and the copy of it that asynchronous evaluation uses.
 
-The functions below it are about modules that are not made of layers (`Whole`). Exact evaluation runs such a
-module on the hops around the nodes, if a trial shows that this gives the outputs of the whole graph.
-Otherwise it runs on the whole graph at once, which must fit.
+The functions below `Measure` are about modules that are not made of layers (`Whole`). Exact evaluation runs
+such a module on the neighbourhood of the nodes, some hops wide, if a trial shows that this gives the outputs
+of the whole graph. Otherwise it runs on the whole graph at once, which must fit.
 """
 
 from __future__ import annotations
@@ -84,10 +84,12 @@ class Measure:
         return infer.measure(data, scores, self.labels(job))
 
     def _exact_scores(self, job: Job, ids: Tensor, keep: KeepRows | None) -> Tensor:
-        """The outputs at `ids` over every edge, in one of three ways.
+        """The outputs at `ids` over every edge.
 
-        They are a captured CUDA graph, a module without layers, and inference layer by layer.
+        A captured CUDA graph computes them if there is one. Otherwise a module without layers runs as one,
+        and any other model layer by layer.
         """
+        # A replayed graph would hand no embeddings to `keep`.
         captured = self.captured_inference(job) if keep is None else None
         if captured is not None:
             return captured()
@@ -149,10 +151,10 @@ class Measure:
 
 
 def hops_of(model: GNN | Whole, data: Dataset, method: Method) -> int | None:
-    """The number of hops that exact inference needs around a node of a module without layers.
+    """The hops around a node that a module without layers reads, for `infer.part_hops_of`.
 
-    That is the number of fan-outs, if a trial on a tiny graph shows that they are enough. None: unknown, or
-    the model is made of layers.
+    That is the number of fan-outs, if a trial on a tiny graph shows that a neighbourhood of so many hops, or
+    of one more, gives the outputs of the whole graph. None: unknown, or the model is made of layers.
     """
     # The tables of a shard have no "x".
     has_features = "x" in data.tables
@@ -164,7 +166,7 @@ def hops_of(model: GNN | Whole, data: Dataset, method: Method) -> int | None:
 
 
 def part_hops_of(job: Job, method: Method) -> int | None:
-    """The hops around a node that exact evaluation runs a module without layers on.
+    """The hops of the neighbourhood on which exact evaluation runs a module without layers.
 
     None for the whole graph, and for models that are made of layers.
     """
