@@ -47,7 +47,7 @@ class Scheduler:
             self._by_epoch = StepLR(optimizer, every, gamma=spec.factor)
 
         # Made last: its constructor already multiplies the rate by the first factor of the warm-up. The
-        # schedules above must see the full rate.
+        # schedules above must see the full rate. Epoch i of the warm-up has i / (warmup + 1) of it.
         self._warmup: LinearLR | None = None
         if spec.warmup:
             self._warmup = LinearLR(optimizer, start_factor=1 / (spec.warmup + 1), total_iters=spec.warmup)

@@ -179,7 +179,9 @@ class Update:
         if prepare is not None:
             prepare()
         # wait=False: if an evaluation has the lock, a later step can be captured just as well.
+        # nullcontext: there is nothing to prepare before the capture, nor to restore after it.
         is_captured = captured.capture(nullcontext(self._run), wait=False)
+        # Settled without a graph: the capture was tried and failed.
         if captured.is_settled and not is_captured:
             self.can_capture = False
             self.captured = {}

@@ -108,7 +108,7 @@ def stored_settings(trainer: Trainer) -> dict[str, Any]:
     changed += ["data", "model", *(f"train.{key}" for key in changed_keys(trainer.settings))]
     method = trainer.requested_method
     has_repr_only = "repr" in settings["method"]
-    if has_repr_only or not isinstance(method, Sampled):
+    if has_repr_only or not isinstance(method, Sampled):  # Sampled is the default
         changed.append("method.kind")
     method_keys = ["repr"] if has_repr_only else changed_keys(method)
     changed += [f"method.{key}" for key in method_keys]
@@ -120,5 +120,6 @@ def fingerprints(model: nn.Module, data: Dataset) -> tuple[dict[str, str], str]:
 
     Taken before training, because a module may count something while it trains.
     """
+    # The hash that all shards of one partition share stands for the arrays of the whole dataset.
     contents = {"cut": data.shard.cut} if isinstance(data, ShardedData) else contents_of(data)
     return contents, structure_of(model)

@@ -88,7 +88,7 @@ class Evaluator(ABC):
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        """The evaluator reads its model and settings, and does not change it."""
+        """The evaluator reads its model and settings, and leaves them as they were."""
         self.waiting = Waiting()
         """The epochs without a result. The trainer puts it among its callbacks."""
 
@@ -112,7 +112,8 @@ class Evaluator(ABC):
     def poll(self, *, between_steps: bool = False) -> Iterator[Result]:
         """Results that have come since the last call.
 
-        between_steps: whether other ranks may be at another step. Several ranks then get no results yet.
+        between_steps: whether the epoch is not over. Ranks may then be at different steps, so several
+        ranks get no results yet.
         """
         yield from ()
 
