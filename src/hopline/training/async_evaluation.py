@@ -109,7 +109,8 @@ class EvaluationThread:
         module = copy.deepcopy(job.module)
         module.requires_grad_(False)
         # Views of the tables that may be read while training reads them too.
-        data = replace(job.data, tables={name: table.concurrent_view() for name, table in job.data.tables.items()})
+        tables = {name: table.concurrent_view() for name, table in job.data.tables.items()}
+        data = replace(job.data, tables=tables)
         self._job = for_copy(job, module, data)
         self._measure = measure
         self._is_cancelled = threading.Event()
@@ -363,7 +364,10 @@ class AsyncEvaluator(Evaluator):
 
         reason: why training was to stop after that epoch, if it was.
         """
-        buffer = self.free_buffers.pop() if self.free_buffers else WeightsBuffer(self.trainer.model.state_dict())
+        if self.free_buffers:
+            buffer = self.free_buffers.pop()
+        else:
+            buffer = WeightsBuffer(self.trainer.model.state_dict())
         buffer.fill(weights)
         self.waiting.snapshots.append(Snapshot(epoch, buffer, reason))
         self._serve_thread()
@@ -420,7 +424,8 @@ class AsyncEvaluator(Evaluator):
             else:
                 self._serve_thread(wait=True)
         # As dicts, since `broadcast_object` sends JSON. Only the first rank has any.
-        records = self.trainer.world.broadcast_object([vars(evaluation) for evaluation in self._ready_evaluations()])
+        records = [vars(evaluation) for evaluation in self._ready_evaluations()]
+        records = self.trainer.world.broadcast_object(records)
         yield from self._release([Evaluation(**record) for record in records])
 
     def _evaluate_in_trainer(self, snapshot: Snapshot) -> None:

@@ -197,13 +197,13 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
     restore_random_states(state["rng"])
 
 
-def _rank_loss_sum(sums: Tensor | float, world: World) -> Tensor | float:
+def _rank_loss_sum(sums: Tensor, world: World) -> Tensor | float:
     """This rank's part of the loss sum of the epoch so far.
 
     sums: [] or [num_ranks], one number per rank that wrote the checkpoint. If the number of ranks has
     changed, the first rank gets all of it.
     """
-    if not isinstance(sums, Tensor) or (sums.dim() == 0 and world.size == 1):
+    if sums.dim() == 0 and world.size == 1:
         return sums
     if sums.numel() == world.size:
         return float(sums.view(-1)[world.rank])
@@ -268,7 +268,8 @@ def parse(content: bytes, path: Path) -> dict[str, Any]:
     if len(words) != 3 or words[0] != _MAGIC:
         raise ValueError(f"{path} is not a hopline checkpoint: remove it, or choose another folder with out=")
     _, checksum, num_bytes = words
-    if num_bytes != b"%d" % len(payload) or hashlib.sha256(payload).hexdigest().encode() != checksum:
+    is_whole = num_bytes == b"%d" % len(payload)
+    if not is_whole or hashlib.sha256(payload).hexdigest().encode() != checksum:
         raise _damage_error(path, "its checksum does not match")
     try:
         state = torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")
@@ -480,7 +481,8 @@ class Checkpoints:
         state = read_together(self.path, self.world)
         if state is None:
             return None
-        missing = [key for key in ("identity", "position", "callbacks", "history", "evaluations") if key not in state]
+        needed = ("identity", "position", "callbacks", "history", "evaluations")
+        missing = [key for key in needed if key not in state]
         if missing:
             raise _damage_error(self.path, f"it has no {missing[0]}")
         removed = removed_settings(type(trainer.requested_method))

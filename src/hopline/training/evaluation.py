@@ -80,7 +80,10 @@ class Measure:
         with own_threads(job):
             if isinstance(data, ShardedData):
                 return shard_infer.evaluate(job.model, data, self.split, batches, job.device)
-            scores = self._exact_scores(job, ids, keep) if batches is None else self._sampled_scores(job, ids, batches)
+            if batches is None:
+                scores = self._exact_scores(job, ids, keep)
+            else:
+                scores = self._sampled_scores(job, ids, batches)
         return infer.measure(data, scores, self.labels(job))
 
     def _exact_scores(self, job: Job, ids: Tensor, keep: KeepRows | None) -> Tensor:
@@ -123,10 +126,13 @@ class Measure:
 
     def _sampled_scores(self, job: Job, ids: Tensor, batches: Iterable[Batch]) -> Tensor:
         """The outputs at `ids` over the edges of sampled batches, within `chunk_bytes` if that is set."""
-        guard = None if self.chunk_bytes is None else Guard(job, Budget(), self.chunk_bytes)
+        guard = None
+        if self.chunk_bytes is not None:
+            # An empty budget: `limit_bytes` alone counts.
+            guard = Guard(job, Budget(), limit_bytes=self.chunk_bytes)
         if guard is not None and isinstance(batches, Loader):
             # Batches wait on the host, so that a GPU never holds more of one than the guard allows.
-            batches = batches.with_budget(None, batches_on_host=True)
+            batches = batches.with_budget(split_ahead=None, batches_on_host=True)
         return infer.sampled(job.model, batches, num_nodes=ids.numel(), show=self.show, guard=guard)
 
     def labels(self, job: Job) -> Tensor:

@@ -99,8 +99,11 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
 def stored_settings(trainer: Trainer) -> dict[str, Any]:
     """The content of config.json: "config", all settings, and "changed", the keys without their defaults."""
     settings = settings_of(trainer)
-    own_gradients = {} if type(trainer.gradients) is Gradients else {"gradients": settings["gradients"]}
-    changed = [f"gradients.{key}" for key in own_gradients.get("gradients", {})]
+    own_gradients: dict[str, Any] = {}
+    changed: list[str] = []
+    if type(trainer.gradients) is not Gradients:
+        own_gradients = {"gradients": settings["gradients"]}
+        changed = [f"gradients.{key}" for key in settings["gradients"]]
     if trainer.config is not None:
         config = to_dict(trainer.config) | own_gradients
         return {"config": config, "changed": [*changed_keys(trainer.config), *changed]}

@@ -278,9 +278,9 @@ class Trainer:
             stack.enter_context(keep_freed_memory_within())
             stack.enter_context(preserve_modes(self.model))
             stack.enter_context(preserve_all_rng(self.device))
-            state = self._open_run(stack)
+            resume_state = self._open_run(stack)
             try:
-                self._begin_training(state)
+                self._begin_training(resume_state)
                 has_epochs_left = self.position.epoch <= self.settings.epochs
                 if self.stop_reason is None and has_epochs_left:
                     with self.checkpoints.hold_signals():
@@ -329,13 +329,15 @@ class Trainer:
             self.call("on_epoch_end", epoch_end)
 
             # Asked before the evaluation, whose callbacks may stop the run and so change the answer.
-            is_due = self._is_due(epoch)
-            evaluations = self.act_on(self.evaluations.validate(epoch)) if self.is_evaluated(epoch) else []
+            is_evaluation_due = self._is_evaluation_due(epoch)
+            evaluations: list[Evaluation] = []
+            if self.is_evaluated(epoch):
+                evaluations = self.act_on(self.evaluations.validate(epoch))
             # Empty without a "valid" split, if no evaluation was due, or if its result comes later. Only
             # the plateau schedule reads the value below. It needs evaluate="blocking", and goes by the loss
             # if there is no "valid" split.
             scores = [self.score(evaluation.metrics) for evaluation in evaluations if evaluation.epoch == epoch]
-            self.schedule.step(scores[0] if scores else -epoch_end.loss, evaluated=is_due)
+            self.schedule.step(scores[0] if scores else -epoch_end.loss, evaluated=is_evaluation_due)
             # Here, so that the time of an evaluation counts for the epoch that it follows.
             self._timers.next_epoch()
 
@@ -361,7 +363,7 @@ class Trainer:
         position = self.position
         # As if the epoch had begun in this process, so that its seconds include those before a resume.
         started = time.perf_counter() - position.seconds
-        units = units_from(self.work, epoch, position.units, round(position.seeds))
+        units = units_from(self.work, epoch, done=position.units, examples=round(position.seeds))
         groups = in_groups(units, self.settings.accumulate)
         with closing(align_groups(groups, self.world)) as steps:
             for step_units in steps:
@@ -462,22 +464,22 @@ class Trainer:
                 "`hopline verify`"
             )
 
-        seconds = time.perf_counter() - started
+        epoch_s = time.perf_counter() - started
         stages = self._timers.this_epoch()
         # Stages that work, without those that wait. For stages in threads, `prepare_s` leaves out the time
         # in which a thread had no core.
-        work = {name: s for name, s in stages.items() if name in (*PREPARED, *TRAINED)}
-        work |= self.work.describe().prepare_s
+        work_s = {name: seconds for name, seconds in stages.items() if name in (*PREPARED, *TRAINED)}
+        work_s |= self.work.describe().prepare_s
         self._counters.next_epoch()
         return EpochEnd(
             epoch=epoch,
             loss=mean_loss,
             lr=float(self.optimizer.param_groups[0]["lr"]),
-            seconds=seconds,
-            seeds_per_s=num_seeds / seconds,
-            slowest_stage=max(work, key=lambda name: work[name], default=""),
+            seconds=epoch_s,
+            seeds_per_s=num_seeds / epoch_s,
+            slowest_stage=max(work_s, key=lambda name: work_s[name], default=""),
             stages=stages,
-            work=work,
+            work=work_s,
             counters=self._counters.last_epoch(),
         )
 
@@ -506,7 +508,7 @@ class Trainer:
             captured=self.captured_inferences,
             **self.chunks,
         )
-        return measure(self.job, self.work.keep_rows)
+        return measure(self.job, keep=self.work.keep_rows)
 
     def evaluate_now(self, epoch: int, split: str, *, exact: bool) -> Evaluation:
         """Evaluate the model with the weights that it has now.
@@ -516,8 +518,8 @@ class Trainer:
         """
         started = time.perf_counter()
         with trace.span("evaluate"):
-            is_sharded = isinstance(self.data, ShardedData)
-            metrics = self.evaluate(split, exact=exact) if self.world.rank == 0 or is_sharded else {}
+            computes = self.world.rank == 0 or isinstance(self.data, ShardedData)
+            metrics = self.evaluate(split, exact=exact) if computes else {}
             metrics = self.world.broadcast_object(metrics)
         return Evaluation(epoch=epoch, split=split, metrics=metrics, seconds=time.perf_counter() - started)
 
@@ -532,8 +534,7 @@ class Trainer:
         for result in results:
             self._act_on_one(result)
             evaluations.append(result.evaluation)
-            has_trained_since = result.weights is not None
-            if self.stop_reason is not None and has_trained_since:
+            if self.stop_reason is not None and result.is_late:
                 self._ending_result = result
                 break
         return evaluations
@@ -547,7 +548,6 @@ class Trainer:
         """
         evaluation = result.evaluation
         reason_now = self.stop_reason
-        has_trained_since = result.weights is not None
         if not evaluation.metrics:
             raise ValueError("evaluation gave no metric: let test_step return at least one, as {name: value}")
         self.metric = next(iter(evaluation.metrics))
@@ -562,7 +562,7 @@ class Trainer:
         finally:
             self._evaluated_weights = None
         self.run.evaluations.append(evaluation)
-        if self.stop_reason is None and has_trained_since:
+        if self.stop_reason is None and result.is_late:
             self.stop_reason = reason_now
 
     def _await_evaluations(self) -> None:
@@ -570,11 +570,11 @@ class Trainer:
 
         Results that come here are not in the last checkpoint. So if any come, another one is written.
         """
-        waiting = self.evaluations.waiting.snapshots
-        had_to_wait = bool(waiting)
+        epochs_without_result = self.evaluations.waiting.snapshots
+        had_to_wait = bool(epochs_without_result)
         self.act_on(self.evaluations.wait_all())
         if self._ending_result is not None:
-            waiting.clear()
+            epochs_without_result.clear()
             self._drop_after(self._ending_result)
         if had_to_wait or self._ending_result is not None:
             self.checkpoints.write(self, self.run)
@@ -603,7 +603,7 @@ class Trainer:
     def _test(self) -> None:
         """Load the best weights, and evaluate them on the test split if there is one."""
         run = self.run
-        run.best_epoch = self._keep_weights.restore(self, run.epochs)
+        run.best_epoch = self._keep_weights.restore(self, last_epoch=run.epochs)
         at_best = [evaluation for evaluation in run.evaluations if evaluation.epoch == run.best_epoch]
         run.valid = at_best[-1].metrics[self.metric] if at_best else math.nan
         if self.has("test"):
@@ -639,9 +639,9 @@ class Trainer:
 
     def is_evaluated(self, epoch: int) -> bool:
         """Whether the epoch that has just ended is validated, now or asynchronously."""
-        return self._is_due(epoch) and self.has("valid")
+        return self._is_evaluation_due(epoch) and self.has("valid")
 
-    def _is_due(self, epoch: int) -> bool:
+    def _is_evaluation_due(self, epoch: int) -> bool:
         """Whether the epoch that has just ended is the last one, or one of every `evaluate_every`."""
         is_last = epoch == self.settings.epochs or self.stop_reason is not None
         return is_last or epoch % self.settings.evaluate_every == 0
@@ -712,15 +712,15 @@ class Trainer:
         A subclass may return another, over the model's parameters.
         """
         settings = self.settings
-        rest = []
+        rest_parameters = []
         if settings.weight_decay_rest is not None:
             if not isinstance(self.job.model, GNN):
                 raise ValueError(
                     f"weight_decay_rest= is for the last layer, and {type(self.model).__name__} is not made of layers: "
                     "leave it out, or use hl.nn.GNN or a PyG model such as GCN"
                 )
-            rest = self.job.model.rest_parameters()
-        decays = split_decay(self.model, rest, settings.weight_decay, settings.weight_decay_rest)
+            rest_parameters = self.job.model.rest_parameters()
+        decays = split_decay(self.model, rest_parameters, settings.weight_decay, settings.weight_decay_rest)
         return make_optimizer(settings.optimizer, decays, settings.lr)
 
     @property

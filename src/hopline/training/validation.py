@@ -35,6 +35,11 @@ class Result:
     reason: str | None = None
     """`Trainer.stop_reason` at the end of the epoch that was evaluated. None: training was not to stop."""
 
+    @property
+    def is_late(self) -> bool:
+        """Whether the model has other weights by now: training has continued past the evaluated epoch."""
+        return self.weights is not None
+
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
