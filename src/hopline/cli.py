@@ -111,6 +111,7 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
+    # The body is empty: typer only reads the options of `hopline` itself from this signature.
     pass
 
 
@@ -186,6 +187,7 @@ def infer(
 ) -> None:
     """Predict with a run's weights and write an .npy file."""
     config = override(InferConfig(), overrides or [])
+    # Called for its refusals alone, before torch is imported. So are `load_trusted` and `locate` below.
     load_trusted(folder, config.trust)
     with _loading():
         from hopline.run.infer import predict
@@ -225,6 +227,7 @@ def convert(
     keys: ShowKeys = False,
 ) -> None:
     """Convert a graph into hopline's format, a folder of plain arrays."""
+    # Without a folder, typer takes the first setting for it.
     if folder == Path() or "=" in str(folder):
         raise ValueError(f"say where to write the dataset: hopline convert {source} FOLDER")
     config = override(ConvertConfig(), overrides or [])
@@ -251,6 +254,7 @@ def partition(
     keys: ShowKeys = False,
 ) -> None:
     """Partition a dataset into shards, one per rank."""
+    # Without a folder, typer takes the first setting for it, such as shards=4 or --shards.
     if folder == Path() or "=" in str(folder) or str(folder).startswith("-"):
         raise ValueError(f"say where to write the shards: hopline partition {source} FOLDER shards=4")
     config = override(PartitionConfig(), _without_dashes(overrides or []))
@@ -361,6 +365,7 @@ def _print_keys(command: str, before: list[str], groups: list[str]) -> None:
     """
     if command not in SETTINGS:
         raise ValueError(f"hopline {command} has no settings: --keys is for {', '.join(SETTINGS)}")
+    # Only `train` and `plan` know recipes and methods.
     is_run = SETTINGS[command] is RunConfig
     recipe = RECIPES.get(before[0]) if is_run and before else None
     values = None if recipe is None else recipe()

@@ -179,6 +179,7 @@ def part_hops_of(job: Job, method: Method) -> int | None:
     if not isinstance(job.model, Whole):
         return None
     num_hops = hops_of(job.model, job.data, method)
+    # limits=[]: a module whose hops are unknown is not refused, but runs on the whole graph.
     return infer.part_hops_of(job.model, job.data, num_hops, limits=[])
 
 
