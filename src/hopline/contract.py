@@ -552,17 +552,23 @@ class Plan:
     @property
     def limit_bytes(self) -> float:
         """The bytes that a step may take: all available ones, less the share of asynchronous evaluation."""
-        return (1 - ASYNC_EVALUATION_SHARE) * self.available_bytes if self.async_evaluation else self.available_bytes
+        if self.async_evaluation:
+            return (1 - ASYNC_EVALUATION_SHARE) * self.available_bytes
+        return self.available_bytes
 
     @property
     def evaluation_bytes(self) -> float:
         """The bytes that evaluation may take: all available ones, or a share if it runs asynchronously."""
-        return ASYNC_EVALUATION_SHARE * self.available_bytes if self.async_evaluation else self.available_bytes
+        if self.async_evaluation:
+            return ASYNC_EVALUATION_SHARE * self.available_bytes
+        return self.available_bytes
 
     @property
     def num_micro_batches(self) -> int:
         """The number of micro-batches that the largest step is likely to be split into."""
-        return max(1, math.ceil(self.step_bytes / self.limit_bytes)) if self.limit_bytes > 0 else 1
+        if self.limit_bytes <= 0:
+            return 1
+        return max(1, math.ceil(self.step_bytes / self.limit_bytes))
 
     @property
     def whole(self) -> str:
@@ -636,7 +642,7 @@ class Plan:
 
         smallest: by place, these limits. budget_key: the setting that limits the place of the steps.
         """
-        keys = {place: budget_key if place == self.compute_place else f"budget.{place}" for place in smallest}
+        keys = {place: f"budget.{place}" for place in smallest} | {self.compute_place: budget_key}
         needs = ", ".join(f"{keys[place]}={_format_limit(num_bytes)}" for place, num_bytes in smallest.items())
         limits = ", ".join(f"{format_size(self.limits[place] or 0)} on the {place}" for place in smallest)
         largest = self._describe_largest(smallest)
@@ -676,7 +682,7 @@ class Plan:
                 step_bytes = min(self.step_bytes, self.limit_bytes)
                 parts.append(f"a step {format_size(step_bytes)}{split}")
                 if self.async_evaluation:
-                    evaluation_bytes = with_evaluation(step_bytes, True) - step_bytes
+                    evaluation_bytes = with_evaluation(step_bytes, async_evaluation=True) - step_bytes
                     parts.append(f"asynchronous evaluation {format_size(evaluation_bytes)}")
             limit = self.limits[place]
             of_limit = "" if limit is None else f" of {format_size(limit)}"
