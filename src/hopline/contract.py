@@ -274,8 +274,8 @@ class Method(ABC):
     def plan(self, outline: Outline, budget: Budget) -> Plan:
         """The memory that the method takes, with settings that keep to a budget if there are any.
 
-        `Plan.fits` says whether it does. A plan may choose settings that change memory and time, such as the
-        look-ahead or the number of shards, but none that change what is learnt.
+        `Plan.fits` says whether it does. A plan may choose the look-ahead or the number of shards, which
+        change memory and time. It changes nothing of what is learnt.
         """
         raise ValueError(
             f"{type(self).__name__} has no plan, so it cannot keep to a budget: leave out budget=, or define "

@@ -3,9 +3,9 @@
 `Measure` is a value that says how to measure. It is called with a job, so that the same one serves the
 trainer's model and the copy of it that asynchronous evaluation uses.
 
-The functions below `Measure` are about modules that are not made of layers (`Whole`). Exact evaluation runs
-such a module on the neighbourhood of the nodes, some hops wide, if a trial shows that this gives the outputs
-of the whole graph. Otherwise it runs on the whole graph at once, which must fit.
+The functions below `Measure` are about modules that are not made of layers (`Whole`). Exact evaluation may
+run such a module on the neighbourhood of the nodes, some hops wide. A trial must have shown that this gives
+the outputs of the whole graph. Otherwise the module runs on the whole graph at once, which must fit.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ class Measure:
 def hops_of(model: GNN | Whole, data: Dataset, method: Method) -> int | None:
     """The hops around a node that a module without layers reads, for `infer.part_hops_of`.
 
-    That is the number of fan-outs, if a trial on a tiny graph shows that a neighbourhood of so many hops, or
-    of one more, gives the outputs of the whole graph. None: unknown, or the model is made of layers.
+    That is the number of fan-outs, if a trial on a tiny graph shows that they are enough: a neighbourhood of
+    these hops, or one more, gives the outputs of the whole graph. None: unknown, or the model has layers.
     """
     # The tables of a shard have no "x".
     has_features = "x" in data.tables

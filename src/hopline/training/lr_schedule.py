@@ -78,8 +78,8 @@ class Scheduler:
         cosine.T_max = cosine_epochs
         # At epoch 0 of the cosine, the rate is that of the warm-up.
         if cosine.last_epoch > 0:
-            # Torch computes each rate from the one before, so it would continue from the old cosine, and
-            # after the end of that stay at the floor. Set the rate that the new cosine has at this epoch:
+            # Torch computes each rate from the one before. It would continue from the old cosine, or stay at
+            # the floor after the old cosine's end. Set the rate that the new cosine has at this epoch:
             #     floor + (base_lr - floor) * (1 + cos(pi * epoch / cosine_epochs)) / 2
             share = (1 + math.cos(math.pi * min(cosine.last_epoch / cosine_epochs, 1))) / 2
             for group, base_lr in zip(self.optimizer.param_groups, cosine.base_lrs, strict=True):
