@@ -55,6 +55,8 @@ if TYPE_CHECKING:  # type checkers and editors need real imports; at run time `_
 
 __version__ = "0.1.0"
 
+# module: the public names that it defines. "open=open_dataset" renames one. An empty tuple, or ".", makes the
+# module itself a public name.
 __getattr__, __dir__ = on_first_use(
     __name__,
     {
@@ -94,6 +96,7 @@ __getattr__, __dir__ = on_first_use(
         "hopline.training.settings": ("Schedule",),
         "hopline.training.trainer": ("Trainer",),
     },
+    # For errors: packages that now have names which were once here, and a name that was renamed too.
     elsewhere={"hl.extend": "hopline.extend", "hl.shards": "hopline.shards"},
     moved={"open_sharded": "hl.shards.open"},
 )

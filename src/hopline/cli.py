@@ -111,6 +111,7 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
+    # The body is empty: typer only reads the options of `hopline` itself from this signature.
     pass
 
 
@@ -186,6 +187,7 @@ def infer(
 ) -> None:
     """Predict with a run's weights and write an .npy file."""
     config = override(InferConfig(), overrides or [])
+    # Called for its refusals alone, before torch is imported. So are `load_trusted` and `locate` below.
     load_trusted(folder, config.trust)
     with _loading():
         from hopline.run.infer import predict
@@ -225,7 +227,9 @@ def convert(
     keys: ShowKeys = False,
 ) -> None:
     """Convert a graph into hopline's format, a folder of plain arrays."""
-    if folder == Path() or "=" in str(folder):
+    # Without a folder, typer takes the first setting for it.
+    is_folder_given = folder != Path() and "=" not in str(folder)
+    if not is_folder_given:
         raise ValueError(f"say where to write the dataset: hopline convert {source} FOLDER")
     config = override(ConvertConfig(), overrides or [])
     check_conversion(source, folder, config)
@@ -251,7 +255,9 @@ def partition(
     keys: ShowKeys = False,
 ) -> None:
     """Partition a dataset into shards, one per rank."""
-    if folder == Path() or "=" in str(folder) or str(folder).startswith("-"):
+    # Without a folder, typer takes the first setting for it, such as shards=4 or --shards.
+    is_folder_given = folder != Path() and "=" not in str(folder) and not str(folder).startswith("-")
+    if not is_folder_given:
         raise ValueError(f"say where to write the shards: hopline partition {source} FOLDER shards=4")
     config = override(PartitionConfig(), _without_dashes(overrides or []))
     locate(source)
@@ -282,7 +288,8 @@ def verify(
     from hopline.shards.shard import is_shards
     from hopline.shards.verify import verify_shards
 
-    for line in verify_shards(folder) if is_shards(folder) else verify_folder(folder):
+    check = verify_shards if is_shards(folder) else verify_folder
+    for line in check(folder):
         print(line)
     print(f"{folder} is intact")
 
@@ -361,12 +368,13 @@ def _print_keys(command: str, before: list[str], groups: list[str]) -> None:
     """
     if command not in SETTINGS:
         raise ValueError(f"hopline {command} has no settings: --keys is for {', '.join(SETTINGS)}")
+    # Only `train` and `plan` know recipes and methods.
     is_run = SETTINGS[command] is RunConfig
     recipe = RECIPES.get(before[0]) if is_run and before else None
-    values = None if recipe is None else recipe()
+    recipe_values = None if recipe is None else recipe()
     own_methods = [word for word in [*before, *groups] if is_run and _names_own_method(word)]
     own_classes = {word: own_settings("method", word.partition("=")[2], Method) for word in own_methods}
-    settings = settings_of(SETTINGS[command], values, own_classes)
+    settings = settings_of(SETTINGS[command], recipe_values, own_classes)
     titles = list(dict.fromkeys(setting.group for setting in settings))
     for group in groups:
         if not any(_is_named(title, group) for title in titles):

@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # settings of methods derive from `Method`, and reading setti
 TrainStep: TypeAlias = "Callable[[nn.Module, Batch], Tensor]"
 """(model, batch) -> mean loss over the batch's seeds, as a scalar to differentiate."""
 KeepRows: TypeAlias = "Callable[[int, Tensor, Tensor], None]"
-"""(layer, node ids, their rows after that layer) -> None. Called in chunks of nodes, once for each node."""
+"""(layer, node ids, their rows after that layer) -> None. Called once per layer and chunk of nodes."""
 
 
 def _cpu() -> torch.device:
@@ -72,7 +72,8 @@ class Job:
     train_step: TrainStep
     """Computes the loss of a batch."""
     usual_loss: bool = False
-    """Whether `train_step` is the usual loss of the task: a mean over the seeds, which may be split."""
+    """Whether `train_step` is the usual loss of the task, a mean over the seeds. Only then can the loss of a
+    batch be computed in micro-batches."""
     seed: int = 0
     """Seed of all random draws."""
     device: torch.device = field(default_factory=_cpu)
@@ -85,7 +86,7 @@ class Job:
 
 
 class Unit(ABC):
-    """Work that ends in gradients: a batch, a sweep over parts, a captured CUDA graph.
+    """Work that ends in gradients: a batch, the whole graph part by part, a captured CUDA graph.
 
     The trainer calls `forward_backward`, then the optimizer, then `commit`. `Method` has an example.
     """
@@ -97,8 +98,8 @@ class Unit(ABC):
     def total_size(self) -> float | None:
         """The number of examples in this unit and in the other ranks' units of the same step, together.
 
-        None: the Trainer sums the sizes over the ranks. A method that returns a number saves that message
-        in every step, and must then give every rank the same number of units.
+        None: the Trainer sums the sizes over the ranks. A unit that returns a number saves this collective
+        call in every step. Then every rank must have the same number of units.
         """
         return None
 
@@ -271,10 +272,10 @@ class Method(ABC):
         return place(data, self.placement(requested), device)
 
     def plan(self, outline: Outline, budget: Budget) -> Plan:
-        """The memory that the method takes, in a form that keeps to a budget if there is one.
+        """The memory that the method takes, with settings that keep to a budget if there are any.
 
-        `Plan.fits` says whether it does. Forms, such as numbers of shards, may differ in memory and time,
-        but not in what is learnt.
+        `Plan.fits` says whether it does. A plan may choose the look-ahead or the number of shards, which
+        change memory and time. It changes nothing of what is learnt.
         """
         raise ValueError(
             f"{type(self).__name__} has no plan, so it cannot keep to a budget: leave out budget=, or define "
@@ -364,7 +365,7 @@ class Budget:
                         f"a budget has no {name!r}: give some of {', '.join(names)}.{nearest(name, names)}"
                     )
             return cls.of(cls(**given))  # type: ignore[arg-type]
-        parse_size(given)
+        parse_size(given)  # raises if it is no size
         return cls(device=str(given))
 
     def bytes_on(self, device: torch.device) -> int | None:
@@ -399,10 +400,10 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outline(ABC):
-    """All that a method may ask about a run before it begins. `hopline.budget.memory_plan` has the code."""
+    """All that a method may ask about a run before it begins. `hopline.budget.memory_plan` implements it."""
 
     job: Job
-    """The job, with its data where it lies before any of it is placed on a GPU."""
+    """The job. Its data has not been placed on a GPU yet."""
     optimizer: str = "adam"
     """The optimizer's name, which decides how much it remembers per weight."""
     placement: Placement = field(default_factory=Placement)
@@ -438,7 +439,10 @@ class Outline(ABC):
 
     @abstractmethod
     def limits(self, budget: Budget) -> dict[Place, int | None]:
-        """By place: the bytes that a budget allows, None for no limit. On a CPU the device is the host."""
+        """The bytes that a budget allows, by place. None for no limit.
+
+        On a CPU, "host" has the smaller limit of device and host, and "device" has none.
+        """
 
     @abstractmethod
     def resident_items(self) -> list[Item]:
@@ -446,7 +450,7 @@ class Outline(ABC):
 
     @abstractmethod
     def data_on_host(self) -> list[Item]:
-        """The graph, features and labels in host memory. What is mapped from files is not in it."""
+        """The graph, features and labels in host memory, without those that are memory-mapped files."""
 
     @abstractmethod
     def hidden_bytes(self) -> int:
@@ -461,7 +465,7 @@ class Outline(ABC):
 
 
 class DoesNotFit(ValueError):
-    """Raised if no form of a method keeps to a budget. `smallest_bytes`: by place, a limit that would do."""
+    """Raised if a method cannot keep to a budget. `smallest_bytes`: by place, a limit that would do."""
 
     def __init__(self, sentence: str, smallest_bytes: Mapping[Place, int]) -> None:
         super().__init__(sentence)
@@ -527,7 +531,8 @@ class Plan:
     batches_on_host: bool = False
     """Whether batches wait on the host, and move to the GPU for their step, whole or in micro-batches."""
     num_blocks: int | None = None
-    """The number of blocks of the predicted steps. None: measuring steps cannot improve the plan."""
+    """The number of blocks of a step, for the predictor that learns from measured steps. None: measured
+    steps do not improve the plan."""
     async_evaluation: bool = False
     """Whether asynchronous evaluation shares the memory with the steps."""
 
@@ -547,17 +552,23 @@ class Plan:
     @property
     def limit_bytes(self) -> float:
         """The bytes that a step may take: all available ones, less the share of asynchronous evaluation."""
-        return (1 - ASYNC_EVALUATION_SHARE) * self.available_bytes if self.async_evaluation else self.available_bytes
+        if self.async_evaluation:
+            return (1 - ASYNC_EVALUATION_SHARE) * self.available_bytes
+        return self.available_bytes
 
     @property
     def evaluation_bytes(self) -> float:
         """The bytes that evaluation may take: all available ones, or a share if it runs asynchronously."""
-        return ASYNC_EVALUATION_SHARE * self.available_bytes if self.async_evaluation else self.available_bytes
+        if self.async_evaluation:
+            return ASYNC_EVALUATION_SHARE * self.available_bytes
+        return self.available_bytes
 
     @property
     def num_micro_batches(self) -> int:
         """The number of micro-batches that the largest step is likely to be split into."""
-        return max(1, math.ceil(self.step_bytes / self.limit_bytes)) if self.limit_bytes > 0 else 1
+        if self.limit_bytes <= 0:
+            return 1
+        return max(1, math.ceil(self.step_bytes / self.limit_bytes))
 
     @property
     def whole(self) -> str:
@@ -631,7 +642,7 @@ class Plan:
 
         smallest: by place, these limits. budget_key: the setting that limits the place of the steps.
         """
-        keys = {place: budget_key if place == self.compute_place else f"budget.{place}" for place in smallest}
+        keys = {place: f"budget.{place}" for place in smallest} | {self.compute_place: budget_key}
         needs = ", ".join(f"{keys[place]}={_format_limit(num_bytes)}" for place, num_bytes in smallest.items())
         limits = ", ".join(f"{format_size(self.limits[place] or 0)} on the {place}" for place in smallest)
         largest = self._describe_largest(smallest)
@@ -644,10 +655,10 @@ class Plan:
         return limit is None or self.smallest_bytes(place) <= limit
 
     def _describe_largest(self, places: Mapping[Place, int]) -> str:
-        """A phrase in brackets that names the largest item at the places that are too small; "" if there is none.
+        """A phrase in brackets that names the largest item at the places that are too small, or "".
 
-        The bytes of a step may be a bound, far above what was measured when `places` were found. A step that
-        is larger than the limit which would do is left out.
+        places: by place, a limit that would do. It may come from measured steps, and `min_step_bytes` from a
+        bound far above them. So a step that is larger than the limit is not named.
         """
         sizes = [(item.num_bytes, item.name) for item in self.items if item.place in places]
         if self.compute_place in places and self.min_step_bytes <= places[self.compute_place]:
@@ -671,7 +682,7 @@ class Plan:
                 step_bytes = min(self.step_bytes, self.limit_bytes)
                 parts.append(f"a step {format_size(step_bytes)}{split}")
                 if self.async_evaluation:
-                    evaluation_bytes = with_evaluation(step_bytes, True) - step_bytes
+                    evaluation_bytes = with_evaluation(step_bytes, async_evaluation=True) - step_bytes
                     parts.append(f"asynchronous evaluation {format_size(evaluation_bytes)}")
             limit = self.limits[place]
             of_limit = "" if limit is None else f" of {format_size(limit)}"

@@ -112,6 +112,44 @@ def test_a_run_that_is_resumed_waits_for_the_one_before_it(tmp_path: Path):
     assert os.waitpid(child, 0)[1] == 0
 
 
+def test_a_folder_that_another_run_removes_before_the_file_is_opened_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "run"
+    open_file = os.open
+    paths = []
+
+    def open_after_removal(path: Path, *args: int) -> int:
+        paths.append(path)
+        if len(paths) == 1:
+            folder.rmdir()
+        return open_file(path, *args)
+
+    monkeypatch.setattr(run_lock.os, "open", open_after_removal)
+    with RunLock(folder):
+        assert paths == [folder / FILE] * 2
+        assert (folder / FILE).exists()
+
+
+def test_a_folder_that_another_run_removes_while_it_is_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "run"
+    make_folder = Path.mkdir
+    paths = []
+
+    def fail_once(path: Path, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        paths.append(path)
+        if len(paths) == 1:
+            raise FileExistsError(errno.EEXIST, "File exists", str(path))
+        make_folder(path, mode, parents=parents, exist_ok=exist_ok)
+
+    monkeypatch.setattr(Path, "mkdir", fail_once)
+    with RunLock(folder):
+        assert paths[:2] == [folder, folder]
+        assert (folder / FILE).exists()
+
+
 def test_a_forked_process_that_outlives_a_killed_run_does_not_hold_it(tmp_path: Path):
     parent = os.fork()
     if parent == 0:

@@ -1,7 +1,7 @@
 """The trainer: the training loop, and all that surrounds it.
 
-Read `trainer` first. Its module docstring shows the loop, and `fit`, `_train_epochs`, `_train_epoch` and
-`step` are it.
+Read `trainer` first. Its module docstring shows the loop, which is `fit`, `_train_epochs`, `_train_epoch`
+and `step`.
 
     trainer             the loop, for all methods
     inputs              checks of the arguments that a user gives to a Trainer
@@ -21,7 +21,7 @@ Read `trainer` first. Its module docstring shows the loop, and `fit`, `_train_ep
     run_lock            the lock of a run folder
 
 The files of a run folder are a contract: later versions read them, or refuse them by name. The package
-stands on `methods` and below.
+imports from `methods` and the folders below it.
 
 State of the process: `run_lock` owns the locks of run folders that this process holds.
 """

@@ -99,16 +99,18 @@ class EvaluationThread:
     It owns a copy of the model, and on a GPU a stream. One other thread, the one that trains, calls all
     public methods. A buffer that was submitted belongs to the evaluation thread until its result has come.
 
-    On a CPU the thread gives way to training, and hopline's kernels run in this thread alone. If all convs
-    are fused, torch's operations do too: no result depends on the number of threads. Otherwise torch uses
-    as many threads as for training, so that results are the same. On a GPU, host threads only read data, as
-    many as for training.
+    On a CPU the thread has a lower priority than training, and hopline's kernels use no other thread. If
+    all convs are fused, torch's operations use no other thread either: their results do not depend on the
+    number of threads. Otherwise torch uses as many threads as for training, so that results are the same.
+    On a GPU the host only reads data, with as many threads as for training.
     """
 
     def __init__(self, measure: Measure, job: Job) -> None:
         module = copy.deepcopy(job.module)
         module.requires_grad_(False)
-        data = replace(job.data, tables={name: table.concurrent_view() for name, table in job.data.tables.items()})
+        # Views of the tables that may be read while training reads them too.
+        tables = {name: table.concurrent_view() for name, table in job.data.tables.items()}
+        data = replace(job.data, tables=tables)
         self._job = for_copy(job, module, data)
         self._measure = measure
         self._is_cancelled = threading.Event()
@@ -123,8 +125,8 @@ class EvaluationThread:
         self._captured_inference = measure.captured_inference(self._job)
         self._labels: Tensor | None = None
         if self._captured_inference is not None:
-            # `prepare` captures in the training thread: no other thread may draw random numbers during a
-            # capture, and training does.
+            # No other thread may draw random numbers during a capture, and training draws them. So the
+            # training thread captures, in `prepare`, and the evaluation thread never does.
             self._captured_inference.left_to_others = True
         self._stream: Any = streams.stream_for("evaluate", job.device) if job.device.type == "cuda" else None
         self._pool = ops.start_threads(1, "hopline-evaluation", self._set_up_thread)
@@ -140,10 +142,11 @@ class EvaluationThread:
 
     @property
     def max_pending(self) -> int:
-        """Most evaluations that may be pending, so that the next one starts without waiting for training.
+        """Most evaluations that may be pending at once.
 
-        Only one until it is settled whether evaluations are replayed as a CUDA graph. With two, timing
-        would decide which evaluation is the first one to be replayed.
+        Two, so that the thread can start the second without waiting for training to submit it. Only one
+        until it is settled whether evaluations are replayed as a CUDA graph: with two, timing would decide
+        which evaluation is the first one to be replayed.
         """
         return 2 if self._captured_inference is None or self._captured_inference.is_settled else 1
 
@@ -191,6 +194,7 @@ class EvaluationThread:
         self._is_cancelled.set()
         self._requests.put(None)
         self._pool.shutdown()
+        # Raises an error that `_serve` did not put into `_answers`.
         self._future.result()
         if self._stream is not None:
             # A CUDA graph must not be freed before its kernels have run.
@@ -216,7 +220,7 @@ class EvaluationThread:
             ops.serial_here()
         is_fused = isinstance(self._job.model, GNN) and self._job.model.is_fused
         if on_gpu or not is_fused:
-            # Torch keeps this number per thread.
+            # Torch keeps this number per thread. `serial_here` has set it to 1.
             torch.set_num_threads(self._num_torch_threads)
         give_way()
 
@@ -279,8 +283,8 @@ class AsyncEvaluator(Evaluator):
     """Evaluates in a thread while training continues.
 
     The first rank owns the thread. All ranks keep snapshots, and get results together at the end of an
-    epoch. A single rank gets them between steps too. On a CPU, where training would have to wait for the
-    thread, training evaluates some of the snapshots itself.
+    epoch. A single rank gets them between steps too. On a CPU, training that has to wait for a result
+    evaluates a snapshot itself, if the thread has not begun all of them.
 
     The training thread calls all methods.
     """
@@ -323,7 +327,7 @@ class AsyncEvaluator(Evaluator):
             self.thread = EvaluationThread(self.measure, trainer.job)
         for state in restored:
             self._take_snapshot(state["epoch"], state["weights"], state["reason"])
-        yield from ()
+        yield from ()  # results come later
 
     def validate(self, epoch: int) -> Iterator[Result]:
         if len(self.waiting.snapshots) >= BACKLOG:
@@ -360,7 +364,10 @@ class AsyncEvaluator(Evaluator):
 
         reason: why training was to stop after that epoch, if it was.
         """
-        buffer = self.free_buffers.pop() if self.free_buffers else WeightsBuffer(self.trainer.model.state_dict())
+        if self.free_buffers:
+            buffer = self.free_buffers.pop()
+        else:
+            buffer = WeightsBuffer(self.trainer.model.state_dict())
         buffer.fill(weights)
         self.waiting.snapshots.append(Snapshot(epoch, buffer, reason))
         self._serve_thread()
@@ -377,6 +384,7 @@ class AsyncEvaluator(Evaluator):
             self.results[evaluation.epoch] = evaluation
         if not self.submitted:
             self.thread.prepare()
+        # Below 0 when `max_pending` has fallen to 1 while two evaluations are pending.
         num_free = self.thread.max_pending - len(self.submitted) if self.thread.is_ready else 0
         for snapshot in self._unstarted()[: max(0, num_free)]:
             self.thread.submit(snapshot.epoch, snapshot.buffer)
@@ -415,7 +423,9 @@ class AsyncEvaluator(Evaluator):
                 self._serve_thread()
             else:
                 self._serve_thread(wait=True)
-        records = self.trainer.world.broadcast_object([vars(evaluation) for evaluation in self._ready_evaluations()])
+        # As dicts, since `broadcast_object` sends JSON. Only the first rank has any.
+        records = [vars(evaluation) for evaluation in self._ready_evaluations()]
+        records = self.trainer.world.broadcast_object(records)
         yield from self._release([Evaluation(**record) for record in records])
 
     def _evaluate_in_trainer(self, snapshot: Snapshot) -> None:
@@ -442,7 +452,7 @@ class AsyncEvaluator(Evaluator):
 
 
 def check_async(trainer: Trainer, *, overrides_evaluate: bool) -> None:
-    """Refuse a run that cannot be evaluated asynchronously, or not with the result of blocking evaluation.
+    """Refuse a run that cannot be evaluated asynchronously, or would end differently than a blocking one.
 
     overrides_evaluate: whether the trainer is of a class that overrides `evaluate`.
     """

@@ -33,8 +33,8 @@ class StepEnd:
     """[]: mean loss over the step's seeds, detached. With several ranks, this rank's share of it: the sum
     over the ranks is the mean. Reading it on a GPU synchronises."""
     size: float
-    """Number of seeds in the step, over all ranks. With `Historical(compensate=True)`: the share of all
-    seeds that the step's batches stand for."""
+    """Number of seeds in the step, over all ranks. With `Historical(compensate=True)` every batch counts as
+    an equal share of all seeds, so this may be a fraction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +117,8 @@ class Run:
     rank: int = 0
     """The rank of the process that returned this object. All ranks have the same numbers."""
     dropped: int = 0
-    """Number of epochs trained during the evaluation that ended the run, the last perhaps in part. They
-    were dropped."""
+    """Number of epochs that were trained during the evaluation that ended the run, and dropped. The last of
+    them may be incomplete."""
     seconds: float = 0.0
     """Seconds of the whole run, with those before it was resumed."""
     peak_bytes: dict[str, int] = field(default_factory=dict)

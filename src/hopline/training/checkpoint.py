@@ -1,6 +1,6 @@
 """Checkpoints: all that a run needs to resume as if it had never stopped, in one file.
 
-    to save      snapshot(trainer, run) -> state -> write: replaces the file in one step, so it is always whole
+    to save      snapshot(trainer, run) -> state -> write: replaces the file in one step; it is always whole
     to resume    read_together -> state -> check_identity: refuses another run -> restore(trainer, state)
 
 A state is a dict of tensors and plain values. It holds the model, the optimizer, the schedule, random
@@ -68,7 +68,7 @@ class Position:
     units: int = 0
     """Units of this epoch that this rank has trained, empty ones included (`rank_steps.NoUnit`)."""
     seeds: float = 0
-    """Seeds of this epoch that all ranks have trained."""
+    """Seeds of this epoch that all ranks have trained. May be a fraction, as `StepEnd.size`."""
     loss_sum: Tensor | float = 0.0
     """Sum of this rank's loss over these seeds. A float64 scalar on the device once a step is done."""
     seconds: float = 0.0
@@ -95,6 +95,7 @@ def snapshot(trainer: Trainer, run: Run) -> dict[str, Any]:
         "num_steps": trainer.num_steps,
         "stop_reason": trainer.stop_reason,
         "metric": trainer.metric,
+        # Not asked for before it is needed: it raises if the metric's name does not tell the mode.
         "best_is": trainer.best_is if has_validated else None,
         "history": [asdict(epoch) for epoch in run.history],
         "evaluations": [asdict(evaluation) for evaluation in run.evaluations],
@@ -105,7 +106,10 @@ def snapshot(trainer: Trainer, run: Run) -> dict[str, Any]:
 
 
 def _rank_state(trainer: Trainer) -> dict[str, Any]:
-    """The state of this rank alone: of its gradients, and its weights if ranks have different ones."""
+    """The state that only this rank has: of its `gradients`, and with `Gradients.local` also of the weights.
+
+    Ranks whose gradients are `local` have different weights within an epoch, as in local SGD.
+    """
     gradients_state = trainer.gradients.state_dict()
     if not isinstance(gradients_state, dict):
         name = type(trainer.gradients).__name__
@@ -193,13 +197,13 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
     restore_random_states(state["rng"])
 
 
-def _rank_loss_sum(sums: Tensor | float, world: World) -> Tensor | float:
+def _rank_loss_sum(sums: Tensor, world: World) -> Tensor | float:
     """This rank's part of the loss sum of the epoch so far.
 
     sums: [] or [num_ranks], one number per rank that wrote the checkpoint. If the number of ranks has
     changed, the first rank gets all of it.
     """
-    if not isinstance(sums, Tensor) or (sums.dim() == 0 and world.size == 1):
+    if sums.dim() == 0 and world.size == 1:
         return sums
     if sums.numel() == world.size:
         return float(sums.view(-1)[world.rank])
@@ -264,7 +268,8 @@ def parse(content: bytes, path: Path) -> dict[str, Any]:
     if len(words) != 3 or words[0] != _MAGIC:
         raise ValueError(f"{path} is not a hopline checkpoint: remove it, or choose another folder with out=")
     _, checksum, num_bytes = words
-    if num_bytes != b"%d" % len(payload) or hashlib.sha256(payload).hexdigest().encode() != checksum:
+    is_whole = num_bytes == b"%d" % len(payload)
+    if not is_whole or hashlib.sha256(payload).hexdigest().encode() != checksum:
         raise _damage_error(path, "its checksum does not match")
     try:
         state = torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")
@@ -290,11 +295,13 @@ def was_recorded(record: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
     if record.get("event") == "evaluate":
         evaluated = {(evaluation["epoch"], evaluation["split"]) for evaluation in state["evaluations"]}
         return (epoch, record.get("split")) in evaluated
+    # A line without an epoch is about the whole run.
     return not isinstance(epoch, int) or epoch <= len(state["history"])
 
 
 def is_over(state: Mapping[str, Any], epochs: int) -> bool:
     """Whether a run of `epochs` epochs has nothing left to train or to validate."""
+    # The callback `validation.Waiting` holds the epochs that wait for their evaluation.
     must_validate = any(
         callback_state.get("waiting") for name, callback_state in state["callbacks"] if name == "Waiting"
     )
@@ -474,7 +481,8 @@ class Checkpoints:
         state = read_together(self.path, self.world)
         if state is None:
             return None
-        missing = [key for key in ("identity", "position", "callbacks", "history", "evaluations") if key not in state]
+        needed = ("identity", "position", "callbacks", "history", "evaluations")
+        missing = [key for key in needed if key not in state]
         if missing:
             raise _damage_error(self.path, f"it has no {missing[0]}")
         removed = removed_settings(type(trainer.requested_method))
@@ -527,8 +535,9 @@ class Checkpoints:
         return max(requested_s, self.write_duration_s / MAX_TIME_SHARE) if requested_s else 0.0
 
     def write_if_due(self, trainer: Trainer, run: Run, *, at_end: bool = False, in_epoch: bool = False) -> None:
-        """Write a checkpoint if its time has come, or if some rank has received a signal. All ranks call
-        this together.
+        """Write a checkpoint if one is due by time, or if some rank has received a signal.
+
+        All ranks call this together.
 
         at_end: whether training has ended, which makes a checkpoint due. in_epoch: as in `write`.
         """
@@ -551,7 +560,8 @@ class Checkpoints:
         if self.path is None:
             return
         started = time.monotonic()
-        # Two names: a checkpoint between epochs is not in the seconds of one, nor may it be in its stages.
+        # Two names, since only a checkpoint between steps is part of the seconds of an epoch. The report
+        # subtracts it from the training time.
         with trace.span("checkpoint" if in_epoch else "evaluate.checkpoint"):
             state = snapshot(trainer, run)
             if self.world.rank == 0:

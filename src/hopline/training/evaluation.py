@@ -3,9 +3,9 @@
 `Measure` is a value that says how to measure. It is called with a job, so that the same one serves the
 trainer's model and the copy of it that asynchronous evaluation uses.
 
-The functions below it are about modules that are not made of layers (`Whole`). Exact evaluation runs such a
-module on the hops around the nodes, if a trial shows that this gives the outputs of the whole graph.
-Otherwise it runs on the whole graph at once, which must fit.
+The functions below `Measure` are about modules that are not made of layers (`Whole`). Exact evaluation may
+run such a module on the neighbourhood of the nodes, some hops wide. A trial must have shown that this gives
+the outputs of the whole graph. Otherwise the module runs on the whole graph at once, which must fit.
 """
 
 from __future__ import annotations
@@ -80,14 +80,19 @@ class Measure:
         with own_threads(job):
             if isinstance(data, ShardedData):
                 return shard_infer.evaluate(job.model, data, self.split, batches, job.device)
-            scores = self._exact_scores(job, ids, keep) if batches is None else self._sampled_scores(job, ids, batches)
+            if batches is None:
+                scores = self._exact_scores(job, ids, keep)
+            else:
+                scores = self._sampled_scores(job, ids, batches)
         return infer.measure(data, scores, self.labels(job))
 
     def _exact_scores(self, job: Job, ids: Tensor, keep: KeepRows | None) -> Tensor:
-        """The outputs at `ids` over every edge, in one of three ways.
+        """The outputs at `ids` over every edge.
 
-        They are a captured CUDA graph, a module without layers, and inference layer by layer.
+        A captured CUDA graph computes them if there is one. Otherwise a module without layers runs as one,
+        and any other model layer by layer.
         """
+        # A replayed graph would hand no embeddings to `keep`.
         captured = self.captured_inference(job) if keep is None else None
         if captured is not None:
             return captured()
@@ -121,10 +126,13 @@ class Measure:
 
     def _sampled_scores(self, job: Job, ids: Tensor, batches: Iterable[Batch]) -> Tensor:
         """The outputs at `ids` over the edges of sampled batches, within `chunk_bytes` if that is set."""
-        guard = None if self.chunk_bytes is None else Guard(job, Budget(), self.chunk_bytes)
+        guard = None
+        if self.chunk_bytes is not None:
+            # An empty budget: `limit_bytes` alone counts.
+            guard = Guard(job, Budget(), limit_bytes=self.chunk_bytes)
         if guard is not None and isinstance(batches, Loader):
             # Batches wait on the host, so that a GPU never holds more of one than the guard allows.
-            batches = batches.with_budget(None, batches_on_host=True)
+            batches = batches.with_budget(split_ahead=None, batches_on_host=True)
         return infer.sampled(job.model, batches, num_nodes=ids.numel(), show=self.show, guard=guard)
 
     def labels(self, job: Job) -> Tensor:
@@ -149,10 +157,10 @@ class Measure:
 
 
 def hops_of(model: GNN | Whole, data: Dataset, method: Method) -> int | None:
-    """The number of hops that exact inference needs around a node of a module without layers.
+    """The hops around a node that a module without layers reads, for `infer.part_hops_of`.
 
-    That is the number of fan-outs, if a trial on a tiny graph shows that they are enough. None: unknown, or
-    the model is made of layers.
+    That is the number of fan-outs, if a trial on a tiny graph shows that they are enough: a neighbourhood of
+    these hops, or one more, gives the outputs of the whole graph. None: unknown, or the model has layers.
     """
     # The tables of a shard have no "x".
     has_features = "x" in data.tables
@@ -164,13 +172,14 @@ def hops_of(model: GNN | Whole, data: Dataset, method: Method) -> int | None:
 
 
 def part_hops_of(job: Job, method: Method) -> int | None:
-    """The hops around a node that exact evaluation runs a module without layers on.
+    """The hops of the neighbourhood on which exact evaluation runs a module without layers.
 
     None for the whole graph, and for models that are made of layers.
     """
     if not isinstance(job.model, Whole):
         return None
     num_hops = hops_of(job.model, job.data, method)
+    # limits=[]: a module whose hops are unknown is not refused, but runs on the whole graph.
     return infer.part_hops_of(job.model, job.data, num_hops, limits=[])
 
 

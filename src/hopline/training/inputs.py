@@ -66,7 +66,8 @@ def unwrap_model(model: nn.Module, world: World) -> nn.Module:
 def check_hooks(job: Job) -> None:
     """Refuse hooks that were put on a model after the Trainer was made.
 
-    The Trainer has decided before whether to run the model layer by layer, which does not call hooks.
+    The Trainer has decided before whether to run the model layer by layer, which does not call hooks. So a
+    PyG model with hooks no longer counts as layered.
     """
     if is_layered(job.module) != isinstance(job.model, GNN):
         raise ValueError(
@@ -182,7 +183,7 @@ class InPlaceChangeCheck:
 
 
 def _versions_of(data: Dataset) -> dict[str, int | None]:
-    """By the name of an array of the dataset: how often it was changed in place. Shards are not watched."""
+    """The number of in-place changes of each array of the dataset, by its name. Shards are not watched."""
     if isinstance(data, ShardedData):
         return {}
     table_versions = {f"table {name!r}": table.version for name, table in data.tables.items()}

@@ -47,7 +47,7 @@ class Scheduler:
             self._by_epoch = StepLR(optimizer, every, gamma=spec.factor)
 
         # Made last: its constructor already multiplies the rate by the first factor of the warm-up. The
-        # schedules above must see the full rate.
+        # schedules above must see the full rate. Epoch i of the warm-up has i / (warmup + 1) of it.
         self._warmup: LinearLR | None = None
         if spec.warmup:
             self._warmup = LinearLR(optimizer, start_factor=1 / (spec.warmup + 1), total_iters=spec.warmup)
@@ -69,19 +69,19 @@ class Scheduler:
         self.epoch = state["epoch"]
         # Loading a state overwrites `T_max`, the length of the cosine, so the new one is read before.
         cosine = self._by_epoch if isinstance(self._by_epoch, CosineAnnealingLR) else None
-        num_epochs = 0 if cosine is None else cosine.T_max
+        cosine_epochs = 0 if cosine is None else cosine.T_max
         for name, scheduler in self._schedulers().items():
             scheduler.load_state_dict(state[name])
-        if cosine is None or cosine.T_max == num_epochs:
+        if cosine is None or cosine.T_max == cosine_epochs:
             return
 
-        cosine.T_max = num_epochs
+        cosine.T_max = cosine_epochs
         # At epoch 0 of the cosine, the rate is that of the warm-up.
         if cosine.last_epoch > 0:
-            # Torch computes each rate from the one before, so it would continue from the old cosine, and
-            # after the end of that stay at the floor. Set the rate that the new cosine has at this epoch:
-            #     floor + (base_lr - floor) * (1 + cos(pi * epoch / num_epochs)) / 2
-            share = (1 + math.cos(math.pi * min(cosine.last_epoch / num_epochs, 1))) / 2
+            # Torch computes each rate from the one before. It would continue from the old cosine, or stay at
+            # the floor after the old cosine's end. Set the rate that the new cosine has at this epoch:
+            #     floor + (base_lr - floor) * (1 + cos(pi * epoch / cosine_epochs)) / 2
+            share = (1 + math.cos(math.pi * min(cosine.last_epoch / cosine_epochs, 1))) / 2
             for group, base_lr in zip(self.optimizer.param_groups, cosine.base_lrs, strict=True):
                 lr = float(self.floor + (base_lr - self.floor) * share)
                 if isinstance(group["lr"], Tensor):

@@ -42,10 +42,10 @@ def make_optimizer(kind: str, decays: Decays, lr: float) -> torch.optim.Optimize
     groups: list[dict[str, Any]] = [
         {"params": list(parameters), "weight_decay": decay} for parameters, decay in decays if len(parameters)
     ]
-    first = groups[0]["params"][0]
-    device = first.device
+    first_parameter = groups[0]["params"][0]
+    device = first_parameter.device
     optimizer_class = ops.optimizer_class({"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}[kind], device)
-    if device.type != "cuda" or first.dtype == torch.float64:
+    if device.type != "cuda" or first_parameter.dtype == torch.float64:
         return optimizer_class(groups, lr=lr)  # type: ignore[call-arg]
 
     options: dict[str, Any] = {"fused": True} if kind == "sgd" else {"fused": True, "capturable": True}
@@ -179,7 +179,9 @@ class Update:
         if prepare is not None:
             prepare()
         # wait=False: if an evaluation has the lock, a later step can be captured just as well.
+        # nullcontext: there is nothing to prepare before the capture, nor to restore after it.
         is_captured = captured.capture(nullcontext(self._run), wait=False)
+        # Settled without a graph: the capture was tried and failed.
         if captured.is_settled and not is_captured:
             self.can_capture = False
             self.captured = {}

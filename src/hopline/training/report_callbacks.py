@@ -71,6 +71,7 @@ class WatchBudget(Callback):
         if trainer.guard is None:
             return
         record = _over_ranks(trainer.guard.take_record(), trainer)
+        # Per step, in bytes: "before" is the predicted peak of the whole batch, "after" the peak as it ran.
         record["num_steps"] = len(record["after"])
         record["before"], _ = thin_out(record["before"], MAX_POINTS)
         record["after"], record["steps_per_point"] = thin_out(record["after"], MAX_POINTS)
@@ -87,6 +88,7 @@ class WatchBudget(Callback):
             return
         sums = {name: sum(record[name] for record in self.records) for name in SUMMED}
         largest = {name: max(record[name] for record in self.records) for name in ("promised_bytes", "peak_bytes")}
+        # The last record also gives the limit.
         total = self.records[-1] | sums | largest
         changes = _describe_batches(total, ("split", "resampled", "cut"))
         if changes:
@@ -234,9 +236,11 @@ def _evaluation_advice(trainer: Trainer, run: Run) -> str:
     evaluation_s = sum(evaluation.seconds for evaluation in run.evaluations if evaluation.split == "valid")
     training_s = sum(epoch.seconds for epoch in run.history)
     every = trainer.settings.evaluate_every
+    # With no more epochs than `every`, only the last one was evaluated: a larger interval would not help.
     if trainer.settings.evaluate != "blocking" or evaluation_s <= training_s or run.epochs <= every:
         return ""
     share = evaluation_s / (evaluation_s + training_s)
+    # Twice the interval, and at least 5 epochs: a rule of thumb.
     return f"evaluation: {share:.0%} of the run: set evaluate_every={max(2 * every, 5)} or evaluate=async"
 
 
@@ -327,6 +331,7 @@ class ShowProgress(Callback):
         return "  ".join(columns)
 
     def _close(self) -> None:
+        """Close the progress bar, if there is one."""
         if self.context is not None:
             self.context.__exit__(None, None, None)
             self.context = self.bar = None

@@ -99,8 +99,11 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
 def stored_settings(trainer: Trainer) -> dict[str, Any]:
     """The content of config.json: "config", all settings, and "changed", the keys without their defaults."""
     settings = settings_of(trainer)
-    own_gradients = {} if type(trainer.gradients) is Gradients else {"gradients": settings["gradients"]}
-    changed = [f"gradients.{key}" for key in own_gradients.get("gradients", {})]
+    own_gradients: dict[str, Any] = {}
+    changed: list[str] = []
+    if type(trainer.gradients) is not Gradients:
+        own_gradients = {"gradients": settings["gradients"]}
+        changed = [f"gradients.{key}" for key in settings["gradients"]]
     if trainer.config is not None:
         config = to_dict(trainer.config) | own_gradients
         return {"config": config, "changed": [*changed_keys(trainer.config), *changed]}
@@ -108,7 +111,7 @@ def stored_settings(trainer: Trainer) -> dict[str, Any]:
     changed += ["data", "model", *(f"train.{key}" for key in changed_keys(trainer.settings))]
     method = trainer.requested_method
     has_repr_only = "repr" in settings["method"]
-    if has_repr_only or not isinstance(method, Sampled):
+    if has_repr_only or not isinstance(method, Sampled):  # Sampled is the default
         changed.append("method.kind")
     method_keys = ["repr"] if has_repr_only else changed_keys(method)
     changed += [f"method.{key}" for key in method_keys]
@@ -120,5 +123,6 @@ def fingerprints(model: nn.Module, data: Dataset) -> tuple[dict[str, str], str]:
 
     Taken before training, because a module may count something while it trains.
     """
+    # The hash that all shards of one partition share stands for the arrays of the whole dataset.
     contents = {"cut": data.shard.cut} if isinstance(data, ShardedData) else contents_of(data)
     return contents, structure_of(model)

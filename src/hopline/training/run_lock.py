@@ -32,6 +32,8 @@ FILE = "run.lock"
 HANDOVER_S = 5.0
 """Seconds that a resumed run waits for the earlier run to end and release the lock. Ranks may need seconds
 to end after their launcher was stopped. A rule of thumb."""
+MAX_OPENS = 10
+"""Most attempts to open the file of the lock while another run removes the folder. A rule of thumb."""
 
 _held_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
 """Locks that this process holds, each from `__enter__` to `__exit__`. A forked child closes its copies.
@@ -98,12 +100,11 @@ class RunLock:
 
         Where the system or the file system has no locks, it returns True without one.
         """
-        # In every attempt: the other run may have removed the folder at its end.
-        self.folder.mkdir(parents=True, exist_ok=True)
         if fcntl is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
             return True
         path = self.folder / FILE
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        file = self._open_file(path)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The holder may have removed the file after it was opened here. Then the lock protects nothing.
@@ -128,6 +129,23 @@ class RunLock:
         self._file = file
         _held_locks.add(self)
         return True
+
+    def _open_file(self, path: Path) -> int:
+        """Open the file of the lock, and create it and its folder if they do not exist.
+
+        At its end another run removes a folder that it made and left empty. If it does so between the two
+        calls below, the second one fails, and both are tried again.
+        """
+        num_failures = 0
+        while True:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            # FileExistsError: `mkdir` met the folder, which was gone when `mkdir` looked whether it is one.
+            except (FileNotFoundError, FileExistsError):
+                num_failures += 1
+                if num_failures == MAX_OPENS:
+                    raise
 
     def _refusal(self) -> str:
         """The message for a folder that another run holds.

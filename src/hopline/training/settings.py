@@ -60,7 +60,7 @@ class Schedule:
 
 
 def upgrade_schedule(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored schedule in the fields of this version: `patience` was a setting, and is part of `every`."""
+    """A stored schedule in the fields of this version: `patience` of `plateau` is now called `every`."""
     if "patience" not in stored:
         return dict(stored)
     name = stored.get("name")

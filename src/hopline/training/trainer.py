@@ -14,12 +14,12 @@
         wait for evaluations that are not done                      _await_evaluations
         load the best weights, and test them                        _test
 
-The loop does not know which method trains. Methods differ in the units that their work yields
-(`contract.Work`).
+The loop does not know which method trains. A method yields *units*: work that ends in gradients, such as a
+batch (`contract.Unit`). A step runs `settings.accumulate` of them.
 
-With evaluate="async" a thread validates, and a result comes when training is some steps or epochs further.
-`act_on` gives such a run the outcome of one that had waited. Callbacks see the weights that were evaluated.
-If the result ends the run, all that was trained since is dropped.
+With evaluate="async" a thread validates while training continues, so results come late. The run still has
+the outcome of evaluate="blocking". Callbacks see the weights that were evaluated (`act_on`). If a result
+ends the run, everything trained since is dropped (`_drop_after`).
 
 `inputs` checks the arguments of a user. `run_facts` collects what config.json and checkpoints store.
 """
@@ -109,7 +109,7 @@ class Trainer:
 
     Args:
         model: A `GNN`, a PyG model, or any module with forward(x, edge_index). It is trained in place.
-        data: With a "train" split, and with "valid" and "test" for what they are used for.
+        data: A dataset with a "train" split. Validation and the final test run if it has "valid" and "test".
         method: `hl.Sampled` (default), `hl.Historical`, `hl.FullBatch`, or one of your own.
         callbacks: Called around steps, epochs and evaluations.
         train_step: (model, batch) -> mean loss over the batch's seeds, a scalar. Default: cross entropy, or
@@ -173,7 +173,9 @@ class Trainer:
         self.device = self.world.device
 
         self.model = unwrap_model(model, self.world).to(self.device)
+        # The model as the library runs it, called with a batch. It shares its parameters with `self.model`.
         walk = as_walkable(self.model)
+        # As the user asked for it. A plan for a budget may replace `method`.
         self.requested_method = check_method(method).for_model(walk).for_graph(data.num_nodes)
         self.method = self.requested_method
         self.gradients = check_gradients(gradients, self.method, self.world)
@@ -185,7 +187,9 @@ class Trainer:
         self.data = data
         self.metric = data.metric
         self.contents: dict[str, str] = {}
+        """Fingerprints of the dataset's arrays by name, for checkpoints. Empty without a run folder."""
         self.structure = ""
+        """A fingerprint of the model apart from its weights, for checkpoints. Empty without a run folder."""
         if out is not None:
             self.contents, self.structure = fingerprints(self.model, data)
         self._change_check = InPlaceChangeCheck(data)
@@ -247,9 +251,9 @@ class Trainer:
         self._keep_weights = KeepWeights(None)
         self._write_report: WriteReport | None = None
         self._ending_result: Result | None = None
-        """The result that ended the run, if training was already further than the epoch that it is of."""
+        """A result that ended the run after training had continued past its epoch. None until one does."""
         self._evaluated_weights: Mapping[str, Tensor] | None = None
-        """While callbacks see a result of earlier weights than the model's: these earlier weights."""
+        """The weights that a late result is of, while callbacks see that result. Otherwise None."""
 
     # ---- the loop: epochs, steps of each epoch, units of each step
 
@@ -274,9 +278,9 @@ class Trainer:
             stack.enter_context(keep_freed_memory_within())
             stack.enter_context(preserve_modes(self.model))
             stack.enter_context(preserve_all_rng(self.device))
-            state = self._open_run(stack)
+            resume_state = self._open_run(stack)
             try:
-                self._begin_training(state)
+                self._begin_training(resume_state)
                 has_epochs_left = self.position.epoch <= self.settings.epochs
                 if self.stop_reason is None and has_epochs_left:
                     with self.checkpoints.hold_signals():
@@ -310,27 +314,30 @@ class Trainer:
             try:
                 epoch_end = self._train_epoch(epoch)
             except Exception:
-                # With asynchronous evaluation the run may have ended before this epoch. Then a run that
-                # waits would never have met the error. Several ranks wait for results together, which one
-                # that failed cannot do by itself: the others may not have met the error.
+                # With asynchronous evaluation, a result that is yet to come may end the run with an earlier
+                # epoch. A blocking run would then never have met this error. Waiting for results is a
+                # collective call, so several ranks do not: the others may not have failed.
                 if self.world.size == 1:
                     self.act_on(self.evaluations.wait_all())
                 if self._ending_result is None:
                     raise
                 return
-            if epoch_end is None:
+            if epoch_end is None:  # the result of an earlier epoch ended the run
                 return
             self.run.epochs = epoch
             self.run.history.append(epoch_end)
             self.call("on_epoch_end", epoch_end)
 
             # Asked before the evaluation, whose callbacks may stop the run and so change the answer.
-            is_due = self._is_due(epoch)
-            evaluations = self.act_on(self.evaluations.validate(epoch)) if self.is_evaluated(epoch) else []
-            # Empty if no evaluation was due, or if its result comes later. The plateau schedule is the only
-            # one that reads a score, and it needs evaluate="blocking".
+            is_evaluation_due = self._is_evaluation_due(epoch)
+            evaluations: list[Evaluation] = []
+            if self.is_evaluated(epoch):
+                evaluations = self.act_on(self.evaluations.validate(epoch))
+            # Empty without a "valid" split, if no evaluation was due, or if its result comes later. Only
+            # the plateau schedule reads the value below. It needs evaluate="blocking", and goes by the loss
+            # if there is no "valid" split.
             scores = [self.score(evaluation.metrics) for evaluation in evaluations if evaluation.epoch == epoch]
-            self.schedule.step(scores[0] if scores else -epoch_end.loss, evaluated=is_due)
+            self.schedule.step(scores[0] if scores else -epoch_end.loss, evaluated=is_evaluation_due)
             # Here, so that the time of an evaluation counts for the epoch that it follows.
             self._timers.next_epoch()
 
@@ -356,7 +363,7 @@ class Trainer:
         position = self.position
         # As if the epoch had begun in this process, so that its seconds include those before a resume.
         started = time.perf_counter() - position.seconds
-        units = units_from(self.work, epoch, position.units, round(position.seeds))
+        units = units_from(self.work, epoch, done=position.units, examples=round(position.seeds))
         groups = in_groups(units, self.settings.accumulate)
         with closing(align_groups(groups, self.world)) as steps:
             for step_units in steps:
@@ -387,6 +394,7 @@ class Trainer:
         Returns (loss, number of seeds). The seeds are those of all ranks. The loss is this rank's share of
         the mean over them: summed over the ranks, it is the mean loss of the step.
         """
+        # 1 if all units are empty: the loss is divided by it.
         total = total_size(units, self.world) or 1
         self.update.clear()
         if self.world.size > 1:
@@ -394,6 +402,7 @@ class Trainer:
             # different numbers.
             torch.manual_seed(ops.derive_key(self.settings.seed, self.num_steps, self.world.rank))
 
+        # `own_threads` may leave torch one thread, which is too few for a long loss of the user's own.
         with own_threads(self.job) if self.job.usual_loss else nullcontext():
             losses = [unit.forward_backward(total) for unit in units]
             loss_sum = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
@@ -434,7 +443,7 @@ class Trainer:
         )
 
     def _end_epoch(self, epoch: int, started: float) -> EpochEnd:
-        """Synchronise with the device, check the epoch, and sum up its loss over all ranks and its times.
+        """Synchronise with the device, check the epoch for errors, and collect its loss, times and counters.
 
         started: the reading of `time.perf_counter` when the epoch began.
         """
@@ -455,22 +464,22 @@ class Trainer:
                 "`hopline verify`"
             )
 
-        seconds = time.perf_counter() - started
+        epoch_s = time.perf_counter() - started
         stages = self._timers.this_epoch()
         # Stages that work, without those that wait. For stages in threads, `prepare_s` leaves out the time
         # in which a thread had no core.
-        work = {name: s for name, s in stages.items() if name in (*PREPARED, *TRAINED)}
-        work |= self.work.describe().prepare_s
+        work_s = {name: seconds for name, seconds in stages.items() if name in (*PREPARED, *TRAINED)}
+        work_s |= self.work.describe().prepare_s
         self._counters.next_epoch()
         return EpochEnd(
             epoch=epoch,
             loss=mean_loss,
             lr=float(self.optimizer.param_groups[0]["lr"]),
-            seconds=seconds,
-            seeds_per_s=num_seeds / seconds,
-            slowest_stage=max(work, key=lambda name: work[name], default=""),
+            seconds=epoch_s,
+            seeds_per_s=num_seeds / epoch_s,
+            slowest_stage=max(work_s, key=lambda name: work_s[name], default=""),
             stages=stages,
-            work=work,
+            work=work_s,
             counters=self._counters.last_epoch(),
         )
 
@@ -499,7 +508,7 @@ class Trainer:
             captured=self.captured_inferences,
             **self.chunks,
         )
-        return measure(self.job, self.work.keep_rows)
+        return measure(self.job, keep=self.work.keep_rows)
 
     def evaluate_now(self, epoch: int, split: str, *, exact: bool) -> Evaluation:
         """Evaluate the model with the weights that it has now.
@@ -509,8 +518,8 @@ class Trainer:
         """
         started = time.perf_counter()
         with trace.span("evaluate"):
-            is_sharded = isinstance(self.data, ShardedData)
-            metrics = self.evaluate(split, exact=exact) if self.world.rank == 0 or is_sharded else {}
+            computes = self.world.rank == 0 or isinstance(self.data, ShardedData)
+            metrics = self.evaluate(split, exact=exact) if computes else {}
             metrics = self.world.broadcast_object(metrics)
         return Evaluation(epoch=epoch, split=split, metrics=metrics, seconds=time.perf_counter() - started)
 
@@ -525,8 +534,7 @@ class Trainer:
         for result in results:
             self._act_on_one(result)
             evaluations.append(result.evaluation)
-            has_trained_since = result.weights is not None
-            if self.stop_reason is not None and has_trained_since:
+            if self.stop_reason is not None and result.is_late:
                 self._ending_result = result
                 break
         return evaluations
@@ -540,7 +548,6 @@ class Trainer:
         """
         evaluation = result.evaluation
         reason_now = self.stop_reason
-        has_trained_since = result.weights is not None
         if not evaluation.metrics:
             raise ValueError("evaluation gave no metric: let test_step return at least one, as {name: value}")
         self.metric = next(iter(evaluation.metrics))
@@ -555,19 +562,19 @@ class Trainer:
         finally:
             self._evaluated_weights = None
         self.run.evaluations.append(evaluation)
-        if self.stop_reason is None and has_trained_since:
+        if self.stop_reason is None and result.is_late:
             self.stop_reason = reason_now
 
     def _await_evaluations(self) -> None:
-        """Wait for all results. Afterwards, run and model are as the last epoch that counts left them.
+        """Wait for the results of all epochs. Drop what was trained after one that ends the run.
 
         Results that come here are not in the last checkpoint. So if any come, another one is written.
         """
-        waiting = self.evaluations.waiting.snapshots
-        had_to_wait = bool(waiting)
+        epochs_without_result = self.evaluations.waiting.snapshots
+        had_to_wait = bool(epochs_without_result)
         self.act_on(self.evaluations.wait_all())
         if self._ending_result is not None:
-            waiting.clear()
+            epochs_without_result.clear()
             self._drop_after(self._ending_result)
         if had_to_wait or self._ending_result is not None:
             self.checkpoints.write(self, self.run)
@@ -596,7 +603,7 @@ class Trainer:
     def _test(self) -> None:
         """Load the best weights, and evaluate them on the test split if there is one."""
         run = self.run
-        run.best_epoch = self._keep_weights.restore(self, run.epochs)
+        run.best_epoch = self._keep_weights.restore(self, last_epoch=run.epochs)
         at_best = [evaluation for evaluation in run.evaluations if evaluation.epoch == run.best_epoch]
         run.valid = at_best[-1].metrics[self.metric] if at_best else math.nan
         if self.has("test"):
@@ -632,9 +639,9 @@ class Trainer:
 
     def is_evaluated(self, epoch: int) -> bool:
         """Whether the epoch that has just ended is validated, now or asynchronously."""
-        return self._is_due(epoch) and self.has("valid")
+        return self._is_evaluation_due(epoch) and self.has("valid")
 
-    def _is_due(self, epoch: int) -> bool:
+    def _is_evaluation_due(self, epoch: int) -> bool:
         """Whether the epoch that has just ended is the last one, or one of every `evaluate_every`."""
         is_last = epoch == self.settings.epochs or self.stop_reason is not None
         return is_last or epoch % self.settings.evaluate_every == 0
@@ -705,15 +712,15 @@ class Trainer:
         A subclass may return another, over the model's parameters.
         """
         settings = self.settings
-        rest = []
+        rest_parameters = []
         if settings.weight_decay_rest is not None:
             if not isinstance(self.job.model, GNN):
                 raise ValueError(
                     f"weight_decay_rest= is for the last layer, and {type(self.model).__name__} is not made of layers: "
                     "leave it out, or use hl.nn.GNN or a PyG model such as GCN"
                 )
-            rest = self.job.model.rest_parameters()
-        decays = split_decay(self.model, rest, settings.weight_decay, settings.weight_decay_rest)
+            rest_parameters = self.job.model.rest_parameters()
+        decays = split_decay(self.model, rest_parameters, settings.weight_decay, settings.weight_decay_rest)
         return make_optimizer(settings.optimizer, decays, settings.lr)
 
     @property
@@ -761,6 +768,7 @@ class Trainer:
         folder = self.out if self.world.rank == 0 else None
         if folder is not None:
             resumes = self.settings.resume
+            # A run that resumes waits for the processes of the earlier one to release the folder.
             stack.enter_context(RunLock(folder, wait_s=HANDOVER_S if resumes else 0.0))
             if (folder / "metrics.jsonl").exists() and not resumes:
                 raise ValueError(
@@ -820,6 +828,7 @@ class Trainer:
         has_lazy_layers = any(isinstance(p, nn.UninitializedParameter) for p in self.model.parameters())
         if has_lazy_layers:
             if isinstance(self.job.model, Whole):
+                # A module without layers. `infer.exact` would run it on the whole graph, not on a tiny one.
                 with infer.evaluating(self.job.model):
                     initialise(self.job.model, self.data.x, self.data.graph.edge)
             else:
@@ -850,6 +859,7 @@ class Trainer:
             self.checkpoints.resume(self, self.run, state)
         earlier = [*self.run.history, *self.run.evaluations]
         self._earlier_s = self.position.seconds + sum(event.seconds for event in earlier)
+        # Results of epochs that the earlier run had left to evaluate.
         self.act_on(self.evaluations.begin())
 
     def identity(self) -> dict[str, Any]:

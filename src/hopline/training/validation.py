@@ -35,6 +35,11 @@ class Result:
     reason: str | None = None
     """`Trainer.stop_reason` at the end of the epoch that was evaluated. None: training was not to stop."""
 
+    @property
+    def is_late(self) -> bool:
+        """Whether the model has other weights by now: training has continued past the evaluated epoch."""
+        return self.weights is not None
+
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
@@ -88,7 +93,7 @@ class Evaluator(ABC):
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        """The evaluator reads its model and settings, and does not change it."""
+        """The evaluator reads its model and settings, and leaves them as they were."""
         self.waiting = Waiting()
         """The epochs without a result. The trainer puts it among its callbacks."""
 
@@ -112,7 +117,8 @@ class Evaluator(ABC):
     def poll(self, *, between_steps: bool = False) -> Iterator[Result]:
         """Results that have come since the last call.
 
-        between_steps: whether other ranks may be at another step. Several ranks then get no results yet.
+        between_steps: whether the epoch is not over. Ranks may then be at different steps, so several
+        ranks get no results yet.
         """
         yield from ()
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from hopline.training.trainer import Trainer
 
 MAX_DRIFT = 0.5
-"""Drift above which a run says that its histories are old. It lies between 0.29, the most that was measured
-for tables of few steps, and 0.63, the least for tables of 16 steps. It does not predict accuracy
+"""Drift above which a run says that its histories are old. The most measured with embeddings a few steps
+old was 0.29, and the least with embeddings 16 steps old was 0.63. The drift does not predict accuracy
 (docs/history.md)."""
 
 
