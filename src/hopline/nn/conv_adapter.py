@@ -12,8 +12,8 @@ conv is then called in the first way whose outputs are equal:
 A conv for which no way is right is refused by name: one that takes several hops in a layer, has a norm over
 the nodes present, or pads to the largest degree present.
 
-The way is cached by conv and layout in `probe.findings`, together with the conv's settings: whoever changes
-a setting of a conv causes a new trial. All other calls cost a look-up. GATConv and GATv2Conv are tried like
+The way is cached by conv and layout in `probe.findings`, together with the conv's settings. So later calls
+cost only a look-up, and a changed setting of a conv causes a new trial. GATConv and GATv2Conv are tried like
 any conv, and then run by `attention` on a GPU.
 """
 
@@ -78,15 +78,15 @@ class CallingConvention:
     """The way in which one conv is called on blocks of one layout."""
 
     convention: Convention
-    """The arguments of the call."""
+    """The function that is called, and the form of its arguments."""
     without_loops: bool = False
     """Whether the adapter leaves out edges from a node to itself. For convs that drop or replace
     self-loops: in a tree a node and its copy in a child slot have different local ids, so the conv sees no
     loop."""
     with_edges: bool = False
-    """Whether the adapter adds a destination with two edges before all others, and drops its output. Some
-    aggregations fail without edges. Quantiles fail if the first node has none, or if a node without edges
-    follows a single edge."""
+    """Whether the adapter adds a destination with two edges before all others, and drops its output. For
+    aggregations that fail on a block without edges. Quantiles also fail if the first node has no edges, or if
+    one edge comes before a node without edges."""
     by_order: bool = False
     """Whether the conv's output depends on the order of a node's in-edges."""
     has_cache: bool = False
@@ -142,7 +142,7 @@ def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | Non
             f"block must be one of batch.blocks, not a tensor of shape {list(block.shape)}: to run {_name(conv)} on an "
             "edge_index, call it as in plain PyG, conv(x, edge_index)"
         )
-    if block.convs is not None:
+    if block.convs is not None:  # a runner for source rows that are in other shards
         return block.convs.run(conv, h, x0)
     layout = layout_of(conv, block)
     # `block.edge` of a tree gathers its arrays. The look-up needs only their names, which the graph has too.
@@ -196,9 +196,7 @@ def _cached_convention(conv: nn.Module, layout: Layout, edge: Mapping[str, Tenso
 def _cache_key(conv: nn.Module, edge: Mapping[str, Tensor]) -> Any:
     """Everything that a calling convention depends on and that may change after a trial.
 
-    Compared for equality.
-
-    Hooks may be added or removed at any time, and both `is_fused` and `reads_blocks` depend on them.
+    Both `is_fused` and `reads_blocks` depend on hooks, which may be added or removed at any time.
     """
     return options_of(conv), is_fused(conv), reads_blocks(conv), frozenset(edge)
 
@@ -257,10 +255,10 @@ def _two_rows(like: Tensor) -> Tensor:
 
 
 def _edges_of(block: Block, way: CallingConvention) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """(edge_index [2, num_edges], edge arrays) of a block, in the form that the calling convention asks
-    for."""
+    """(edge_index [2, num_edges], edge arrays) of a block, in the form that `way` asks for."""
     if not isinstance(block, TreeBlock):
         return block.edge_index, block.edge
+    # `block.padded` has an edge out of every slot, `block.part` only those of slots that are not empty.
     edge_index, edge = block.padded if way.padded else (block.part.edge_index, block.part.edge)
     if not way.without_loops or block.graph is None or not block.graph.self_loops.numel():
         return edge_index, edge
@@ -283,10 +281,9 @@ def _pad_rows(x0: Tensor, num_rows: int) -> Tensor:
 
 
 def reads_blocks(conv: nn.Module) -> bool:
-    """Whether the conv computes on blocks itself, by a method `on_block(rows, block)` that its author has
-    written.
+    """Whether the conv's author has written a method `on_block(rows, block)` that may run in place of `forward`.
 
-    False for a conv with hooks, which torch runs only around `forward`.
+    It may not if the conv has hooks, which torch runs only around `forward`.
     """
     return callable(getattr(conv, "on_block", None)) and not conv._forward_hooks and not conv._forward_pre_hooks
 
@@ -328,28 +325,28 @@ def _lacks_edge_features(conv: nn.Module, attr: Tensor) -> bool:
 
     In plain PyG its user would not pass `edge_attr` to it.
     """
+    # None means no edge features. Other convs lack the attribute, hence the default of 0.
     if any(getattr(conv, name, 0) is None for name in ("edge_dim", "in_edge_channels")):
         return True
     if isinstance(conv, CGConv):
         return conv.dim == 0
-    # GENConv does not store whether it was. Without `lin_edge` it adds edge features to its messages, which
-    # works only if both have the same width.
+    # GENConv does not store it. Without `lin_edge` it adds edge features to its messages, which works only if
+    # both have the same width.
     return isinstance(conv, GENConv) and not hasattr(conv, "lin_edge") and attr.size(-1) != conv.out_channels
 
 
 def find_calling_convention(
     conv: nn.Module, width: int, edge: Mapping[str, Tensor], layout: Layout, initial_width: int | None
 ) -> CallingConvention:
-    """Try the ways of calling a conv, and return the first that gives the whole graph's outputs on all
-    `BATCHES`.
+    """The first way of calling a conv that gives the whole graph's outputs on all `BATCHES`.
 
     The batches of `probe` differ in which other nodes they hold. So a conv whose output at a node depends
     on the other nodes fails on one of them. Copies of the conv run, in float64 on the host.
 
     Raises:
         NeedsWholeGraph: No way is right, since the conv needs more than a node's in-edges.
-        ValueError: Plain PyG cannot run the conv on the tiny graph, or it keeps something between calls,
-            has another flow, a wrong `on_block`, or cannot run on trees.
+        ValueError: Plain PyG cannot run the conv on the tiny graph. Or the conv keeps something between
+            calls, sends messages from target to source, has a wrong `on_block`, or cannot run on trees.
     """
     if getattr(conv, "flow", "source_to_target") != "source_to_target":
         raise ValueError(f"{_name(conv)} sends messages from target to source: build it with the default flow")
@@ -400,7 +397,7 @@ def find_calling_convention(
     elif reads_blocks(conv):
         ways = [CallingConvention("block", has_cache=has_cache(conv))]
     else:
-        # Only in a tree a conv cannot see which edges are loops.
+        # In a tree a conv does not see which edges are loops, so leaving them out is tried too.
         loop_choices = (False, True) if is_tree else (False,)
         ways = [
             CallingConvention(
@@ -452,12 +449,11 @@ def find_calling_convention(
 
 
 def whole_output(conv: nn.Module, x: Tensor, graph: Graph, x0: Tensor | None) -> Tensor:
-    """[num_nodes, ...] float64: the conv's output on a whole graph, as plain PyG computes it in evaluation
-    mode.
+    """[num_nodes, ...] float64: the output of plain PyG's conv, in evaluation mode, on a whole graph.
 
     Raises:
-        ValueError: The call fails, or its output is not one tensor with a row per node, or none of it is
-            finite.
+        ValueError: The call fails, or returns something else than one tensor with a row per node, or a tensor
+            without a finite number.
     """
     trial = trial_of(conv)
     initial = (x0,) if takes_x0(conv) else ()
@@ -482,6 +478,8 @@ def _reason(conv: nn.Module, error: Exception, edges: Mapping[str, Tensor]) -> s
     """The text of an error, and the edge arrays that the conv could take and the graph does not have.
 
     An assertion without a message is described by its line of code.
+
+    edges: the edge arrays that the conv was given, by argument name.
     """
     reason = " ".join(str(error).split()) or f"it stops at `{traceback.extract_tb(error.__traceback__)[-1].line}`"
     missing = [name for name in EDGE_ARGUMENTS if name in _arguments(type(conv)) and name not in edges]

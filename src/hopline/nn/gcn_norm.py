@@ -1,6 +1,7 @@
 """The symmetric degree norm of GCN on a block, unbiased under sampling.
 
-On the whole graph GCN computes, with d the degree including the loop,
+On the whole graph GCN computes the following sum. w_ji is the weight of an edge, loop_i that of the self-loop
+of node i. The degree d_i is the weight of all in-edges of i and of its loop.
 
     out_i  =  loop_i / d_i  x_i  +  sum over in-edges (j, i) of   w_ji / sqrt(d_j d_i)  x_j
 
@@ -9,11 +10,11 @@ graph's. Weights of sampled edges are multiplied by the sampling factor of their
 the graph over in-edges in the block. So the expectation of the sum is the full sum. Self-loops are added
 exactly, and never sampled.
 
-The expectation over several layers is that of the whole graph too, apart from activations; `ops.layer_key`
-says why. The exception are loops that are sampled as edges, with `add_self_loops=False`.
+The expectation over several linear layers is that of the whole graph too (`ops.layer_key` says why), unless
+loops are sampled as edges, with `add_self_loops=False`. Activations between the layers add a bias.
 
-Sums of edge weights are computed once per graph, and cached with it. Edge weights are cached with a block's
-edges, but for trees.
+Sums of edge weights are computed once per graph, and cached with it. A block's edge weights are cached with
+its edges, but not in the tree layout.
 """
 
 from __future__ import annotations
@@ -63,8 +64,10 @@ def gcn_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor | N
 
 
 def _compute_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """(weight of each edge, weight of each destination's own row) with the degree norm, computed in
-    float64."""
+    """(weight of each edge, weight of each destination's own row) with the degree norm.
+
+    Computed in float64, and then converted to `dtype`.
+    """
     graph = block.graph
     assert graph is not None
     add_loops = bool(conv.add_self_loops)

@@ -225,12 +225,13 @@ class GNN(nn.Module):
     def keeps_handle(self, table: Readable) -> bool:
         """Whether a batch should hold a handle to input rows of this table, and not the rows.
 
-        True if the first conv's kernel reads the stored rows itself. Or if the table is sparse and the
+        True if the first conv's kernel reads the stored rows itself. True also if the table is sparse and the
         model begins with a product, which need not make the rows dense.
         """
         stored = table.storage()
         if stored is not None:
             return self.reads_rows and stored.dtype == next(self.parameters()).dtype
+        # Reading no rows tells whether the table is sparse.
         return self._projects and table.read_csr(torch.empty(0, dtype=torch.int64)) is not None
 
     @property
@@ -242,14 +243,16 @@ class GNN(nn.Module):
 
     @property
     def _uses_x0(self) -> bool:
-        """Whether layers read the initial rows again, by `initial_residual` or as an argument of their
-        conv."""
+        """Whether layers read the initial rows again: `initial_residual`, or an argument of a conv."""
         return self.initial_residual > 0 or any(takes_x0(conv) for conv in self.convs)
 
     @property
     def is_fused(self) -> bool:
-        """Whether every conv is fused: its work is then in kernels and linear layers, which bring their own
-        threads."""
+        """Whether every conv is fused.
+
+        The work is then in hopline's kernels and in linear layers. On a CPU both can use hopline's threads in
+        place of torch's (`ops.own_threads`).
+        """
         return all(is_fused(conv) for conv in self.convs)
 
     def read_ahead(self, rows: Rows, block: Block) -> Rows:
@@ -270,9 +273,8 @@ class GNN(nn.Module):
     def reduced_input(self, h: Handle | Tensor, block: Block) -> tuple[Tensor, str] | None:
         """(rows, how): the part of the first layer that needs no parameter, computed on a block.
 
-        None if it has none.
-
-        `layer(0, ...)` computes the rest if its state holds the result as `ReducedRows`.
+        None if the layer has no such part. `layer(0, ...)` computes the rest if its state holds the result as
+        `ReducedRows`.
         """
         return reduced_input(self.convs[0], self._in_precision(h), block) if self._reduces_input else None
 
@@ -311,8 +313,7 @@ class GNN(nn.Module):
         return [p for module in modules for p in module.parameters()]
 
     def check_blocks(self, num_features: int, edge: Mapping[str, Tensor]) -> None:
-        """Raise ValueError if a module between the convs would compute something else on a block than on
-        the graph.
+        """Raise ValueError if a module between convs computes something else on a block than on the graph.
 
         Convs are not checked here: `convolve` tries each when it first runs.
 
@@ -340,9 +341,10 @@ class GNN(nn.Module):
             x = encoded if self.act is None else self.act(encoded)
         x0 = self._as_dtype(x) if self._uses_x0 else None
         if self.encoder is not None:
+            # Layers draw by the numbers 0 .. num_layers - 1, the encoder by the next one.
             x = self._drop(self._as_dtype(x), self.dropout, ids, key, self.num_layers)
         jk = self._as_dtype(x) if self.jk_encoder else None
-        # Without an encoder `x` may be a handle, which `x0` has read already.
+        # Without an encoder `x` may be a handle. `x0` then holds its rows, so they are not read again.
         h = x0 if x0 is not None and self.encoder is None else x
         return State(h, x0, jk)
 
@@ -517,8 +519,7 @@ def _activation(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def out_width(conv: Any) -> int:
-    """The number of columns that a conv, or an encoder, puts out: all heads together where they are
-    concatenated."""
+    """The number of columns that a conv or an encoder puts out, over all heads if they are concatenated."""
     width = getattr(conv, "out_channels", None) or getattr(conv, "channels", None)
     if width is None:
         linears = [module for module in conv.modules() if isinstance(getattr(module, "out_features", None), int)]

@@ -87,13 +87,12 @@ def mixing_module(model: GNN, num_features: int, edge: Mapping[str, Tensor]) -> 
 def mixing_in_training(
     model: GNN, num_features: int, edge: Mapping[str, Tensor], *, over_ranks: bool = False
 ) -> Module | None:
-    """The first module that mixes rows in training, as batch norms do, or writes something of the rows into
-    buffers.
+    """The first module that mixes rows in training, as batch norms do, or whose buffers change with the rows.
 
     None if there is none. Convs count too: some have norms inside.
 
-    over_ranks: batch norms and convs do not count, nor do buffers. Ranks sum the statistics of batch norms,
-        and fetch each other's rows for convs.
+    over_ranks: leave out batch norms, convs and buffers. Ranks sum the statistics of batch norms, and fetch
+        each other's rows for convs.
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     if norms and not over_ranks:
@@ -121,8 +120,10 @@ def mixing_in_training(
 
 
 def describe_module(module: Module) -> str:
-    """A module's type for a message, with the types inside a container and "with hooks"; a function's
-    name."""
+    """A module's type for a message, with the types inside a container and "with hooks".
+
+    For an activation function, its name.
+    """
     if not isinstance(module, nn.Module):
         return getattr(module, "__name__", repr(module))
     text = type(module).__name__
@@ -176,8 +177,9 @@ class _KnownOutput(ConvRunner):
 
 
 def _find_mixing_module(trial: GNN, num_features: int, edge: Mapping[str, Tensor]) -> Module | None:
-    """The first module between convs whose rows at `SUBSET` differ if the other rows are left out; None if
-    none does.
+    """The first module between convs whose rows at `SUBSET` change if the other rows are left out.
+
+    None if there is none.
 
     trial: a copy of the model, in the mode that is asked about. Convs always run on the whole tiny graph.
     """
@@ -270,8 +272,7 @@ def _constant_statistics(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class NoDropout(TorchFunctionMode):
-    """A context in which dropout leaves rows as they are, so that two runs in training mode can be
-    compared."""
+    """A context in which dropout does nothing, so that two runs in training mode can be compared."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
