@@ -352,8 +352,8 @@ FAULTS: tuple[Fault, ...] = (
         name="jumping knowledge in the wrong order",
         area="layer walk",
         file="src/hopline/nn/gnn.py",
-        old="torch.cat([state.jk[:dst], h[:dst]], dim=1)",
-        new="torch.cat([h[:dst], state.jk[:dst]], dim=1)",
+        old="torch.cat([state.jk[:num_dst], h[:num_dst]], dim=1)",
+        new="torch.cat([h[:num_dst], state.jk[:num_dst]], dim=1)",
         tests=("tests/nn/test_gnn.py",),
     ),
     Fault(

@@ -39,10 +39,12 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 def is_fused_attention(conv: Any) -> bool:
     """Whether `attention` may run the conv. Exact types only: a subclass may have changed the message."""
-    if type(conv) not in (GATConv, GATv2Conv) or conv.edge_dim is not None or conv.out_channels > MAX_CHANNELS:
+    if type(conv) not in (GATConv, GATv2Conv):
+        return False
+    if conv.edge_dim is not None or conv.out_channels > MAX_CHANNELS or conv.flow != "source_to_target":
         return False
     is_observed = conv.explain or any(hooks for name, hooks in vars(conv).items() if name.endswith(HOOKS))
-    return not is_observed and type(conv.aggr_module) is SumAggregation and conv.flow == "source_to_target"
+    return not is_observed and type(conv.aggr_module) is SumAggregation
 
 
 def attention(conv: Any, h: Handle | Tensor, block: Block, layer: int = 0) -> Tensor:
@@ -59,10 +61,11 @@ def attention(conv: Any, h: Handle | Tensor, block: Block, layer: int = 0) -> Te
     num_dst = block.num_dst
     p = conv.dropout if conv.training else 0.0
     x, own, att, att_own = _project(conv, rows, num_dst)
+    key = _key(block, layer, rows.device) if p else None
     # PyG's attention vectors are [1, heads, out_channels].
     out = ops.gpu_kernels("attention").attend(
         x, own, att[0], None if att_own is None else att_own[0], edges_to_attend(block),
-        slope=conv.negative_slope, loops=conv.add_self_loops, p=p, key=_key(block, layer, rows.device) if p else None,
+        slope=conv.negative_slope, loops=conv.add_self_loops, p=p, key=key,
     )  # fmt: skip
     if not conv.concat:
         out = out.view(num_dst, conv.heads, conv.out_channels).mean(dim=1)

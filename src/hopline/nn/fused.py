@@ -137,14 +137,13 @@ def _reduces_first(conv: GCNConv, h: Handle | Tensor, block: Block) -> bool:
     A block has fewer destinations than sources, so a product that comes last has fewer rows. But if the
     product makes rows narrower, an aggregation that comes last is cheaper.
     """
-    # Reading no rows tells whether the table is sparse. A product reads sparse rows as they are. Aggregation
-    # before it would make them dense, and wide.
-    if isinstance(h, Rows) and h.table.read_csr(h.ids[:0]) is not None:
+    is_sparse = isinstance(h, Rows) and h.table.read_csr(h.ids[:0]) is not None  # asked by reading no rows
+    if is_sparse:  # a product reads sparse rows as they are, and aggregation before it would make them dense
         return False
     # A hook, or another type than Linear, must see the rows that PyG would give it.
     if not is_linear(conv.lin) or conv.lin._forward_hooks or conv.lin._forward_pre_hooks:
         return False
-    after, before = conv.lin.weight.shape
+    after, before = conv.lin.weight.shape  # (out_features, in_features)
     product_per_row = before + after + before * after / FLOPS
     cost_product_first = block.num_src * product_per_row + block.num_edges * after
     cost_reduce_first = block.num_edges * before + block.num_dst * product_per_row
@@ -174,7 +173,7 @@ def _plain(conv: Any, h: Handle | Tensor, block: Block, how: str, dtype: torch.d
         a tree on a GPU                          [reduced | own] rows by one kernel; products stay the conv's
         any other                                `propagate` aggregates; own rows are read apart
     """
-    linears = _linears_of_one_row(conv, h)
+    linears = _mergeable_linears(conv, h)
     # Handles stay handles where the kernel takes them: to rows of a table, or to a deferred layer. A maximum
     # cannot complete a deferred layer.
     reads_table = isinstance(h, Rows) and reads_rows(conv)
@@ -214,14 +213,14 @@ def defer_layer(conv: Any, h: Handle | Tensor, block: Block, p: float, key: Any)
     normalises_outputs = getattr(conv, "normalize", False)
     if not isinstance(block, TreeBlock) or not is_fused(conv) or normalises_outputs or block.edge:
         return None
-    linears = _linears_of_one_row(conv, h)
+    linears = _mergeable_linears(conv, h)
     if linears is None:
         return None
     pair = (getattr(conv, linears[0]), getattr(conv, linears[1]))
     return pending_rows(h, block, REDUCE[type(conv.aggr_module)], pair, p, key)
 
 
-def _linears_of_one_row(conv: Any, source: Handle | Tensor) -> tuple[str, str] | None:
+def _mergeable_linears(conv: Any, source: Handle | Tensor) -> tuple[str, str] | None:
     """Names of a conv's linear layers for reduced and for own rows, if both may be computed as one product.
 
     None if they may not: with an input of more than two dimensions, a projection before the aggregation, no
@@ -232,9 +231,12 @@ def _linears_of_one_row(conv: Any, source: Handle | Tensor) -> tuple[str, str] |
         return None
     if getattr(conv, "project", False) or not getattr(conv, "root_weight", True):
         return None
-    pair = [getattr(conv, name) for name in names]
-    are_plain = all(is_linear(l) and not l._forward_hooks and not l._forward_pre_hooks for l in pair)
-    return names if are_plain and pair[1].bias is None else None
+    reduced_linear, own_linear = (getattr(conv, name) for name in names)
+    are_plain = all(
+        is_linear(linear) and not linear._forward_hooks and not linear._forward_pre_hooks
+        for linear in (reduced_linear, own_linear)
+    )
+    return names if are_plain and own_linear.bias is None else None
 
 
 def input_reduction(conv: Any) -> tuple[Any, ...] | None:

@@ -74,20 +74,22 @@ def _compute_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tenso
     # PyG applies `improved` only where edge weights are given.
     fill = 2.0 if getattr(conv, "improved", False) and "weight" in graph.edge else 1.0
     degree, loop = _degrees(graph, block.src_ids, add_loops, fill)
-    inverse = torch.where(degree == 0, 0, degree.pow(-0.5))
-    by_dst = inverse[: block.num_dst] * block.sampling_factor
+    inverse_root = torch.where(degree == 0, 0, degree.pow(-0.5))
+    dst_factor = inverse_root[: block.num_dst] * block.sampling_factor
     src_ids = block.src_ids
     if isinstance(block, TreeBlock) and block.on_gpu:
         # A weight for every slot, that of the edge out of it. Seeds have the parent -1, and no edge leaves
         # them.
         parents = block.parents.clamp(min=0).long()
-        weight = inverse * by_dst[parents]
+        weight = inverse_root * dst_factor[parents]
         src = src_ids
         dst = src_ids[parents]
     else:
         part = block.part
         # One expression, so that neither factor of the product, a number per edge each, outlives it.
-        weight = inverse[part.src_idx] * torch.repeat_interleave(by_dst, part.indptr.diff(), output_size=part.num_edges)
+        weight = inverse_root[part.src_idx] * torch.repeat_interleave(
+            dst_factor, part.indptr.diff(), output_size=part.num_edges
+        )
         # Global ids, since in a tree one node has several local ids, and loops are recognised by equal ids.
         src, dst = src_ids[part.edge_index]
     if "weight" in block.edge:
@@ -96,7 +98,7 @@ def _compute_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tenso
         return weight.to(dtype), None
     if graph.self_loops.numel():  # `loop` includes them, so as edges they must not count again
         weight = weight.masked_fill(src == dst, 0)
-    own_weight = loop[: block.num_dst] * inverse[: block.num_dst].square()
+    own_weight = loop[: block.num_dst] * inverse_root[: block.num_dst].square()
     return weight.to(dtype), own_weight.to(dtype)
 
 

@@ -50,10 +50,13 @@ SOURCES = (
 )
 """SOURCES[i]: the sources of node i's in-edges. 12 nodes and 35 edges: an odd number, so that code that
 takes edges by twos or fours fails."""
-BATCHES = ((3, 0, 5), (1, 2), (8, 4, 11), (4, 11), tuple(reversed(range(len(SOURCES)))))
-"""Destinations of the blocks of a trial. In turn: with the hub; only nodes of low degree; last nodes without
-in-edges; no edges at all; every node, in reverse order. A node's output must not depend on the others in its
-block."""
+BATCH_WITH_HUB = (3, 0, 5)
+"""Destinations of a block, the hub among them."""
+BATCHES_OF_FEW_EDGES = ((8, 4, 11), (4, 11))
+"""Destinations of a block whose last nodes have no in-edges, and of a block without edges."""
+BATCHES = (BATCH_WITH_HUB, (1, 2), *BATCHES_OF_FEW_EDGES, tuple(reversed(range(len(SOURCES)))))
+"""Destinations of all blocks of a trial. Those not named above: only nodes of low degree; every node, in reverse
+order. A node's output must not depend on the others in its block."""
 
 
 class Findings:
@@ -128,6 +131,11 @@ def _draw_rows(shape: tuple[int, ...]) -> Tensor:
     Cached, because a model's layers and their copies ask for the same shapes.
     """
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def is_close(outputs: Tensor, expected: Tensor) -> bool:
+    """Whether two float64 outputs of a trial are equal up to rounding."""
+    return torch.allclose(outputs, expected, rtol=1e-8, atol=1e-10, equal_nan=True)
 
 
 def block_of(graph: Graph, nodes: Sequence[int]) -> Block:
@@ -245,13 +253,15 @@ def without_caches(module: nn.Module) -> Iterator[None]:
     back.
     """
     # Setting `cached` to False is not enough, since a conv reads a cache that it has. So caches are emptied too.
-    before = [(m, {**_caches(m), "cached": vars(m)["cached"]}) for m in module.modules() if "cached" in vars(m)]
-    for m, _ in before:
-        vars(m).update(_empty_caches(m), cached=False)
+    old_values: list[tuple[nn.Module, dict[str, Any]]] = []
+    for m in module.modules():
+        if "cached" in vars(m):
+            old_values.append((m, {**_caches(m), "cached": vars(m)["cached"]}))
+            vars(m).update(_empty_caches(m), cached=False)
     try:
         yield
     finally:
-        for m, values in before:
+        for m, values in old_values:
             vars(m).update(values)
 
 

@@ -31,7 +31,7 @@ from hopline.core.batch import Block, ConvRunner
 from hopline.core.row_handles import Handle
 from hopline.nn.conv_adapter import NeedsWholeGraph, convolve, edge_arguments, takes_x0, whole_output
 from hopline.nn.norms import OwnStatistics
-from hopline.nn.probe import BATCHES, block_of, probe_graph, random_rows, trial_of
+from hopline.nn.probe import BATCHES, block_of, is_close, probe_graph, random_rows, trial_of
 
 if TYPE_CHECKING:  # `gnn` imports this module
     from hopline.nn.gnn import GNN, State
@@ -154,8 +154,10 @@ def _is_known(module: Any, known_types: tuple[type, ...]) -> bool:
         return all(_is_known(child, known_types) for child in module)
     if type(module) is pyg.LayerNorm:
         return module.mode == "node"
-    if isinstance(module, nn.BatchNorm1d | pyg.BatchNorm) and getattr(module, "module", module).running_mean is None:
-        return False  # without running statistics it uses those of the rows present, in evaluation too
+    if isinstance(module, nn.BatchNorm1d | pyg.BatchNorm):
+        torch_norm = module.module if isinstance(module, pyg.BatchNorm) else module
+        if torch_norm.running_mean is None:
+            return False  # without running statistics it uses those of the rows present, in evaluation too
     return type(module) in known_types
 
 
@@ -198,23 +200,23 @@ def _find_mixing_module(trial: GNN, num_features: int, edge: Mapping[str, Tensor
         for l in range(trial.num_layers):
             h = trial._as_dtype(state.h)
             out = whole_output(trial.convs[l], h, graph, state.x0)
-            before = replace(state, h=h)
+            layer_input = replace(state, h=h)
             # A layer runs norm and activation together. If there is a norm, it is named as the one that
             # mixes.
             is_norm = type(trial.norms[l]) is not nn.Identity
             suspect: Any = trial.norms[l] if is_norm else trial.act
             try:
                 block = Block(ids, ids.numel(), (), convs=_KnownOutput(out))
-                state = trial.layer(l, before, block)
+                state = trial.layer(l, layer_input, block)
                 subset_block = Block(SUBSET, SUBSET.numel(), (), convs=_KnownOutput(out[SUBSET]))
-                subset_state = trial.layer(l, _subset_of(before), subset_block)
+                subset_state = trial.layer(l, _subset_of(layer_input), subset_block)
             except Exception as error:
                 raise ValueError(f"layer {l} cannot run with {describe_module(suspect)}: {error}") from error
             if not _is_same(state, subset_state):
                 return suspect
         subset_out = trial.decode(_subset_of(state))
         expected_out = trial.decode(state)[SUBSET]
-    if not torch.allclose(subset_out, expected_out, 1e-8, 1e-10, equal_nan=True):
+    if not is_close(subset_out, expected_out):
         return getattr(trial, "lin", None) or trial.jk
     return None
 
@@ -229,7 +231,7 @@ def _is_same(state: State, subset_state: State) -> bool:
     """Whether `subset_state`, computed from the rows of `SUBSET` alone, equals these rows of `state`."""
     expected = _subset_of(state)
     pairs = [(getattr(subset_state, name), getattr(expected, name)) for name in ("h", "x0", "jk")]
-    return all(a is None or torch.allclose(a, b, 1e-8, 1e-10, equal_nan=True) for a, b in pairs)
+    return all(a is None or is_close(a, b) for a, b in pairs)
 
 
 def _find_mixing_conv(trial: GNN, num_features: int, edge: Mapping[str, Tensor]) -> Module | None:
@@ -247,14 +249,14 @@ def _find_mixing_conv(trial: GNN, num_features: int, edge: Mapping[str, Tensor])
             whole_output(conv, h, graph, x0)  # for its error alone, if plain PyG cannot run the conv
             initial = (x0,) if takes_x0(conv) else ()
             out = conv(h, *initial, graph.edge_index(), **edge_arguments(conv, graph.edge, torch.float64))
-            for nodes in BATCHES[:2]:
+            for nodes in BATCHES[:2]:  # every node of these two has in-edges
                 block = block_of(graph, nodes)
                 block_x0 = None if x0 is None else x0[block.dst_ids]
                 try:
                     block_out = convolve(conv, h[block.src_ids], block, block_x0)
                 except NeedsWholeGraph:
                     return conv
-                if not torch.allclose(block_out, out[block.dst_ids], 1e-8, 1e-10, equal_nan=True):
+                if not is_close(block_out, out[block.dst_ids]):
                     return conv
             h = out
     return None

@@ -25,9 +25,9 @@ from hopline.ops.random import draw, uniform
 
 NOISE = 0.1
 """Standard deviation of the noise on a layer's input, as in GNNAutoScale."""
-ROWS = 1 << 21
-"""Layer l draws its noise from key number ROWS + l of a step. Dropout's numbers are far below, so that no two
-draws share a key."""
+NOISE_PURPOSE = 1 << 21
+"""Layer l draws its noise from key number NOISE_PURPOSE + l of a step. Dropout's numbers are far below, so that
+no two draws share a key."""
 
 
 def spread_of(model: GNN, l: int, state: State, block: Block) -> Tensor | None:
@@ -67,7 +67,7 @@ def _normal(h: Tensor, block: Block, l: int) -> Tensor:
     if not isinstance(block.key, int):
         return torch.randn_like(h)
     columns = torch.arange(h.size(1), device=h.device)
-    raw = draw(ops.derive_key(block.key, ROWS + l), block.src_keys[: h.size(0), None], columns)
+    raw = draw(ops.derive_key(block.key, NOISE_PURPOSE + l), block.src_keys[: h.size(0), None], columns)
     # Box-Muller: sqrt(-2 ln u) cos(2 pi v) is standard normal for uniform u and v. Both come from one
     # 64-bit draw, 26 bits each. 1 - uniform is above 0, so that its logarithm is finite.
     v = uniform(raw, 26)

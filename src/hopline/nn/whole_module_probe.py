@@ -157,7 +157,8 @@ def check_batches(walk: Whole, fanouts: Sequence[int], graph: Graph, x: Readable
 def _find(module: nn.Module, hops: int, x: Readable, edge: Mapping[str, Tensor]) -> Reach:
     """Try a module with a number of hops, without the cache of `find_reach`."""
     module_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if not is_lazy(p))
-    feature_bytes = _TinyGraph.num_nodes(hops + FURTHER) * 8 * torch.Size(x.shape[1:]).numel()
+    max_nodes = _TinyGraph.num_nodes(hops + FURTHER)  # of the largest tiny graph that `_compare` builds
+    feature_bytes = max_nodes * torch.Size(x.shape[1:]).numel() * torch.float64.itemsize
     if max(module_bytes, feature_bytes) > MAX_BYTES:
         return Reach(reason="it is too large to be tried out on a small graph")
     error: Exception | None = None
@@ -177,7 +178,7 @@ def _compare(trials: list[_Trial], hops: int, x: Readable, edge: Mapping[str, Te
     """Rule out modules about which a comparison would show nothing, then compare neighbourhoods by hops."""
     first = trials[0]
     outputs = [trial.outputs for trial in trials]
-    if not all(map(_tells, outputs)):
+    if not all(map(_is_informative, outputs)):
         return Reach(reason="its outputs on a small graph are all alike or not finite, which shows nothing")
     if not _are_equal(first.run(tiny.x, tiny.block), outputs[0]):
         return Reach(reason="it draws at random in evaluation mode")
@@ -192,24 +193,23 @@ def _compare(trials: list[_Trial], hops: int, x: Readable, edge: Mapping[str, Te
     # `part_hops` needs them.
     in_batch = _difference(trials, outputs, tiny, tiny.seeds[:-1], hops) is None
     if in_batch and _difference(trials, outputs, tiny, tiny.seeds[-1:], hops) is None:
-        return Reach(True, hops)
+        return Reach(in_batch=True, part_hops=hops)
     difference = _difference(trials, outputs, tiny, tiny.seeds, hops + 1)
     if difference is None:
-        return Reach(in_batch, hops + 1)
+        return Reach(in_batch, part_hops=hops + 1)
     if difference:  # the module failed: more hops would not help
-        return Reach(in_batch, None, difference)
+        return Reach(in_batch, reason=difference)
 
     # The message is better if it says how many hops would be enough.
-    for more in range(hops + 1, hops + 1 + FURTHER):
-        larger = _TinyGraph(more, x, edge)
+    for more_hops in range(hops + 1, hops + 1 + FURTHER):
+        larger = _TinyGraph(more_hops, x, edge)
         larger_outputs = [trial.run(larger.x, larger.block) for trial in trials]
-        if _difference(trials, larger_outputs, larger, larger.seeds, more + 1) is None:
-            return Reach(in_batch, None, f"its output at a node depends on nodes up to {more} hops away")
+        if _difference(trials, larger_outputs, larger, larger.seeds, more_hops + 1) is None:
+            return Reach(in_batch, reason=f"its output at a node depends on nodes up to {more_hops} hops away")
     plural = "" if hops == 1 else "s"
     return Reach(
         in_batch,
-        None,
-        f"its output at a node depends on more than {hops} hop{plural} around it: on nodes further away, or "
+        reason=f"its output at a node depends on more than {hops} hop{plural} around it: on nodes further away, or "
         "on all that are there (pooling, a norm over nodes, out-degrees, the largest degree)",
     )
 
@@ -257,7 +257,7 @@ class _Trial:
 
     def remembers(self, tiny: _TinyGraph) -> bool:
         """Whether the output on a neighbourhood differs from that of a new copy, which has seen no graph."""
-        part = neighborhood(tiny.graph, tiny.seeds[0], 2)
+        part = neighborhood(tiny.graph, tiny.seeds[0], 2)  # any graph but the whole tiny one would do
         assert part is not None
         x = tiny.x[part.src_ids]
         expected = self._copy_module(tiny).on_block(x, part)
@@ -289,7 +289,7 @@ class _Trial:
         return walk
 
 
-def _tells(out: Tensor) -> bool:
+def _is_informative(out: Tensor) -> bool:
     """Whether outputs are finite and rows differ.
 
     Otherwise a wrong output could not be told from a right one.
