@@ -1,8 +1,8 @@
 """Reductions over each destination's in-edges, accumulated chunk by chunk, and their gradients.
 
 Plain PyG reduces the messages of all in-edges of a node at once. Over shards they are computed in chunks,
-so every reduction is kept in a form to which the next chunk can be added. For destination i and its
-in-edges e:
+so every reduction is kept in a form to which the next chunk can be added. For destination i and its in-edges e,
+with r_e the row that is reduced, l_e the logit and v_e the row that the softmax weights:
 
     sum        S_i = sum over e of r_e
     max, min   M_i = the extreme of all r_e, and t_i = the number of edges that attain it (`ties`)
@@ -108,8 +108,8 @@ class Accumulators:
 
         degrees: [num_dst] int64.
 
-        A destination without edges has the value 0. And torch initialises results with 0 and, in backward,
-        counts that initial 0 as one more tie if the extreme is 0.
+        In torch, a destination without edges has the value 0. Results are initialised with 0, and backward counts
+        that initial 0 as one more tie if the extreme is 0.
         """
         for total, ties in zip(self.reduced, self.ties, strict=True):
             if ties is not None:
@@ -149,7 +149,7 @@ def gradient_of_rows(
         sum         dL/dr_e = g_i
         max, min    dL/dr_e = g_i / t_i if r_e attains the extreme M_i, else 0
 
-    The t_i ties share the gradient evenly, as in torch's `scatter_reduce`.
+    The t_i edges that attain it share the gradient evenly, as in torch's `scatter_reduce`.
 
     gradient, extremes, ties: [num_dst, ...] of all destinations; extremes and ties are None for a sum.
     """

@@ -1,7 +1,7 @@
 """The edges that a conv sees on a shard: one part per shard, with self-loops and degree norm, in chunks.
 
-A PyG conv adds self-loops, or GCN's norm, in its `forward`, but only to a plain `edge_index`. On a shard it
-is given none. So what it would have done is done here, with the degrees of the whole graph:
+A PyG conv adds self-loops, or GCN's norm, in its `forward`, but only to a plain `edge_index`, and on a shard it
+is given none. So this file adds them, with the degrees of the whole graph:
 
     `Edges.of(layout)`      the in-edges of the shard's own nodes, part after part
     `with_loops()`          one self-loop per node instead of those of the graph
@@ -10,7 +10,8 @@ is given none. So what it would have done is done here, with the degrees of the 
     `chunks(k, max_edges)`  part k, a few edges at a time: for aggregation part by part
     `whole`                 all parts as one chunk: for aggregations that need all edges of a node at once
 
-The edges of all parts are numbered part after part. Tensors with a row per edge are in that order.
+The edges of all parts are numbered part after part. Tensors with a row per edge are in that order. Part k has
+the edges whose source rows arrive in *round* k (`ShardLayout`), from one shard per round.
 """
 
 from __future__ import annotations
@@ -140,7 +141,8 @@ class Edges:
         for k, part in enumerate(self.parts):
             non_loops = (~is_loop[self.starts[k] : self.starts[k + 1]]).nonzero().view(-1)
             dst = _destinations(part)[non_loops]
-            # The own nodes that are sources of this part: none if its sources belong to another shard.
+            # The own nodes that are sources of this part, in the order of its source rows: none if the sources
+            # belong to another shard.
             nodes = torch.arange(*self.layout.own_range(k), device=dst.device)
             src = torch.cat([part.src_idx[non_loops], (nodes - self.layout.own_range(k)[0]).int()])
             origin = torch.cat([non_loops + self.starts[k], nodes + self.num_edges])
@@ -278,7 +280,9 @@ def gcn_norm(
     improved: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """[num_edges]: PyG's symmetric degree norm. Collective: all ranks fetch each other's degrees.
+    """[num_edges]: PyG's symmetric degree norm, differentiable in `weight`.
+
+    Collective: all ranks fetch each other's degrees.
 
     For an edge e = (j, i) of weight w_e, with D_i the sum of the weights of i's in-edges:
 

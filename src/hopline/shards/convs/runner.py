@@ -39,7 +39,7 @@ from hopline.shards.transports import LocalTransport, Transport
 Rule = Literal["plain", "loops", "gcn"]
 """The ways to prepare a conv's edges, in the order of trial."""
 DEPTH = 1
-"""Rounds of rows that are prefetched. Each further round takes memory for the rows of one more shard."""
+"""Rounds of rows that are prefetched. A round brings the rows of one shard, and takes memory for them."""
 CHUNK_BYTES = 4 << 20
 """Bytes of the messages of one chunk of edges. Smaller chunks cost time (docs/full_batch.md)."""
 CONVS_THAT_RUN = (
@@ -55,8 +55,7 @@ class ShardConvs(ConvRunner):
     """Runs convs on all in-edges of a shard's own nodes.
 
     The own nodes are both sources and destinations of its blocks. Rows of other shards are fetched while a
-    conv runs.
-    Collective: every rank must run the same convs in the same order, forward and backward.
+    conv runs. Collective: every rank must run the same convs in the same order, forward and backward.
     """
 
     layout: ShardLayout
@@ -67,9 +66,9 @@ class ShardConvs(ConvRunner):
     mode: Mode = "sequential"
     """The way source rows of other shards come.
 
-    "sequential": one part at a time, and again in backward. "stored": part by part, but rows and messages
-    are kept for backward. "one_shot": kept too, and all parts come in one all-to-all per layer and
-    direction."""
+    "sequential": one part at a time, and again in backward. "stored": part by part, and rows and messages
+    are kept for backward. "one_shot": all parts in one all-to-all per layer and direction, and rows and messages
+    are kept for backward."""
     depth: int = DEPTH
     """Rounds of rows that are prefetched. No result depends on it."""
     chunk_bytes: int = CHUNK_BYTES

@@ -61,12 +61,12 @@ from hopline.shards.convs.messages import Call, CannotSplit, ChunkReductions, In
 from hopline.shards.transports import FORWARD, REFETCH, Transport
 
 ROLES: tuple[Role, ...] = ("source", "destination", "edge", "constant")
-"""The roles in the order in which inputs are passed to autograd."""
+"""The roles of a message's inputs (`messages.Inputs`), in the order in which they are passed to autograd."""
 PROBE_EDGES = 5
 """Edges of the made-up chunk on which `profile_messages` runs a conv."""
 MIN_CHUNK_BYTES = 1 << 20
-"""Bytes. Chunks take at most half the bytes of a shard's own rows, so that they shrink with the shard, down
-to this size. Smaller chunks cost time (docs/full_batch.md)."""
+"""Chunks take at most half the bytes of a shard's own rows, so that they shrink with the shard, but not below
+this size. Smaller chunks cost time (docs/full_batch.md)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +124,7 @@ def aggregate(
     Raises:
         CannotSplit: The aggregation cannot be accumulated chunk by chunk.
     """
-    inputs = Inputs()
+    inputs = Inputs()  # `plan` enters the tensors
     call = plan(conv, "message", kwargs, inputs, edges.num_edges, edges.num_dst)
     profile = profile_messages(conv, call, inputs)
 
@@ -167,7 +167,7 @@ def profile_messages(conv: MessagePassing, call: Call, inputs: Inputs) -> Messag
     )
     degrees = torch.tensor([3, 2], device=device)
 
-    saved_tensors: list[list[Tensor]] = []
+    saved_tensors: list[list[Tensor]] = []  # by run
     for is_second_run in (False, True):
         edge_inputs = {}
         for role in ROLES:
@@ -447,13 +447,17 @@ class _Backward:
         run = self.run
         needed_sources = [t for t, need in zip(self.source_templates, self.needs["source"], strict=True) if need]
         gradient_return = run.transport.start_return(needed_sources, run.depth)
+        # `fetch` enters calls that request the rows of later parts. `switch_transfers` makes the calls.
         deferred_requests: list[Callable[[], None]] = []
         fetched: Iterator[Any] = repeat(None)
         if run.profile.needs_sources:
             fetched = run.transport.fetch(self.inputs["source"], REFETCH, run.depth, deferred_requests)
 
         def switch_transfers() -> None:
-            """Wait for gradients in transfer, then request rows: only one of the two takes memory."""
+            """Wait for the oldest gradients in transfer, then request rows.
+
+            With depth 1, only one of the two is in transfer at a time.
+            """
             gradient_return.settle()
             while deferred_requests:
                 deferred_requests.pop(0)()
@@ -488,9 +492,9 @@ class _Backward:
         buffers: for the gradients of the part's source rows.
         """
         num_chunks = self.run.edges.num_chunks(k, self.run.max_edges)
-        # Gradients of the part before travel during the first half of the chunks, the next rows during the
-        # second. Part 0 sends no gradients, so up to part 1 none are in transfer and the rows can be
-        # requested at once.
+        # During the first half of the chunks the gradients of the part before travel, during the second half the
+        # rows of the next part. Part 0 sends no gradients. So in parts 0 and 1 none are in transfer, and rows
+        # can be requested at once.
         switch_chunk = num_chunks // 2 if k > 1 else 0
         for i, chunk in enumerate(self.run.edges.chunks(k, self.run.max_edges)):
             if i == switch_chunk:
@@ -520,7 +524,8 @@ class _Backward:
 
         reduced_rows, row_gradients = zip(*pairs, strict=True)
         gradients = torch.autograd.grad(reduced_rows, leaves, row_gradients, allow_unused=True)
-        # `buffers` has an entry per source that needs a gradient, in the order of `wanted_inputs`.
+        # `buffers` has an entry per source that needs a gradient, in the order of `wanted_inputs`. `gradients`
+        # has those of the parameters last, hence not strict.
         next_buffer = iter(buffers)
         for (role, i), gradient in zip(wanted_inputs, gradients, strict=False):
             total = next(next_buffer) if role == "source" else self.totals[role][i]
