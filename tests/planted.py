@@ -394,7 +394,7 @@ FAULTS: tuple[Fault, ...] = (
         name="ties of a smaller maximum are still counted",
         area="sharded aggregation",
         file="src/hopline/shards/convs/accumulate.py",
-        old="ties *= total == extreme",
+        old="ties *= extremes == new_extremes",
         new="ties *= 1",
         tests=("tests/shards/convs/test_accumulate.py",),
     ),

@@ -27,7 +27,7 @@ from hopline.core.row_handles import Handle
 from hopline.nn.conv_adapter import initialise, takes_x0
 from hopline.nn.probe import findings, options_of, probe_graph, random_rows, trial_of
 from hopline.shards.convs.edges import Edges, outside_inference_mode
-from hopline.shards.convs.runner import ShardConvs, find_rule, run_by_rule
+from hopline.shards.convs.runner import ShardConvs, find_rule, is_close, run_by_rule
 from hopline.shards.layout import ShardLayout, contiguous_layout
 from hopline.shards.transports import Transport
 
@@ -198,7 +198,7 @@ def check_one_hop(conv: nn.Module, width: int, convs: ShardConvs, x0: Tensor | N
     with torch.no_grad():
         expected = run_by_rule(trial, rule, x, whole, *x0_argument)[is_needed]
         output = run_by_rule(trial, rule, changed_x, trimmed, *x0_argument)[is_needed]
-    if not torch.allclose(output, expected, 1e-7, 1e-9, equal_nan=True):
+    if not is_close(output, expected):
         raise ValueError(
             f"{type(conv).__name__} looks further than a node's in-edges (several hops in one layer, or a mean over "
             "all nodes), and trim=true leaves out what is not needed: set trim=false"
