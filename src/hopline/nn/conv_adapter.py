@@ -442,8 +442,8 @@ def find_calling_convention(
         )
     if isinstance(conv, NORMALISED) and (conv._forward_hooks or conv._forward_pre_hooks):
         raise NeedsWholeGraph(
-            f"{_name(conv)} has hooks, so PyG's own forward must run. It takes degrees from the edges of a batch, which "
-            "has only some: remove the hooks, or use method=full_batch with aggregation=sequential"
+            f"{_name(conv)} has hooks, so PyG's own forward must run. It takes degrees from the edges of a batch, "
+            "which has only some: remove the hooks, or use method=full_batch with aggregation=sequential"
         )
     raise NeedsWholeGraph(
         f"{_name(conv)} cannot run on sampled blocks: its output at a node depends on more than the node and its "
