@@ -1,6 +1,7 @@
 """GATConv and GATv2Conv on a GPU, in both layouts, without a matrix with a row per edge.
 
-For a destination i and its sources j, with projected rows x and own, each head computes
+For a destination i and its sources j, with x_j the projected row of a source and own_i that of the
+destination, each head computes
 
     GATConv      score_ij = leaky_relu(att_src . x_j + att_dst . own_i)
     GATv2Conv    score_ij = att . leaky_relu(x_j + own_i)
@@ -38,10 +39,12 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 def is_fused_attention(conv: Any) -> bool:
     """Whether `attention` may run the conv. Exact types only: a subclass may have changed the message."""
-    if type(conv) not in (GATConv, GATv2Conv) or conv.edge_dim is not None or conv.out_channels > MAX_CHANNELS:
+    if type(conv) not in (GATConv, GATv2Conv):
+        return False
+    if conv.edge_dim is not None or conv.out_channels > MAX_CHANNELS or conv.flow != "source_to_target":
         return False
     is_observed = conv.explain or any(hooks for name, hooks in vars(conv).items() if name.endswith(HOOKS))
-    return not is_observed and type(conv.aggr_module) is SumAggregation and conv.flow == "source_to_target"
+    return not is_observed and type(conv.aggr_module) is SumAggregation
 
 
 def attention(conv: Any, h: Handle | Tensor, block: Block, layer: int = 0) -> Tensor:
@@ -54,13 +57,15 @@ def attention(conv: Any, h: Handle | Tensor, block: Block, layer: int = 0) -> Te
     layer: the number of the layer in the model, so that every layer draws other weights.
     """
     parameter = conv.att_src if isinstance(conv, GATConv) else conv.att
-    rows = as_dtype(h, compute_dtype(parameter.dtype))
+    rows = as_dtype(h, compute_dtype(parameter.dtype))  # autocast's precision, if it lowers float32
     num_dst = block.num_dst
     p = conv.dropout if conv.training else 0.0
     x, own, att, att_own = _project(conv, rows, num_dst)
+    key = _key(block, layer, rows.device) if p else None
+    # PyG's attention vectors are [1, heads, out_channels].
     out = ops.gpu_kernels("attention").attend(
         x, own, att[0], None if att_own is None else att_own[0], edges_to_attend(block),
-        slope=conv.negative_slope, loops=conv.add_self_loops, p=p, key=_key(block, layer, rows.device) if p else None,
+        slope=conv.negative_slope, loops=conv.add_self_loops, p=p, key=key,
     )  # fmt: skip
     if not conv.concat:
         out = out.view(num_dst, conv.heads, conv.out_channels).mean(dim=1)
@@ -89,8 +94,9 @@ def _project(conv: Any, rows: Tensor, num_dst: int) -> tuple[Tensor, Tensor | No
 def _key(block: Block, layer: int, device: torch.device) -> int | Tensor:
     """The key of a layer's attention dropout.
 
-    A step has `NUM_PURPOSES` keys. Dropout on the layers' outputs takes them from the first on, attention
-    from the last one down. So the two do not meet unless a model has very many layers.
+    A step has `NUM_PURPOSES` keys, numbered from -1 to NUM_PURPOSES - 2. Dropout on the layers' outputs takes
+    them from the first on, attention from the last one down. So the two do not meet unless a model has very
+    many layers.
     """
     if block.key is None:
         return torch.randint(-(2**63), 2**63 - 1, (1,), device=device)

@@ -12,8 +12,8 @@ conv is then called in the first way whose outputs are equal:
 A conv for which no way is right is refused by name: one that takes several hops in a layer, has a norm over
 the nodes present, or pads to the largest degree present.
 
-The way is cached by conv and layout in `probe.findings`, together with the conv's settings: whoever changes
-a setting of a conv causes a new trial. All other calls cost a look-up. GATConv and GATv2Conv are tried like
+The way is cached by conv and layout in `probe.findings`, together with the conv's settings. So later calls
+cost only a look-up, and a changed setting of a conv causes a new trial. GATConv and GATv2Conv are tried like
 any conv, and then run by `attention` on a GPU.
 """
 
@@ -41,10 +41,13 @@ from hopline.device.snapshots import eval_mode
 from hopline.nn.attention import attention, is_fused_attention
 from hopline.nn.fused import NORMALISED, dtype_of, is_fused, run_fused
 from hopline.nn.probe import (
+    BATCH_WITH_HUB,
     BATCHES,
+    BATCHES_OF_FEW_EDGES,
     block_of,
     findings,
     has_cache,
+    is_close,
     options_of,
     probe_graph,
     random_rows,
@@ -78,15 +81,15 @@ class CallingConvention:
     """The way in which one conv is called on blocks of one layout."""
 
     convention: Convention
-    """The arguments of the call."""
+    """The function that is called, and the form of its arguments."""
     without_loops: bool = False
     """Whether the adapter leaves out edges from a node to itself. For convs that drop or replace
     self-loops: in a tree a node and its copy in a child slot have different local ids, so the conv sees no
     loop."""
     with_edges: bool = False
-    """Whether the adapter adds a destination with two edges before all others, and drops its output. Some
-    aggregations fail without edges. Quantiles fail if the first node has none, or if a node without edges
-    follows a single edge."""
+    """Whether the adapter adds a destination with two edges before all others, and drops its output. For
+    aggregations that fail on a block without edges. Quantiles also fail if the first node has no edges, or if
+    one edge comes before a node without edges."""
     by_order: bool = False
     """Whether the conv's output depends on the order of a node's in-edges."""
     has_cache: bool = False
@@ -142,12 +145,12 @@ def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | Non
             f"block must be one of batch.blocks, not a tensor of shape {list(block.shape)}: to run {_name(conv)} on an "
             "edge_index, call it as in plain PyG, conv(x, edge_index)"
         )
-    if block.convs is not None:
+    if block.convs is not None:  # a runner for source rows that are in other shards
         return block.convs.run(conv, h, x0)
     layout = layout_of(conv, block)
     # `block.edge` of a tree gathers its arrays. The look-up needs only their names, which the graph has too.
-    names = block.edge if block.graph is None else block.graph.edge
-    way = _cached_convention(conv, layout, names)
+    named_arrays = block.edge if block.graph is None else block.graph.edge
+    way = _cached_convention(conv, layout, named_arrays)
     if way is None:
         initial_width = None if x0 is None else x0.size(1)
         way = calling_convention(conv, h.shape[1], block.edge, layout, initial_width)
@@ -196,9 +199,7 @@ def _cached_convention(conv: nn.Module, layout: Layout, edge: Mapping[str, Tenso
 def _cache_key(conv: nn.Module, edge: Mapping[str, Tensor]) -> Any:
     """Everything that a calling convention depends on and that may change after a trial.
 
-    Compared for equality.
-
-    Hooks may be added or removed at any time, and both `is_fused` and `reads_blocks` depend on them.
+    Both `is_fused` and `reads_blocks` depend on hooks, which may be added or removed at any time.
     """
     return options_of(conv), is_fused(conv), reads_blocks(conv), frozenset(edge)
 
@@ -224,8 +225,8 @@ def _call(conv: nn.Module, way: CallingConvention, h: Handle | Tensor, block: Bl
 
     is_pair = way.convention == "pair"
     num_dst = block.num_dst
-    edge_index, edge = _edges_of(block, way)
-    edges = edge_arguments(conv, edge, dtype)
+    edge_index, edge_arrays = _edges_of(block, way)
+    edge_kwargs = edge_arguments(conv, edge_arrays, dtype)
     initial = (_pad_rows(x0, src_rows.size(0)),) if takes_x0(conv) and x0 is not None else ()
     dst_rows = src_rows[:num_dst]
     if is_pair and way.padded:
@@ -237,7 +238,7 @@ def _call(conv: nn.Module, way: CallingConvention, h: Handle | Tensor, block: Bl
         # A new destination 0 with two edges from source 0. All other destinations move up by one. In a
         # square call sources and destinations share their numbers, so the sources move up as well.
         first_dst = 1
-        edges = {name: torch.cat([_two_rows(values), values]) for name, values in edges.items()}
+        edge_kwargs = {name: torch.cat([_two_rows(values), values]) for name, values in edge_kwargs.items()}
         shift = edge_index.new_tensor([[0], [1]] if is_pair else [[1], [1]])
         edge_index = torch.cat([edge_index.new_zeros(2, 2), edge_index + shift], dim=1)
         dst_rows = torch.cat([src_rows[:1], dst_rows])
@@ -246,7 +247,7 @@ def _call(conv: nn.Module, way: CallingConvention, h: Handle | Tensor, block: Bl
             initial = tuple(torch.cat([rows[:1], rows]) for rows in initial)
 
     x = (src_rows, dst_rows) if is_pair else src_rows
-    outputs = conv(x, *initial, edge_index, **edges)
+    outputs = conv(x, *initial, edge_index, **edge_kwargs)
     return outputs[first_dst : first_dst + num_dst]
 
 
@@ -257,12 +258,13 @@ def _two_rows(like: Tensor) -> Tensor:
 
 
 def _edges_of(block: Block, way: CallingConvention) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """(edge_index [2, num_edges], edge arrays) of a block, in the form that the calling convention asks
-    for."""
+    """(edge_index [2, num_edges], edge arrays) of a block, in the form that `way` asks for."""
     if not isinstance(block, TreeBlock):
         return block.edge_index, block.edge
+    # `block.padded` has an edge out of every slot, `block.part` only those of slots that are not empty.
     edge_index, edge = block.padded if way.padded else (block.part.edge_index, block.part.edge)
-    if not way.without_loops or block.graph is None or not block.graph.self_loops.numel():
+    graph_has_loops = block.graph is not None and block.graph.self_loops.numel() > 0
+    if not way.without_loops or not graph_has_loops:
         return edge_index, edge
     src, dst = edge_index
     # Clamped because padded edges lead to row num_dst, behind the destinations.
@@ -283,10 +285,9 @@ def _pad_rows(x0: Tensor, num_rows: int) -> Tensor:
 
 
 def reads_blocks(conv: nn.Module) -> bool:
-    """Whether the conv computes on blocks itself, by a method `on_block(rows, block)` that its author has
-    written.
+    """Whether the conv's author has written a method `on_block(rows, block)` that may run in place of `forward`.
 
-    False for a conv with hooks, which torch runs only around `forward`.
+    It may not if the conv has hooks, which torch runs only around `forward`.
     """
     return callable(getattr(conv, "on_block", None)) and not conv._forward_hooks and not conv._forward_pre_hooks
 
@@ -328,28 +329,28 @@ def _lacks_edge_features(conv: nn.Module, attr: Tensor) -> bool:
 
     In plain PyG its user would not pass `edge_attr` to it.
     """
+    # None means no edge features. Other convs lack the attribute, hence the default of 0.
     if any(getattr(conv, name, 0) is None for name in ("edge_dim", "in_edge_channels")):
         return True
     if isinstance(conv, CGConv):
         return conv.dim == 0
-    # GENConv does not store whether it was. Without `lin_edge` it adds edge features to its messages, which
-    # works only if both have the same width.
+    # GENConv does not store it. Without `lin_edge` it adds edge features to its messages, which works only if
+    # both have the same width.
     return isinstance(conv, GENConv) and not hasattr(conv, "lin_edge") and attr.size(-1) != conv.out_channels
 
 
 def find_calling_convention(
     conv: nn.Module, width: int, edge: Mapping[str, Tensor], layout: Layout, initial_width: int | None
 ) -> CallingConvention:
-    """Try the ways of calling a conv, and return the first that gives the whole graph's outputs on all
-    `BATCHES`.
+    """The first way of calling a conv that gives the whole graph's outputs on all `BATCHES`.
 
     The batches of `probe` differ in which other nodes they hold. So a conv whose output at a node depends
     on the other nodes fails on one of them. Copies of the conv run, in float64 on the host.
 
     Raises:
         NeedsWholeGraph: No way is right, since the conv needs more than a node's in-edges.
-        ValueError: Plain PyG cannot run the conv on the tiny graph, or it keeps something between calls,
-            has another flow, a wrong `on_block`, or cannot run on trees.
+        ValueError: Plain PyG cannot run the conv on the tiny graph. Or the conv keeps something between
+            calls, sends messages from target to source, has a wrong `on_block`, or cannot run on trees.
     """
     if getattr(conv, "flow", "source_to_target") != "source_to_target":
         raise ValueError(f"{_name(conv)} sends messages from target to source: build it with the default flow")
@@ -382,7 +383,7 @@ def find_calling_convention(
             expected_rows = expected[[*nodes]]
             if rows is None or rows.shape != expected_rows.shape:
                 return False
-            if not torch.allclose(rows, expected_rows, 1e-8, 1e-10, equal_nan=True):
+            if not is_close(rows, expected_rows):
                 return False
         return True
 
@@ -393,14 +394,14 @@ def find_calling_convention(
         """
         training_trial = trial_of(conv).train()  # a copy of its own: running statistics of norms change in training
         with torch.random.fork_rng([]):
-            return all(output(training_trial, way, graph, nodes) is not None for nodes in BATCHES[2:4])
+            return all(output(training_trial, way, graph, nodes) is not None for nodes in BATCHES_OF_FEW_EDGES)
 
     if is_fused(conv):
         ways = [CallingConvention("fused", has_cache=has_cache(conv))]
     elif reads_blocks(conv):
         ways = [CallingConvention("block", has_cache=has_cache(conv))]
     else:
-        # Only in a tree a conv cannot see which edges are loops.
+        # In a tree a conv does not see which edges are loops, so leaving them out is tried too.
         loop_choices = (False, True) if is_tree else (False,)
         ways = [
             CallingConvention(
@@ -417,7 +418,9 @@ def find_calling_convention(
             if is_right(way, graph) and (way.convention == "fused" or trains(way)):
                 # Fused convs count as independent of the order. GCN takes the last of a node's self-loops,
                 # but from the graph and not from the block, so the block's order does not matter.
-                by_order = way.convention != "fused" and not is_right(way, reverse_edges_of_nodes(graph), BATCHES[:1])
+                by_order = way.convention != "fused" and not is_right(
+                    way, reverse_edges_of_nodes(graph), [BATCH_WITH_HUB]
+                )
                 return replace(way, by_order=by_order)
         # No way is right. If one is right with a new copy per block, the conv keeps something between calls.
         keeps_state = any(is_right(way, graph, anew=True) and not is_right(way, graph) for way in ways)
@@ -439,9 +442,8 @@ def find_calling_convention(
         )
     if isinstance(conv, NORMALISED) and (conv._forward_hooks or conv._forward_pre_hooks):
         raise NeedsWholeGraph(
-            f"{_name(conv)} has hooks, with which PyG's own forward runs, by the degrees of the nodes that are "
-            "present, and a batch has only some: remove the hooks, or use method=full_batch with "
-            "aggregation=sequential"
+            f"{_name(conv)} has hooks, so PyG's own forward must run. It takes degrees from the edges of a batch, "
+            "which has only some: remove the hooks, or use method=full_batch with aggregation=sequential"
         )
     raise NeedsWholeGraph(
         f"{_name(conv)} cannot run on sampled blocks: its output at a node depends on more than the node and its "
@@ -452,23 +454,23 @@ def find_calling_convention(
 
 
 def whole_output(conv: nn.Module, x: Tensor, graph: Graph, x0: Tensor | None) -> Tensor:
-    """[num_nodes, ...] float64: the conv's output on a whole graph, as plain PyG computes it in evaluation
-    mode.
+    """[num_nodes, ...] float64: the output of plain PyG's conv, in evaluation mode, on a whole graph.
 
     Raises:
-        ValueError: The call fails, or its output is not one tensor with a row per node, or none of it is
-            finite.
+        ValueError: The call fails, or returns something else than one tensor with a row per node, or a tensor
+            without a finite number.
     """
     trial = trial_of(conv)
     initial = (x0,) if takes_x0(conv) else ()
-    edges = edge_arguments(trial, graph.edge, torch.float64)
+    edge_kwargs = edge_arguments(trial, graph.edge, torch.float64)
     with torch.no_grad():
         try:
-            out = trial(x, *initial, graph.edge_index(), **edges)
+            out = trial(x, *initial, graph.edge_index(), **edge_kwargs)
         except Exception as error:
+            names = ", ".join(["x", "edge_index", *edge_kwargs])
             raise ValueError(
-                f"{_name(conv)} cannot be called as conv({', '.join(['x', 'edge_index', *edges])}) with rows of width "
-                f"{x.size(1)}: {_reason(conv, error, edges)}"
+                f"{_name(conv)} cannot be called as conv({names}) with rows of width {x.size(1)}: "
+                f"{_reason(conv, error, edge_kwargs)}"
             ) from error
     if not isinstance(out, Tensor) or out.size(0) != x.size(0):
         kind = f"shape {list(out.shape)}" if isinstance(out, Tensor) else f"type {type(out).__name__}"
@@ -478,13 +480,15 @@ def whole_output(conv: nn.Module, x: Tensor, graph: Graph, x0: Tensor | None) ->
     return out
 
 
-def _reason(conv: nn.Module, error: Exception, edges: Mapping[str, Tensor]) -> str:
+def _reason(conv: nn.Module, error: Exception, edge_kwargs: Mapping[str, Tensor]) -> str:
     """The text of an error, and the edge arrays that the conv could take and the graph does not have.
 
     An assertion without a message is described by its line of code.
+
+    edge_kwargs: the edge arrays that the conv was given, by argument name.
     """
     reason = " ".join(str(error).split()) or f"it stops at `{traceback.extract_tb(error.__traceback__)[-1].line}`"
-    missing = [name for name in EDGE_ARGUMENTS if name in _arguments(type(conv)) and name not in edges]
+    missing = [name for name in EDGE_ARGUMENTS if name in _arguments(type(conv)) and name not in edge_kwargs]
     if not missing:
         return reason
     arrays = " and ".join(f"{name} (edge array {EDGE_ARGUMENTS[name]!r})" for name in missing)
@@ -502,9 +506,9 @@ def initialise(conv: nn.Module, width: int, edge: Mapping[str, Tensor], initial_
     initial = []
     if takes_x0(conv) and initial_width is not None:
         initial.append(torch.zeros(graph.num_nodes, initial_width, **options))
-    edges = {name: rows.to(like.device) for name, rows in edge_arguments(conv, graph.edge, like.dtype).items()}
+    edge_kwargs = {name: rows.to(like.device) for name, rows in edge_arguments(conv, graph.edge, like.dtype).items()}
     with eval_mode(conv), torch.no_grad():
-        conv(x, *initial, graph.edge_index().to(like.device), **edges)
+        conv(x, *initial, graph.edge_index().to(like.device), **edge_kwargs)
 
 
 def _name(conv: nn.Module) -> str:

@@ -64,8 +64,7 @@ def is_fused(conv: Any) -> bool:
 
 
 def reads_rows(conv: Any) -> bool:
-    """Whether the conv aggregates its input rows as they are, so that the kernel can read them from a
-    table."""
+    """Whether the conv aggregates its input rows as they are, so that its kernel can read a table."""
     return is_fused(conv) and type(conv) in PLAIN and not getattr(conv, "project", False)
 
 
@@ -132,18 +131,19 @@ def _reduces_first(conv: GCNConv, h: Handle | Tensor, block: Block) -> bool:
     The cheaper order is taken. Costs are counted in elements moved, `FLOPS` multiplications being one
     element:
 
-        a product, per row       before + after + before * after / FLOPS      (widths before and after it)
+        a product, per row       before + after + before * after / FLOPS      (columns before and after it)
         aggregation, per edge    the width of the rows that are aggregated
 
-    A block has fewer destinations than sources, so the product is cheaper afterwards. But if the product
-    makes rows narrower, aggregation is cheaper afterwards.
+    A block has fewer destinations than sources, so a product that comes last has fewer rows. But if the
+    product makes rows narrower, an aggregation that comes last is cheaper.
     """
-    if isinstance(h, Rows) and h.table.read_csr(h.ids[:0]) is not None:
-        return False  # stored sparse: the product reads them sparse, and aggregation would make them dense and wide
+    is_sparse = isinstance(h, Rows) and h.table.read_csr(h.ids[:0]) is not None  # asked by reading no rows
+    if is_sparse:  # a product reads sparse rows as they are, and aggregation before it would make them dense
+        return False
     # A hook, or another type than Linear, must see the rows that PyG would give it.
     if not is_linear(conv.lin) or conv.lin._forward_hooks or conv.lin._forward_pre_hooks:
         return False
-    after, before = conv.lin.weight.shape
+    after, before = conv.lin.weight.shape  # (out_features, in_features)
     product_per_row = before + after + before * after / FLOPS
     cost_product_first = block.num_src * product_per_row + block.num_edges * after
     cost_reduce_first = block.num_edges * before + block.num_dst * product_per_row
@@ -165,16 +165,17 @@ def dtype_of(conv: Any, h: Handle | Tensor) -> torch.dtype:
 
 
 def _plain(conv: Any, h: Handle | Tensor, block: Block, how: str, dtype: torch.dtype) -> Tensor:
-    """A `PLAIN` conv on a block: [num_dst, ...]. Its own `forward` runs on a stand-in, in one of three ways.
+    """[num_dst, ...]: the output of a `PLAIN` conv on a block. Its own `forward` runs, on a stand-in.
 
-    The first that the conv allows is taken:
+    What is computed outside of `forward` depends on the first of these cases that holds:
 
-        two linear layers on one row     [reduced | own] rows, then both products as one
-        a tree on a GPU                  [reduced | own] rows by one kernel, then the conv's own products
-        otherwise                        `propagate` aggregates, own rows are read apart
+        two linear layers that can be merged     [reduced | own] rows, then both products as one
+        a tree on a GPU                          [reduced | own] rows by one kernel; products stay the conv's
+        any other                                `propagate` aggregates; own rows are read apart
     """
-    linears = _linears_of_one_row(conv, h)
-    # Handles stay handles where the kernel takes them: to rows of a table, or to a deferred layer.
+    linears = _mergeable_linears(conv, h)
+    # Handles stay handles where the kernel takes them: to rows of a table, or to a deferred layer. A maximum
+    # cannot complete a deferred layer.
     reads_table = isinstance(h, Rows) and reads_rows(conv)
     reads_deferred = isinstance(h, PendingRows) and linears is not None and how != "max"
     source = h if reads_table or reads_deferred else as_dtype(h, dtype)
@@ -204,8 +205,7 @@ def _plain(conv: Any, h: Handle | Tensor, block: Block, how: str, dtype: torch.d
 
 
 def defer_layer(conv: Any, h: Handle | Tensor, block: Block, p: float, key: Any) -> PendingRows | None:
-    """Aggregate a hidden layer conv -> ReLU -> dropout(p, key), and leave the rest to the next layer's
-    kernel.
+    """Aggregate a hidden layer conv -> ReLU -> dropout(p, key), and leave the rest to the next kernel.
 
     None where that is not possible: only plain convs of two linear layers on a tree on a GPU are deferred
     (`tree_layers`), without edge arrays and without normalised outputs.
@@ -213,27 +213,30 @@ def defer_layer(conv: Any, h: Handle | Tensor, block: Block, p: float, key: Any)
     normalises_outputs = getattr(conv, "normalize", False)
     if not isinstance(block, TreeBlock) or not is_fused(conv) or normalises_outputs or block.edge:
         return None
-    linears = _linears_of_one_row(conv, h)
+    linears = _mergeable_linears(conv, h)
     if linears is None:
         return None
     pair = (getattr(conv, linears[0]), getattr(conv, linears[1]))
     return pending_rows(h, block, REDUCE[type(conv.aggr_module)], pair, p, key)
 
 
-def _linears_of_one_row(conv: Any, source: Handle | Tensor) -> tuple[str, str] | None:
+def _mergeable_linears(conv: Any, source: Handle | Tensor) -> tuple[str, str] | None:
     """Names of a conv's linear layers for reduced and for own rows, if both may be computed as one product.
 
-    None if they may not: an input of more than two dimensions, a projection before the aggregation, no root
-    weight, a layer that is not a plain Linear or has hooks, or a second bias.
+    None if they may not: with an input of more than two dimensions, a projection before the aggregation, no
+    root weight, a layer that is not a plain Linear or has hooks, or a bias on the own rows.
     """
     names = LINEARS.get(type(conv))
     if names is None or len(source.shape) != 2:
         return None
     if getattr(conv, "project", False) or not getattr(conv, "root_weight", True):
         return None
-    pair = [getattr(conv, name) for name in names]
-    are_plain = all(is_linear(l) and not l._forward_hooks and not l._forward_pre_hooks for l in pair)
-    return names if are_plain and pair[1].bias is None else None
+    reduced_linear, own_linear = (getattr(conv, name) for name in names)
+    are_plain = all(
+        is_linear(linear) and not linear._forward_hooks and not linear._forward_pre_hooks
+        for linear in (reduced_linear, own_linear)
+    )
+    return names if are_plain and own_linear.bias is None else None
 
 
 def input_reduction(conv: Any) -> tuple[Any, ...] | None:
@@ -277,8 +280,11 @@ def reduced_input(conv: Any, h: Handle | Tensor, block: Block) -> tuple[Tensor, 
 
 
 def read_ahead(conv: Any, rows: Rows, block: Block) -> Rows:
-    """The input rows aggregated now, for a thread that prefetches batches; the handle as it is if that
-    cannot be."""
+    """The input rows aggregated now, by a thread that prefetches batches.
+
+    The handle is returned as it is if the table has no dense tensor of all rows (`Table.storage`), or if the
+    conv has no `reduced_input`.
+    """
     reduced = None if rows.table.storage() is None else reduced_input(conv, rows, block)
     return rows if reduced is None else ReducedRows(rows.table, rows.ids, *reduced)
 

@@ -1,6 +1,7 @@
 """The symmetric degree norm of GCN on a block, unbiased under sampling.
 
-On the whole graph GCN computes, with d the degree including the loop,
+On the whole graph GCN computes the following sum. w_ji is the weight of an edge, loop_i that of the self-loop
+of node i. The degree d_i is the weight of all in-edges of i and of its loop.
 
     out_i  =  loop_i / d_i  x_i  +  sum over in-edges (j, i) of   w_ji / sqrt(d_j d_i)  x_j
 
@@ -9,11 +10,11 @@ graph's. Weights of sampled edges are multiplied by the sampling factor of their
 the graph over in-edges in the block. So the expectation of the sum is the full sum. Self-loops are added
 exactly, and never sampled.
 
-The expectation over several layers is that of the whole graph too, apart from activations; `ops.layer_key`
-says why. The exception are loops that are sampled as edges, with `add_self_loops=False`.
+The expectation over several linear layers is that of the whole graph too (`ops.layer_key` says why), unless
+loops are sampled as edges, with `add_self_loops=False`. Activations between the layers add a bias.
 
-Sums of edge weights are computed once per graph, and cached with it. Edge weights are cached with a block's
-edges, but for trees.
+Sums of edge weights are computed once per graph, and cached with it. A block's edge weights are cached with
+its edges, but not in the tree layout.
 """
 
 from __future__ import annotations
@@ -63,28 +64,32 @@ def gcn_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor | N
 
 
 def _compute_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """(weight of each edge, weight of each destination's own row) with the degree norm, computed in
-    float64."""
+    """(weight of each edge, weight of each destination's own row) with the degree norm.
+
+    Computed in float64, and then converted to `dtype`.
+    """
     graph = block.graph
     assert graph is not None
     add_loops = bool(conv.add_self_loops)
     # PyG applies `improved` only where edge weights are given.
     fill = 2.0 if getattr(conv, "improved", False) and "weight" in graph.edge else 1.0
     degree, loop = _degrees(graph, block.src_ids, add_loops, fill)
-    inverse = torch.where(degree == 0, 0, degree.pow(-0.5))
-    by_dst = inverse[: block.num_dst] * block.sampling_factor
+    inverse_root = torch.where(degree == 0, 0, degree.pow(-0.5))
+    dst_factor = inverse_root[: block.num_dst] * block.sampling_factor
     src_ids = block.src_ids
     if isinstance(block, TreeBlock) and block.on_gpu:
         # A weight for every slot, that of the edge out of it. Seeds have the parent -1, and no edge leaves
         # them.
         parents = block.parents.clamp(min=0).long()
-        weight = inverse * by_dst[parents]
+        weight = inverse_root * dst_factor[parents]
         src = src_ids
         dst = src_ids[parents]
     else:
         part = block.part
         # One expression, so that neither factor of the product, a number per edge each, outlives it.
-        weight = inverse[part.src_idx] * torch.repeat_interleave(by_dst, part.indptr.diff(), output_size=part.num_edges)
+        weight = inverse_root[part.src_idx] * torch.repeat_interleave(
+            dst_factor, part.indptr.diff(), output_size=part.num_edges
+        )
         # Global ids, since in a tree one node has several local ids, and loops are recognised by equal ids.
         src, dst = src_ids[part.edge_index]
     if "weight" in block.edge:
@@ -93,7 +98,7 @@ def _compute_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tenso
         return weight.to(dtype), None
     if graph.self_loops.numel():  # `loop` includes them, so as edges they must not count again
         weight = weight.masked_fill(src == dst, 0)
-    own_weight = loop[: block.num_dst] * inverse[: block.num_dst].square()
+    own_weight = loop[: block.num_dst] * inverse_root[: block.num_dst].square()
     return weight.to(dtype), own_weight.to(dtype)
 
 

@@ -132,11 +132,12 @@ class GNN(nn.Module):
     ) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        wrong: list[Any] = [convs]
         if isinstance(convs, Iterable):
             layers = list(convs)
             ends = [module for module in (encoder, head) if module is not None]
             wrong = [part for part in (*layers, *ends) if not isinstance(part, nn.Module)]
+        else:
+            wrong = [convs]
         if wrong:
             raise TypeError(
                 f"GNN is made of a list of modules, not of {wrong[0]!r}: write GNN([SAGEConv(in_channels, "
@@ -170,7 +171,8 @@ class GNN(nn.Module):
                 raise ValueError(
                     f"jumping knowledge needs layers of one width, not {sorted(widths)}: use head= for the rest"
                 )
-            self.jk = JumpingKnowledge(jk, out_width(self.convs[0]), len(self.convs) + self.jk_encoder)
+            num_inputs = len(self.convs) + (1 if self.jk_encoder else 0)
+            self.jk = JumpingKnowledge(jk, out_width(self.convs[0]), num_inputs)
         if head is not None:
             self.lin = head
 
@@ -225,12 +227,13 @@ class GNN(nn.Module):
     def keeps_handle(self, table: Readable) -> bool:
         """Whether a batch should hold a handle to input rows of this table, and not the rows.
 
-        True if the first conv's kernel reads the stored rows itself. Or if the table is sparse and the
+        True if the first conv's kernel reads the stored rows itself. True also if the table is sparse and the
         model begins with a product, which need not make the rows dense.
         """
         stored = table.storage()
         if stored is not None:
             return self.reads_rows and stored.dtype == next(self.parameters()).dtype
+        # Reading no rows tells whether the table is sparse.
         return self._projects and table.read_csr(torch.empty(0, dtype=torch.int64)) is not None
 
     @property
@@ -242,14 +245,16 @@ class GNN(nn.Module):
 
     @property
     def _uses_x0(self) -> bool:
-        """Whether layers read the initial rows again, by `initial_residual` or as an argument of their
-        conv."""
+        """Whether layers read the initial rows again: `initial_residual`, or an argument of a conv."""
         return self.initial_residual > 0 or any(takes_x0(conv) for conv in self.convs)
 
     @property
     def is_fused(self) -> bool:
-        """Whether every conv is fused: its work is then in kernels and linear layers, which bring their own
-        threads."""
+        """Whether every conv is fused.
+
+        The work is then in hopline's kernels and in linear layers. On a CPU both can use hopline's threads in
+        place of torch's (`ops.own_threads`).
+        """
         return all(is_fused(conv) for conv in self.convs)
 
     def read_ahead(self, rows: Rows, block: Block) -> Rows:
@@ -270,9 +275,8 @@ class GNN(nn.Module):
     def reduced_input(self, h: Handle | Tensor, block: Block) -> tuple[Tensor, str] | None:
         """(rows, how): the part of the first layer that needs no parameter, computed on a block.
 
-        None if it has none.
-
-        `layer(0, ...)` computes the rest if its state holds the result as `ReducedRows`.
+        None if the layer has no such part. `layer(0, ...)` computes the rest if its state holds the result as
+        `ReducedRows`.
         """
         return reduced_input(self.convs[0], self._in_precision(h), block) if self._reduces_input else None
 
@@ -302,17 +306,16 @@ class GNN(nn.Module):
         the last layer of encoder and head counts.
         """
         modules = [module for module in (self.encoder, getattr(self, "lin", None)) if module is not None]
-        if not any(True for _ in self.convs.parameters()):
+        if not _has_parameters(self.convs):
             layers = [layer for module in modules for layer in module.modules()]
-            with_parameters = [layer for layer in layers if any(True for _ in layer.parameters(recurse=False))]
+            with_parameters = [layer for layer in layers if _has_parameters(layer, recurse=False)]
             modules = with_parameters[-1:]
         if not modules:
             modules = [self.convs[-1]]
         return [p for module in modules for p in module.parameters()]
 
     def check_blocks(self, num_features: int, edge: Mapping[str, Tensor]) -> None:
-        """Raise ValueError if a module between the convs would compute something else on a block than on
-        the graph.
+        """Raise ValueError if a module between convs computes something else on a block than on the graph.
 
         Convs are not checked here: `convolve` tries each when it first runs.
 
@@ -340,9 +343,10 @@ class GNN(nn.Module):
             x = encoded if self.act is None else self.act(encoded)
         x0 = self._as_dtype(x) if self._uses_x0 else None
         if self.encoder is not None:
+            # Layers draw by the numbers 0 .. num_layers - 1, the encoder by the next one.
             x = self._drop(self._as_dtype(x), self.dropout, ids, key, self.num_layers)
         jk = self._as_dtype(x) if self.jk_encoder else None
-        # Without an encoder `x` may be a handle, which `x0` has read already.
+        # Without an encoder `x` may be a handle. `x0` then holds its rows, so they are not read again.
         h = x0 if x0 is not None and self.encoder is None else x
         return State(h, x0, jk)
 
@@ -364,10 +368,10 @@ class GNN(nn.Module):
 
     def _layer(self, l: int, state: State, block: Block) -> State:
         """Layer `l`: conv, initial residual, `_after_conv`, layer hooks, dropout, jumping knowledge."""
-        dst = block.num_dst
+        num_dst = block.num_dst
         if l == 0:
             state = State(self._in_precision(state.h), state.x0, state.jk)
-        x0 = None if state.x0 is None else state.x0[:dst]
+        x0 = None if state.x0 is None else state.x0[:num_dst]
         if self._is_plain(l):
             p = self.dropout if self.training else 0.0
             key = None if block.key is None or not p else ops.purpose_key(block.key, l)
@@ -395,7 +399,7 @@ class GNN(nn.Module):
 
         jk = None
         if self.keeps_jk:
-            jk = h[:dst] if state.jk is None else torch.cat([state.jk[:dst], h[:dst]], dim=1)
+            jk = h[:num_dst] if state.jk is None else torch.cat([state.jk[:num_dst], h[:num_dst]], dim=1)
         return State(h, x0, jk)
 
     def _is_plain(self, l: int) -> bool:
@@ -434,8 +438,9 @@ class GNN(nn.Module):
         """Outputs for the batch's seeds: [num_seeds, ...]."""
         if len(batch.blocks) != self.num_layers:
             raise ValueError(f"the model has {self.num_layers} layers but the batch has {len(batch.blocks)} blocks")
-        convs = batch.blocks[0].convs
-        with nullcontext() if convs is None else convs.norms():
+        # On the blocks of a shard, batch norms are over the rows of all ranks.
+        conv_runner = batch.blocks[0].convs
+        with nullcontext() if conv_runner is None else conv_runner.norms():
             with ignore_empty_slots([] if self.encoder is None else [self.encoder], batch.blocks[0]):
                 state = self.encode(batch.input_rows, batch.input_keys, batch.key)
             for l, block in enumerate(batch.blocks):
@@ -443,15 +448,15 @@ class GNN(nn.Module):
             out = self.decode(state)
         return out if batch.output_idx is None else out[batch.output_idx]
 
-    def _after_conv(self, l: int, h: Tensor, before: Handle | Tensor, relu_later: bool = False) -> Tensor:
+    def _after_conv(self, l: int, h: Tensor, layer_input: Handle | Tensor, relu_later: bool = False) -> Tensor:
         """Norm, activation and residual of layer `l`, in the order of the model's settings.
 
-        before: the layer's input, whose first rows are the residual. relu_later: the activation is a ReLU
-        that `_drop` computes together with dropout.
+        layer_input: its first rows, those of the destinations, are the residual. relu_later: the activation is a
+        ReLU that `_drop` computes together with dropout.
         """
         residual: Tensor | None = None
-        if self.residual and tuple(h.shape[1:]) == tuple(before.shape[1:]):
-            residual = self._as_dtype(own_rows(before, h.size(0)))
+        if self.residual and tuple(h.shape[1:]) == tuple(layer_input.shape[1:]):
+            residual = self._as_dtype(own_rows(layer_input, h.size(0)))
         if self.act is not None and self.act_first:
             h = self.act(h)
         h = self.norms[l](h)
@@ -490,7 +495,7 @@ class GNN(nn.Module):
 
         A conv with parameters converts its input itself.
         """
-        if any(True for _ in self.convs[0].parameters()):
+        if _has_parameters(self.convs[0]):
             return h
         if isinstance(h, ReducedRows) and h.reduced_and_own.dtype == self._dtype:
             return h
@@ -517,8 +522,7 @@ def _activation(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def out_width(conv: Any) -> int:
-    """The number of columns that a conv, or an encoder, puts out: all heads together where they are
-    concatenated."""
+    """The number of columns that a conv or an encoder puts out, over all heads if they are concatenated."""
     width = getattr(conv, "out_channels", None) or getattr(conv, "channels", None)
     if width is None:
         linears = [module for module in conv.modules() if isinstance(getattr(module, "out_features", None), int)]
@@ -535,6 +539,10 @@ def row_widths(model: GNN, num_features: int) -> list[int]:
     """
     widths = [num_features if model.encoder is None else out_width(model.encoder)]
     for conv in model.convs:
-        has_parameters = any(True for _ in conv.parameters())
-        widths.append(out_width(conv) if has_parameters else widths[-1])
+        widths.append(out_width(conv) if _has_parameters(conv) else widths[-1])
     return widths
+
+
+def _has_parameters(module: nn.Module, recurse: bool = True) -> bool:
+    """Whether a module has parameters. recurse: those of inner modules count too."""
+    return next(module.parameters(recurse), None) is not None

@@ -1,8 +1,8 @@
-"""Norms by name, and contexts that change which rows a batch norm in training takes its statistics from.
+"""Norms by name, and contexts that change where a batch norm in training takes its mean and variance from.
 
-    running_statistics    of no rows: the running statistics are used, for a batch of one row
-    ignore_empty_slots    of the rows of a tree's slots that are not empty
-    OwnStatistics         of whatever a given function computes, such as sums over ranks
+    running_statistics    from its running statistics, for example if a batch is one row and has no variance
+    ignore_empty_slots    from the rows of those slots of a tree that are not empty
+    OwnStatistics         from a given function, such as one that sums over ranks
 
 The contexts reach batch norms inside convs as well. No module is replaced: `OwnStatistics` intercepts torch's
 function `batch_norm`, so the norms stay torch's and PyG's own.
@@ -24,8 +24,10 @@ from hopline.core.batch import Block
 
 
 def make_norm(name: str, width: int) -> nn.Module:
-    """PyG's BatchNorm for "batch", or its LayerNorm over each node's row for "layer". width: columns of the
-    rows."""
+    """PyG's BatchNorm for "batch", or its LayerNorm over each node's row for "layer".
+
+    width: columns of the rows.
+    """
     if name == "batch":
         return pyg_norm.BatchNorm(width)
     if name == "layer":
@@ -51,8 +53,7 @@ def running_statistics(modules: Iterable[nn.Module], *, only_if: bool) -> Iterat
 
 
 def ignore_empty_slots(modules: Iterable[nn.Module], block: Block) -> AbstractContextManager[Any]:
-    """Make batch norms in training take their statistics only from slots that are not empty, while the
-    context lasts.
+    """While the context lasts, make batch norms in training leave out empty slots from their statistics.
 
     modules: those whose batch norms are meant, inner ones included. The context does nothing if they have
     none, or if the block is not in the tree layout.
@@ -67,7 +68,7 @@ def _training_norms(modules: Iterable[nn.Module]) -> list[nn.BatchNorm1d]:
 
 
 Statistics = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
-"""Function of rows [n, columns] -> (mean [columns], biased variance [columns], number of rows [])."""
+"""Function of rows [n, columns] -> (mean [columns], biased variance [columns], number of rows [] or [1])."""
 
 
 class OwnStatistics(TorchFunctionMode):
@@ -120,9 +121,10 @@ class OwnStatistics(TorchFunctionMode):
 def _statistics_of_present(present: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(mean, variance, number) of the rows of slots that are not empty.
 
-    A product with 0 and 1 in place of a selection: shapes stay fixed, and nothing synchronises.
+    Rows are multiplied by 0 or 1 and not selected, so shapes stay fixed, and nothing synchronises.
 
-    present: [at least n] bool: which slots are not empty. rows: [n, columns].
+    present: bool, by source: which slots are not empty. rows: [n, columns] of the first n sources: of all, or of
+    the destinations after a conv.
     """
     mask = present[: rows.size(0), None].to(rows.dtype)
     count = mask.sum().clamp(min=1)

@@ -4,9 +4,9 @@ PyG modules do not declare what they read of a graph. So `conv_adapter` and `row
 module twice: as plain PyG on the whole tiny graph, and on blocks of it. Only if both give the same outputs
 is the module used on blocks.
 
-The graph has what goes wrong elsewhere: uneven degrees and a hub, nodes without in-edges and one without
-any edge, self-loops, two self-loops of one node, and duplicate edges. Copies run in float64, so that
-outputs that should be equal differ by little. Findings are stored in `findings`, by module.
+The graph has the cases in which convs tend to go wrong: uneven degrees and a hub, nodes without in-edges and
+one without any edge, self-loops, two self-loops of one node, and duplicate edges. Copies run in float64, so
+that outputs that should be equal differ by little. Findings are stored in `findings`, by module.
 
 Two problems of copying a module are solved here too: convs with cached=True must not reuse the edges of an
 earlier graph (`without_caches`), and torch does not copy tensors that have a gradient history
@@ -50,10 +50,13 @@ SOURCES = (
 )
 """SOURCES[i]: the sources of node i's in-edges. 12 nodes and 35 edges: an odd number, so that code that
 takes edges by twos or fours fails."""
-BATCHES = ((3, 0, 5), (1, 2), (8, 4, 11), (4, 11), tuple(reversed(range(len(SOURCES)))))
-"""Destinations of the blocks of a trial. In turn: with the hub; only nodes of low degree; last nodes without
-in-edges; no edges at all; every node, in reverse order. A node's output must not depend on the others in its
-block."""
+BATCH_WITH_HUB = (3, 0, 5)
+"""Destinations of a block, the hub among them."""
+BATCHES_OF_FEW_EDGES = ((8, 4, 11), (4, 11))
+"""Destinations of a block whose last nodes have no in-edges, and of a block without edges."""
+BATCHES = (BATCH_WITH_HUB, (1, 2), *BATCHES_OF_FEW_EDGES, tuple(reversed(range(len(SOURCES)))))
+"""Destinations of all blocks of a trial. Those not named above: only nodes of low degree; every node, in reverse
+order. A node's output must not depend on the others in its block."""
 
 
 class Findings:
@@ -71,8 +74,7 @@ class Findings:
         self._answers: WeakKeyDictionary[nn.Module, dict[Hashable, tuple[object, Any]]] = WeakKeyDictionary()
 
     def get(self, module: nn.Module, question: Hashable, settings: object) -> Any:
-        """The stored answer to a question about a module; None if there is none, or if it is for other
-        settings."""
+        """The stored answer to a question about a module; None if there is none for these settings."""
         stored_settings, answer = self._answers.get(module, {}).get(question, (None, None))
         return answer if stored_settings == settings else None
 
@@ -131,6 +133,11 @@ def _draw_rows(shape: tuple[int, ...]) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
+def is_close(outputs: Tensor, expected: Tensor) -> bool:
+    """Whether two float64 outputs of a trial are equal up to rounding."""
+    return torch.allclose(outputs, expected, rtol=1e-8, atol=1e-10, equal_nan=True)
+
+
 def block_of(graph: Graph, nodes: Sequence[int]) -> Block:
     """A block with all in-edges of some nodes. The nodes are its destinations, and so its first sources."""
     indptr, positions = ops.row_positions(graph.indptr, torch.tensor(nodes))
@@ -150,10 +157,10 @@ def reverse_edges_of_nodes(graph: Graph) -> Graph:
 
 
 def tree_of(graph: Graph, nodes: Sequence[int]) -> TreeBlock:
-    """A block with all in-edges of some nodes in the tree layout, in which every edge has a source of its
-    own.
+    """A block with all in-edges of some nodes in the tree layout: every edge has a source slot of its own.
 
-    Every node has as many child slots as the largest in-degree of the graph. The others are empty (-1).
+    Every node has as many child slots as the largest in-degree of the graph. Slots without an edge are empty
+    (-1).
     """
     fanout = int(graph.in_degrees().max())
     slots = torch.full((len(nodes), fanout), -1)
@@ -172,11 +179,10 @@ def tree_of(graph: Graph, nodes: Sequence[int]) -> TreeBlock:
 
 
 def trial_of(module: Module) -> Module:
-    """A copy of a module for a trial: in float64, on the host, in evaluation mode, with noise added to its
-    weights.
+    """A copy of a module for a trial: in float64, on the host, in evaluation mode, with noisy weights.
 
     Some weights are zero before training, and some are not finite in a run that diverges. Both would hide
-    what the module computes.
+    what the module computes, so noise is added, and weights that are not finite become noise.
     """
     trial = fresh_copy(module).cpu().double().eval()
     with torch.no_grad():
@@ -235,8 +241,7 @@ def options_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
 
 
 def has_cache(module: nn.Module) -> bool:
-    """Whether a module contains a conv with cached=True, which stores results for the first graph that it
-    sees."""
+    """Whether a module contains a conv with cached=True, which stores results for its first graph."""
     return any(vars(m).get("cached") is True for m in module.modules())
 
 
@@ -244,18 +249,19 @@ def has_cache(module: nn.Module) -> bool:
 def without_caches(module: nn.Module) -> Iterator[None]:
     """Make convs with cached=True compute everything again while the context lasts.
 
-    Every block has other edges, so a cache of one is wrong for the next. Afterwards they have their caches
+    Every block has other edges, so a cache of one is wrong for the next. Afterwards the convs have their caches
     back.
     """
-    # Setting `cached` to False is not enough: a conv still reads a cache that it has. So caches are emptied
-    # too.
-    before = [(m, {**_caches(m), "cached": vars(m)["cached"]}) for m in module.modules() if "cached" in vars(m)]
-    for m, _ in before:
-        vars(m).update(_empty_caches(m), cached=False)
+    # Setting `cached` to False is not enough, since a conv reads a cache that it has. So caches are emptied too.
+    old_values: list[tuple[nn.Module, dict[str, Any]]] = []
+    for m in module.modules():
+        if "cached" in vars(m):
+            old_values.append((m, {**_caches(m), "cached": vars(m)["cached"]}))
+            vars(m).update(_empty_caches(m), cached=False)
     try:
         yield
     finally:
-        for m, values in before:
+        for m, values in old_values:
             vars(m).update(values)
 
 

@@ -31,7 +31,7 @@ from hopline.core.batch import Block, ConvRunner
 from hopline.core.row_handles import Handle
 from hopline.nn.conv_adapter import NeedsWholeGraph, convolve, edge_arguments, takes_x0, whole_output
 from hopline.nn.norms import OwnStatistics
-from hopline.nn.probe import BATCHES, block_of, probe_graph, random_rows, trial_of
+from hopline.nn.probe import BATCHES, block_of, is_close, probe_graph, random_rows, trial_of
 
 if TYPE_CHECKING:  # `gnn` imports this module
     from hopline.nn.gnn import GNN, State
@@ -87,13 +87,12 @@ def mixing_module(model: GNN, num_features: int, edge: Mapping[str, Tensor]) -> 
 def mixing_in_training(
     model: GNN, num_features: int, edge: Mapping[str, Tensor], *, over_ranks: bool = False
 ) -> Module | None:
-    """The first module that mixes rows in training, as batch norms do, or writes something of the rows into
-    buffers.
+    """The first module that mixes rows in training, as batch norms do, or whose buffers change with the rows.
 
     None if there is none. Convs count too: some have norms inside.
 
-    over_ranks: batch norms and convs do not count, nor do buffers. Ranks sum the statistics of batch norms,
-        and fetch each other's rows for convs.
+    over_ranks: leave out batch norms, convs and buffers. Ranks sum the statistics of batch norms, and fetch
+        each other's rows for convs.
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     if norms and not over_ranks:
@@ -121,8 +120,10 @@ def mixing_in_training(
 
 
 def describe_module(module: Module) -> str:
-    """A module's type for a message, with the types inside a container and "with hooks"; a function's
-    name."""
+    """A module's type for a message, with the types inside a container and "with hooks".
+
+    For an activation function, its name.
+    """
     if not isinstance(module, nn.Module):
         return getattr(module, "__name__", repr(module))
     text = type(module).__name__
@@ -153,8 +154,10 @@ def _is_known(module: Any, known_types: tuple[type, ...]) -> bool:
         return all(_is_known(child, known_types) for child in module)
     if type(module) is pyg.LayerNorm:
         return module.mode == "node"
-    if isinstance(module, nn.BatchNorm1d | pyg.BatchNorm) and getattr(module, "module", module).running_mean is None:
-        return False  # without running statistics it uses those of the rows present, in evaluation too
+    if isinstance(module, nn.BatchNorm1d | pyg.BatchNorm):
+        torch_norm = module.module if isinstance(module, pyg.BatchNorm) else module
+        if torch_norm.running_mean is None:
+            return False  # without running statistics it uses those of the rows present, in evaluation too
     return type(module) in known_types
 
 
@@ -176,8 +179,9 @@ class _KnownOutput(ConvRunner):
 
 
 def _find_mixing_module(trial: GNN, num_features: int, edge: Mapping[str, Tensor]) -> Module | None:
-    """The first module between convs whose rows at `SUBSET` differ if the other rows are left out; None if
-    none does.
+    """The first module between convs whose rows at `SUBSET` change if the other rows are left out.
+
+    None if there is none.
 
     trial: a copy of the model, in the mode that is asked about. Convs always run on the whole tiny graph.
     """
@@ -196,23 +200,23 @@ def _find_mixing_module(trial: GNN, num_features: int, edge: Mapping[str, Tensor
         for l in range(trial.num_layers):
             h = trial._as_dtype(state.h)
             out = whole_output(trial.convs[l], h, graph, state.x0)
-            before = replace(state, h=h)
+            layer_input = replace(state, h=h)
             # A layer runs norm and activation together. If there is a norm, it is named as the one that
             # mixes.
             is_norm = type(trial.norms[l]) is not nn.Identity
             suspect: Any = trial.norms[l] if is_norm else trial.act
             try:
                 block = Block(ids, ids.numel(), (), convs=_KnownOutput(out))
-                state = trial.layer(l, before, block)
+                state = trial.layer(l, layer_input, block)
                 subset_block = Block(SUBSET, SUBSET.numel(), (), convs=_KnownOutput(out[SUBSET]))
-                subset_state = trial.layer(l, _subset_of(before), subset_block)
+                subset_state = trial.layer(l, _subset_of(layer_input), subset_block)
             except Exception as error:
                 raise ValueError(f"layer {l} cannot run with {describe_module(suspect)}: {error}") from error
             if not _is_same(state, subset_state):
                 return suspect
         subset_out = trial.decode(_subset_of(state))
         expected_out = trial.decode(state)[SUBSET]
-    if not torch.allclose(subset_out, expected_out, 1e-8, 1e-10, equal_nan=True):
+    if not is_close(subset_out, expected_out):
         return getattr(trial, "lin", None) or trial.jk
     return None
 
@@ -227,7 +231,7 @@ def _is_same(state: State, subset_state: State) -> bool:
     """Whether `subset_state`, computed from the rows of `SUBSET` alone, equals these rows of `state`."""
     expected = _subset_of(state)
     pairs = [(getattr(subset_state, name), getattr(expected, name)) for name in ("h", "x0", "jk")]
-    return all(a is None or torch.allclose(a, b, 1e-8, 1e-10, equal_nan=True) for a, b in pairs)
+    return all(a is None or is_close(a, b) for a, b in pairs)
 
 
 def _find_mixing_conv(trial: GNN, num_features: int, edge: Mapping[str, Tensor]) -> Module | None:
@@ -245,14 +249,14 @@ def _find_mixing_conv(trial: GNN, num_features: int, edge: Mapping[str, Tensor])
             whole_output(conv, h, graph, x0)  # for its error alone, if plain PyG cannot run the conv
             initial = (x0,) if takes_x0(conv) else ()
             out = conv(h, *initial, graph.edge_index(), **edge_arguments(conv, graph.edge, torch.float64))
-            for nodes in BATCHES[:2]:
+            for nodes in BATCHES[:2]:  # every node of these two has in-edges
                 block = block_of(graph, nodes)
                 block_x0 = None if x0 is None else x0[block.dst_ids]
                 try:
                     block_out = convolve(conv, h[block.src_ids], block, block_x0)
                 except NeedsWholeGraph:
                     return conv
-                if not torch.allclose(block_out, out[block.dst_ids], 1e-8, 1e-10, equal_nan=True):
+                if not is_close(block_out, out[block.dst_ids]):
                     return conv
             h = out
     return None
@@ -270,8 +274,7 @@ def _constant_statistics(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class NoDropout(TorchFunctionMode):
-    """A context in which dropout leaves rows as they are, so that two runs in training mode can be
-    compared."""
+    """A context in which dropout does nothing, so that two runs in training mode can be compared."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

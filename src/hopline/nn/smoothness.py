@@ -1,5 +1,4 @@
-"""The penalty of GNNAutoScale on layers that are not smooth: how far noise on a layer's input moves its
-output.
+"""The penalty of GNNAutoScale on layers that are not smooth: noise on a layer's input moves its output far.
 
 For a conv f in evaluation mode and its input rows h, with z standard normal, the penalty of a layer is
 
@@ -26,9 +25,9 @@ from hopline.ops.random import draw, uniform
 
 NOISE = 0.1
 """Standard deviation of the noise on a layer's input, as in GNNAutoScale."""
-ROWS = 1 << 21
-"""The number of the first layer's noise among the keys of a step, layer l having ROWS + l. Far above those of
-dropout, so that no two draws share a key."""
+NOISE_PURPOSE = 1 << 21
+"""Layer l draws its noise from key number NOISE_PURPOSE + l of a step. Dropout's numbers are far below, so that
+no two draws share a key."""
 
 
 def spread_of(model: GNN, l: int, state: State, block: Block) -> Tensor | None:
@@ -43,8 +42,7 @@ def spread_of(model: GNN, l: int, state: State, block: Block) -> Tensor | None:
 
 
 def _spread(model: GNN, l: int, state: State, block: Block, noise: float) -> Tensor:
-    """Mean over the destinations of |f(h) - f(h + noise z)|, with f the conv of layer `l` in evaluation
-    mode."""
+    """The mean over the destinations of |f(h) - f(h + noise z)|, with f the conv of layer `l`."""
     conv = model.convs[l]
     h = as_tensor(state.h)
     x0 = None if state.x0 is None else state.x0[: block.num_dst]
@@ -64,12 +62,12 @@ def _spread(model: GNN, l: int, state: State, block: Block, noise: float) -> Ten
 def _normal(h: Tensor, block: Block, l: int) -> Tensor:
     """Standard normal numbers in the shape of `h`, which depend only on (key, layer, node, column).
 
-    Drawn by torch's generator where the step has no key on the host.
+    If the step has no key, or has it on a device, torch's generator draws them.
     """
     if not isinstance(block.key, int):
         return torch.randn_like(h)
     columns = torch.arange(h.size(1), device=h.device)
-    raw = draw(ops.derive_key(block.key, ROWS + l), block.src_keys[: h.size(0), None], columns)
+    raw = draw(ops.derive_key(block.key, NOISE_PURPOSE + l), block.src_keys[: h.size(0), None], columns)
     # Box-Muller: sqrt(-2 ln u) cos(2 pi v) is standard normal for uniform u and v. Both come from one
     # 64-bit draw, 26 bits each. 1 - uniform is above 0, so that its logarithm is finite.
     v = uniform(raw, 26)

@@ -41,7 +41,8 @@ def structure_of(model: nn.Module) -> str:
 def _text(value: Any) -> str:
     """A setting's value as text that is the same in every process: unlike `repr`, without addresses.
 
-    Of an object of any other type, tensors included, only the type's name counts.
+    Numbers, strings, containers, functions and classes are written out. Any other object, such as a tensor, is
+    only named by its type.
     """
     if isinstance(value, str | int | float | bool | None):
         return repr(value)

@@ -35,8 +35,8 @@ class Whole(nn.Module):
 
     Every layer of it sees every sampled edge.
 
-    Caches of convs with `cached=True` are set aside while the module runs, and put back afterwards. So no
-    graph is computed with the cache of another one.
+    A call with a batch refuses convs with `cached=True`. On a whole graph (`on_block`) they run, but without
+    their caches, so no graph is computed with the cache of another one.
 
     Args:
         module: A module whose forward takes x [num_nodes, num_features] and edge_index [2, num_edges]
@@ -151,7 +151,7 @@ def _required_edge_arguments(module: nn.Module) -> list[str]:
 
 
 def depth_of(model: nn.Module) -> int:
-    """The number of hops that a model reaches: of its layers, or of the PyG convs inside any other module."""
+    """The number of hops that a model reaches: its layers, or the PyG convs of a module without layers."""
     if isinstance(model, GNN):
         return model.num_layers
     module = model.module if isinstance(model, Whole) else model
@@ -200,13 +200,12 @@ def as_walkable(model: nn.Module) -> GNN | Whole:
     if isinstance(model, GNN | Whole):
         return model
     walk = GNN.from_pyg(model) if has_layers else Whole(model)  # type: ignore[arg-type]
-    walk.training = model.training
+    walk.training = model.training  # of the new object alone: its layers are the model's own
     return walk
 
 
 def is_layered(model: nn.Module) -> bool:
-    """Whether a model is run layer by layer: a GNN, or a PyG model whose `forward` does no more than run
-    its layers.
+    """Whether a model is run layer by layer: a GNN, or a PyG model whose `forward` only runs its layers.
 
     model: without a wrapper such as DDP, see `unwrap`.
 
@@ -241,8 +240,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module: without DDP, the wrapper of Lightning Fabric's `setup`, or that of
-    `torch.compile`."""
+    """The user's own module, without the wrappers of DDP, Lightning Fabric's `setup` and `torch.compile`."""
     while True:
         if isinstance(model, (DistributedDataParallel, *_fabric_wrappers())):
             model = model.module  # type: ignore[assignment]
@@ -255,7 +253,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 def _fabric_wrappers() -> list[type[nn.Module]]:
     """Classes of the wrapper that Lightning Fabric's `setup` returns; none if Fabric is not imported.
 
-    Looked up among imported modules, so that hopline does not import Fabric. No model can be wrapped before.
+    Looked up among imported modules, so that hopline does not import Fabric. While Fabric is not imported, it
+    cannot have wrapped a model.
     """
     modules = (sys.modules.get(name) for name in ("lightning.fabric.wrappers", "lightning_fabric.wrappers"))
     return [module._FabricModule for module in modules if module is not None]

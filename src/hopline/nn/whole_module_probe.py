@@ -15,10 +15,10 @@ A trial (`_find`) runs a copy of the module on the whole tiny graph, and on neig
 It compares the outputs at the seeds, for two draws of the weights. It also looks for outputs that depend on
 random numbers, on earlier calls or on the numbers of the nodes.
 
-The tiny graph reaches further than k + 1 hops. It has what goes wrong elsewhere: loops, duplicate edges,
-isolated nodes, nodes without in-edges, a hub, and edges in one direction. Its features and edge arrays are
-rows of the dataset with noise, so that they have the dataset's dtypes and ranges. Weights are drawn again,
-since some are zero before training. Copies run on the CPU in evaluation mode, in float64 where they can.
+The tiny graph reaches further than k + 1 hops. It has the cases in which modules tend to go wrong: loops,
+duplicate edges, isolated nodes, nodes without in-edges, a hub, and edges in one direction. Its features and edge
+arrays are rows of the dataset with noise, so that they have the dataset's dtypes and ranges. Weights are drawn
+again, since some are zero before training. Copies run on the CPU in evaluation mode, in float64 where they can.
 
 A finding is stored in `probe.findings`, so a module is tried once for each number of hops.
 """
@@ -51,8 +51,7 @@ FURTHER = 4
 """Hops that are tried beyond the number asked for, so that a message can name a number that is enough."""
 MAX_BYTES = 256 << 20
 """Most bytes of a module's parameters, or of the tiny graph's features, for a trial. A larger module is not
-tried.
-A rule of thumb: half a second."""
+tried. A rule of thumb: a trial takes up to half a second."""
 TOLERANCE = 1e-8
 """Largest difference of equal outputs in float64, relative to the largest output."""
 TOLERANCE_SINGLE = 1e-4
@@ -66,8 +65,8 @@ class Reach:
     in_batch: bool = False
     """Whether a batch with all neighbours of these hops gives the whole graph's outputs."""
     part_hops: int | None = None
-    """Hops of a neighbourhood that gives the whole graph's outputs: the number tried, or one more. With one
-    more, nodes at the border of the number tried have all their in-edges. None if neither is enough."""
+    """Hops of a neighbourhood that gives the whole graph's outputs: k, the number tried, or k + 1, in which nodes
+    k hops away have all their in-edges. None if neither is enough."""
     reason: str = ""
     """The reason why `part_hops` is None: a clause with the module as "it"."""
     refusal: str = ""
@@ -96,9 +95,9 @@ def find_reach(walk: Whole, hops: int, x: Readable, edge: Mapping[str, Tensor]) 
 
 
 def find_hops(walk: Whole, x: Readable, edge: Mapping[str, Tensor]) -> int | None:
-    """A number of hops around a node that is enough for the module's output; None if none up to `FURTHER` is.
+    """A number of hops around a node that is enough for the module's output.
 
-    The number of the module's PyG convs is tried first, then 0, 1, ... `FURTHER`.
+    The number of the module's PyG convs is tried first, then 0, 1, ... `FURTHER`. None if none of them is enough.
     """
     num_convs = sum(isinstance(part, MessagePassing) for part in walk.module.modules())
     for hops in (num_convs, *range(FURTHER + 1)):
@@ -143,7 +142,7 @@ def check_batches(walk: Whole, fanouts: Sequence[int], graph: Graph, x: Readable
             trial.on_block(_read(x, union.src_ids).to(device), union.to(device))
     except Exception as error:
         if isinstance(error, ValueError) and str(error).startswith(f"{name}.forward"):
-            raise
+            raise  # by `Whole.on_block`, with advice of its own
         text = " ".join(str(error).split())[:200]
         reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
         raise ValueError(
@@ -158,7 +157,8 @@ def check_batches(walk: Whole, fanouts: Sequence[int], graph: Graph, x: Readable
 def _find(module: nn.Module, hops: int, x: Readable, edge: Mapping[str, Tensor]) -> Reach:
     """Try a module with a number of hops, without the cache of `find_reach`."""
     module_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if not is_lazy(p))
-    feature_bytes = _TinyGraph.num_nodes(hops + FURTHER) * 8 * torch.Size(x.shape[1:]).numel()
+    max_nodes = _TinyGraph.num_nodes(hops + FURTHER)  # of the largest tiny graph that `_compare` builds
+    feature_bytes = max_nodes * torch.Size(x.shape[1:]).numel() * torch.float64.itemsize
     if max(module_bytes, feature_bytes) > MAX_BYTES:
         return Reach(reason="it is too large to be tried out on a small graph")
     error: Exception | None = None
@@ -178,7 +178,7 @@ def _compare(trials: list[_Trial], hops: int, x: Readable, edge: Mapping[str, Te
     """Rule out modules about which a comparison would show nothing, then compare neighbourhoods by hops."""
     first = trials[0]
     outputs = [trial.outputs for trial in trials]
-    if not all(map(_tells, outputs)):
+    if not all(map(_is_informative, outputs)):
         return Reach(reason="its outputs on a small graph are all alike or not finite, which shows nothing")
     if not _are_equal(first.run(tiny.x, tiny.block), outputs[0]):
         return Reach(reason="it draws at random in evaluation mode")
@@ -193,24 +193,23 @@ def _compare(trials: list[_Trial], hops: int, x: Readable, edge: Mapping[str, Te
     # `part_hops` needs them.
     in_batch = _difference(trials, outputs, tiny, tiny.seeds[:-1], hops) is None
     if in_batch and _difference(trials, outputs, tiny, tiny.seeds[-1:], hops) is None:
-        return Reach(True, hops)
+        return Reach(in_batch=True, part_hops=hops)
     difference = _difference(trials, outputs, tiny, tiny.seeds, hops + 1)
     if difference is None:
-        return Reach(in_batch, hops + 1)
+        return Reach(in_batch, part_hops=hops + 1)
     if difference:  # the module failed: more hops would not help
-        return Reach(in_batch, None, difference)
+        return Reach(in_batch, reason=difference)
 
-    # Other numbers: the message is better if it names how many hops would be enough.
-    for more in range(hops + 1, hops + 1 + FURTHER):
-        larger = _TinyGraph(more, x, edge)
+    # The message is better if it says how many hops would be enough.
+    for more_hops in range(hops + 1, hops + 1 + FURTHER):
+        larger = _TinyGraph(more_hops, x, edge)
         larger_outputs = [trial.run(larger.x, larger.block) for trial in trials]
-        if _difference(trials, larger_outputs, larger, larger.seeds, more + 1) is None:
-            return Reach(in_batch, None, f"its output at a node depends on nodes up to {more} hops away")
+        if _difference(trials, larger_outputs, larger, larger.seeds, more_hops + 1) is None:
+            return Reach(in_batch, reason=f"its output at a node depends on nodes up to {more_hops} hops away")
     plural = "" if hops == 1 else "s"
     return Reach(
         in_batch,
-        None,
-        f"its output at a node depends on more than {hops} hop{plural} around it: on nodes further away, or "
+        reason=f"its output at a node depends on more than {hops} hop{plural} around it: on nodes further away, or "
         "on all that are there (pooling, a norm over nodes, out-degrees, the largest degree)",
     )
 
@@ -257,9 +256,8 @@ class _Trial:
         return self._walk.on_block(x, block)
 
     def remembers(self, tiny: _TinyGraph) -> bool:
-        """Whether the output on a neighbourhood differs from that of a new copy, which has seen no graph
-        before."""
-        part = neighborhood(tiny.graph, tiny.seeds[0], 2)
+        """Whether the output on a neighbourhood differs from that of a new copy, which has seen no graph."""
+        part = neighborhood(tiny.graph, tiny.seeds[0], 2)  # any graph but the whole tiny one would do
         assert part is not None
         x = tiny.x[part.src_ids]
         expected = self._copy_module(tiny).on_block(x, part)
@@ -291,7 +289,7 @@ class _Trial:
         return walk
 
 
-def _tells(out: Tensor) -> bool:
+def _is_informative(out: Tensor) -> bool:
     """Whether outputs are finite and rows differ.
 
     Otherwise a wrong output could not be told from a right one.
@@ -318,8 +316,7 @@ def _text(error: Exception | None) -> str:
 
 
 class _TinyGraph:
-    """The graph of a trial: levels of `WIDTH` nodes at distances 0 .. hops + 3 from the seeds, and four
-    more nodes.
+    """The graph of a trial: levels of `WIDTH` nodes at distances 0 .. hops + 3 from the seeds, and four others.
 
         level hops + 3  -->  ...  -->  level 1  -->  level 0, with most of the seeds
 
@@ -341,15 +338,16 @@ class _TinyGraph:
             return order[level * WIDTH + i % WIDTH]
 
         first_observer, second_observer, alone, last = (order[num_levels * WIDTH + i] for i in range(4))
-        edges: list[tuple[int, int]] = []
+        edges: list[tuple[int, int]] = []  # (source, destination)
         for level in range(num_levels - 1):
-            for i in range(WIDTH - 1):  # the last node of a level has no in-edges
+            # One to three sources in the next level, so that degrees differ. The last node of a level has none.
+            for i in range(WIDTH - 1):
                 edges += [(node(level + 1, (i + j) % (WIDTH - 1)), node(level, i)) for j in range(1 + (level + i) % 3)]
             edges.append((node(level + 1, WIDTH - 1), node(level, 0)))
-            edges.append((node(level, 1), node(level, 1)))
+            edges.append((node(level, 1), node(level, 1)))  # a loop
             edges.append((node(level, 0), node(level, 2)))
-            edges.append(edges[-1])
-            edges.append((node(level, 0), node(level + 1, 0)))
+            edges.append(edges[-1])  # a duplicate
+            edges.append((node(level, 0), node(level + 1, 0)))  # back to the next level
             edges.append((node(level, level), first_observer))
         edges += [(node(0, 0), second_observer), (node(0, 1), second_observer), (first_observer, second_observer)]
         hub = node(num_levels - 1, 1)
@@ -364,10 +362,11 @@ class _TinyGraph:
         self.x = _rows_like(x, num_nodes, generator)
         self.seeds = [
             torch.tensor([node(0, 0), node(0, WIDTH - 1), alone, node(0, 1)]),
-            torch.tensor([node(1, 0), node(0, 2), last]),
+            torch.tensor([node(1, 0), node(0, 2), last]),  # of two levels
             torch.tensor([node(0, 1)]),
-            torch.tensor([node(0, WIDTH - 1)]),
+            torch.tensor([node(0, WIDTH - 1)]),  # without in-edges
         ]
+        """Node ids of each batch of seeds."""
 
     @staticmethod
     def num_nodes(hops: int) -> int:

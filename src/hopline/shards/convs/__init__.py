@@ -4,8 +4,8 @@ A conv of a shard's layer needs source rows that other shards have, and its edge
 shard. From the outside in:
 
     runner                   `ShardConvs`: runs a conv on a shard; a probe finds how it treats its edges
-    patch_message_passing    another `propagate` on the conv, while it runs
-    sequential_aggregation   messages part by part, and again in backward (SAR): the maths is there
+    patch_message_passing    another `propagate` on the conv, while the conv runs
+    sequential_aggregation   messages part by part, and again in backward (SAR), with the mathematics of it
     messages                 the conv's own `message` and aggregation on a chunk of edges
     accumulate               sums, maxima and softmax over chunks
     edges                    parts, chunks, self-loops and the norm of GCN

@@ -1,8 +1,8 @@
 """Reductions over each destination's in-edges, accumulated chunk by chunk, and their gradients.
 
 Plain PyG reduces the messages of all in-edges of a node at once. Over shards they are computed in chunks,
-so every reduction is kept in a form to which the next chunk can be added. For destination i and its
-in-edges e:
+so every reduction is kept in a form to which the next chunk can be added. For destination i and its in-edges e,
+with r_e the row that is reduced, l_e the logit and v_e the row that the softmax weights:
 
     sum        S_i = sum over e of r_e
     max, min   M_i = the extreme of all r_e, and t_i = the number of edges that attain it (`ties`)
@@ -86,9 +86,9 @@ class Accumulators:
         scale = (old_max - new_max).exp_()
         old_max.copy_(new_max)  # a view of `max_logit`
         self.weight_sum[chunk.dst_rows] *= scale
-        for spec, total in zip(self.specs, self.reduced, strict=True):
+        for spec, reduced in zip(self.specs, self.reduced, strict=True):
             if spec.how == "sum":
-                total[chunk.dst_rows] *= unsqueeze_like(scale, total)
+                reduced[chunk.dst_rows] *= unsqueeze_like(scale, reduced)
         return new_max
 
     def add(self, chunk: Chunk, chunk_reductions: ChunkReductions) -> None:
@@ -97,24 +97,24 @@ class Accumulators:
         if weights is not None:
             assert self.weight_sum is not None
             self.weight_sum[chunk.dst_rows].index_add_(0, chunk.dst, weights)
-        for reduction, total, ties in zip(chunk_reductions.reductions, self.reduced, self.ties, strict=True):
+        for reduction, reduced, ties in zip(chunk_reductions.reductions, self.reduced, self.ties, strict=True):
             if ties is None:
-                total[chunk.dst_rows].index_add_(0, chunk.dst, reduction.rows)
+                reduced[chunk.dst_rows].index_add_(0, chunk.dst, reduction.rows)
             else:
-                _add_extremes(chunk, reduction, total[chunk.dst_rows], ties[chunk.dst_rows])
+                _add_extremes(chunk, reduction, reduced[chunk.dst_rows], ties[chunk.dst_rows])
 
     def close(self, degrees: Tensor) -> None:
         """Make maxima, minima and tie counts those of torch's `scatter_reduce`, once all edges were added.
 
         degrees: [num_dst] int64.
 
-        A destination without edges has the value 0. And torch initialises results with 0 and, in backward,
-        counts that initial 0 as one more tie if the extreme is 0.
+        In torch, a destination without edges has the value 0. Results are initialised with 0, and backward counts
+        that initial 0 as one more tie if the extreme is 0.
         """
-        for total, ties in zip(self.reduced, self.ties, strict=True):
+        for extremes, ties in zip(self.reduced, self.ties, strict=True):
             if ties is not None:
-                total.masked_fill_(unsqueeze_like(degrees == 0, total), 0)
-                ties += total == 0
+                extremes.masked_fill_(unsqueeze_like(degrees == 0, extremes), 0)
+                ties += extremes == 0
 
 
 def _empty_reduction(spec: ReductionSpec, num_dst: int, device: torch.device) -> Tensor:
@@ -128,17 +128,17 @@ def _dst_index(chunk: Chunk, rows: Tensor) -> Tensor:
     return unsqueeze_like(chunk.dst, rows).expand_as(rows)
 
 
-def _add_extremes(chunk: Chunk, reduction: Reduction, total: Tensor, ties: Tensor) -> None:
+def _add_extremes(chunk: Chunk, reduction: Reduction, extremes: Tensor, ties: Tensor) -> None:
     """Add a chunk's rows to maxima or minima, and count anew how many edges attain them.
 
-    total, ties: [chunk.num_dst, ...], views of the accumulators, changed in place.
+    extremes, ties: [chunk.num_dst, ...], views of the accumulators, changed in place.
     """
     rows = reduction.rows
-    extreme = total.scatter_reduce(0, _dst_index(chunk, rows), rows, f"a{reduction.how}")
+    new_extremes = extremes.scatter_reduce(0, _dst_index(chunk, rows), rows, f"a{reduction.how}")
     # Where this chunk has a more extreme value, the ties of the old one no longer count.
-    ties *= total == extreme
-    ties.index_add_(0, chunk.dst, (rows == extreme.index_select(0, chunk.dst)).int())
-    total.copy_(extreme)
+    ties *= extremes == new_extremes
+    ties.index_add_(0, chunk.dst, (rows == new_extremes.index_select(0, chunk.dst)).int())
+    extremes.copy_(new_extremes)
 
 
 def gradient_of_rows(
@@ -149,7 +149,7 @@ def gradient_of_rows(
         sum         dL/dr_e = g_i
         max, min    dL/dr_e = g_i / t_i if r_e attains the extreme M_i, else 0
 
-    The t_i ties share the gradient evenly, as in torch's `scatter_reduce`.
+    The t_i edges that attain it share the gradient evenly, as in torch's `scatter_reduce`.
 
     gradient, extremes, ties: [num_dst, ...] of all destinations; extremes and ties are None for a sum.
     """

@@ -1,7 +1,7 @@
 """The edges that a conv sees on a shard: one part per shard, with self-loops and degree norm, in chunks.
 
-A PyG conv adds self-loops, or GCN's norm, in its `forward`, but only to a plain `edge_index`. On a shard it
-is given none. So what it would have done is done here, with the degrees of the whole graph:
+A PyG conv adds self-loops, or GCN's norm, in its `forward`, but only to a plain `edge_index`, and on a shard it
+is given none. So this file adds them, with the degrees of the whole graph:
 
     `Edges.of(layout)`      the in-edges of the shard's own nodes, part after part
     `with_loops()`          one self-loop per node instead of those of the graph
@@ -10,7 +10,8 @@ is given none. So what it would have done is done here, with the degrees of the 
     `chunks(k, max_edges)`  part k, a few edges at a time: for aggregation part by part
     `whole`                 all parts as one chunk: for aggregations that need all edges of a node at once
 
-The edges of all parts are numbered part after part. Tensors with a row per edge are in that order.
+The edges of all parts are numbered part after part. Tensors with a row per edge are in that order. Part k has
+the edges whose source rows arrive in *round* k (`ShardLayout`), from one shard per round.
 """
 
 from __future__ import annotations
@@ -140,9 +141,11 @@ class Edges:
         for k, part in enumerate(self.parts):
             non_loops = (~is_loop[self.starts[k] : self.starts[k + 1]]).nonzero().view(-1)
             dst = _destinations(part)[non_loops]
-            # The own nodes that are sources of this part: none if its sources belong to another shard.
-            nodes = torch.arange(*self.layout.own_range(k), device=dst.device)
-            src = torch.cat([part.src_idx[non_loops], (nodes - self.layout.own_range(k)[0]).int()])
+            # The own nodes that are sources of this part, in the order of its source rows: none if the sources
+            # belong to another shard.
+            first, stop = self.layout.own_range(k)
+            nodes = torch.arange(first, stop, device=dst.device)
+            src = torch.cat([part.src_idx[non_loops], (nodes - first).int()])
             origin = torch.cat([non_loops + self.starts[k], nodes + self.num_edges])
 
             # Stable, so that a node's edges keep their order and the loop, appended last, comes after them.
@@ -278,7 +281,9 @@ def gcn_norm(
     improved: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """[num_edges]: PyG's symmetric degree norm. Collective: all ranks fetch each other's degrees.
+    """[num_edges]: PyG's symmetric degree norm, differentiable in `weight`.
+
+    Collective: all ranks fetch each other's degrees.
 
     For an edge e = (j, i) of weight w_e, with D_i the sum of the weights of i's in-edges:
 
@@ -308,18 +313,18 @@ def gcn_norm(
             values = edges_with_loops.rows_with_loops(values, fill.index_put((dst,), last_values))
         total = values.new_zeros(normed_edges.num_dst).index_add(0, normed_edges.destinations(), values)
 
-    inverse = total.pow(-0.5)
-    inverse = inverse.masked_fill(inverse == float("inf"), 0)  # a node without in-edges
+    inverse_root = total.pow(-0.5)
+    inverse_root = inverse_root.masked_fill(inverse_root == float("inf"), 0)  # a node without in-edges
 
     # Rows of all halos lie one after the other. Each part reads the range of its own halo.
-    halo_inverse = gather_sources(inverse, transport, 0, DEGREES)
+    halo_inverse_root = gather_sources(inverse_root, transport, depth=0, kind=DEGREES)
     first_row = 0
-    src_inverse = []
+    src_inverse_root = []
     for part, halo in zip(normed_edges.parts, normed_edges.layout.halos, strict=True):
-        rows = halo_inverse[first_row : first_row + halo.numel()]
-        src_inverse.append(rows.index_select(0, part.src_idx.long()))
+        rows = halo_inverse_root[first_row : first_row + halo.numel()]
+        src_inverse_root.append(rows.index_select(0, part.src_idx.long()))
         first_row += halo.numel()
-    return torch.cat(src_inverse) * values * inverse.index_select(0, normed_edges.destinations())
+    return torch.cat(src_inverse_root) * values * inverse_root.index_select(0, normed_edges.destinations())
 
 
 def gather_sources_together(
@@ -361,7 +366,7 @@ class _GatherSources(torch.autograd.Function):
         if depth is None:
             # Virtual shards get the rows themselves. A Function must not return its input, hence the copy.
             return transport.fetch_all(rows, kind).clone()
-        return torch.cat([part[0] for part in transport.fetch([rows], kind, depth)])
+        return torch.cat([part_rows for (part_rows,) in transport.fetch([rows], kind, depth)])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -372,6 +377,6 @@ class _GatherSources(torch.autograd.Function):
         gradient_return = transport.start_return([gradient.new_empty(ctx.shape)], ctx.depth)
         halo_sizes = [halo.numel() for halo in transport.layout.halos]
         for k, part_gradient in enumerate(gradient.split(halo_sizes)):
-            gradient_return.buffers(k)[0].add_(part_gradient)
+            gradient_return.buffers(k)[0].add_(part_gradient)  # the buffer of the only tensor
             gradient_return.push(k)
         return gradient_return.finish()[0], None, None, None

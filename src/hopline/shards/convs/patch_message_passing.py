@@ -101,12 +101,11 @@ def _make_propagate(
 def _aggregate_at_once(
     conv: MessagePassing, kwargs: Mapping[str, Any], edges: Edges, transport: Transport, depth: int | None
 ) -> Tensor:
-    """[num_dst, ...]: the conv's `message` and `aggregate` on all edges at once. Autograd keeps what they
-    need.
+    """[num_dst, ...]: the conv's `message` and `aggregate` on all edges at once, recorded by autograd.
 
     depth: rounds of rows that are prefetched. None: all rows come in one all-to-all.
     """
-    inputs = Inputs()
+    inputs = Inputs()  # `plan` enters the tensors
     message = plan(conv, "message", kwargs, inputs, edges.num_edges, edges.num_dst)
     aggregation = plan(conv, "aggregate", kwargs, inputs, edges.num_edges, edges.num_dst)
     chunk, order = edges.whole

@@ -39,7 +39,7 @@ from hopline.shards.transports import LocalTransport, Transport
 Rule = Literal["plain", "loops", "gcn"]
 """The ways to prepare a conv's edges, in the order of trial."""
 DEPTH = 1
-"""Rounds of rows that are prefetched. Each further round takes memory for the rows of one more shard."""
+"""Rounds of rows that are prefetched. A round brings the rows of one shard, and takes memory for them."""
 CHUNK_BYTES = 4 << 20
 """Bytes of the messages of one chunk of edges. Smaller chunks cost time (docs/full_batch.md)."""
 CONVS_THAT_RUN = (
@@ -55,8 +55,7 @@ class ShardConvs(ConvRunner):
     """Runs convs on all in-edges of a shard's own nodes.
 
     The own nodes are both sources and destinations of its blocks. Rows of other shards are fetched while a
-    conv runs.
-    Collective: every rank must run the same convs in the same order, forward and backward.
+    conv runs. Collective: every rank must run the same convs in the same order, forward and backward.
     """
 
     layout: ShardLayout
@@ -67,9 +66,9 @@ class ShardConvs(ConvRunner):
     mode: Mode = "sequential"
     """The way source rows of other shards come.
 
-    "sequential": one part at a time, and again in backward. "stored": part by part, but rows and messages
-    are kept for backward. "one_shot": kept too, and all parts come in one all-to-all per layer and
-    direction."""
+    "sequential": one part at a time, and again in backward. "stored": part by part, and rows and messages
+    are kept for backward. "one_shot": all parts in one all-to-all per layer and direction, and rows and messages
+    are kept for backward."""
     depth: int = DEPTH
     """Rounds of rows that are prefetched. No result depends on it."""
     chunk_bytes: int = CHUNK_BYTES
@@ -222,10 +221,12 @@ def find_rule(conv: nn.Module, width: int, convs: ShardConvs, x0: Tensor | None)
     trial = trial_of(conv)
     graph = probe_graph(convs.edge_rows)
     x = random_rows(graph.num_nodes, width)
+    probe_x0 = None
     x0_argument = ()
     if x0 is not None and takes_x0(conv):
-        x0_argument = (random_rows(graph.num_nodes, x0.size(1)),)
-    whole_output(conv, x, graph, *(x0_argument or (None,)))  # for its error alone, if plain PyG cannot run the conv
+        probe_x0 = random_rows(graph.num_nodes, x0.size(1))
+        x0_argument = (probe_x0,)
+    whole_output(conv, x, graph, probe_x0)  # for its error alone, if plain PyG cannot run the conv
     arguments = edge_arguments(trial, graph.edge, torch.float64)
     with without_caches(trial):
         expected = _output_and_gradients(trial, x, lambda h: trial(h, *x0_argument, graph.edge_index(), **arguments))
@@ -289,8 +290,11 @@ def _check_row_wise(
     with torch.no_grad():
         expected = run_by_rule(trial, rule, x, _probe_convs(graph, mode), x0)
         longer_output = run_by_rule(trial, rule, longer_x, _probe_convs(longer_graph, mode), longer_x0)
-    if not torch.allclose(longer_output[: x.size(0)], expected, 1e-7, 1e-9, equal_nan=True):
-        raise MixesRows("its output at a node depends on rows of nodes that send it nothing, and a rank has its own")
+    if not is_close(longer_output[: x.size(0)], expected):
+        raise MixesRows(
+            "its output at a node depends on rows of nodes that send it nothing, and a rank has only the rows of its "
+            "own nodes"
+        )
 
 
 def _output_and_gradients(conv: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
@@ -304,6 +308,11 @@ def _output_and_gradients(conv: nn.Module, x: Tensor, call: Callable[[Tensor], T
         return [out.detach(), *torch.autograd.grad(loss, leaves, allow_unused=True)]
 
 
+def is_close(output: Tensor, expected: Tensor) -> bool:
+    """Whether two float64 outputs or gradients over shards are equal up to rounding."""
+    return torch.allclose(output, expected, rtol=1e-7, atol=1e-9, equal_nan=True)
+
+
 def _are_equal(results: list[Tensor | None], expected: list[Tensor | None]) -> bool:
     """Whether two results of `_output_and_gradients` are equal up to rounding. None is a gradient of 0."""
     output = results[0]
@@ -314,6 +323,6 @@ def _are_equal(results: list[Tensor | None], expected: list[Tensor | None]) -> b
     for tensor, other in zip(results, expected, strict=True):
         tensor = zero if tensor is None else tensor
         other = zero if other is None else other
-        if not torch.allclose(tensor, other, 1e-7, 1e-9, equal_nan=True):
+        if not is_close(tensor, other):
             return False
     return True

@@ -61,12 +61,12 @@ from hopline.shards.convs.messages import Call, CannotSplit, ChunkReductions, In
 from hopline.shards.transports import FORWARD, REFETCH, Transport
 
 ROLES: tuple[Role, ...] = ("source", "destination", "edge", "constant")
-"""The roles in the order in which inputs are passed to autograd."""
+"""The roles of a message's inputs (`messages.Inputs`), in the order in which they are passed to autograd."""
 PROBE_EDGES = 5
 """Edges of the made-up chunk on which `profile_messages` runs a conv."""
 MIN_CHUNK_BYTES = 1 << 20
-"""Bytes. Chunks take at most half the bytes of a shard's own rows, so that they shrink with the shard, down
-to this size. Smaller chunks cost time (docs/full_batch.md)."""
+"""Chunks take at most half the bytes of a shard's own rows, so that they shrink with the shard, but not below
+this size. Smaller chunks cost time (docs/full_batch.md)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +124,7 @@ def aggregate(
     Raises:
         CannotSplit: The aggregation cannot be accumulated chunk by chunk.
     """
-    inputs = Inputs()
+    inputs = Inputs()  # `plan` enters the tensors
     call = plan(conv, "message", kwargs, inputs, edges.num_edges, edges.num_dst)
     profile = profile_messages(conv, call, inputs)
 
@@ -167,7 +167,11 @@ def profile_messages(conv: MessagePassing, call: Call, inputs: Inputs) -> Messag
     )
     degrees = torch.tensor([3, 2], device=device)
 
-    saved_tensors: list[list[Tensor]] = []
+    def zero_max_logit(logits: Tensor) -> Tensor:
+        """Zeros for the two destinations, in place of the largest logits of a softmax."""
+        return logits.new_zeros(2, *logits.shape[1:])
+
+    saved_tensors: list[list[Tensor]] = []  # by run
     for is_second_run in (False, True):
         edge_inputs = {}
         for role in ROLES:
@@ -177,9 +181,7 @@ def profile_messages(conv: MessagePassing, call: Call, inputs: Inputs) -> Messag
         saved_tensors.append(saved)
         collect_saved = saved_tensors_hooks(_append_to(saved), lambda t: t)
         with _fork_generators(device), _refuse_batch_norm(conv), _restore_attributes(conv), collect_saved:
-            chunk_reductions = replay(
-                conv, call, edge_inputs, chunk, degrees, lambda logits: logits.new_zeros(2, *logits.shape[1:])
-            )
+            chunk_reductions = replay(conv, call, edge_inputs, chunk, degrees, zero_max_logit)
 
     reductions = chunk_reductions.reductions
     weights = chunk_reductions.softmax_weights
@@ -329,7 +331,7 @@ class _Aggregate(torch.autograd.Function):
 
         ctx.run = run
         ctx.source_specs = [_SourceSpec(t.shape, t.dtype) for t in inputs["source"]]
-        num_sources = run.role_counts[0]
+        num_sources = len(inputs["source"])
         saved_inputs = tensors if profile.needs_sources else (*[None] * num_sources, *tensors[num_sources:])
         extremes = [
             None if ties is None else total for total, ties in zip(accumulators.reduced, accumulators.ties, strict=True)
@@ -346,7 +348,7 @@ class _Aggregate(torch.autograd.Function):
         saved = ctx.saved_tensors
         num_reductions = len(run.profile.specs)
         num_inputs = len(saved) - 2 * num_reductions - 1
-        outputs = _OutputGradients(
+        output_gradients = _OutputGradients(
             gradients=gradients,
             extremes=saved[num_inputs : num_inputs + num_reductions],
             ties=saved[num_inputs + num_reductions : num_inputs + 2 * num_reductions],
@@ -357,7 +359,7 @@ class _Aggregate(torch.autograd.Function):
         same_draws = nullcontext() if states is None else _fork_generators(device, states)
         with same_draws, torch.autocast(*ctx.autocast), _restore_attributes(run.conv), _set_modes(ctx.modes):
             backward = _Backward(run, saved[:num_inputs], ctx.needs_input_grad[1:], ctx.source_specs)
-            return None, *backward.run_parts(outputs)
+            return None, *backward.run_parts(output_gradients)
 
 
 def _add_part(run: AggregationRun, accumulators: Accumulators, k: int, inputs: Mapping[Role, Sequence[Tensor]]) -> None:
@@ -442,25 +444,29 @@ class _Backward:
         self.parameters = list(saved_inputs[sum(run.role_counts) :])
         self.parameter_gradients: list[Tensor | None] = [None] * len(self.parameters)
 
-    def run_parts(self, outputs: _OutputGradients) -> list[Any]:
+    def run_parts(self, output_gradients: _OutputGradients) -> list[Any]:
         """The gradients of all inputs, in the order of `ROLES`, and of all parameters, over all parts."""
         run = self.run
         needed_sources = [t for t, need in zip(self.source_templates, self.needs["source"], strict=True) if need]
         gradient_return = run.transport.start_return(needed_sources, run.depth)
+        # `fetch` enters calls that request the rows of later parts. `switch_transfers` makes the calls.
         deferred_requests: list[Callable[[], None]] = []
         fetched: Iterator[Any] = repeat(None)
         if run.profile.needs_sources:
             fetched = run.transport.fetch(self.inputs["source"], REFETCH, run.depth, deferred_requests)
 
         def switch_transfers() -> None:
-            """Wait for gradients in transfer, then request rows: only one of the two takes memory."""
+            """Wait for the oldest gradients in transfer, then request rows.
+
+            With depth 1, only one of the two is in transfer at a time.
+            """
             gradient_return.settle()
             while deferred_requests:
                 deferred_requests.pop(0)()
 
         for k in range(len(run.edges.parts)):
             # The part's rows have no name here, so that they are freed before the next ones are waited for.
-            self._add_part(k, next(fetched), gradient_return.buffers(k), outputs, switch_transfers)
+            self._add_part(k, next(fetched), gradient_return.buffers(k), output_gradients, switch_transfers)
             if needed_sources:
                 gradient_return.push(k)
         returned = iter(gradient_return.finish())
@@ -479,7 +485,7 @@ class _Backward:
         k: int,
         source_rows: list[Tensor] | None,
         buffers: list[Tensor],
-        outputs: _OutputGradients,
+        output_gradients: _OutputGradients,
         switch_transfers: Callable[[], None],
     ) -> None:
         """Add the gradients of part k, and call `switch_transfers` once on the way.
@@ -488,19 +494,19 @@ class _Backward:
         buffers: for the gradients of the part's source rows.
         """
         num_chunks = self.run.edges.num_chunks(k, self.run.max_edges)
-        # Gradients of the part before travel during the first half of the chunks, the next rows during the
-        # second. Part 0 sends no gradients, so up to part 1 none are in transfer and the rows can be
-        # requested at once.
+        # During the first half of the chunks the gradients of the part before travel, during the second half the
+        # rows of the next part. Part 0 sends no gradients. So in parts 0 and 1 none are in transfer, and rows
+        # can be requested at once.
         switch_chunk = num_chunks // 2 if k > 1 else 0
         for i, chunk in enumerate(self.run.edges.chunks(k, self.run.max_edges)):
             if i == switch_chunk:
                 switch_transfers()
-            self._add_chunk(chunk, source_rows, buffers, outputs)
+            self._add_chunk(chunk, source_rows, buffers, output_gradients)
         if not num_chunks:
             switch_transfers()
 
     def _add_chunk(
-        self, chunk: Chunk, source_rows: list[Tensor] | None, buffers: list[Tensor], outputs: _OutputGradients
+        self, chunk: Chunk, source_rows: list[Tensor] | None, buffers: list[Tensor], output_gradients: _OutputGradients
     ) -> None:
         """Run `message` again on a chunk, and add the gradients of its inputs. See `_add_part`."""
         edge_inputs = self._make_leaves(chunk, source_rows)
@@ -508,19 +514,20 @@ class _Backward:
         leaves = [*(edge_inputs[role][i] for role, i in wanted_inputs), *self.parameters]
 
         def final_max_logit(_: Tensor) -> Tensor:
-            assert outputs.max_logit is not None
-            return outputs.max_logit[chunk.dst_rows]
+            assert output_gradients.max_logit is not None
+            return output_gradients.max_logit[chunk.dst_rows]
 
         with torch.enable_grad():
             degrees = self.run.edges.degrees[chunk.dst_rows]
             chunk_reductions = replay(self.run.conv, self.run.call, edge_inputs, chunk, degrees, final_max_logit)
-        pairs = list(outputs.of_chunk(chunk, chunk_reductions))
+        pairs = list(output_gradients.of_chunk(chunk, chunk_reductions))
         if not pairs or not leaves:
             return
 
         reduced_rows, row_gradients = zip(*pairs, strict=True)
         gradients = torch.autograd.grad(reduced_rows, leaves, row_gradients, allow_unused=True)
-        # `buffers` has an entry per source that needs a gradient, in the order of `wanted_inputs`.
+        # `buffers` has an entry per source that needs a gradient, in the order of `wanted_inputs`. `gradients`
+        # has those of the parameters last, hence not strict.
         next_buffer = iter(buffers)
         for (role, i), gradient in zip(wanted_inputs, gradients, strict=False):
             total = next(next_buffer) if role == "source" else self.totals[role][i]

@@ -27,7 +27,7 @@ from hopline.core.row_handles import Handle
 from hopline.nn.conv_adapter import initialise, takes_x0
 from hopline.nn.probe import findings, options_of, probe_graph, random_rows, trial_of
 from hopline.shards.convs.edges import Edges, outside_inference_mode
-from hopline.shards.convs.runner import ShardConvs, find_rule, run_by_rule
+from hopline.shards.convs.runner import ShardConvs, find_rule, is_close, run_by_rule
 from hopline.shards.layout import ShardLayout, contiguous_layout
 from hopline.shards.transports import Transport
 
@@ -64,7 +64,7 @@ class TrimmedConvs(ShardConvs):
         return replace(super().to(device), whole=whole, is_needed=self.is_needed.to(device))
 
     def run(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:
-        """As in `ConvRunner`. Raises ValueError if the conv looks further than a node's in-edges."""
+        """As in `ConvRunner`, but raise ValueError if the conv looks further than a node's in-edges."""
         question = "looks one hop far"
         if not findings.get(conv, question, options_of(conv)):
             initialise(conv, h.shape[1], self.edge_rows, None if x0 is None else x0.size(1))
@@ -113,8 +113,8 @@ def _trim_layout(layout: ShardLayout, is_needed: Tensor, transport: Transport) -
         halo = layout.halos[k]
         is_used = torch.zeros(halo.numel(), dtype=torch.bool)
         is_used[src] = True
-        if layout.own_range(k) == (0, 0):
-            # Rows of another shard: only those that are used will come, so sources are numbered anew.
+        if layout.own_range(k) == (0, 0):  # the sources belong to another shard
+            # Only rows that are used will come, so sources are numbered anew.
             src = is_used.cumsum(0)[src] - 1
             halo = halo[is_used]
         edge = {name: rows[edges] for name, rows in part.edge.items()}
@@ -172,8 +172,8 @@ def _trim_edges(is_needed: Tensor, edges: Edges) -> Edges:
 def check_one_hop(conv: nn.Module, width: int, convs: ShardConvs, x0: Tensor | None) -> None:
     """Refuse a conv whose output at a node depends on more than its in-edges and the rows that they read.
 
-    The conv runs on all edges of a tiny graph, and on a trimmed layer of it. For the second run, rows that
-    nobody reads are changed. Both outputs must be equal.
+    The conv runs on all edges of a tiny graph, and on a trimmed layer of it. For the second run, rows that no
+    edge reads are changed. Both outputs must be equal.
 
     width: of the conv's input rows.
 
@@ -191,14 +191,14 @@ def check_one_hop(conv: nn.Module, width: int, convs: ShardConvs, x0: Tensor | N
     is_needed = torch.arange(graph.num_nodes) % 3 == 0
     (trimmed,) = trimmed_convs(whole, is_needed, 1, mode=convs.mode)
 
-    # The layer before leaves any numbers at rows that this one does not read.
+    # Rows that the layer does not read may hold anything: the layer before has not computed them.
     is_read = is_needed.clone()
     is_read[graph.indices[is_needed.repeat_interleave(graph.in_degrees())]] = True
     changed_x = torch.where(is_read[:, None], x, 1 + x)
     with torch.no_grad():
         expected = run_by_rule(trial, rule, x, whole, *x0_argument)[is_needed]
         output = run_by_rule(trial, rule, changed_x, trimmed, *x0_argument)[is_needed]
-    if not torch.allclose(output, expected, 1e-7, 1e-9, equal_nan=True):
+    if not is_close(output, expected):
         raise ValueError(
             f"{type(conv).__name__} looks further than a node's in-edges (several hops in one layer, or a mean over "
             "all nodes), and trim=true leaves out what is not needed: set trim=false"
