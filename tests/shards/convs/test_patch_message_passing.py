@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hopline.shards.convs.edges import Edges
 from hopline.shards.convs.messages import CannotSplit
-from hopline.shards.convs.patch_message_passing import Mode, patch_convs
+from hopline.shards.convs.patch_message_passing import FetchMode, patch_convs
 from hopline.shards.layout import contiguous_layout
 from hopline.shards.transports import LocalTransport
 from tests.helpers import randn, random_graph
@@ -20,7 +20,7 @@ GRAPH = random_graph(30, 150)
 LAYOUT = contiguous_layout(GRAPH, torch.tensor([0, 9, 20, 30]))
 
 
-def run(module: nn.Module, mode: Mode, *args: Any) -> Any:
+def run(module: nn.Module, mode: FetchMode, *args: Any) -> Any:
     with patch_convs(module, Edges.of(LAYOUT), LocalTransport(LAYOUT), mode, 1, 2000):
         return module(*args, None)
 
@@ -46,7 +46,7 @@ class Aggregated(UpdateConv):
 
 
 @pytest.mark.parametrize("mode", ["sequential", "stored", "one_shot"])
-def test_update_gets_what_it_asks_for(mode: Mode) -> None:
+def test_update_gets_what_it_asks_for(mode: FetchMode) -> None:
     conv = UpdateConv()
     x = randn(30, 4)
     torch.testing.assert_close(run(conv, mode, x), conv(x, GRAPH.edge_index()))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,19 +27,13 @@ from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.partitioned.work import partition_together
 from hopline.nn.gnn import GNN
 from hopline.nn.row_wise import describe_module, mixing_in_training
+from hopline.shards.convs.patch_message_passing import FetchMode
 from hopline.shards.convs.runner import ShardConvs
 from hopline.shards.convs.trimming import trimmed_convs
 from hopline.shards.data import ShardedData
 from hopline.shards.layout import ShardLayout, shard_layouts, virtual_layout
 from hopline.shards.transports import LocalTransport, P2PTransport, Transport
 from hopline.tables import Table
-
-Mode = Literal["sequential", "stored", "one_shot"]
-"""The way a conv gets the rows of other shards.
-
-sequential: one shard at a time, fetched again in backward. stored: one shard at a time, kept for backward.
-one_shot: all shards at once, kept for backward.
-"""
 
 
 def check_settings(method: FullBatch, data: Dataset, world: World) -> None:
@@ -112,7 +106,7 @@ class ShardBatches:
         data: Dataset,
         ids: Tensor,
         method: FullBatch,
-        mode: Mode,
+        mode: FetchMode,
         num_layers: int,
         *,
         seed: int,

@@ -11,11 +11,12 @@ from hopline import ops
 from hopline.core.batch import Batch
 from hopline.data.dataset import Dataset
 from hopline.distributed.world import World
-from hopline.methods.full_batch.batches import Mode, ShardBatches, check_model, check_settings
+from hopline.methods.full_batch.batches import ShardBatches, check_model, check_settings
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.partitioned.seeds import find_seeds
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import as_walkable, is_layered, tell_calls, unwrap
+from hopline.shards.convs.patch_message_passing import FetchMode
 from hopline.shards.data import ShardedData
 from hopline.shards.shard import Shard
 
@@ -74,7 +75,7 @@ class FullBatchLoader:
                 "aggregation=sweep computes forward and backward by itself, part by part: train by hl.Trainer, or set "
                 "aggregation=sequential for a loop of your own"
             )
-        mode: Mode = "sequential" if aggregation == "auto" else aggregation
+        mode: FetchMode = "sequential" if aggregation == "auto" else aggregation
         if num_layers < 1:
             raise ValueError(f"num_layers must be at least 1, not {num_layers}")
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from hopline import ops
 from hopline.contract import Guard, Job, Plan, Unit, Work
 from hopline.core.batch import Batch
-from hopline.methods.full_batch.batches import Mode, ShardBatches, check_model, check_settings
+from hopline.methods.full_batch.batches import ShardBatches, check_model, check_settings
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.partitioned.sweep import backward_sweep, forward_sweep
 from hopline.methods.partitioned.trimming import NeededRows
@@ -29,6 +29,7 @@ from hopline.methods.partitioned.work import PartsSpec, PartsWork
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import Whole
 from hopline.shards.convs.norm import norms_over_ranks
+from hopline.shards.convs.patch_message_passing import FetchMode
 from hopline.shards.data import ShardedData
 from hopline.units.batch_unit import autocast
 from hopline.units.loss_at_outputs import batch_of_seeds, loss_at_outputs
@@ -162,7 +163,7 @@ class ShardedWork(Work):
     The constructor is collective: all ranks call it.
     """
 
-    def __init__(self, job: Job, model: GNN, method: FullBatch, mode: Mode) -> None:
+    def __init__(self, job: Job, model: GNN, method: FullBatch, mode: FetchMode) -> None:
         self.job = job
         conv_names = [type(conv).__name__ for conv in model.convs]
         self.batches = ShardBatches(

@@ -26,8 +26,13 @@ from hopline.shards.convs.messages import CannotSplit, DeferredEdgeUpdate, Input
 from hopline.shards.convs.sequential_aggregation import aggregate, rows_per_edge
 from hopline.shards.transports import FORWARD, Transport
 
-Mode = Literal["sequential", "stored", "one_shot"]
-"""The way source rows of other shards come; `ShardConvs.mode` explains the three."""
+FetchMode = Literal["sequential", "stored", "one_shot"]
+"""The way a conv gets the source rows of other shards.
+
+sequential: one shard at a time, fetched again in backward. stored: one shard at a time, rows and messages kept
+for backward. one_shot: all shards in one all-to-all per layer and direction, rows and messages kept for
+backward.
+"""
 HOOKS = (
     "_propagate_forward_pre_hooks",
     "_propagate_forward_hooks",
@@ -43,7 +48,7 @@ HOOKS = (
 
 @contextmanager
 def patch_convs(
-    module: nn.Module, edges: Edges, transport: Transport, mode: Mode, depth: int, chunk_bytes: int
+    module: nn.Module, edges: Edges, transport: Transport, mode: FetchMode, depth: int, chunk_bytes: int
 ) -> Iterator[None]:
     """Make every conv in a module aggregate over the edges of a shard while the context lasts.
 
@@ -83,7 +88,7 @@ def _defer_edge_update(edge_index: Any, size: Any = None, **kwargs: Any) -> Defe
 
 
 def _make_propagate(
-    conv: MessagePassing, edges: Edges, transport: Transport, mode: Mode, depth: int, chunk_bytes: int
+    conv: MessagePassing, edges: Edges, transport: Transport, mode: FetchMode, depth: int, chunk_bytes: int
 ) -> Callable[..., Tensor]:
     """A function that does what `conv.propagate` does, over the edges of a shard."""
 

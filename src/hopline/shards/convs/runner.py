@@ -32,7 +32,7 @@ from hopline.nn.probe import findings, options_of, probe_graph, random_rows, tri
 from hopline.shards.convs.edges import Edges, gcn_norm, loop_attributes, outside_inference_mode
 from hopline.shards.convs.messages import CannotSplit
 from hopline.shards.convs.norm import norms_over_ranks
-from hopline.shards.convs.patch_message_passing import Mode, patch_convs
+from hopline.shards.convs.patch_message_passing import FetchMode, patch_convs
 from hopline.shards.layout import ShardLayout, contiguous_layout
 from hopline.shards.transports import LocalTransport, Transport
 
@@ -63,12 +63,8 @@ class ShardConvs(ConvRunner):
     """Moves rows between this shard and the others."""
     edge_rows: Mapping[str, Tensor]
     """[num_edges, ...] each, by name: the graph's edge arrays at the shard's edges, part after part."""
-    mode: Mode = "sequential"
-    """The way source rows of other shards come.
-
-    "sequential": one part at a time, and again in backward. "stored": part by part, and rows and messages
-    are kept for backward. "one_shot": all parts in one all-to-all per layer and direction, and rows and messages
-    are kept for backward."""
+    mode: FetchMode = "sequential"
+    """The way source rows of other shards come; see `FetchMode`."""
     depth: int = DEPTH
     """Rounds of rows that are prefetched. No result depends on it."""
     chunk_bytes: int = CHUNK_BYTES
@@ -89,8 +85,8 @@ class ShardConvs(ConvRunner):
         return cls(layout=layout, transport=transport, **options)
 
     def __post_init__(self) -> None:
-        if self.mode not in get_args(Mode):
-            raise ValueError(f"mode={self.mode!r}: choose one of {', '.join(get_args(Mode))}")
+        if self.mode not in get_args(FetchMode):
+            raise ValueError(f"mode={self.mode!r}: choose one of {', '.join(get_args(FetchMode))}")
         if self.depth < 0 or self.chunk_bytes < 1:
             raise ValueError(
                 f"depth={self.depth}, chunk_bytes={self.chunk_bytes}: give depth of 0 or more, and chunk_bytes of at "
@@ -270,14 +266,14 @@ class MixesRows(CannotSplit):
     """A conv reads rows of other nodes outside of its messages. A rank has only its own rows."""
 
 
-def _probe_convs(graph: Graph, mode: Mode) -> ShardConvs:
+def _probe_convs(graph: Graph, mode: FetchMode) -> ShardConvs:
     """A runner on three virtual shards of the tiny graph, with chunks of a few edges."""
     ptr = torch.tensor([0, 5, 8, graph.num_nodes])
     return ShardConvs.of(contiguous_layout(graph, ptr), mode=mode, chunk_bytes=1 << 10)
 
 
 def _check_row_wise(
-    trial: nn.Module, rule: Rule, graph: Graph, mode: Mode, x: Tensor, x0: Tensor | None = None
+    trial: nn.Module, rule: Rule, graph: Graph, mode: FetchMode, x: Tensor, x0: Tensor | None = None
 ) -> None:
     """Refuse a conv whose output at a node changes if there are three more nodes, without edges.
 
