@@ -122,9 +122,10 @@ def _step(trainer: hl.Trainer, draw: DrawTrees) -> tuple[Callable[[], Any], str]
     """A step from sampling to gradients, and how it runs."""
     draw.reset()
     next(iter(trainer.work.units(1)))  # captures
-    captured = getattr(trainer.work, "step", None)
-    if captured is not None:
-        return captured.graph.replay, "captured"
+    steps = trainer.work.steps if isinstance(trainer.work, CapturedWork) else {}
+    step = next(iter(steps.values()), None)
+    if step is not None:
+        return step.captured.replay, "captured"
 
     def again() -> Any:
         trainer.model.zero_grad()
