@@ -326,3 +326,20 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(monkeypatch: pytest.Monk
         # More than one read of a socket or a pipe brings.
         run(fail, LaunchSettings(devices=2, timeout_s=60), "x" * 1_000_000, 1_000_000)
     assert time.monotonic() - start < 60  # before the others would give up
+
+
+def test_a_signal_before_all_ranks_are_ready_leaves_them_time_to_end_after_sigterm() -> None:
+    """A rank that needs half a second to end after SIGTERM is not killed by SIGKILL meanwhile."""
+    ours, theirs = multiprocessing.Pipe()
+
+    def end_slowly() -> None:
+        signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), os._exit(7)))
+        theirs.send_bytes(b"{}")
+        time.sleep(60)
+
+    process = multiprocessing.get_context("fork").Process(target=end_slowly)
+    process.start()
+    child = _Child(0, process, ours)
+    assert ours.poll(10)  # its handler is in place
+    launch._watch([child], [signal.SIGINT])
+    assert process.exitcode == 7

@@ -321,7 +321,7 @@ def _watch(children: Sequence[_Child], received: Sequence[int]) -> None:
 
         a rank failed                       after `END_S` SIGTERM, `END_S` later SIGKILL
         a signal came                       after `CHECKPOINT_S` SIGKILL
-        a signal came before all are ready  at once SIGTERM, `POLL_S` later SIGKILL
+        a signal came before all are ready  at once SIGTERM, `END_S` later SIGKILL
 
     received: The list of `_forward_signals`, which grows.
     """
@@ -337,7 +337,8 @@ def _watch(children: Sequence[_Child], received: Sequence[int]) -> None:
 
         now_s = time.monotonic()
         is_interrupted = bool(received) or any(child.is_ended_by_signal for child in children)
-        if received and not all(child.is_ready for child in children):
+        is_starting = not all(child.is_ready for child in children)
+        if received and is_starting and final_signal == signal.SIGTERM:
             deadline_s = 0.0
         elif deadline_s == math.inf and is_interrupted:
             deadline_s = now_s + CHECKPOINT_S
