@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from torch_geometric.nn import GCNConv
 
 from hopline.budget.memory_plan import RunOutline
-from hopline.contract import Budget, DoesNotFit, Job, Method, OverBudget
+from hopline.contract import Budget, DoesNotFit, Item, Job, Method, OverBudget
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.partitioned.memory_plan import table_items
@@ -159,6 +160,7 @@ def test_hidden_rows_go_to_disk_where_the_host_budget_is_tight():
         ("cuda", Historical(tables="host"), {"history": "host", "pinned buffers": "host"}),
         ("cuda", FullBatch(folder=Path("rows")), {"history": "disk", "pinned buffers": "host"}),
         ("cuda", Historical(tables="pinned"), {"history": "host"}),
+        ("cuda", FullBatch(tables="pinned", folder=Path("rows")), {"history": "host"}),
         ("cuda", Historical(tables="device"), {"history": "device"}),
         ("cpu", Historical(tables="host"), {"history": "host"}),
     ],
@@ -173,6 +175,14 @@ def test_pinned_buffers_of_tables_that_a_gpu_cannot_read_are_in_the_plan(
     assert {item.name: item.place for item in items} == expected
     # Pinned buffers: 4 of 32 MiB.
     assert sum(item.num_bytes for item in items) == 1000 + ((128 << 20) if len(items) > 1 else 0)
+
+
+@pytest.mark.parametrize("tables", ["auto", "device", "pinned", "host"])
+def test_tables_of_several_ranks_are_on_the_host_whatever_the_setting(tables: str):
+    job = outline_of().job
+    two_ranks: Any = SimpleNamespace(size=2)
+    outline = RunOutline(job=replace(job, device=torch.device("cuda"), world=two_ranks))
+    assert table_items("history", None, 1000, outline, tables) == [Item("history", "host", 1000)]
 
 
 def test_the_smallest_step_is_that_of_the_seeds_alone_whichever_edges_are_cut():

@@ -75,16 +75,18 @@ def table_items(name: str, folder: Path | None, num_bytes: int, outline: Outline
     num_bytes: of all tables.
     requested: the setting `tables` of the method. It counts on a GPU only.
     """
+    # Only a single process has tables of its GPU: several ranks share tables on the host (`PartsWork`).
+    has_gpu_tables = outline.compute_place == "device" and outline.job.world.size == 1
     place: Place = "disk" if folder is not None else "host"
-    # tables=device wins over a folder, as in `allocator_at`, which allocates the tables.
-    if outline.compute_place == "device" and requested == "device":
+    if has_gpu_tables and requested == "device":
         place = "device"
+    if has_gpu_tables and requested == "pinned":  # no GPU reads a mapped file, so there is none
+        place = "host"
     items = [Item(name, place, num_bytes)]
-    # The pinned buffers belong to a `RowMover`, which copies rows between the host and the GPU. Several ranks share
-    # their tables and have no mover, so no buffers.
+    # The pinned buffers belong to a `RowMover`, which copies rows between the host and the GPU.
     # With tables=auto and no folder, `choose_where` picks the memory only when the tables are allocated. The plan then
     # counts the tables as host memory, without buffers.
-    needs_buffers = requested == "host" or folder is not None
-    if outline.compute_place == "device" and needs_buffers and outline.job.world.size == 1:
+    is_behind_buffers = requested == "host" or (requested == "auto" and folder is not None)
+    if has_gpu_tables and is_behind_buffers:
         items.append(Item("pinned buffers", "host", NUM_BUFFERS * BUFFER_BYTES))
     return items
