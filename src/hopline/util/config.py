@@ -43,7 +43,8 @@ from hopline.util.own_code import name_of_class, own_settings
 
 T = TypeVar("T")
 _Reader = Callable[[Any, Any], Any]
-"""read_as(value, member): a value as one alternative of a union. Raises `_Mismatch` if it is not one."""
+"""read_as(value, member): a value as one alternative of a union. Raises `_Mismatch` if the value does not
+fit it."""
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 """The power of 1000 or 1024 that a prefix of a size stands for."""
@@ -57,7 +58,7 @@ _BRACKETS = ("()", "[]")
 """Pairs of brackets that a list may be typed in: the first and the last character."""
 
 Plain = int | float | bool | str | None
-"""A value without an annotation. The text decides on the type: 8, 0.5, true, none, or any other text."""
+"""A value whose type the text alone decides: 8, 0.5, true, none, or any other text."""
 Keywords = Mapping[str, Plain | list[Plain]]
 """A setting that is a mapping: keyword arguments of something else, typed one by one as
 `model.conv.heads=8`."""
@@ -86,7 +87,7 @@ def format_size(num_bytes: float) -> str:
     value = float(num_bytes)
     unit = "B"
     for larger_unit in ("KiB", "MiB", "GiB", "TiB"):
-        # Compared after rounding, so that nothing prints as "1024 MiB".
+        # Compared after rounding, so that nothing prints as "1024 MiB". NaN stops at bytes.
         if not round(abs(value), 1) >= 1024:
             break
         value /= 1024
@@ -309,8 +310,9 @@ def _from_json(value: Any, annotation: Any, key: str) -> Any:
 
 
 def _json_as(value: Any, member: Any, key: str) -> Any:
-    """Return a JSON value as one alternative of an annotation. Raises `_Mismatch` if it is not one."""
+    """Return a JSON value as one alternative of an annotation. Raises `_Mismatch` if it does not fit."""
     if _is_settings(member) and isinstance(value, Mapping):
+        # In a class with a field `kind`, "kind" is that field and does not pick the class.
         names_kind = "kind" in value and "kind" not in _settable(member)
         if not names_kind:
             return _from_dict(member, value, f"{key}.")
@@ -458,8 +460,8 @@ def _field_value(annotation: Any, current: Any, group: Sequence[_Assignment], ke
 
     short = _short_field(annotation)
     if short is not None:
-        # `model=gcn` is short for `model.name=gcn`. It stays where it was typed, so that the later of the
-        # two wins.
+        # `model=gcn` becomes `model.name=gcn`. It stays where it was typed, so that the later of the two
+        # wins. `model=none` still means the whole, if the field may be None.
         none_words = _NONE if type(None) in _members(annotation) else ()
         group = [item if item.text.lower() in none_words else item.to_inner(short) for item in group]
     whole = [item.text for item in group if item.is_whole]
@@ -469,16 +471,17 @@ def _field_value(annotation: Any, current: Any, group: Sequence[_Assignment], ke
 
     if whole:
         value = _read(whole[-1], annotation, key, _text_as)
+        # `_text_as` returns a class for the name of a kind. Any other value is final.
         picked = value if isinstance(value, type) else None
         if picked is None and not inner:
             return value
         if picked is None and value is not None:
             raise ValueError(f"{key}={whole[-1]} leaves no place for {inner[0].key}: write one of the two.")
         # `method=sampled` starts from the defaults of the class, even where the current value is of that
-        # class.
+        # class. So does a group that is set to none while fields inside it are assigned too.
         cls = picked or cls
         current = None
-    assert cls is not None
+    assert cls is not None  # without a class, `inner` is empty and `whole` has returned its value
     return _apply(cls, current, inner, f"{key}.", root)
 
 
@@ -532,7 +535,10 @@ def _is_bracketed(text: str) -> bool:
 
 
 def _precedence(member: Any) -> int:
-    """The rank of an alternative of a union: strict types are tried first, since every text is also a str."""
+    """The rank of an alternative of a union: strict types are tried first, since every text is also a str.
+
+    Settings classes, and whatever else is not listed, rank with bool.
+    """
     if typing.get_origin(member) is Literal:
         return 1
     if _is_sequence(member):
@@ -541,7 +547,7 @@ def _precedence(member: Any) -> int:
 
 
 def _text_as(text: str, member: Any) -> Any:
-    """Return a text as one alternative of an annotation. Raises `_Mismatch` if it is not one.
+    """Return a text as one alternative of an annotation. Raises `_Mismatch` if it does not fit.
 
     For a settings class, the text is its kind and the result is the class itself: its fields are assigned
     later.
@@ -714,7 +720,7 @@ def _sentences(cls: type) -> dict[str, str]:
     Python does not keep these literals, so they are read from the source.
     """
     sentences: dict[str, str] = {}
-    for owner in reversed(cls.__mro__[:-1]):
+    for owner in reversed(cls.__mro__[:-1]):  # the last is `object`
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
         except (OSError, TypeError, SyntaxError):  # no source, as at a prompt
@@ -801,6 +807,7 @@ def _hints(kind: type) -> dict[str, Any]:
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a value in Python is of an annotated type.
 
+    All items of a tuple or list are compared with its first item type, and its length is not checked.
     Annotations that are not understood admit everything.
     """
     origin = typing.get_origin(hint)
