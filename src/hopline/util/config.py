@@ -74,9 +74,12 @@ def parse_size(text: str | int) -> int:
     G, Gi and GiB are binary (1024). GB alone is decimal (1000).
     """
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([kmgt]?)(i?)(b?)\s*", str(text), re.IGNORECASE)
-    if isinstance(text, bool) or match is None or (match[3] and not match[2]):
-        raise ValueError(f"Cannot read {text!r} as a size: write it as 20GiB, 0.5G, 3GB or plain bytes.")
+    refusal = f"Cannot read {text!r} as a size: write it as 20GiB, 0.5G, 3GB or plain bytes."
+    if isinstance(text, bool) or match is None:
+        raise ValueError(refusal)
     number, prefix, binary_mark, byte_mark = match.groups()
+    if binary_mark and not prefix:  # "5iB"
+        raise ValueError(refusal)
     is_decimal = prefix and byte_mark and not binary_mark
     base = 1000 if is_decimal else 1024
     return int(Decimal(number) * base ** _POWERS[prefix.lower()])
@@ -417,7 +420,7 @@ def override(obj: T, assignments: Sequence[str]) -> T:
             example = next(iter(_settable(type(obj))))
             raise ValueError(f"Cannot read '{text}': write key=value, such as {example}=VALUE.")
         items.append(_Assignment(key=key, path=tuple(key.split(".")), text=value))
-    return _apply(type(obj), obj, items, "", obj)
+    return _apply(type(obj), base=obj, items=items, prefix="", root=obj)
 
 
 def _apply(cls: type[Any], base: Any, items: Sequence[_Assignment], prefix: str, root: Any) -> Any:
@@ -467,7 +470,7 @@ def _field_value(annotation: Any, current: Any, group: Sequence[_Assignment], ke
     whole = [item.text for item in group if item.is_whole]
     inner = [item.inside() for item in group if not item.is_whole]
     if inner and cls is None:
-        raise _unknown_key(inner[0].key, "", (), root)
+        raise _unknown_key(inner[0].key, prefix="", valid=(), root=root)
 
     if whole:
         value = _read(whole[-1], annotation, key, _text_as)
@@ -482,7 +485,7 @@ def _field_value(annotation: Any, current: Any, group: Sequence[_Assignment], ke
         cls = picked or cls
         current = None
     assert cls is not None  # without a class, `inner` is empty and `whole` has returned its value
-    return _apply(cls, current, inner, f"{key}.", root)
+    return _apply(cls, base=current, items=inner, prefix=f"{key}.", root=root)
 
 
 def _short_field(annotation: Any) -> str | None:
@@ -642,8 +645,10 @@ def settings_of(cls: type, values: Any = None, own: Mapping[str, type] = Mapping
         field = title.partition("=")[0]
         all_settings += _walk(own_class, f"{field}.", title)
     # The class itself comes first in its __mro__, then its bases, then nested groups as they are declared.
-    groups = list(dict.fromkeys([_title(owner) for owner in cls.__mro__] + [setting.group for setting in all_settings]))
-    return sorted(all_settings, key=lambda setting: groups.index(setting.group))
+    titles = [_title(owner) for owner in cls.__mro__]
+    titles += [setting.group for setting in all_settings]
+    # `index` finds the first of equal titles.
+    return sorted(all_settings, key=lambda setting: titles.index(setting.group))
 
 
 def _walk(
@@ -670,10 +675,10 @@ def _walk(
         kinds = _kinds(hint)
         # A group that can neither be None nor of another class gets no line of its own. Its short field
         # stands for the whole, and a group without a short field cannot be assigned as a whole.
-        is_always = len(kinds) == 1 and default is not None and type(None) not in _members(hint)
+        is_fixed_group = len(kinds) == 1 and default is not None and type(None) not in _members(hint)
         for kind, kind_class in kinds.items():
             nested_title = f"{key}={kind}" if len(kinds) > 1 else key
-            nested_short = _short_field(hint) if is_always else None
+            nested_short = _short_field(hint) if is_fixed_group else None
             nested.append(_walk(kind_class, f"{key}.", nested_title, defaults.get(name), nested_short))
 
         if _is_mapping(hint) and defaults.get(name):
@@ -685,7 +690,7 @@ def _walk(
                     default=_format_value(value),
                     sentence=sentence,
                 )
-        elif not is_always:
+        elif not is_fixed_group:
             yield Setting(key=key, group=title, expected=_describe(hint), default=default, sentence=sentence)
     for settings_of_kind in nested:
         yield from settings_of_kind
@@ -799,9 +804,9 @@ def check_value(name: str, value: Any, hint: Any) -> None:
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
+def _hints(cls: type) -> dict[str, Any]:
     """The annotations of a class as types. Cached, since `check_fields` runs whenever settings are made."""
-    return typing.get_type_hints(kind)
+    return typing.get_type_hints(cls)
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -173,8 +173,11 @@ class _Heap:
         with self._lock:
             self._num_users -= 1
             if library is not None and self._num_users == 0:
-                # glibc's own rule: twice the largest block that stays.
-                _set_thresholds(library, max_block_bytes=GLIBC_LARGEST_BYTES, max_free_bytes=2 * GLIBC_LARGEST_BYTES)
+                _set_thresholds(
+                    library,
+                    max_block_bytes=GLIBC_LARGEST_BYTES,
+                    max_free_bytes=2 * GLIBC_LARGEST_BYTES,  # glibc's own rule: twice the largest block that stays
+                )
                 library.malloc_trim(0)
 
 

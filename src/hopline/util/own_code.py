@@ -139,14 +139,14 @@ def own_settings(key: str, name: str, base: type) -> type:
             f"{key}={name} is a class that is not derived from {base_name}: name a class of settings, "
             f"`class {class_name}({base_name})`"
         )
-    missing = sorted(getattr(cls, "__abstractmethods__", ()))
-    if missing:
+    abstract_methods = sorted(getattr(cls, "__abstractmethods__", ()))
+    if abstract_methods:
         raise ValueError(
-            f"{key}={name} has no {missing[0]}: define it in the class {class_name}, or name another class"
+            f"{key}={name} has no {abstract_methods[0]}: define it in the class {class_name}, or name another class"
         )
     # A class derived from a dataclass counts as one, even without @dataclass. Then the fields that it
     # declares itself would be no settings. Names with an underscore need not be settings.
-    declares_fields = any(not annotation.startswith("_") for annotation in inspect.get_annotations(cls))
+    declares_fields = any(not field_name.startswith("_") for field_name in inspect.get_annotations(cls))
     is_decorated = "__dataclass_fields__" in vars(cls)
     if not dataclasses.is_dataclass(cls) or (declares_fields and not is_decorated):
         raise ValueError(

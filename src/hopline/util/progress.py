@@ -111,7 +111,7 @@ class _Lines(Progress):
         self._num_done: float = 0
         self._values: dict[str, Any] = {}
         self._start_s = time.monotonic()
-        self._written_s = self._start_s
+        self._last_line_s = self._start_s  # so the first line comes after an interval too
         self._lock = threading.Lock()
 
     def advance(self, n: float = 1, **info: Any) -> None:
@@ -119,9 +119,9 @@ class _Lines(Progress):
             self._num_done += n
             self._values |= info
             now_s = time.monotonic()
-            if now_s - self._written_s < PLAIN_INTERVAL_S:
+            if now_s - self._last_line_s < PLAIN_INTERVAL_S:
                 return
-            self._written_s = now_s
+            self._last_line_s = now_s
             elapsed_s = now_s - self._start_s
             amount = _format_amount(self._num_done, self._total, self._unit)
             rate = _format_rate(self._num_done / elapsed_s, self._unit)
