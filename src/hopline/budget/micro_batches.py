@@ -36,6 +36,7 @@ from hopline.ops.cpu import cut_batches as cpu_cut_batches
 from hopline.util.config import format_size
 
 P = TypeVar("P")
+"""An item that `split` of `find_fewest` makes."""
 BytesOf = Callable[[Sizes], float]
 """A function from sizes to peak bytes. It must be monotonic: never less for more nodes or edges."""
 SMALL_TENSOR_BYTES = 1024
@@ -177,7 +178,7 @@ class MicroBatchBytes:
             per_node[-1] += _row_bytes(batch.y)
         for rows in (batch.x, *batch.tables.values()):
             if isinstance(rows, ReducedRows):
-                per_node[1] += _row_bytes(rows.reduced_and_own)
+                per_node[1] += _row_bytes(rows.reduced_and_own)  # a row per destination of the first block
             elif isinstance(rows, Tensor):
                 per_node[0] += _row_bytes(rows)
 
@@ -185,10 +186,11 @@ class MicroBatchBytes:
         for block in batch.blocks:
             part = _check_divisible(block).part
             edge_id_bytes = 0 if part.edge_ids is None else 8
+            # 4: src_idx is int32.
             per_edge.append(4 + sum(map(_row_bytes, part.edge.values())) + edge_id_bytes)
 
-        # Temporary bytes per edge and per node of the batch: those of the CPU kernel, or of `ops.relabel`
-        # on a GPU.
+        # Temporary bytes per edge of a block and per input node of the batch: those of the CPU kernel
+        # `take`, or of `ops.relabel` on a GPU.
         if device is None:
             build_bytes_per_edge, map_bytes_per_node = 0, 0
         elif device.type == "cpu":
@@ -209,8 +211,8 @@ class MicroBatchBytes:
         return node_bytes + edge_bytes + SMALL_TENSOR_BYTES
 
     def while_built(self, sizes: Sizes) -> float:
-        """The bytes of a micro-batch while it is built: with local ids of nodes and positions of edges on
-        top."""
+        """The bytes of a micro-batch while it is built, with temporary arrays: 24 bytes per input node for
+        ids, and those of its largest block."""
         is_built_elsewhere = not self.build_bytes_per_edge
         if is_built_elsewhere:
             return self.resident(sizes)
@@ -260,8 +262,8 @@ def sizes_of(batch: Batch, groups: Sequence[Tensor]) -> list[Sizes]:
 def balanced_groups(seed_cost: Tensor, num_micro_batches: int) -> list[Tensor]:
     """Groups of seeds of about equal cost, each [n] int64: ascending positions in `seed_cost`.
 
-    Seeds are dealt out, the most expensive first, to groups 0, 1, ..., k - 1, k - 1, ..., 1, 0, and so on.
-    Empty groups are left out.
+    Seeds are dealt out, the most expensive first, to groups 0, 1, ..., k - 1, k - 1, ..., 1, 0, and so on,
+    where k is `num_micro_batches`. Empty groups are left out.
     """
     order = torch.argsort(seed_cost, descending=True, stable=True)
     # One round deals a seed to every group on the way up and another on the way down.
@@ -403,15 +405,15 @@ def cut_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, by: CutBy = "rando
 
     Nodes that no remaining edge needs go too.
 
-    Edges are numbered in a random order drawn from `key`, or by importance (`edge_numbers`). An edge or
-    node *enters* at the lowest number with which it is needed. The largest number is searched up to which
-    everything fits.
+    Edges get random numbers drawn from `key`, or numbers by importance (`edge_numbers`). An edge or node
+    *enters* at the lowest number with which it is needed. The search finds the largest number such that all
+    that enters up to it fits.
 
     by: "random", or "degree" or "pagerank", which leave out edges between hubs first.
     """
     block_edges = _edges_of(batch)
     numbers = edge_numbers(batch, by, key)
-    node_entries = [np.full(batch.num_seeds, -1)]
+    node_entries = [np.full(batch.num_seeds, -1)]  # seeds enter before all edges
     edge_entries: list[np.ndarray] = []
     for l in reversed(range(len(batch.blocks))):
         num_src = batch.blocks[l].num_src
@@ -436,10 +438,7 @@ def cut_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, by: CutBy = "rando
 
 
 def edge_numbers(batch: Batch, by: CutBy, key: int = 0) -> list[np.ndarray]:
-    """[num_edges] int64 per block: the number of each edge, distinct and from 0 on.
-
-    Low numbers are kept first.
-    """
+    """[num_edges] int64 per block: a number for each edge, not negative. Edges with low numbers are kept first."""
     block_edges = _edges_of(batch)
     if by == "random":
         return cpu_cut_batches.draw_numbers([block.num_edges for block in batch.blocks], key)

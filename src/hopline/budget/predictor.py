@@ -10,7 +10,7 @@ bytes c_i per unit of each size, from the widths of the model alone, so that
 values:
 
     the bound
-    expected(s), plus a margin from the residuals of the fit and from how unlike the measured steps s is
+    expected(s), plus a margin from the residuals of the fit and from the distance of s to the measured steps
     the peak of a measured step, scaled up to sizes s (`_Fit.scale_up`), plus a margin
 
 CUDA's rounding comes on top. A prediction costs a few operations on small arrays; an observation costs a fit.
@@ -90,8 +90,7 @@ class Costs:
     per_edge: tuple[float, ...]
     """[num_blocks]: bytes per edge, one entry for each of `Sizes.edges`."""
     fixed: float
-    """Bytes per step whatever its sizes: gradients of the parameters, and the terms that these are summed
-    from."""
+    """Bytes per step whatever its sizes: gradients of the parameters, partial sums of them, small tensors."""
     rounding: float = 0.0
     """Bytes that the allocator may add. They depend on its free blocks, so no fit learns them."""
 
@@ -140,7 +139,7 @@ def costs_of(model: GNN | Whole, x: Rows | Readable | Tensor | None, num_blocks:
     if model.encoder is not None:
         node_numbers[0] += 2 * width + 4 * _widths(model.encoder)
         width = out_width(model.encoder)
-    if not model.reads_rows:
+    if not model.reads_rows:  # the first conv's kernel does not read the input rows as they are
         node_numbers[0] += 3 * width
 
     widths = [width]
@@ -195,6 +194,8 @@ def _conv_numbers(conv: Any, in_width: int, width: int, needs_input_gradient: bo
 
     if getattr(conv, "project", False):
         per_src += 4 * in_width
+    # Linear layers of the conv itself have rows of `in_width` and `width`, which other terms count. Other
+    # modules, as the MLP of GINConv, have widths of their own.
     inner_widths = sum(_widths(child) for name, child in conv.named_children() if not name.startswith("lin"))
     per_dst = 4 * in_width + 4 * inner_widths
     if getattr(conv, "normalize", False):
@@ -220,14 +221,16 @@ class _Fit:
     factors: np.ndarray
     """[num_terms] float64: the fraction of each term of the bound that steps really take, from 0 on."""
     spread: np.ndarray
-    """[num_terms, num_terms] float64: covariance of the factors, up to the variance of the residuals."""
+    """[num_terms, num_terms] float64: covariance of the factors, divided by the variance of the residuals."""
     deviation: float
     """The standard deviation of the relative residuals of the fit."""
     largest: np.ndarray
     """[num_terms] float64: the largest value of each size over all steps."""
     shapes: np.ndarray
-    """[2, num_sizes] float64: the least and the largest value of each entry of `Sizes.shape` over all
-    steps."""
+    """[2, num_sizes] float64: the least and the largest value of each entry of `Sizes.shape` over all steps.
+
+    `Sizes.shape` has the proportions of a step: the logarithms of its sizes, minus their mean.
+    """
     sizes: np.ndarray
     """[num_kept, num_terms] float64: `Sizes.array` of the steps that the fit uses."""
     peaks: np.ndarray
