@@ -151,7 +151,7 @@ class Guard:
         if self.budget.over_budget != "split" or not self._predictor(sizes).is_sure:
             return batch
         # Gradients are left out: the training thread makes and frees them while this thread runs.
-        copied_bytes = MicroBatchBytes.of(batch, None).resident(sizes) if self.batches_on_host else 0
+        copied_bytes = MicroBatchBytes.of(batch, device=None).resident(sizes) if self.batches_on_host else 0
         if self.predict_peak(batch) + copied_bytes <= self.target_bytes:
             return batch
         with suppress(ValueError):  # the training thread will raise the same error
@@ -219,9 +219,10 @@ class Guard:
         """The model's output for the seeds: [num_seeds, ...] on the host, by forward passes within the
         limit."""
         done = self.inference.run(batch, lambda micro_batch: model(micro_batch).cpu())
-        ran_whole = done[0][0] is None
+        first_seed_idx, first_rows = done[0]
+        ran_whole = first_seed_idx is None
         if ran_whole:
-            return done[0][1]
+            return first_rows
         order = torch.cat([seed_idx for seed_idx, _ in done if seed_idx is not None])
         return torch.cat([rows for _, rows in done])[order.argsort()]
 
@@ -247,7 +248,9 @@ class Guard:
 
         measured = seed_idx is not None or self._must_measure(Sizes.of(batch))
         # The predicted peak is the target until `make_and_run` has built the micro-batch.
-        result, peak_bytes = self._attempt(make_and_run, self.target_bytes, measured=measured, other_bytes=other_bytes)
+        result, peak_bytes = self._attempt(
+            make_and_run, predicted_bytes=self.target_bytes, measured=measured, other_bytes=other_bytes
+        )
         if result is not None:
             self._num_single_seed_failures = 0
         return result, peak_bytes
@@ -314,12 +317,13 @@ class Guard:
             first=max(2, math.ceil(expected_bytes_of(sizes) / self.target_bytes)),
             # A predictor that is not sure may expect too much, so no seed is refused.
             max_bytes=self.limit_bytes if predictor.is_sure else math.inf,
-            min_bytes_of=expected_bytes_of,
+            expected_bytes_of=expected_bytes_of,
         )
 
     def _check_split(self) -> None:
         """Raise a ValueError if the model's outputs would change when a batch is split."""
-        check_split(self.job.model, instead="make batch_size smaller" if self.forward_only else "set over_budget=cut")
+        instead = "make batch_size smaller" if self.forward_only else "set over_budget=cut"
+        check_split(self.job.model, instead=instead)
 
     # ---- a step whose micro-batches need each other's rows
 
@@ -427,10 +431,10 @@ class Guard:
         is_split: gradients of all parameters are counted, since the first micro-batch leaves them for the
         others.
         """
-        gradients, buffers = state_bytes(self.job.module)
+        all_gradient_bytes, buffer_bytes = state_bytes(self.job.module)
         if is_split and not self.forward_only:
-            return buffers + gradients
-        return buffers + gradient_bytes(self.job.module) + self._set_aside_bytes
+            return buffer_bytes + all_gradient_bytes
+        return buffer_bytes + gradient_bytes(self.job.module) + self._set_aside_bytes
 
     def _bytes_of(self, batch: Batch, is_split: bool, copied: bool | None = None) -> Callable[[Sizes], float]:
         """A function from sizes to the predicted peak of a step, with overhead and copies.
@@ -608,7 +612,8 @@ class GuardedUnit(Unit):
 
         done = self.guard.run(batch, step, self.redraw)
         if output_loss is None:
-            return done[0][1]
+            ((_, loss_sum),) = done  # the batch ran whole
+            return loss_sum
         # Gradients of parameters that the loss reads directly, as a weight penalty does.
         output_loss.add_to_parameters()
         return output_loss.loss_sum

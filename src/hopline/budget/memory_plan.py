@@ -16,7 +16,6 @@ from torch.nn.parameter import is_lazy
 
 from hopline.budget.predictor import Predictor, costs_of
 from hopline.contract import PLACES, Budget, Item, Outline, Place
-from hopline.core.row_handles import Rows
 from hopline.device.meter import free_bytes, library_bytes
 from hopline.device.out_of_memory import free_memory
 from hopline.nn.gnn import GNN, row_widths
@@ -40,9 +39,8 @@ class RunOutline(Outline):
         It knows the bound, and the steps measured so far.
         """
         if num_blocks not in self.predictors:
-            x = self.data.tables.get("x")
-            shape = None if x is None else Rows(x, torch.empty(0, dtype=torch.int64))
-            self.predictors[num_blocks] = Predictor(costs_of(self.model, shape, num_blocks))
+            costs = costs_of(self.model, self.data.tables.get("x"), num_blocks)
+            self.predictors[num_blocks] = Predictor(costs)
         return self.predictors[num_blocks]
 
     @property
@@ -64,8 +62,9 @@ class RunOutline(Outline):
         if self.device.type == "cuda":
             # CUDA's libraries keep a workspace per stream. With asynchronous evaluation there are three
             # streams: the one that was there, one for training and one for evaluation.
-            streams = 3 if self.async_evaluation else 1
-            items.append(Item("workspace of CUDA's libraries", "device", streams * library_bytes(self.device)))
+            num_streams = 3 if self.async_evaluation else 1
+            workspace_bytes = num_streams * library_bytes(self.device)
+            items.append(Item("workspace of CUDA's libraries", "device", workspace_bytes))
             items.append(Item("what the process had there before", "device", self._other_bytes))
         return items
 
