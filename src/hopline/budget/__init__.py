@@ -13,6 +13,7 @@ Read, in this order:
 A step that exceeds its predicted peak is a bug.
 
 `Guard.run` and `Guard.step` stay two loops: micro-batches of a sampled batch are independent and tried one
-by one, while those of a historical batch need each other's rows. It stands on `contract`, `units` and
-below.
+by one, while those of a historical batch need each other's rows.
+
+The folder imports `contract`, `units` and layers below them.
 """

@@ -95,8 +95,8 @@ class Guard:
     measure_every: int = 8
     """Steps from one measured whole batch to the next on a CPU, once the predictor is sure.
 
-    The meter makes steps on a CPU longer (docs/measurements/budget.md). Always measured are all micro-batches,
-    and whole batches that are expected to take more than any before them in the epoch.
+    The meter makes steps on a CPU longer (docs/measurements/budget.md). Micro-batches are always measured, and
+    so are whole batches that are expected to take more than any before them in the epoch.
     """
     target_bytes: float = field(init=False)
     """The bytes that steps are made to fit in: `limit_bytes`, and less for a while after out of memory."""
@@ -151,7 +151,7 @@ class Guard:
         if self.budget.over_budget != "split" or not self._predictor(sizes).is_sure:
             return batch
         # Gradients are left out: the training thread makes and frees them while this thread runs.
-        copied_bytes = MicroBatchBytes.of(batch, None).resident(sizes) if self.batches_on_host else 0
+        copied_bytes = MicroBatchBytes.of(batch, device=None).resident(sizes) if self.batches_on_host else 0
         if self.predict_peak(batch) + copied_bytes <= self.target_bytes:
             return batch
         with suppress(ValueError):  # the training thread will raise the same error
@@ -184,6 +184,7 @@ class Guard:
         """
         predicted_bytes = self.predict_peak(batch)
         original_blocks = batch.blocks
+        # Redrawing or cutting takes memory too, and counts for the peak of the batch.
         with meter_of(self.job.device) as meter:
             batch = self.make_fit(batch, redraw)
         max_bytes = meter.peak_bytes
@@ -218,9 +219,10 @@ class Guard:
         """The model's output for the seeds: [num_seeds, ...] on the host, by forward passes within the
         limit."""
         done = self.inference.run(batch, lambda micro_batch: model(micro_batch).cpu())
-        ran_whole = done[0][0] is None
+        first_seed_idx, first_rows = done[0]
+        ran_whole = first_seed_idx is None
         if ran_whole:
-            return done[0][1]
+            return first_rows
         order = torch.cat([seed_idx for seed_idx, _ in done if seed_idx is not None])
         return torch.cat([rows for _, rows in done])[order.argsort()]
 
@@ -245,13 +247,16 @@ class Guard:
             return step(micro_batch)
 
         measured = seed_idx is not None or self._must_measure(Sizes.of(batch))
-        result, peak_bytes = self._attempt(make_and_run, self.target_bytes, measured=measured, other_bytes=other_bytes)
+        # The predicted peak is the target until `make_and_run` has built the micro-batch.
+        result, peak_bytes = self._attempt(
+            make_and_run, predicted_bytes=self.target_bytes, measured=measured, other_bytes=other_bytes
+        )
         if result is not None:
             self._num_single_seed_failures = 0
         return result, peak_bytes
 
     def _must_measure(self, sizes: Sizes) -> bool:
-        """Whether to measure a whole batch, which this call counts.
+        """Whether to measure a whole batch that is about to run. The call counts it.
 
         The ledger gets the expected bytes of a batch that is not measured.
         """
@@ -310,13 +315,15 @@ class Guard:
             predictor.costs,
             among=among,
             first=max(2, math.ceil(expected_bytes_of(sizes) / self.target_bytes)),
+            # A predictor that is not sure may expect too much, so no seed is refused.
             max_bytes=self.limit_bytes if predictor.is_sure else math.inf,
-            min_bytes_of=expected_bytes_of,
+            expected_bytes_of=expected_bytes_of,
         )
 
     def _check_split(self) -> None:
         """Raise a ValueError if the model's outputs would change when a batch is split."""
-        check_split(self.job.model, instead="make batch_size smaller" if self.forward_only else "set over_budget=cut")
+        instead = "make batch_size smaller" if self.forward_only else "set over_budget=cut"
+        check_split(self.job.model, instead=instead)
 
     # ---- a step whose micro-batches need each other's rows
 
@@ -333,7 +340,10 @@ class Guard:
             step.reset()
 
     def must_split(self, step: SplittableStep) -> bool:
-        """Whether a step must run in micro-batches. Raises a ValueError if the budget does not allow that."""
+        """Whether a step must run in micro-batches. Raises a ValueError if the budget does not allow that.
+
+        For a forward pass outside `step`. Such a pass takes no snapshot, so no overhead is counted.
+        """
         return self._must_split(self._needed_bytes(step), step)
 
     def _must_split(self, needed_bytes: float, step: SplittableStep) -> bool:
@@ -397,7 +407,7 @@ class Guard:
             return None, peak_bytes
         if this.sizes is not None and measured:
             self.learn(this.sizes, meter.lap_bytes)
-        elif this.sizes is not None:
+        elif this.sizes is not None:  # not measured: the meter has added 0
             peak_bytes += int(self._predictor(this.sizes).expected_bytes(this.sizes))
         self.ledger.note_peak(this.predicted_bytes, peak_bytes if measured else 0)
         self.target_bytes = min(self.limit_bytes, RECOVER * self.target_bytes)
@@ -421,10 +431,10 @@ class Guard:
         is_split: gradients of all parameters are counted, since the first micro-batch leaves them for the
         others.
         """
-        gradients, buffers = state_bytes(self.job.module)
+        all_gradient_bytes, buffer_bytes = state_bytes(self.job.module)
         if is_split and not self.forward_only:
-            return buffers + gradients
-        return buffers + gradient_bytes(self.job.module) + self._set_aside_bytes
+            return buffer_bytes + all_gradient_bytes
+        return buffer_bytes + gradient_bytes(self.job.module) + self._set_aside_bytes
 
     def _bytes_of(self, batch: Batch, is_split: bool, copied: bool | None = None) -> Callable[[Sizes], float]:
         """A function from sizes to the predicted peak of a step, with overhead and copies.
@@ -486,6 +496,7 @@ class Guard:
         """The batch with as many edges as fit."""
         # A key that no redraw of `_resample` uses.
         key = ops.derive_key(_key_of(batch), MAX_REDRAWS + 1)
+        # As for a micro-batch: the batch with fewer edges is a copy.
         bytes_of = self._bytes_of(batch, is_split=True)
         cut = cut_to_fit(batch, bytes_of, self.target_bytes, CUTS[self.budget.over_budget], key)
         self.ledger.note_cut(sum(Sizes.of(batch).edges) - sum(Sizes.of(cut).edges))
@@ -496,6 +507,7 @@ class Guard:
         fit."""
         if redraw is None:
             raise ValueError("over_budget=resample is for sampled batches: set over_budget=split")
+        # As for a micro-batch: the redrawn batch is in memory together with the original.
         bytes_of = self._bytes_of(batch, is_split=True)
         for number in range(MAX_REDRAWS):
             key = ops.derive_key(_key_of(batch), number)
@@ -596,11 +608,13 @@ class GuardedUnit(Unit):
                 outputs = job.model(micro_batch)
             with trace.span("backward", job.device):
                 (outputs * output_loss.output_gradients[seed_idx.to(outputs.device)]).sum().backward()
-            return torch.zeros_like(output_loss.loss_sum)
+            return torch.zeros_like(output_loss.loss_sum)  # the loss over all seeds is known already
 
         done = self.guard.run(batch, step, self.redraw)
         if output_loss is None:
-            return done[0][1]
+            ((_, loss_sum),) = done  # the batch ran whole
+            return loss_sum
+        # Gradients of parameters that the loss reads directly, as a weight penalty does.
         output_loss.add_to_parameters()
         return output_loss.loss_sum
 

@@ -1,8 +1,8 @@
 """The resident bytes of a run by place (device, host, disk), known before anything runs.
 
 `RunOutline` lists the bytes of weights, optimizer, data and embeddings, and the limits that a budget sets
-for each place. Each method subtracts the one from the other in its own plan. The rest is the limit of a
-step, for which the outline has a predictor.
+for each place. Each method makes its own plan, which subtracts these bytes from the limits. The rest is the
+limit of a step. The outline's predictor predicts the peak of a step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch.nn.parameter import is_lazy
 
 from hopline.budget.predictor import Predictor, costs_of
 from hopline.contract import PLACES, Budget, Item, Outline, Place
-from hopline.core.row_handles import Rows
 from hopline.device.meter import free_bytes, library_bytes
 from hopline.device.out_of_memory import free_memory
 from hopline.nn.gnn import GNN, row_widths
@@ -40,9 +39,8 @@ class RunOutline(Outline):
         It knows the bound, and the steps measured so far.
         """
         if num_blocks not in self.predictors:
-            x = self.data.tables.get("x")
-            shape = None if x is None else Rows(x, torch.empty(0, dtype=torch.int64))
-            self.predictors[num_blocks] = Predictor(costs_of(self.model, shape, num_blocks))
+            costs = costs_of(self.model, self.data.tables.get("x"), num_blocks)
+            self.predictors[num_blocks] = Predictor(costs)
         return self.predictors[num_blocks]
 
     @property
@@ -51,8 +49,10 @@ class RunOutline(Outline):
         return next((p.dtype for p in self.model.parameters()), torch.float32)
 
     def resident_items(self) -> list[Item]:
-        """The resident bytes that every method has: weights, optimizer state and, on a GPU, libraries and
-        others."""
+        """The resident bytes that every method has: weights and optimizer state.
+
+        On a GPU, also the workspace of CUDA's libraries, and what the process holds for other purposes.
+        """
         weights = [p for p in self.model.parameters() if not isinstance(p, nn.UninitializedParameter)]
         total = sum(p.numel() * p.element_size() for p in weights)
         items = [
@@ -62,8 +62,9 @@ class RunOutline(Outline):
         if self.device.type == "cuda":
             # CUDA's libraries keep a workspace per stream. With asynchronous evaluation there are three
             # streams: the one that was there, one for training and one for evaluation.
-            streams = 3 if self.async_evaluation else 1
-            items.append(Item("workspace of CUDA's libraries", "device", streams * library_bytes(self.device)))
+            num_streams = 3 if self.async_evaluation else 1
+            workspace_bytes = num_streams * library_bytes(self.device)
+            items.append(Item("workspace of CUDA's libraries", "device", workspace_bytes))
             items.append(Item("what the process had there before", "device", self._other_bytes))
         return items
 
@@ -83,25 +84,31 @@ class RunOutline(Outline):
     def limits(self, budget: Budget) -> dict[Place, int | None]:
         """The most bytes that the run may take in each place; None for no limit.
 
-        Without a limit for a GPU it is the GPU's free memory and what this process has allocated on it.
+        If the budget sets no limit for a GPU, the limit is its free memory plus what this process has
+        allocated on it.
         """
         limits: dict[Place, int | None] = {}
         for place in PLACES:
             size = getattr(budget, place)
             limits[place] = None if size is None else parse_size(size)
         if self.compute_place == "host":
+            # The host is also the device here, so the smaller of both limits holds (`bytes_on`).
             return {**limits, "device": None, "host": budget.bytes_on(self.device)}
         if limits["device"] is None:
             limits["device"] = free_bytes(self.device) + torch.cuda.memory_allocated(self.device)
         return limits
 
     def hidden_bytes(self) -> int:
-        """An estimate of the bytes of layer-wise tables of embeddings, by the widest layer. 0 without
-        layers."""
+        """An estimate of the bytes of embeddings that layer-wise inference keeps; 0 for a model without layers.
+
+        All tables count as wide as the widest layer.
+        """
         if not isinstance(self.model, GNN):
             return 0
         widest = max(row_widths(self.model, self.data.num_features)[1:])
-        num_tables = 2
+        num_tables = 2  # the rows before and after a layer
+        # For encoded or initial rows, and for the rows after every layer, which jumping knowledge reads. Two
+        # tables each: a rule of thumb.
         if self.model.encodes:
             num_tables += 2
         if self.model.keeps_jk:

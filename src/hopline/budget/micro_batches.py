@@ -36,10 +36,13 @@ from hopline.ops.cpu import cut_batches as cpu_cut_batches
 from hopline.util.config import format_size
 
 P = TypeVar("P")
+"""An item that `split` of `find_fewest` makes."""
 BytesOf = Callable[[Sizes], float]
 """A function from sizes to peak bytes. It must be monotonic: never less for more nodes or edges."""
 SMALL_TENSOR_BYTES = 1024
 """Bytes reckoned per micro-batch for small tensors. A rule of thumb."""
+MAX_GROWTH = 1.5
+"""The largest factor from one number of groups that `groups_to_fit` tries to the next. A rule of thumb."""
 
 # ---- filling the first group (`_fill_first_group`). All are rules of thumb.
 
@@ -125,24 +128,25 @@ def micro_batch_of(batch: Batch, seed_idx: Tensor) -> MicroBatch:
         dst = src
         part = _check_divisible(block).part
         has_edge_arrays = bool(part.edge) or part.edge_ids is not None
-        indptr, src_idx, src, edges = _edges_to(part, block.num_src, dst, with_positions=has_edge_arrays)
-        blocks.append(_block(block, src, dst.numel(), _part(part, indptr, src_idx, edges)))
-    return MicroBatch(whole=batch, seed_idx=seed_idx, blocks=tuple(reversed(blocks)), input_idx=src, own_idx=dst)
+        indptr, src_idx, src, edge_idx = _edges_to(part, block.num_src, dst, with_positions=has_edge_arrays)
+        blocks.append(_block(block, src, dst.numel(), _part(part, indptr, src_idx, edge_idx)))
+    blocks.reverse()
+    return MicroBatch(whole=batch, seed_idx=seed_idx, blocks=tuple(blocks), input_idx=src, own_idx=dst)
 
 
 def _edges_to(
     part: Part, num_src: int, dst: Tensor, with_positions: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(indptr, src_idx, sources, edges) of the edges of `part` that lead to the destinations `dst`.
+    """(indptr, src_idx, sources, edge_idx) of the edges of `part` that lead to the destinations `dst`.
 
-    sources: positions among the part's num_src sources, `dst` first. edges: positions among the part's
+    sources: positions among the part's num_src sources, `dst` first. edge_idx: positions among the part's
     edges; the CPU kernel leaves them out (None) unless `with_positions`.
     """
     if dst.device.type == "cpu":
         return cpu_cut_batches.take(part.indptr, part.src_idx, num_src, dst, with_positions)
-    indptr, edges = ops.row_positions(part.indptr, dst)
-    sources, src_idx = ops.relabel(dst, ops.gather_rows(part.src_idx, edges))
-    return indptr, src_idx, sources, edges
+    indptr, edge_idx = ops.row_positions(part.indptr, dst)
+    sources, src_idx = ops.relabel(dst, ops.gather_rows(part.src_idx, edge_idx))
+    return indptr, src_idx, sources, edge_idx
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,7 @@ class MicroBatchBytes:
             per_node[-1] += _row_bytes(batch.y)
         for rows in (batch.x, *batch.tables.values()):
             if isinstance(rows, ReducedRows):
-                per_node[1] += _row_bytes(rows.reduced_and_own)
+                per_node[1] += _row_bytes(rows.reduced_and_own)  # a row per destination of the first block
             elif isinstance(rows, Tensor):
                 per_node[0] += _row_bytes(rows)
 
@@ -185,10 +189,11 @@ class MicroBatchBytes:
         for block in batch.blocks:
             part = _check_divisible(block).part
             edge_id_bytes = 0 if part.edge_ids is None else 8
+            # 4: src_idx is int32.
             per_edge.append(4 + sum(map(_row_bytes, part.edge.values())) + edge_id_bytes)
 
-        # Temporary bytes per edge and per node of the batch: those of the CPU kernel, or of `ops.relabel`
-        # on a GPU.
+        # Temporary bytes per edge of a block and per input node of the batch: those of the CPU kernel
+        # `take`, or of `ops.relabel` on a GPU.
         if device is None:
             build_bytes_per_edge, map_bytes_per_node = 0, 0
         elif device.type == "cpu":
@@ -209,12 +214,13 @@ class MicroBatchBytes:
         return node_bytes + edge_bytes + SMALL_TENSOR_BYTES
 
     def while_built(self, sizes: Sizes) -> float:
-        """The bytes of a micro-batch while it is built: with local ids of nodes and positions of edges on
-        top."""
+        """The bytes of a micro-batch while it is built, with temporary arrays: 24 bytes per input node for
+        ids, and those of its largest block."""
         is_built_elsewhere = not self.build_bytes_per_edge
         if is_built_elsewhere:
             return self.resident(sizes)
-        return self.resident(sizes) + 24 * sizes.nodes[0] + self.build_bytes_per_edge * max(sizes.edges) + self.maps
+        id_bytes = 24 * sizes.nodes[0]
+        return self.resident(sizes) + id_bytes + self.build_bytes_per_edge * max(sizes.edges) + self.maps
 
     def peak_with_step(self, sizes: Sizes, step_bytes: float) -> float:
         """The peak bytes of building and running a micro-batch. step_bytes: the peak of its step alone."""
@@ -253,15 +259,18 @@ def sizes_of(batch: Batch, groups: Sequence[Tensor]) -> list[Sizes]:
     groups: each [n] int64, positions of seeds.
     """
     num_nodes = Sizes.of(batch).nodes
-    counts = cpu_cut_batches.count(_edges_of(batch), num_nodes, [group.cpu().numpy() for group in groups]).tolist()
-    return [Sizes(tuple(row[: len(num_nodes)]), tuple(row[len(num_nodes) :])) for row in counts]
+    group_arrays = [group.cpu().numpy() for group in groups]
+    counts = cpu_cut_batches.count(_edges_of(batch), num_nodes, group_arrays).tolist()
+    # A row has the nodes of each layer, then the edges of each block.
+    num_layers = len(num_nodes)
+    return [Sizes(nodes=tuple(row[:num_layers]), edges=tuple(row[num_layers:])) for row in counts]
 
 
 def balanced_groups(seed_cost: Tensor, num_micro_batches: int) -> list[Tensor]:
     """Groups of seeds of about equal cost, each [n] int64: ascending positions in `seed_cost`.
 
-    Seeds are dealt out, the most expensive first, to groups 0, 1, ..., k - 1, k - 1, ..., 1, 0, and so on.
-    Empty groups are left out.
+    Seeds are dealt out, the most expensive first, to groups 0, 1, ..., k - 1, k - 1, ..., 1, 0, and so on,
+    where k is `num_micro_batches`. Empty groups are left out.
     """
     order = torch.argsort(seed_cost, descending=True, stable=True)
     # One round deals a seed to every group on the way up and another on the way down.
@@ -313,17 +322,16 @@ def groups_to_fit(
     among: Tensor | None = None,
     first: int | None = None,
     max_bytes: float | None = None,
-    min_bytes_of: BytesOf | None = None,
+    expected_bytes_of: BytesOf | None = None,
 ) -> list[Tensor]:
     """Groups of seeds, as few as fit, such that the micro-batch of each takes at most `limit` bytes.
 
-    Each group is [n] int64 on the host: positions of seeds. If not even single seeds fit, groups of one
-    seed are returned as long as `min_bytes_of` of the largest is at most `max_bytes`. Otherwise a
-    ValueError is raised.
+    Each group is [n] int64 on the host: positions of seeds. If not even single seeds fit, every group is a
+    single seed. Then a ValueError is raised if the largest is expected to take more than `max_bytes`.
 
     among: [n] int64, the positions of the seeds to divide; None for all. first: the number of groups tried
-    first; by default by the bytes of all seeds together. max_bytes: None for `limit`. min_bytes_of: None
-    for `bytes_of`.
+    first; by default by the bytes of all seeds together. max_bytes: None for `limit`. expected_bytes_of:
+    expected bytes of sizes, which may be below `bytes_of`; None for `bytes_of`.
     """
     seed_cost = seed_costs(batch, costs)
     seeds = torch.arange(batch.num_seeds) if among is None else among.cpu()
@@ -333,24 +341,26 @@ def groups_to_fit(
         groups = [seeds[group] for group in balanced_groups(seed_cost[seeds], num_groups)]
         return sorted(groups, key=lambda group: -float(seed_cost[group].sum()))
 
-    def bytes_of_largest(groups: list[Tensor], bytes_of: BytesOf = bytes_of) -> float:
+    def bytes_of_largest(groups: list[Tensor]) -> float:
         """The bytes of the largest micro-batch of these groups."""
         return max(map(bytes_of, sizes_of(batch, groups)))
 
     num_groups = math.ceil(bytes_of_largest([seeds]) / limit) if first is None else max(1, first)
-    groups, largest_bytes = find_fewest(split, bytes_of_largest, limit, first=num_groups, most=seeds.numel(), grow=1.5)
+    groups, largest_bytes = find_fewest(
+        split, bytes_of_largest, limit, first=num_groups, most=seeds.numel(), grow=MAX_GROWTH
+    )
     if largest_bytes <= limit:
         return _fill_first_group(batch, bytes_of, limit, groups, seed_cost)
 
     # Every group is a single seed, and the largest is above the limit.
-    min_bytes = bytes_of_largest(groups, min_bytes_of or bytes_of)
+    seed_bytes = max(map(expected_bytes_of or bytes_of, sizes_of(batch, groups)))
     if max_bytes is None:
         max_bytes = limit
-    if min_bytes <= max_bytes:
+    if seed_bytes <= max_bytes:
         return groups
     raise ValueError(
-        f"one seed takes {format_size(min_bytes)} and {format_size(max_bytes)} are left for a step: give the budget "
-        f"{format_size(min_bytes - max_bytes)} more, make the fan-outs smaller, or set over_budget=cut"
+        f"one seed takes {format_size(seed_bytes)} and {format_size(max_bytes)} are left for a step: give the budget "
+        f"{format_size(seed_bytes - max_bytes)} more, make the fan-outs smaller, or set over_budget=cut"
     )
 
 
@@ -403,15 +413,15 @@ def cut_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, by: CutBy = "rando
 
     Nodes that no remaining edge needs go too.
 
-    Edges are numbered in a random order drawn from `key`, or by importance (`edge_numbers`). An edge or
-    node *enters* at the lowest number with which it is needed. The largest number is searched up to which
-    everything fits.
+    Edges get random numbers drawn from `key`, or numbers by importance (`edge_numbers`). An edge or node
+    *enters* at the lowest number with which it is needed. The search finds the largest number such that all
+    that enters up to it fits.
 
     by: "random", or "degree" or "pagerank", which leave out edges between hubs first.
     """
     block_edges = _edges_of(batch)
     numbers = edge_numbers(batch, by, key)
-    node_entries = [np.full(batch.num_seeds, -1)]
+    node_entries = [np.full(batch.num_seeds, -1)]  # seeds enter before all edges
     edge_entries: list[np.ndarray] = []
     for l in reversed(range(len(batch.blocks))):
         num_src = batch.blocks[l].num_src
@@ -436,10 +446,7 @@ def cut_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, by: CutBy = "rando
 
 
 def edge_numbers(batch: Batch, by: CutBy, key: int = 0) -> list[np.ndarray]:
-    """[num_edges] int64 per block: the number of each edge, distinct and from 0 on.
-
-    Low numbers are kept first.
-    """
+    """[num_edges] int64 per block: a number for each edge, not negative. Edges with low numbers are kept first."""
     block_edges = _edges_of(batch)
     if by == "random":
         return cpu_cut_batches.draw_numbers([block.num_edges for block in batch.blocks], key)
@@ -479,8 +486,8 @@ def _batch_up_to(
         arrays = cpu_cut_batches.cut_block(
             block_edges[l], edge_entries[l], dst_entry=node_entries[l + 1], src_entry=node_entries[l], last=last
         )
-        indptr, src_idx, edges = map(to_device, arrays)
-        part = _part(block.part, indptr, src_idx, edges)
+        indptr, src_idx, edge_idx = map(to_device, arrays)
+        part = _part(block.part, indptr, src_idx, edge_idx)
         blocks.append(_block(block, src=nodes[l], num_dst=nodes[l + 1].numel(), part=part))
     return _batch(batch, seed_idx=nodes[-1], blocks=tuple(blocks), input_idx=nodes[0], own_idx=None)
 
@@ -513,15 +520,15 @@ def _check_divisible(block: Block) -> Block:
     return block
 
 
-def _part(part: Part, indptr: Tensor, src_idx: Tensor, edges: Tensor | None) -> Part:
+def _part(part: Part, indptr: Tensor, src_idx: Tensor, edge_idx: Tensor | None) -> Part:
     """A part with some edges of another one.
 
-    edges: their positions in `part`; None where the part has no edge arrays and no edge ids.
+    edge_idx: their positions in `part`; None where the part has no edge arrays and no edge ids.
     """
-    if edges is None:
+    if edge_idx is None:
         return Part(indptr, src_idx)
-    edge = {name: ops.gather_rows(rows, edges) for name, rows in part.edge.items()}
-    edge_ids = None if part.edge_ids is None else ops.gather_rows(part.edge_ids, edges)
+    edge = {name: ops.gather_rows(rows, edge_idx) for name, rows in part.edge.items()}
+    edge_ids = None if part.edge_ids is None else ops.gather_rows(part.edge_ids, edge_idx)
     return Part(indptr, src_idx, edge, edge_ids)
 
 

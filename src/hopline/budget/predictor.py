@@ -10,7 +10,7 @@ bytes c_i per unit of each size, from the widths of the model alone, so that
 values:
 
     the bound
-    expected(s), plus a margin from the residuals of the fit and from how unlike the measured steps s is
+    expected(s), plus a margin from the residuals of the fit and from the distance of s to the measured steps
     the peak of a measured step, scaled up to sizes s (`_Fit.scale_up`), plus a margin
 
 CUDA's rounding comes on top. A prediction costs a few operations on small arrays; an observation costs a fit.
@@ -90,8 +90,7 @@ class Costs:
     per_edge: tuple[float, ...]
     """[num_blocks]: bytes per edge, one entry for each of `Sizes.edges`."""
     fixed: float
-    """Bytes per step whatever its sizes: gradients of the parameters, and the terms that these are summed
-    from."""
+    """Bytes per step whatever its sizes: gradients of the parameters, partial sums of them, small tensors."""
     rounding: float = 0.0
     """Bytes that the allocator may add. They depend on its free blocks, so no fit learns them."""
 
@@ -129,8 +128,8 @@ def costs_of(model: GNN | Whole, x: Rows | Readable | Tensor | None, num_blocks:
         # It runs all its layers on all nodes, so one term for nodes and one for edges cover everything.
         numbers = 6 * _widths(model) + 2 * width
         return Costs(
-            per_node=(numbers * number_bytes + BYTES_PER_NODE, *[0.0] * num_blocks),
-            per_edge=(numbers * number_bytes + BYTES_PER_EDGE, *[0.0] * (num_blocks - 1)),
+            per_node=(numbers * number_bytes + BYTES_PER_NODE,) + (0.0,) * num_blocks,
+            per_edge=(numbers * number_bytes + BYTES_PER_EDGE,) + (0.0,) * (num_blocks - 1),
             fixed=fixed,
             rounding=rounding,
         )
@@ -140,25 +139,27 @@ def costs_of(model: GNN | Whole, x: Rows | Readable | Tensor | None, num_blocks:
     if model.encoder is not None:
         node_numbers[0] += 2 * width + 4 * _widths(model.encoder)
         width = out_width(model.encoder)
-    if not model.reads_rows:
+    if not model.reads_rows:  # the first conv's kernel does not read the input rows as they are
         node_numbers[0] += 3 * width
 
     widths = [width]
     for conv in model.convs:
         # A conv without weights leaves the width as it is.
-        has_weights = any(True for _ in conv.parameters())
+        has_weights = next(conv.parameters(), None) is not None
         widths.append(out_width(conv) if has_weights else widths[-1])
 
     has_norm = any(type(norm) is not nn.Identity for norm in model.norms)
     rows_after_conv = 12 if model.residual or model.encodes or has_norm else 6
     jk_numbers = 2 * sum(widths) if model.keeps_jk else 0
     for l, (in_width, conv_width) in enumerate(pairwise(widths)):
-        numbers = _conv_numbers(model.convs[l], in_width, conv_width, needs_input_gradient=l > 0 or model.encodes)
+        needs_input_gradient = l > 0 or model.encodes
+        numbers = _conv_numbers(model.convs[l], in_width, conv_width, needs_input_gradient)
         node_numbers[l] += numbers.per_src
         node_numbers[l + 1] += numbers.per_dst + rows_after_conv * conv_width + jk_numbers
         per_edge[l] = numbers.per_edge * number_bytes + BYTES_PER_EDGE
 
-    head = [module for module in (getattr(model, "jk", None), getattr(model, "lin", None)) if module is not None]
+    # Jumping knowledge and the last linear layer, if the model has them.
+    head = [getattr(model, name) for name in ("jk", "lin") if getattr(model, name, None) is not None]
     node_numbers[-1] += 6 * (sum(map(_widths, head)) + widths[-1])
     return Costs(
         per_node=tuple(numbers * number_bytes + BYTES_PER_NODE for numbers in node_numbers),
@@ -187,21 +188,23 @@ def _conv_numbers(conv: Any, in_width: int, width: int, needs_input_gradient: bo
         is_attention = heads > 1 or "GAT" in type(conv).__name__
         per_edge = 10 * channels if is_attention else 6 * (_widths(conv) + in_width)
         per_node = 6 * (_widths(conv) + channels)
-        return _ConvNumbers(per_node, per_node, per_edge + 20 * heads)
+        return _ConvNumbers(per_src=per_node, per_dst=per_node, per_edge=per_edge + 20 * heads)
 
     per_src = 3 * in_width if needs_input_gradient else 0
     if isinstance(conv, NORMALISED):  # multiplies by the weight before or after the reduction
-        return _ConvNumbers(per_src + 4 * width, 3 * (in_width + width), 0)
+        return _ConvNumbers(per_src=per_src + 4 * width, per_dst=3 * (in_width + width), per_edge=0)
 
     if getattr(conv, "project", False):
         per_src += 4 * in_width
+    # Linear layers of the conv itself have rows of `in_width` and `width`, which other terms count. Other
+    # modules, as the MLP of GINConv, have widths of their own.
     inner_widths = sum(_widths(child) for name, child in conv.named_children() if not name.startswith("lin"))
     per_dst = 4 * in_width + 4 * inner_widths
     if getattr(conv, "normalize", False):
         per_dst += 4 * width
     # The weight's gradient is summed from one gradient per range of ROWS rows.
     weight_gradients = 2 * in_width * width / ROWS
-    return _ConvNumbers(per_src, per_dst + weight_gradients, 0)
+    return _ConvNumbers(per_src=per_src, per_dst=per_dst + weight_gradients, per_edge=0)
 
 
 def _widths(module: nn.Module) -> int:
@@ -220,14 +223,16 @@ class _Fit:
     factors: np.ndarray
     """[num_terms] float64: the fraction of each term of the bound that steps really take, from 0 on."""
     spread: np.ndarray
-    """[num_terms, num_terms] float64: covariance of the factors, up to the variance of the residuals."""
+    """[num_terms, num_terms] float64: covariance of the factors, divided by the variance of the residuals."""
     deviation: float
     """The standard deviation of the relative residuals of the fit."""
     largest: np.ndarray
     """[num_terms] float64: the largest value of each size over all steps."""
     shapes: np.ndarray
-    """[2, num_sizes] float64: the least and the largest value of each entry of `Sizes.shape` over all
-    steps."""
+    """[2, num_sizes] float64: the least and the largest value of each entry of `Sizes.shape` over all steps.
+
+    `Sizes.shape` has the proportions of a step: the logarithms of its sizes, minus their mean.
+    """
     sizes: np.ndarray
     """[num_kept, num_terms] float64: `Sizes.array` of the steps that the fit uses."""
     peaks: np.ndarray
@@ -384,7 +389,7 @@ class Predictor:
         shares = self.costs.array * np.array(self._sizes) / peaks[:, None]
         num_steps, num_terms = shares.shape
         total = shares.sum(1)
-        common = float(total.sum() / (total @ total))
+        common_factor = float(total.sum() / (total @ total))  # f0
 
         is_free = np.ones(num_terms, dtype=bool)
         factors = np.zeros(num_terms)
@@ -392,7 +397,8 @@ class Predictor:
         while True:
             free_shares = shares[:, is_free]
             inverse = np.linalg.inv(free_shares.T @ free_shares + penalty[np.ix_(is_free, is_free)])
-            factors[is_free] = common + inverse @ free_shares.T @ (1 - common * free_shares.sum(1))
+            # f = f0 + d, where d is the ridge regression of the residuals that f0 leaves.
+            factors[is_free] = common_factor + inverse @ free_shares.T @ (1 - common_factor * free_shares.sum(1))
             if (factors[is_free] >= 0).all():
                 break
             is_free &= factors > 0

@@ -29,10 +29,10 @@ from hopline.units.batch_unit import BatchUnit, own_threads
 MAX_PROBE_SEEDS = 1024
 """The seeds of the largest step. A rule of thumb."""
 LARGE_STEP_BYTES = 256 << 20
-"""A step whose peak is larger is the last. A rule of thumb: such a step takes some tenths of a second on a CPU.
+"""A step whose peak is larger is the last. A rule of thumb: it takes some tenths of a second on a CPU.
 
-Bytes and not seconds, so that a plan does not depend on how busy the machine is. A budget that a refusal names must do
-the next time too.
+Bytes and not seconds, so that a plan does not depend on how busy the machine is. If a plan is refused, the
+message names a larger budget, which must still be enough when the user tries it.
 """
 
 
@@ -56,6 +56,7 @@ def measure_steps(
             try:
                 batch = draw(num_seeds)
                 sizes = Sizes.of(batch)
+                # The first step always runs: before it, the expected bytes are the bound.
                 if predictor.num_seen and predictor.expected_bytes(sizes) > limit:
                     break
                 batch = batch.to(outline.device)
@@ -75,6 +76,6 @@ def measure_steps(
 
 
 def job_of(outline: Outline) -> Job:
-    """The job with a copy of the model, so that the probe does not change the model. It says nothing."""
+    """The job with a copy of the model, so that the probe does not change the model, and without messages."""
     module: nn.Module = copy.deepcopy(outline.job.module)
     return replace(outline.job, model=as_walkable(module), module=module.train(), say=lambda text: None)

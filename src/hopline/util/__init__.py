@@ -6,7 +6,7 @@
 | `own_code` | Imports of the user's functions and classes that a setting names. |
 | `lazy` | Names of a package that are imported on first use. |
 | `files` | Files that are written whole or not at all. |
-| `host` | Cores of the process, and freed memory that stays in it. |
+| `host` | The identity and the cores of the host, and memory that glibc keeps when it is freed. |
 | `progress`, `log` | Progress bars, and messages. |
 | `signals` | Ctrl-C and SIGTERM as a request to write a checkpoint. |
 | `trace` | Spans and counters, which cost nothing unless there is a listener. |

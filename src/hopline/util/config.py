@@ -43,7 +43,8 @@ from hopline.util.own_code import name_of_class, own_settings
 
 T = TypeVar("T")
 _Reader = Callable[[Any, Any], Any]
-"""read_as(value, member): a value as one alternative of a union. Raises `_Mismatch` if it is not one."""
+"""read_as(value, member): a value as one alternative of a union. Raises `_Mismatch` if the value does not
+fit it."""
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 """The power of 1000 or 1024 that a prefix of a size stands for."""
@@ -57,7 +58,7 @@ _BRACKETS = ("()", "[]")
 """Pairs of brackets that a list may be typed in: the first and the last character."""
 
 Plain = int | float | bool | str | None
-"""A value without an annotation. The text decides on the type: 8, 0.5, true, none, or any other text."""
+"""A value whose type the text alone decides: 8, 0.5, true, none, or any other text."""
 Keywords = Mapping[str, Plain | list[Plain]]
 """A setting that is a mapping: keyword arguments of something else, typed one by one as
 `model.conv.heads=8`."""
@@ -73,9 +74,12 @@ def parse_size(text: str | int) -> int:
     G, Gi and GiB are binary (1024). GB alone is decimal (1000).
     """
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([kmgt]?)(i?)(b?)\s*", str(text), re.IGNORECASE)
-    if isinstance(text, bool) or match is None or (match[3] and not match[2]):
-        raise ValueError(f"Cannot read {text!r} as a size: write it as 20GiB, 0.5G, 3GB or plain bytes.")
+    refusal = f"Cannot read {text!r} as a size: write it as 20GiB, 0.5G, 3GB or plain bytes."
+    if isinstance(text, bool) or match is None:
+        raise ValueError(refusal)
     number, prefix, binary_mark, byte_mark = match.groups()
+    if binary_mark and not prefix:  # "5iB"
+        raise ValueError(refusal)
     is_decimal = prefix and byte_mark and not binary_mark
     base = 1000 if is_decimal else 1024
     return int(Decimal(number) * base ** _POWERS[prefix.lower()])
@@ -86,7 +90,7 @@ def format_size(num_bytes: float) -> str:
     value = float(num_bytes)
     unit = "B"
     for larger_unit in ("KiB", "MiB", "GiB", "TiB"):
-        # Compared after rounding, so that nothing prints as "1024 MiB".
+        # Compared after rounding, so that nothing prints as "1024 MiB". NaN stops at bytes.
         if not round(abs(value), 1) >= 1024:
             break
         value /= 1024
@@ -309,8 +313,9 @@ def _from_json(value: Any, annotation: Any, key: str) -> Any:
 
 
 def _json_as(value: Any, member: Any, key: str) -> Any:
-    """Return a JSON value as one alternative of an annotation. Raises `_Mismatch` if it is not one."""
+    """Return a JSON value as one alternative of an annotation. Raises `_Mismatch` if it does not fit."""
     if _is_settings(member) and isinstance(value, Mapping):
+        # In a class with a field `kind`, "kind" is that field and does not pick the class.
         names_kind = "kind" in value and "kind" not in _settable(member)
         if not names_kind:
             return _from_dict(member, value, f"{key}.")
@@ -415,7 +420,7 @@ def override(obj: T, assignments: Sequence[str]) -> T:
             example = next(iter(_settable(type(obj))))
             raise ValueError(f"Cannot read '{text}': write key=value, such as {example}=VALUE.")
         items.append(_Assignment(key=key, path=tuple(key.split(".")), text=value))
-    return _apply(type(obj), obj, items, "", obj)
+    return _apply(type(obj), base=obj, items=items, prefix="", root=obj)
 
 
 def _apply(cls: type[Any], base: Any, items: Sequence[_Assignment], prefix: str, root: Any) -> Any:
@@ -458,28 +463,29 @@ def _field_value(annotation: Any, current: Any, group: Sequence[_Assignment], ke
 
     short = _short_field(annotation)
     if short is not None:
-        # `model=gcn` is short for `model.name=gcn`. It stays where it was typed, so that the later of the
-        # two wins.
+        # `model=gcn` becomes `model.name=gcn`. It stays where it was typed, so that the later of the two
+        # wins. `model=none` still means the whole, if the field may be None.
         none_words = _NONE if type(None) in _members(annotation) else ()
         group = [item if item.text.lower() in none_words else item.to_inner(short) for item in group]
     whole = [item.text for item in group if item.is_whole]
     inner = [item.inside() for item in group if not item.is_whole]
     if inner and cls is None:
-        raise _unknown_key(inner[0].key, "", (), root)
+        raise _unknown_key(inner[0].key, prefix="", valid=(), root=root)
 
     if whole:
         value = _read(whole[-1], annotation, key, _text_as)
+        # `_text_as` returns a class for the name of a kind. Any other value is final.
         picked = value if isinstance(value, type) else None
         if picked is None and not inner:
             return value
         if picked is None and value is not None:
             raise ValueError(f"{key}={whole[-1]} leaves no place for {inner[0].key}: write one of the two.")
         # `method=sampled` starts from the defaults of the class, even where the current value is of that
-        # class.
+        # class. So does a group that is set to none while fields inside it are assigned too.
         cls = picked or cls
         current = None
-    assert cls is not None
-    return _apply(cls, current, inner, f"{key}.", root)
+    assert cls is not None  # without a class, `inner` is empty and `whole` has returned its value
+    return _apply(cls, base=current, items=inner, prefix=f"{key}.", root=root)
 
 
 def _short_field(annotation: Any) -> str | None:
@@ -532,7 +538,10 @@ def _is_bracketed(text: str) -> bool:
 
 
 def _precedence(member: Any) -> int:
-    """The rank of an alternative of a union: strict types are tried first, since every text is also a str."""
+    """The rank of an alternative of a union: strict types are tried first, since every text is also a str.
+
+    Settings classes, and whatever else is not listed, rank with bool.
+    """
     if typing.get_origin(member) is Literal:
         return 1
     if _is_sequence(member):
@@ -541,7 +550,7 @@ def _precedence(member: Any) -> int:
 
 
 def _text_as(text: str, member: Any) -> Any:
-    """Return a text as one alternative of an annotation. Raises `_Mismatch` if it is not one.
+    """Return a text as one alternative of an annotation. Raises `_Mismatch` if it does not fit.
 
     For a settings class, the text is its kind and the result is the class itself: its fields are assigned
     later.
@@ -636,8 +645,10 @@ def settings_of(cls: type, values: Any = None, own: Mapping[str, type] = Mapping
         field = title.partition("=")[0]
         all_settings += _walk(own_class, f"{field}.", title)
     # The class itself comes first in its __mro__, then its bases, then nested groups as they are declared.
-    groups = list(dict.fromkeys([_title(owner) for owner in cls.__mro__] + [setting.group for setting in all_settings]))
-    return sorted(all_settings, key=lambda setting: groups.index(setting.group))
+    titles = [_title(owner) for owner in cls.__mro__]
+    titles += [setting.group for setting in all_settings]
+    # `index` finds the first of equal titles.
+    return sorted(all_settings, key=lambda setting: titles.index(setting.group))
 
 
 def _walk(
@@ -664,10 +675,10 @@ def _walk(
         kinds = _kinds(hint)
         # A group that can neither be None nor of another class gets no line of its own. Its short field
         # stands for the whole, and a group without a short field cannot be assigned as a whole.
-        is_always = len(kinds) == 1 and default is not None and type(None) not in _members(hint)
+        is_fixed_group = len(kinds) == 1 and default is not None and type(None) not in _members(hint)
         for kind, kind_class in kinds.items():
             nested_title = f"{key}={kind}" if len(kinds) > 1 else key
-            nested_short = _short_field(hint) if is_always else None
+            nested_short = _short_field(hint) if is_fixed_group else None
             nested.append(_walk(kind_class, f"{key}.", nested_title, defaults.get(name), nested_short))
 
         if _is_mapping(hint) and defaults.get(name):
@@ -679,7 +690,7 @@ def _walk(
                     default=_format_value(value),
                     sentence=sentence,
                 )
-        elif not is_always:
+        elif not is_fixed_group:
             yield Setting(key=key, group=title, expected=_describe(hint), default=default, sentence=sentence)
     for settings_of_kind in nested:
         yield from settings_of_kind
@@ -714,7 +725,7 @@ def _sentences(cls: type) -> dict[str, str]:
     Python does not keep these literals, so they are read from the source.
     """
     sentences: dict[str, str] = {}
-    for owner in reversed(cls.__mro__[:-1]):
+    for owner in reversed(cls.__mro__[:-1]):  # the last is `object`
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
         except (OSError, TypeError, SyntaxError):  # no source, as at a prompt
@@ -793,14 +804,15 @@ def check_value(name: str, value: Any, hint: Any) -> None:
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
+def _hints(cls: type) -> dict[str, Any]:
     """The annotations of a class as types. Cached, since `check_fields` runs whenever settings are made."""
-    return typing.get_type_hints(kind)
+    return typing.get_type_hints(cls)
 
 
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a value in Python is of an annotated type.
 
+    All items of a tuple or list are compared with its first item type, and its length is not checked.
     Annotations that are not understood admit everything.
     """
     origin = typing.get_origin(hint)

@@ -17,7 +17,8 @@ class StageError(RuntimeError):
 class RankError(RuntimeError):
     """A rank that this process started has failed.
 
-    message: names the rank and repeats its error. exit_code: of its process; None if there is none.
+    message: names the rank and repeats its error. exit_code: of the rank's process, negative after a signal;
+    None if it is not known.
     """
 
     def __init__(self, message: str, rank: int, exit_code: int | None) -> None:

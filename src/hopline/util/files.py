@@ -57,6 +57,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Delete the unfinished files of a folder, which killed processes have left."""
+    """Delete the unfinished files of a folder, which killed processes have left.
+
+    Called while nobody writes into the folder: files that are being written would be deleted too.
+    """
     for path in folder.glob(f"*{UNFINISHED}"):
         path.unlink(missing_ok=True)

@@ -37,8 +37,7 @@ def host_identity() -> str:
     They can on one machine, in one container.
 
     Two hosts may have the same name, so the boot id is part of the text. Containers on one machine share
-    the boot id, so the process namespace and the device of /dev/shm are part of it too. A container has its
-    own of both.
+    the boot id, but each has its own process namespace and its own /dev/shm, so the text names these too.
     """
     parts = [platform.node()]
     with contextlib.suppress(OSError):
@@ -59,9 +58,9 @@ def who_set_threads(proc: Path = Path("/proc")) -> Literal["user", "launcher"] |
     about the cores of this process. A number other than 1 is the user's: Ray takes it from the CPUs that
     the user asks for.
 
-    Linux shows the environment that a process was started with, and it tells launcher and user apart. If
-    the launcher set the variable, its own process was started without it. torchrun is the parent process. A
-    worker of Ray is this process, which sets the variable after its start.
+    Launcher and user are told apart by the environment that the launcher's process was started with, which
+    Linux shows: the variable is in it if the user has set it. The process of torchrun is the parent. Ray's
+    is this process, which sets the variable after its start.
 
     proc: the folder of process information, for tests.
     """
@@ -103,7 +102,8 @@ def queued_s() -> float:
 def _cgroup_cores(cgroup: Path) -> int | None:
     """The CPU limit of a container in whole cores, at least 1; None without a limit.
 
-    Control groups of version 2 have both numbers in cpu.max, those of version 1 a file for each.
+    Linux lets the container run for `quota` microseconds of core time in every `period`. Control groups of
+    version 2 have both numbers in cpu.max, those of version 1 a file for each.
     """
     try:
         quota, period = (cgroup / "cpu.max").read_text().split()
@@ -115,7 +115,7 @@ def _cgroup_cores(cgroup: Path) -> int | None:
             return None
     try:
         return max(1, round(int(quota) / int(period))) if int(quota) > 0 else None
-    except (ValueError, ZeroDivisionError):  # the quota "max" is no limit
+    except (ValueError, ZeroDivisionError):  # no limit is "max" in version 2 and -1 in version 1
         return None
 
 
@@ -169,12 +169,15 @@ class _Heap:
 
     def leave(self) -> None:
         """End one `enter` that returned True."""
-        library = _glibc()
+        library = _glibc()  # None if MALLOC_... was set meanwhile
         with self._lock:
             self._num_users -= 1
             if library is not None and self._num_users == 0:
-                # glibc's own rule: twice the largest block that stays.
-                _set_thresholds(library, max_block_bytes=GLIBC_LARGEST_BYTES, max_free_bytes=2 * GLIBC_LARGEST_BYTES)
+                _set_thresholds(
+                    library,
+                    max_block_bytes=GLIBC_LARGEST_BYTES,
+                    max_free_bytes=2 * GLIBC_LARGEST_BYTES,  # glibc's own rule: twice the largest block that stays
+                )
                 library.malloc_trim(0)
 
 

@@ -35,8 +35,10 @@ def on_first_use(
         if not names:
             sources[module.rpartition(".")[2]] = _Source(module, None)
         for name in names:
-            public, _, original = name.partition("=")
-            sources[public] = _Source(module, None if original == "." else original or public)
+            public, has_other_name, original = name.partition("=")
+            if not has_other_name:
+                original = public
+            sources[public] = _Source(module, None if original == "." else original)
 
     def get(name: str) -> Any:
         if name not in sources:
@@ -72,9 +74,9 @@ def _missing_name(
         return AttributeError(message)
     if name in moved:
         return AttributeError(f"hl.{name} has moved: use {moved[name]}")
-    for public, other in elsewhere.items():
-        if name in importlib.import_module(other).__all__:
-            return AttributeError(f"hl.{name} has moved: use {public}.{name}")
+    for typed, other_package in elsewhere.items():
+        if name in importlib.import_module(other_package).__all__:
+            return AttributeError(f"hl.{name} has moved: use {typed}.{name}")
     from hopline.util.config import nearest
 
     hint = nearest(name, names)

@@ -125,7 +125,7 @@ def own_settings(key: str, name: str, base: type) -> type:
 
     Raises:
         ValueError: The class cannot be imported, is not derived from `base`, is abstract or is not a
-            dataclass. Or its settings could not be typed or stored.
+            dataclass, or a setting of it could not be typed or stored.
     """
     cls = import_own(key, name)
     class_name = name.rpartition(":")[2]
@@ -139,14 +139,14 @@ def own_settings(key: str, name: str, base: type) -> type:
             f"{key}={name} is a class that is not derived from {base_name}: name a class of settings, "
             f"`class {class_name}({base_name})`"
         )
-    missing = sorted(getattr(cls, "__abstractmethods__", ()))
-    if missing:
+    abstract_methods = sorted(getattr(cls, "__abstractmethods__", ()))
+    if abstract_methods:
         raise ValueError(
-            f"{key}={name} has no {missing[0]}: define it in the class {class_name}, or name another class"
+            f"{key}={name} has no {abstract_methods[0]}: define it in the class {class_name}, or name another class"
         )
     # A class derived from a dataclass counts as one, even without @dataclass. Then the fields that it
-    # declares itself would be no settings.
-    declares_fields = any(not annotation.startswith("_") for annotation in inspect.get_annotations(cls))
+    # declares itself would be no settings. Names with an underscore need not be settings.
+    declares_fields = any(not field_name.startswith("_") for field_name in inspect.get_annotations(cls))
     is_decorated = "__dataclass_fields__" in vars(cls)
     if not dataclasses.is_dataclass(cls) or (declares_fields and not is_decorated):
         raise ValueError(
@@ -170,6 +170,7 @@ def _check_fields(key: str, name: str, cls: type) -> None:
         if field.name == "kind":
             raise ValueError(f"{key}={name} has a setting called 'kind', which config.json needs: call it otherwise")
         default = field.default
+        # config.json stores a path as its text.
         if not field.init or default is dataclasses.MISSING or isinstance(default, Path):
             continue
         try:

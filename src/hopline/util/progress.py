@@ -34,10 +34,7 @@ _displays: dict[Console, _Display] = {}
 
 
 class Progress:
-    """The object that work reports its progress to.
-
-    This one is silent, and the base class of those that show it.
-    """
+    """The object that work reports its progress to. This base class shows nothing."""
 
     def advance(self, n: float = 1, **info: Any) -> None:
         """Report that n more units are done, with values to show, such as `loss=0.71`."""
@@ -114,7 +111,7 @@ class _Lines(Progress):
         self._num_done: float = 0
         self._values: dict[str, Any] = {}
         self._start_s = time.monotonic()
-        self._written_s = self._start_s
+        self._last_line_s = self._start_s  # so the first line comes after an interval too
         self._lock = threading.Lock()
 
     def advance(self, n: float = 1, **info: Any) -> None:
@@ -122,9 +119,9 @@ class _Lines(Progress):
             self._num_done += n
             self._values |= info
             now_s = time.monotonic()
-            if now_s - self._written_s < PLAIN_INTERVAL_S:
+            if now_s - self._last_line_s < PLAIN_INTERVAL_S:
                 return
-            self._written_s = now_s
+            self._last_line_s = now_s
             elapsed_s = now_s - self._start_s
             amount = _format_amount(self._num_done, self._total, self._unit)
             rate = _format_rate(self._num_done / elapsed_s, self._unit)
@@ -191,6 +188,7 @@ class _Display:
         """End a bar. The last one stops the display. remove: leave no trace of the bar on the terminal."""
         self._num_bars -= 1
         if remove:
+            # `stop` draws the bars a last time, and this one must not be among them.
             self.rich.update(task_id, visible=False)
         if self._num_bars == 0:
             del _displays[self._console]
@@ -281,26 +279,26 @@ class _ValuesColumn(ProgressColumn):
 
 
 def _format_amount(num_done: float, total: int | None, unit: str) -> str:
-    """Such as "1,024/4,096 batches"."""
+    """An amount such as "1,024/4,096 batches"."""
     of_total = "" if total is None else f"/{total:,}"
     return f"{round(num_done):,}{of_total} {unit}".rstrip()
 
 
 def _format_rate(per_second: float, unit: str) -> str:
-    """Such as "12.5 batches/s"."""
+    """A rate such as "12.5 batches/s"."""
     number = f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
     return f"{number} {unit}/s" if unit else f"{number}/s"
 
 
 def _format_clock(duration_s: float) -> str:
-    """Such as "2:05", or "1:02:05" from an hour."""
+    """A duration such as "2:05", or "1:02:05" from an hour."""
     minutes, seconds = divmod(round(duration_s), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def _format_values(values: dict[str, Any]) -> str:
-    """Such as "loss 0.71, lr 0.01"."""
+    """Values with their names, such as "loss 0.71, lr 0.01"."""
     return ", ".join(f"{name} {_format_value(value)}" for name, value in values.items())
 
 

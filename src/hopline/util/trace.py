@@ -79,7 +79,7 @@ class _Trace:
     """The listeners of the process, and spans of GPUs that are not reported yet.
 
     This module owns the one object, `_trace`. `listen` alone adds and removes listeners. Any thread may
-    read both attributes.
+    read `listeners` and change `pending`.
     """
 
     def __init__(self) -> None:
@@ -179,8 +179,8 @@ class _DeviceSpanTimer:
         _trace.pending.append(
             _DeviceSpan(name=self.name, start_s=self.start_s, thread=thread, start=self.start, end=end)
         )
-        # While the GPU is busy, so that little is left for `end_device_spans`, during which the GPU may be
-        # idle. Two for each new one, so that the queue shrinks.
+        # Old spans are reported now, while the GPU is busy: it may be idle during `end_device_spans`. Two
+        # are reported for each new one, so that the queue shrinks.
         for _ in range(2):
             _report_oldest()
 
