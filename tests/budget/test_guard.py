@@ -262,6 +262,21 @@ def test_cutting_keeps_to_the_budget_and_counts_the_edges(how: str):
     assert cut.num_bytes < guard.ledger.peak_bytes <= guard.ledger.promised_bytes <= guard.limit_bytes
 
 
+def test_a_cut_batch_counts_the_same_with_a_loss_of_the_users_own():
+    """The ledger has the original's predicted peak, and the cut batch counts as memory beside its step."""
+    model = model_of()
+    batch = first_batch(model)
+    usual_loss = supervised_loss("single", 3)
+    original_bytes = guard_of(model, 1 << 30).predict_peak(batch)
+    predicted_bytes = []
+    for loss in (None, lambda model, batch: usual_loss(model, batch)):
+        guard = guard_of(model, int(0.5 * original_bytes), loss, over_budget="cut")
+        guard.unit(batch).forward_backward(300)
+        assert guard.ledger.take()["before"] == [original_bytes]
+        predicted_bytes.append(guard.ledger.promised_bytes)
+    assert predicted_bytes[0] == predicted_bytes[1]
+
+
 def test_a_resampled_batch_is_another_sample_of_the_same_seeds():
     model = model_of()
     batch = first_batch(model)

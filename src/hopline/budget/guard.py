@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ from hopline.budget.micro_batches import (
 )
 from hopline.budget.predictor import Predictor, costs_of
 from hopline.contract import CUTS, Budget, Job, Outline, Plan, Redraw, SplittableStep, Unit
-from hopline.core.batch import Batch
+from hopline.core.batch import Batch, Block
 from hopline.core.sizes import Sizes
 from hopline.device.meter import Meter, NoMeter, meter_of, with_index
 from hopline.device.out_of_memory import StepSnapshot, attempt, gradient_bytes, state_bytes
@@ -67,6 +67,19 @@ RECOVER = 1.02
 
 A rule of thumb.
 """
+
+
+class FittedBatch(NamedTuple):
+    """A batch in a form that fits, and the batch that it was made of."""
+
+    batch: Batch
+    """The batch that will run. Its `groups` are those of its micro-batches."""
+    original_blocks: tuple[Block, ...]
+    """The blocks of the original. `batch` has others if edges were cut or drawn again."""
+    predicted_bytes: float
+    """The predicted peak of the original."""
+    making_bytes: int
+    """The measured peak of cutting or drawing again."""
 
 
 @dataclass(eq=False)
@@ -182,12 +195,20 @@ class Guard:
 
         seed_idx: [n] int64, positions of the seeds of a micro-batch; None for the whole batch.
         """
+        return self.run_fitted(self.fit(batch, redraw), step)
+
+    def fit(self, batch: Batch, redraw: Redraw | None) -> FittedBatch:
+        """The batch in a form that fits (`make_fit`), with what `run_fitted` needs to know of the original."""
         predicted_bytes = self.predict_peak(batch)
-        original_blocks = batch.blocks
         # Redrawing or cutting takes memory too, and counts for the peak of the batch.
         with meter_of(self.job.device) as meter:
-            batch = self.make_fit(batch, redraw)
-        max_bytes = meter.peak_bytes
+            fitted = self.make_fit(batch, redraw)
+        return FittedBatch(fitted, batch.blocks, predicted_bytes, meter.peak_bytes)
+
+    def run_fitted(self, fitted: FittedBatch, step: Step) -> list[tuple[Tensor | None, Tensor]]:
+        """`run` of a batch that was made to fit."""
+        batch, original_blocks, predicted_bytes, max_bytes = fitted
+        del fitted  # a batch that has to be cut once more must not stay alive
         was_sure = self._predictor(Sizes.of(batch)).is_sure
         todo = deque[Tensor | None](batch.groups or (None,))
         done = []
@@ -592,7 +613,8 @@ class GuardedUnit(Unit):
         A batch that fits takes one pass.
         """
         job = self.job
-        batch = self.guard.make_fit(self.batch, self.redraw)
+        fitted = self.guard.fit(self.batch, self.redraw)
+        batch = fitted.batch
         output_loss = self._loss_at_once(batch, total) if batch.groups else None
         sorted_seeds, order = torch.sort(batch.seeds)
 
@@ -610,7 +632,7 @@ class GuardedUnit(Unit):
                 (outputs * output_loss.output_gradients[seed_idx.to(outputs.device)]).sum().backward()
             return torch.zeros_like(output_loss.loss_sum)  # the loss over all seeds is known already
 
-        done = self.guard.run(batch, step, self.redraw)
+        done = self.guard.run_fitted(fitted, step)
         if output_loss is None:
             ((_, loss_sum),) = done  # the batch ran whole
             return loss_sum
