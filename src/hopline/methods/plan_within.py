@@ -1,4 +1,12 @@
-"""A method's plan within a budget: measured if the bound is too loose, or refused with what would fit."""
+"""A method's plan within a budget, or an error that names limits and a method that would fit.
+
+The memory of a step is predicted. Before any step has run, the prediction is a bound by the model's widths,
+far above what steps take. If the plan does not fit by the bound, a few steps are measured, and the method
+plans again:
+
+    plan_of       measures steps that fit the budget
+    _find_plan    measures larger steps too, before it gives up
+"""
 
 from __future__ import annotations
 
@@ -42,7 +50,7 @@ def plan_within(method: Method, outline: RunOutline, budget: Budget) -> Plan:
 
 
 def plan_or_raise(method: Method, outline: RunOutline, budget: Budget) -> Plan:
-    """The method's plan; if it does not fit, an error with a budget that was tried and does."""
+    """The method's plan; if it does not fit, an error with limits that do."""
     plan = _find_plan(method, outline, budget)
     if plan.fits:
         return plan
@@ -55,11 +63,12 @@ def plan_or_raise(method: Method, outline: RunOutline, budget: Budget) -> Plan:
 
 
 def plan_of(method: Method, outline: RunOutline, budget: Budget) -> Plan:
-    """The method's plan. If it does not fit by the predictor's bound alone, a few steps are measured first.
+    """The method's plan, whether it fits or not.
 
-    The plan need not fit. `Plan.check` raises `DoesNotFit` then.
+    If the largest step exceeds its limit by the bound, a few steps within the limit are measured first.
     """
     plan = method.plan(outline, budget)
+    # A limit of 0 or less: the data alone exceed the budget, so no step can be measured within it.
     if plan.step_bytes > plan.limit_bytes > 0 and not _is_sure(plan, outline):
         learn(outline, plan.num_blocks, plan.limit_bytes)
         plan = method.plan(outline, budget)
@@ -69,7 +78,8 @@ def plan_of(method: Method, outline: RunOutline, budget: Budget) -> Plan:
 def learn(outline: RunOutline, num_blocks: int | None, limit: float = math.inf) -> Predictor:
     """Teach the predictor of steps over `num_blocks` blocks by sampled batches, and return it.
 
-    limit: the bytes that a measured step may take.
+    num_blocks: as `Plan.num_blocks`, but never None: then there is nothing to learn (`_is_sure`). limit:
+    the bytes that a measured step may take.
     """
     assert num_blocks is not None
     predictor = outline.predictor(num_blocks)
@@ -83,17 +93,17 @@ def learn(outline: RunOutline, num_blocks: int | None, limit: float = math.inf) 
 
 
 def _is_sure(plan: Plan, outline: RunOutline) -> bool:
-    """Whether measured steps would not tell more."""
+    """Whether the plan is as good as measured steps can make it."""
     return plan.num_blocks is None or outline.predictor(plan.num_blocks).is_sure
 
 
 def _find_sufficient_limits(
     method: Method, outline: RunOutline, budget: Budget, smallest: dict[Place, int]
 ) -> dict[Place, int]:
-    """By place: limits with which the method fits.
+    """By place: limits with which the method fits. The smallest that a few tries find.
 
     Every try begins with a new predictor, because the user who types these limits begins a new run, which
-    knows nothing of the steps that were measured here.
+    knows nothing of the steps that were measured here. If no try fits, the last limits are returned.
 
     smallest: by place, limits that the method seems to need.
     """
@@ -102,15 +112,17 @@ def _find_sufficient_limits(
         new_outline = replace(outline, predictors={})
         plan = _find_plan(method, new_outline, _raise_limits(budget, smallest, outline))
         if not plan.fits:
+            # Limits that were sufficient have been lowered too far: the try before this one counts.
             if sufficient is not None:
                 break
             smallest = {place: max(smallest.get(place, 0), plan.missing.get(place, 0)) for place in PLACES}
             smallest = {place: size for place, size in smallest.items() if size}
             continue
+        # These limits fit. With measured steps, smaller ones may.
         if not _is_sure(plan, new_outline):
             learn(new_outline, plan.num_blocks, plan.limit_bytes)
         sufficient = smallest
-        smallest = plan_of(method, new_outline, budget).missing  # may be less: steps were measured since
+        smallest = plan_of(method, new_outline, budget).missing
         is_less = any(size < sufficient.get(place, 0) for place, size in smallest.items())
         if not is_less:
             break
@@ -118,9 +130,10 @@ def _find_sufficient_limits(
 
 
 def _find_plan(method: Method, outline: RunOutline, budget: Budget) -> Plan:
-    """The method's plan.
+    """The method's plan, which may still not fit.
 
-    If it does not fit by the bound, steps are measured, within limits that fit by the bound.
+    Within a small budget `plan_of` measures few steps or none, and the plan relies on the bound. So before
+    a plan is given up, larger steps are measured, within limits that fit by the bound.
     """
     plan = plan_of(method, outline, budget)
     if plan.fits or _is_sure(plan, outline):
@@ -150,8 +163,11 @@ def _fits(method: Method, outline: RunOutline, budget: Budget) -> bool:
 
 
 def alternatives(method: Method | None, outline: RunOutline) -> list[Method]:
-    """The library's other methods, each with its usual settings."""
-    num_layers = getattr(outline.model, "num_layers", 3)
+    """The library's other methods with their usual settings; some a second time, with tables in files.
+
+    method: the method to leave out.
+    """
+    num_layers = getattr(outline.model, "num_layers", 3)  # a module without layers: 3, a rule of thumb
     methods: list[Method] = [Sampled(fanouts=usual_fanouts(num_layers))]
     if isinstance(outline.model, GNN):
         partition = "metis" if importlib.util.find_spec("pymetis") else "streaming"
