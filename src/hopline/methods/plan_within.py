@@ -54,12 +54,14 @@ def plan_or_raise(method: Method, outline: RunOutline, budget: Budget) -> Plan:
     plan = _find_plan(method, outline, budget)
     if plan.fits:
         return plan
-    smallest = _find_sufficient_limits(method, outline, budget, plan.missing)
-    budget_key = "budget"
-    if outline.compute_place == "host" and budget.host is not None:
-        is_limited_by_host = parse_size(budget.host or 0) == budget.bytes_on(outline.device)
-        budget_key = "budget.host" if is_limited_by_host else "budget"
-    raise plan.refusal(smallest, budget_key)
+    sufficient = _find_sufficient_limits(method, outline, budget, plan.missing)
+    # On a CPU the smaller of `budget` and `budget.host` is the limit. The error names that one.
+    is_limited_by_host = (
+        outline.compute_place == "host"
+        and budget.host is not None
+        and parse_size(budget.host) == budget.bytes_on(outline.device)
+    )
+    raise plan.refusal(sufficient, "budget.host" if is_limited_by_host else "budget")
 
 
 def plan_of(method: Method, outline: RunOutline, budget: Budget) -> Plan:
@@ -98,35 +100,35 @@ def _is_sure(plan: Plan, outline: RunOutline) -> bool:
 
 
 def _find_sufficient_limits(
-    method: Method, outline: RunOutline, budget: Budget, smallest: dict[Place, int]
+    method: Method, outline: RunOutline, budget: Budget, guess: dict[Place, int]
 ) -> dict[Place, int]:
     """By place: limits with which the method fits. The smallest that a few tries find.
 
     Every try begins with a new predictor, because the user who types these limits begins a new run, which
-    knows nothing of the steps that were measured here. If no try fits, the last limits are returned.
+    knows nothing of the steps that were measured here. If no try fits, the last guess is returned.
 
-    smallest: by place, limits that the method seems to need.
+    guess: by place, limits that the method seems to need.
     """
     sufficient: dict[Place, int] | None = None
     for _ in range(MAX_TRIED_BUDGETS):
         new_outline = replace(outline, predictors={})
-        plan = _find_plan(method, new_outline, _raise_limits(budget, smallest, outline))
+        plan = _find_plan(method, new_outline, _raise_limits(budget, guess, outline))
         if not plan.fits:
-            # Limits that were sufficient have been lowered too far: the try before this one counts.
+            # Sufficient limits have been lowered too far: the try before this one counts.
             if sufficient is not None:
                 break
-            smallest = {place: max(smallest.get(place, 0), plan.missing.get(place, 0)) for place in PLACES}
-            smallest = {place: size for place, size in smallest.items() if size}
+            higher = {place: max(guess.get(place, 0), plan.missing.get(place, 0)) for place in PLACES}
+            guess = {place: limit for place, limit in higher.items() if limit > 0}
             continue
         # These limits fit. With measured steps, smaller ones may.
         if not _is_sure(plan, new_outline):
             learn(new_outline, plan.num_blocks, plan.limit_bytes)
-        sufficient = smallest
-        smallest = plan_of(method, new_outline, budget).missing
-        is_less = any(size < sufficient.get(place, 0) for place, size in smallest.items())
-        if not is_less:
+        sufficient = guess
+        guess = plan_of(method, new_outline, budget).missing
+        is_lower = any(limit < sufficient.get(place, 0) for place, limit in guess.items())
+        if not is_lower:
             break
-    return smallest if sufficient is None else sufficient
+    return guess if sufficient is None else sufficient
 
 
 def _find_plan(method: Method, outline: RunOutline, budget: Budget) -> Plan:
@@ -143,15 +145,15 @@ def _find_plan(method: Method, outline: RunOutline, budget: Budget) -> Plan:
     return plan_of(method, outline, budget)
 
 
-def _raise_limits(budget: Budget, smallest: Mapping[Place, int], outline: RunOutline) -> Budget:
+def _raise_limits(budget: Budget, limits: Mapping[Place, int], outline: RunOutline) -> Budget:
     """The budget with these limits in place of its own.
 
     On a CPU the limit of the host is that of the device too.
     """
-    limits = {place: str(size) for place, size in smallest.items()}
-    if "host" in limits and outline.compute_place == "host":
-        limits["device"] = limits["host"]
-    return replace(budget, **limits)
+    settings = {place: str(limit) for place, limit in limits.items()}
+    if "host" in settings and outline.compute_place == "host":
+        settings["device"] = settings["host"]
+    return replace(budget, **settings)
 
 
 def _fits(method: Method, outline: RunOutline, budget: Budget) -> bool:

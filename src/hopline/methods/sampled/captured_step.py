@@ -342,6 +342,10 @@ class CapturedStep:
         self.captured: CapturedCall[Tensor] = CapturedCall(
             job.device, purpose="steps", subject="steps are", say=job.say
         )
+        self.gradients: list[Tensor | None] = []
+        """[num_parameters]: set by `capture`. The gradients that a replay writes, in the graph's memory."""
+        self.slot_tensors: list[Tensor] = []
+        """Set by `capture`. Held for the graph only, which knows their addresses."""
 
     def capture(self, shared_pool_step: CapturedStep | None) -> bool:
         """Warm the step up and capture it. Returns whether there is a graph now."""
@@ -362,7 +366,7 @@ class CapturedStep:
             try:
                 start = state.clone()
                 self._run()  # compiles kernels, and may synchronise for values that are then cached
-                with no_waiting():
+                with forbid_synchronising():
                     for _ in range(WARM_UP_STEPS - 1):
                         state.copy_(start)  # the same step again: the epoch may have no other
                         self._run()
@@ -370,7 +374,7 @@ class CapturedStep:
                 yield self._run
                 self.gradients = [p.grad for p in self.parameters]
                 # The graph holds only the addresses of these tensors, and their cache may drop them.
-                self.keep_alive = self.batches.slot_tensors(self.size, self.first)
+                self.slot_tensors = self.batches.slot_tensors(self.size, self.first)
             finally:
                 self._drop_gradients()
 
@@ -426,7 +430,7 @@ def renew_accumulators(parameters: Iterable[nn.Parameter]) -> None:
 
 
 @contextmanager
-def no_waiting() -> Iterator[None]:
+def forbid_synchronising() -> Iterator[None]:
     """A context in which operations that synchronise raise, since no such operation can be captured."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
