@@ -151,8 +151,8 @@ class SampledForms:
         if outline.compute_place == "host" or not allows_tree:
             return None
 
-        # Every slot counts, empty ones too. From the seeds outwards: each hop multiplies the slots of the
-        # last one.
+        # Every slot counts, empty ones too. From the seeds outwards, as if every slot so far had `fanout`
+        # children in the next hop.
         nodes = [method.batch_size]
         for fanout in method.fanout_per_layer:
             nodes.append(nodes[-1] * (1 + fanout))
@@ -195,7 +195,7 @@ class SampledForms:
     def _whole_step_bytes(self, batches_on_host: bool) -> float:
         """The predicted peak of a step that is not split.
 
-        A batch that waits on the host is copied for the step.
+        A batch that waits on the host is copied for the step, and its copy counts too.
         """
         copy_bytes = MicroBatchBytes.of(self._largest_batch, None) if batches_on_host else None
         peaks = []
@@ -213,6 +213,7 @@ class SampledForms:
         Cutting leaves all seeds without an edge. Splitting and sampling again end at micro-batches of one
         seed. If the model cannot be split, or the budget refuses, a step is the whole batch.
         """
+        # The snapshot of gradients and buffers from which a step that runs out of memory is undone.
         snapshot_bytes = sum(state_bytes(self.outline.model))
         if self.over_budget in CUTS:
             num_seeds = min(self.method.batch_size, self._num_seeds)
@@ -334,12 +335,13 @@ def largest_seed_sizes(fanouts: Sequence[int], graph: Graph, train_ids: Tensor) 
     """An upper bound for the sizes of a batch with one seed, for any training node and any draws.
 
     In a large graph, the bound multiplies the largest number of draws of each hop. Otherwise it is computed
-    for every node. Let c_h(v) be the most draws at node v in hop h, and f(v) a bound for what lies around v
-    from hop h + 1 on. What lies around v from hop h on is at most f(v) itself, plus
+    for every node, from the last hop back to the first. Let c_h(v) be the most draws at node v in hop h, and
+    F_h(v) a bound for v itself and all nodes and edges that are drawn around it from hop h on. Then
 
-        min(sum of f(u) over all in-neighbours u of v,   c_h(v) * max of f(u) over these u)
+        F_h(v) = F_{h+1}(v) + min(sum of F_{h+1}(u) over all in-neighbours u of v,
+                                  c_h(v) * max of F_{h+1}(u) over these u)
 
-    since c_h(v) of the in-neighbours are drawn.
+    since v itself draws again in hop h + 1, and so do the c_h(v) in-neighbours that hop h has drawn.
     """
     degrees = graph.in_degrees().clamp(max=graph.num_edges)
     max_draws = [degrees if fanout < 0 else degrees.clamp(max=fanout) for fanout in fanouts]
@@ -351,10 +353,11 @@ def largest_seed_sizes(fanouts: Sequence[int], graph: Graph, train_ids: Tensor) 
             nodes.append(min(nodes[-1] + edges[-1], graph.num_nodes))
         return Sizes(tuple(reversed(nodes)), tuple(reversed(edges)))
 
-    # [num_nodes, k]: f of the docstring. Columns alternate, from the seeds outwards: nodes up to a hop,
+    # [num_nodes, k]: F of the docstring. Columns alternate, from the seeds outwards: nodes up to a hop,
     # edges of the next hop, nodes up to that one, and so on.
     around = torch.zeros(graph.num_nodes, 0, dtype=torch.float64, device=degrees.device)
     for hop in reversed(range(len(fanouts))):
+        # In front, the columns of v alone: one node, and its draws in the next hop.
         outer_draws = [max_draws[hop + 1].double()] if hop + 1 < len(fanouts) else []
         around = torch.stack([torch.ones_like(around.sum(1)), *outer_draws, *around.T], 1)
         total = ops.reduce_edges(around, graph.indptr, graph.indices, "sum")
