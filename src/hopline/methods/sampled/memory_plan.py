@@ -101,11 +101,12 @@ class SampledForms:
         if tree is not None:
             yield tree
         workers, max_look_ahead = resolve_workers(self.method, num_cores())
-        if workers:
-            for batches_on_host in (False, True) if self._can_wait_on_host else (False,):
+        batches_on_host_choices = (False, True) if self._can_wait_on_host else (False,)
+        if workers > 0:
+            for batches_on_host in batches_on_host_choices:
                 for look_ahead in _halvings(max_look_ahead):
                     yield self.plan(workers, look_ahead, batches_on_host)
-        yield self.plan(0, 1, self._can_wait_on_host)
+        yield self.plan(workers=0, look_ahead=1, batches_on_host=self._can_wait_on_host)
 
     def plan(self, workers: int, look_ahead: int, batches_on_host: bool = False) -> Plan:
         """The plan with `look_ahead` prefetched batches, in blocks.
@@ -113,7 +114,8 @@ class SampledForms:
         batches_on_host: whether batches wait on the host, and move to the GPU when their step runs.
         """
         on_gpu = self.outline.compute_place == "device"
-        count = 1 + look_ahead if workers else 1
+        # The batch that trains, and those that threads have prefetched.
+        count = 1 + (look_ahead if workers else 0)
         name = "1 prepared batch" if count == 1 else f"{count} prepared batches"
         prepared = [Item(name, "host", count * self._batch_bytes)]
         if on_gpu and not batches_on_host:
@@ -173,8 +175,8 @@ class SampledForms:
 
         The seed matters for small batches, whose size may depend on a single node of high degree.
         """
-        bytes_per_size = max(batch.num_bytes / Sizes.of(batch).array.sum() for batch in self.batches)
-        seed_bytes = bytes_per_size * self._largest_seed_sizes.array.sum()
+        bytes_per_node_or_edge = max(batch.num_bytes / Sizes.of(batch).array.sum() for batch in self.batches)
+        seed_bytes = bytes_per_node_or_edge * self._largest_seed_sizes.array.sum()
         return math.ceil(SIZE_MARGIN * self._largest_batch.num_bytes + seed_bytes)
 
     @property
@@ -197,13 +199,13 @@ class SampledForms:
 
         A batch that waits on the host is copied for the step, and its copy counts too.
         """
-        copy_bytes = MicroBatchBytes.of(self._largest_batch, None) if batches_on_host else None
+        batch_copy = MicroBatchBytes.of(self._largest_batch, device=None) if batches_on_host else None
         peaks = []
         for batch in self.batches:
             sizes = _with_margin(Sizes.of(batch), self.outline.data.graph)
             peak_bytes = self.predictor.predict_peak(sizes)
-            if copy_bytes is not None:
-                peak_bytes = peak_bytes + copy_bytes.resident(sizes)
+            if batch_copy is not None:
+                peak_bytes = peak_bytes + batch_copy.resident(sizes)
             peaks.append(peak_bytes)
         return max(peaks)
 
@@ -223,8 +225,10 @@ class SampledForms:
             return snapshot_bytes + self._whole_step_bytes(batches_on_host)
         else:
             smallest = self._largest_seed_sizes
-        micro_batch = MicroBatchBytes.of(self._largest_batch, None if batches_on_host else self.outline.device)
+        build_device = None if batches_on_host else self.outline.device  # None: built on the host, then copied
+        micro_batch = MicroBatchBytes.of(self._largest_batch, build_device)
         peak_bytes = micro_batch.peak_with_step(smallest, self.predictor.predict_peak(smallest))
+        # `maps`: the map from the batch's nodes to their local ids in a micro-batch.
         return snapshot_bytes + SIZE_MARGIN * micro_batch.maps + peak_bytes
 
     def _make_plan(
@@ -358,8 +362,8 @@ def largest_seed_sizes(fanouts: Sequence[int], graph: Graph, train_ids: Tensor) 
     around = torch.zeros(graph.num_nodes, 0, dtype=torch.float64, device=degrees.device)
     for hop in reversed(range(len(fanouts))):
         # In front, the columns of v alone: one node, and its draws in the next hop.
-        outer_draws = [max_draws[hop + 1].double()] if hop + 1 < len(fanouts) else []
-        around = torch.stack([torch.ones_like(around.sum(1)), *outer_draws, *around.T], 1)
+        next_draws = [max_draws[hop + 1].double()] if hop + 1 < len(fanouts) else []
+        around = torch.stack([around.new_ones(graph.num_nodes), *next_draws, *around.T], 1)
         total = ops.reduce_edges(around, graph.indptr, graph.indices, "sum")
         largest = ops.reduce_edges(around, graph.indptr, graph.indices, "max") * max_draws[hop][:, None]
         around = around + torch.minimum(total, largest)
