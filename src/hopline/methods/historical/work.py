@@ -212,8 +212,10 @@ class HistoricalWork(PartsWork, Work):
         with trace.span("refresh"):
             forward_sweep(self)
             if self.method.compensate:
-                # The sweep adds to the parameters' gradients, which belong to the step: put them back afterwards.
+                # The sweep adds to the parameters' gradients, which belong to the step. So they are put aside:
+                # autograd would add to them in place.
                 gradients = [(p, p.grad) for p in self.job.module.parameters()]
+                self.job.module.zero_grad(set_to_none=True)
                 backward_sweep(self)
                 for p, gradient in gradients:
                     p.grad = gradient
