@@ -81,7 +81,7 @@ class HistoricalBatches(PartBatches):
         positions = self.halo_positions(group, block)
         out_neighbors = self._find_out_neighbors(nodes, parts.out_neighbors_of(group, nodes, key))
         row_reader, gradient_reader = self._make_readers(positions, out_neighbors)
-        self.pin(group, block, positions)
+        self.pin(group, block, positions)  # for the moves to a GPU
 
         halo = Halo(
             row_ranges=parts.row_ranges_of(group),
@@ -104,6 +104,7 @@ class HistoricalBatches(PartBatches):
         )
 
     def _find_out_neighbors(self, nodes: Tensor, block: Block | None) -> OutNeighbors | None:
+        """The out-neighbours of a batch, on the host. nodes: the batch's own. block: of `Groups.out_neighbors_of`."""
         if block is None:
             return None
         self._local_idx[nodes] = torch.arange(nodes.numel())

@@ -74,6 +74,7 @@ class Groups(Parts):
     def _draw_groups(self, epoch: int, host: int) -> list[Group]:
         """The groups that one host trains in an epoch, in order. All ranks draw the same."""
         key = ops.derive_key(self.seed, epoch)
+        # Host 0 has the key of the epoch itself, as a single host has.
         if host:
             key = ops.derive_key(key, host)
         parts = torch.tensor(self.shares.parts_of_host(host))

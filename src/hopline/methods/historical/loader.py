@@ -32,7 +32,10 @@ from hopline.util.log import logger
 
 
 class Turn:
-    """The turn of one batch in a user's loop. `end` pushes its rows, once, and counts the commit."""
+    """The turn of one batch in a user's loop: one optimizer step, which all ranks make together.
+
+    `end` pushes the batch's rows, once, and counts the commit.
+    """
 
     def __init__(self, loader: HistoricalLoader, unit: HistoricalUnit) -> None:
         self.loader = loader
@@ -234,6 +237,7 @@ class HistoricalLoader:
 
 
 def _with_turn(batch: Batch, turn: Turn | None) -> HaloBatch:
+    """The batch as a `HaloBatch`."""
     return HaloBatch(
         seeds=batch.seeds,
         blocks=batch.blocks,
@@ -260,7 +264,7 @@ def make_loader(
 ) -> HistoricalLoader:
     """Make the loader of `Historical.loader`, which describes the arguments."""
     inner = unwrap(model)
-    tell_calls(inner)
+    tell_calls(inner)  # a user's model that is called with a batch, which it cannot read, raises with advice
     return HistoricalLoader(
         data=data,
         ids=find_seeds(data, ids),

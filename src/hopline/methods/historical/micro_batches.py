@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 MAX_GROWTH = 1.4
-"""Largest factor from one number of micro-batches to the next that is tried, until a batch fits. A rule of thumb."""
+"""Most by which the number of micro-batches is multiplied from one try to the next. A rule of thumb."""
 UNEVEN = 1.1
 """Largest weight of a run that ends with a part, as a multiple of its equal share. A rule of thumb."""
 ENOUGH_NODES = 64
@@ -350,13 +350,15 @@ class Runs:
 class BatchPlan(LayerPlan[MicroBatch]):
     """The layer-wise engine's plan for one batch, whose pieces are micro-batches.
 
-    It lists none, which is all that a `Probe` needs. `MicroBatches` lists those of a split batch.
+    Here `chunks_of` lists none, because a `Probe` makes its micro-batches itself. `MicroBatches` lists those of a split
+    batch.
     """
 
     def __init__(self, work: HistoricalWork, hist_batch: HistoricalBatch) -> None:
         self.work = work
         self.hist_batch = hist_batch
         self.last = work.model.num_layers - 1
+        # None in evaluation. Never a tensor, as the keys of captured steps are.
         self.key = hist_batch.batch.key if isinstance(hist_batch.batch.key, int) else None
 
     def chunks_of(self, l: int) -> Sequence[MicroBatch]:
@@ -517,6 +519,7 @@ class MicroBatches(BatchPlan):
         # Rows after all layers. Gradients after all layers too, or after two: one is read, the one before it written.
         gradients = hidden if self.keeps_all else sorted(hidden)[-2:]
         num_bytes = num_own * (sum(hidden) + sum(gradients))
+        # Compensation keeps gradients after the last layer too. Its own backward pass makes tensors of all own rows.
         if self.compensates:
             num_bytes += num_own * (last + 2 * max(hidden, default=0))
         # A loss of the user's own needs the outputs of all seeds at once.
@@ -548,9 +551,11 @@ class MicroBatches(BatchPlan):
         return self.resident_bytes + self.max_run_bytes
 
     def chunks_of(self, l: int) -> Sequence[MicroBatch]:
+        # The last layer is computed only at micro-batches with seeds: no loss reads the last rows of others. There are
+        # two exceptions. The penalty of `lipschitz` is over all nodes. And a batch without seeds, which compensation
+        # trains, must still get gradients (zeros) after the last layer, which are pushed.
         if l < self.last or not self.hist_batch.batch.num_seeds or self.work.method.lipschitz:
             return self.all
-        # No loss reads the last rows of other nodes.
         return [micro_batch for micro_batch in self.all if micro_batch.has_seeds]
 
     def piece(self, l: int, chunk: MicroBatch) -> Piece:
@@ -578,6 +583,7 @@ class MicroBatches(BatchPlan):
         """Add the gradient of the batch's share of the mean loss over `total` examples. Returns its summed loss."""
         num_seeds = self.hist_batch.batch.num_seeds
         num_own = self.hist_batch.block.num_dst
+        # The penalty in `HistoricalUnit` is a mean over layers and own nodes. The engine wants it per layer and node.
         penalty = self.work.method.lipschitz * num_seeds / (total * num_own * max(1, self.last))
         objective = objective_of(self.work.job, 1 / total, self.key, lambda seeds, y: self.hist_batch.batch)
         with autocast(self.work.job), trace.span("backward", self.work.job.device):
@@ -619,7 +625,8 @@ class BatchRows(Boundaries):
     def begin(self, layers: Sequence[int]) -> None:
         """Allocate the gradients when the backward pass begins.
 
-        Unlike in a sweep nothing is fetched from other hosts: that was done when the batch was made.
+        The engine calls it before a layer of the forward pass too, without autograd: then it does nothing. Unlike in
+        a sweep nothing is fetched from other hosts: that was done when the batch was made.
         """
         if len(layers) == self.last and not self.totals and torch.is_grad_enabled():
             for l in layers if self.batches.keeps_all else layers[-1:]:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Commit:
-    """The rows that a batch writes into the tables, kept until their turn to be written comes."""
+    """The rows that a batch writes into the tables, kept until they are written, `lag` turns later."""
 
     row_ranges: Sequence[slice]
     """Positions of the batch's own nodes in the tables, a range per part."""
@@ -93,7 +93,7 @@ class HistoricalWork(PartsWork, Work):
         self.waiting: deque[Commit] = deque()
         """Commits that are not written yet, oldest first: those of the last `lag` turns."""
         self._began_with = self.shares.hosts
-        """The host of each rank when the epoch began. A checkpoint within an epoch may be from other ranks."""
+        """By rank: its host, in the run that began the epoch. A checkpoint may be from a run with other ranks."""
 
     parts: Groups
     batches: HistoricalBatches
@@ -124,12 +124,13 @@ class HistoricalWork(PartsWork, Work):
         if epoch == 1 and not done:
             self._begin()
         self.prepare()
-        # Which rank trains which batch depends on the ranks and hosts, so only as many can resume within an epoch.
+        # Ranks and hosts decide which rank trains which batch. So within an epoch, a run resumes only with the same.
         if done and self._began_with != self.shares.hosts:
             raise ValueError(
                 f"this epoch was begun by {len(self._began_with)} ranks on {max(self._began_with) + 1} hosts: resume "
                 "with as many, or from a checkpoint at the end of an epoch"
             )
+        # A refresh in epochs 1, 1 + every, 1 + 2 * every, ... The remainder of 1 is 0 if `every` is 1.
         every = self.method.refresh_every
         is_refresh_due = isinstance(every, int) and epoch % every == 1 % every
         is_warm_up_due = self.method.warm_up and not self.filled
@@ -146,7 +147,7 @@ class HistoricalWork(PartsWork, Work):
             has_gradient = self.method.compensate or size > 0
             if has_gradient:
                 num_units += 1
-            # A turn without a unit is done if a later unit is.
+            # A turn without a unit leaves no trace in `done`. It is done if the next unit is.
             is_done = num_units <= done if has_gradient else num_units < done
             if is_done:
                 continue  # trained and pushed before the run was interrupted
