@@ -117,7 +117,7 @@ def _find_sufficient_limits(
             # Sufficient limits have been lowered too far: the try before this one counts.
             if sufficient is not None:
                 break
-            higher = {place: max(guess.get(place, 0), plan.missing.get(place, 0)) for place in PLACES}
+            higher: dict[Place, int] = {place: max(guess.get(place, 0), plan.missing.get(place, 0)) for place in PLACES}
             guess = {place: limit for place, limit in higher.items() if limit > 0}
             continue
         # These limits fit. With measured steps, smaller ones may.

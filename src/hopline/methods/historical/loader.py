@@ -212,8 +212,9 @@ class HistoricalLoader:
         y = self.data.y
         is_seed = torch.zeros(self.data.num_nodes, dtype=torch.bool)
         is_seed[find_seeds(self.data, ids).cpu()] = True
-        for group in self.work.parts.sweep:
-            hist_batch = self.work.batch(group, None)
+        all_groups = self.work.parts.sweep  # of this rank, which is the only one
+        for group in all_groups:
+            hist_batch = self.work.batch(group, key=None)  # no random draws
             assert hist_batch is not None
             output_idx = is_seed[hist_batch.nodes].nonzero().view(-1)
             if not output_idx.numel():

@@ -46,7 +46,8 @@ def plan(method: Historical, outline: Outline, budget: Budget) -> Plan:
     if budget.over_budget == "split" and can_split(model):
         # The smallest micro-batch in the worst case: one node with as many in-edges as any node has.
         degree = int(data.graph.in_degrees().max()) if data.num_nodes else 0
-        one_node = Sizes((*[1 + degree] * model.num_layers, 1), (degree,) * model.num_layers)
+        num_src = 1 + degree
+        one_node = Sizes(nodes=(num_src,) * model.num_layers + (1,), edges=(degree,) * model.num_layers)
         # Kept by a split batch during its step: own rows and gradients after every layer.
         num_own = sizes.nodes[-1]
         resident_bytes = 2 * num_own * sum(widths[1:]) * outline.dtype.itemsize

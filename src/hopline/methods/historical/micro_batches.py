@@ -113,7 +113,10 @@ def runs_to_fit(
     batch = _as_batch(block)
     # A node's cost: its in-edges, and its own row.
     weight = block.part.indptr.cpu().diff() + 1
-    num_micro_batches = max(1, math.ceil(bytes_of(Sizes.of(batch)) / limit)) if limit > 0 else block.num_dst
+    if limit > 0:
+        num_micro_batches = max(1, math.ceil(bytes_of(Sizes.of(batch)) / limit))
+    else:
+        num_micro_batches = block.num_dst  # nothing fits; the error names the bytes of a single node
 
     def largest_peak(runs: list[slice]) -> float:
         return max(map(bytes_of, sizes_of(batch, [_positions(run) for run in runs])))
@@ -276,9 +279,10 @@ class MicroBatch:
         They are built again for every layer, so that memory holds those of one micro-batch at a time.
         """
         whole = self.hist_batch.block
-        piece = micro_batch_of(_as_batch(whole), _positions(self.run))
-        (block,) = piece.blocks
-        is_halo = piece.input_idx >= whole.num_dst
+        micro_batch = micro_batch_of(_as_batch(whole), _positions(self.run))
+        (block,) = micro_batch.blocks
+        whole_src_idx = micro_batch.input_idx  # which source of `whole` each source of `block` is
+        is_halo = whole_src_idx >= whole.num_dst
 
         # Stable, so destinations, which are own nodes and come first, stay the first sources.
         order = is_halo.long().argsort(stable=True)
@@ -288,14 +292,14 @@ class MicroBatch:
         block = replace(block, src_ids=block.src_ids[order], parts=(replace(block.part, src_idx=src_idx),))
 
         num_halo = int(is_halo.sum())
-        near_idx, halo_idx = piece.input_idx[order].split([order.numel() - num_halo, num_halo])
+        near_idx, halo_idx = whole_src_idx[order].split([order.numel() - num_halo, num_halo])
         return Edges(block, near_idx, (halo_idx - whole.num_dst).cpu())
 
     def batch(self, edges: Edges) -> Batch:
         """The micro-batch as a batch for the loss: its seeds with their labels, and the rows of its sources."""
         whole = self.hist_batch.batch
         seed_idx = self._seed_idx
-        own_seeds = (seed_idx >= 0).nonzero().view(-1)
+        run_seeds = (seed_idx >= 0).nonzero().view(-1)  # which seeds of the batch are in this micro-batch
 
         def source_rows(whole_rows: Rows | Tensor) -> Rows | Tensor:
             if isinstance(whole_rows, Rows):
@@ -305,12 +309,12 @@ class MicroBatch:
 
         return replace(
             whole,
-            seeds=whole.seeds[own_seeds],
+            seeds=whole.seeds[run_seeds],
             blocks=(edges.block,) * len(whole.blocks),
             x=None if whole.x is None else source_rows(whole.x),
-            y=None if whole.y is None else whole.y[own_seeds],
+            y=None if whole.y is None else whole.y[run_seeds],
             tables={name: source_rows(rows) for name, rows in whole.tables.items()},
-            output_idx=seed_idx[own_seeds],
+            output_idx=seed_idx[run_seeds],
         )
 
     @property
@@ -331,8 +335,8 @@ class MicroBatch:
 class Runs:
     """A block, split by runs of its destinations. Each iteration builds one run's edges at a time.
 
-    Yields (run, block of the run's in-edges, `among`). among: [num_src] int64, which source of the whole block each
-    source of the run's block is.
+    Yields (run, block of the run's in-edges, whole_src_idx). whole_src_idx: [num_src] int64, which source of the whole
+    block each source of the run's block is.
     """
 
     block: Block
@@ -340,8 +344,8 @@ class Runs:
 
     def __iter__(self) -> Iterator[tuple[slice, Block, Tensor]]:
         for run in self.runs:
-            piece = micro_batch_of(_as_batch(self.block), _positions(run))
-            yield run, piece.blocks[0], piece.input_idx
+            micro_batch = micro_batch_of(_as_batch(self.block), _positions(run))
+            yield run, micro_batch.blocks[0], micro_batch.input_idx
 
 
 # ---- a batch, layer by layer over its micro-batches
@@ -569,7 +573,8 @@ class MicroBatches(BatchPlan):
         if self.meter is None or not is_whole_pass:
             return
         highest = self.highest_peaks.get(l)
-        if self.meter.lap_bytes > (0 if highest is None else highest.peak_bytes):
+        highest_bytes = 0 if highest is None else highest.peak_bytes
+        if self.meter.lap_bytes > highest_bytes:
             self.highest_peaks[l] = LayerPeak(self.meter.lap_bytes, Sizes.of_blocks((piece.block,)))
 
     # ---- a step
@@ -585,7 +590,12 @@ class MicroBatches(BatchPlan):
         num_own = self.hist_batch.block.num_dst
         # The penalty in `HistoricalUnit` is a mean over layers and own nodes. The engine wants it per layer and node.
         penalty = self.work.method.lipschitz * num_seeds / (total * num_own * max(1, self.last))
-        objective = objective_of(self.work.job, 1 / total, self.key, lambda seeds, y: self.hist_batch.batch)
+
+        def whole_batch(seeds: Tensor, labels: Tensor | None) -> Batch:
+            # It has these seeds and labels already.
+            return self.hist_batch.batch
+
+        objective = objective_of(self.work.job, 1 / total, self.key, whole_batch)
         with autocast(self.work.job), trace.span("backward", self.work.job.device):
             self._layers(1 / total).backward(objective, penalty)
         # Without seeds, parameters that nothing reached get zeros, as after the backward pass of a loss of zero.
@@ -628,8 +638,10 @@ class BatchRows(Boundaries):
         The engine calls it before a layer of the forward pass too, without autograd: then it does nothing. Unlike in
         a sweep nothing is fetched from other hosts: that was done when the batch was made.
         """
-        if len(layers) == self.last and not self.totals and torch.is_grad_enabled():
-            for l in layers if self.batches.keeps_all else layers[-1:]:
+        is_backward = len(layers) == self.last and torch.is_grad_enabled()
+        if is_backward and not self.totals:
+            first_layers = layers if self.batches.keeps_all else layers[-1:]
+            for l in first_layers:
                 self._new_total(l)
 
     def handle(self, l: int, piece: Piece) -> Tensor:
@@ -670,8 +682,8 @@ class BatchRows(Boundaries):
         hist_batch = self.hist_batch
         if l < self.last and hist_batch.out_neighbors is not None:
             # Before the engine goes back through layer l: what out-neighbours would send to the rows after it.
-            for run, block, among in batches.out_neighbors:
-                out_neighbors = hist_batch.out_neighbors.narrow(run, block, among)
+            for run, block, whole_src_idx in batches.out_neighbors:
+                out_neighbors = hist_batch.out_neighbors.narrow(run, block, whole_src_idx)
                 gradient = compensation_gradient(batches.work, hist_batch, out_neighbors, l, self.own_rows[l])
                 self.totals[l].add_(gradient, alpha=self.scale)
                 del out_neighbors, gradient  # or the next run's would come on top of them

@@ -92,7 +92,7 @@ class HistoricalWork(PartsWork, Work):
         """Whether an epoch has begun, so that the tables may hold rows."""
         self.waiting: deque[Commit] = deque()
         """Commits that are not written yet, oldest first: those of the last `lag` turns."""
-        self._began_with = self.shares.hosts
+        self._epoch_hosts = self.shares.hosts
         """By rank: its host, in the run that began the epoch. A checkpoint may be from a run with other ranks."""
 
     parts: Groups
@@ -125,9 +125,9 @@ class HistoricalWork(PartsWork, Work):
             self._begin()
         self.prepare()
         # Ranks and hosts decide which rank trains which batch. So within an epoch, a run resumes only with the same.
-        if done and self._began_with != self.shares.hosts:
+        if done and self._epoch_hosts != self.shares.hosts:
             raise ValueError(
-                f"this epoch was begun by {len(self._began_with)} ranks on {max(self._began_with) + 1} hosts: resume "
+                f"this epoch was begun by {len(self._epoch_hosts)} ranks on {max(self._epoch_hosts) + 1} hosts: resume "
                 "with as many, or from a checkpoint at the end of an epoch"
             )
         # A refresh in epochs 1, 1 + every, 1 + 2 * every, ... The remainder of 1 is 0 if `every` is 1.
@@ -140,7 +140,7 @@ class HistoricalWork(PartsWork, Work):
 
         epoch_key = ops.derive_key(self.job.seed, epoch)
         rank = self.shares.rank
-        num_units = 0  # of the turns so far, this one included
+        num_units = 0  # units of the turns so far, this one included
         self.drift.begin_epoch()
         for step, turn in enumerate(self.parts.turns_of(epoch)):
             size: float = sum(self._num_seeds(group) for group in turn)
@@ -302,12 +302,12 @@ class HistoricalWork(PartsWork, Work):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         waiting = state["waiting"]
-        self._began_with = tuple(state["hosts"])
+        self._epoch_hosts = tuple(state["hosts"])
         # Commits that wait belong to one rank each, so they can only go back to as many ranks.
-        if any(waiting) and self._began_with != self.shares.hosts:
+        if any(waiting) and self._epoch_hosts != self.shares.hosts:
             raise ValueError(
-                f"with lag= a run resumes with as many ranks and hosts as it had: {len(self._began_with)} ranks on "
-                f"{max(self._began_with) + 1} hosts"
+                f"with lag= a run resumes with as many ranks and hosts as it had: {len(self._epoch_hosts)} ranks on "
+                f"{max(self._epoch_hosts) + 1} hosts"
             )
         self.histories.load_state_dict(state["histories"])
         self.gradients.load_state_dict(state["gradients"])

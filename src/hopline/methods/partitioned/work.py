@@ -172,9 +172,9 @@ class PartsWork:
             state = self.model.encode(self.batches.inputs_of(block.src_ids), block.src_keys, block.key)
         else:
             assert inputs is not None
-            own_inputs = self.batches.inputs_of(block.dst_ids)
             x0 = None
             if self.model.encodes:
+                own_inputs = self.batches.inputs_of(block.dst_ids)
                 x0 = self.model.encode(own_inputs, block.src_keys[: block.num_dst], block.key).x0
             inputs = inputs.to(self.job.device, self.dtype)
             state = State(self.model.apply_dropout(inputs, block.src_keys, block.key, l - 1), x0)
