@@ -257,10 +257,10 @@ class Edges:
     """All in-edges of a micro-batch's nodes. Sources are ordered: the batch's own nodes first, then the halo."""
 
     block: Block
-    near_idx: Tensor
-    """[num_near] int64: for the first sources of `block`, which of the batch's own nodes each is."""
+    own_idx: Tensor
+    """[num_own_src] int64: for the first sources of `block`, which of the batch's own nodes each is."""
     halo_idx: Tensor
-    """[num_src - num_near] int64 on the host: for the other sources of `block`, which node of the halo each is."""
+    """[num_src - num_own_src] int64 on the host: for the other sources of `block`, which node of the halo each is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,8 +292,8 @@ class MicroBatch:
         block = replace(block, src_ids=block.src_ids[order], parts=(replace(block.part, src_idx=src_idx),))
 
         num_halo = int(is_halo.sum())
-        near_idx, halo_idx = whole_src_idx[order].split([order.numel() - num_halo, num_halo])
-        return Edges(block, near_idx, (halo_idx - whole.num_dst).cpu())
+        own_idx, halo_idx = whole_src_idx[order].split([order.numel() - num_halo, num_halo])
+        return Edges(block, own_idx, (halo_idx - whole.num_dst).cpu())
 
     def batch(self, edges: Edges) -> Batch:
         """The micro-batch as a batch for the loss: its seeds with their labels, and the rows of its sources."""
@@ -305,7 +305,7 @@ class MicroBatch:
             if isinstance(whole_rows, Rows):
                 return Rows(whole_rows.table, edges.block.src_ids)
             halo_idx = edges.halo_idx.to(whole_rows.device) + self.hist_batch.block.num_dst
-            return ops.gather_rows(whole_rows, torch.cat([edges.near_idx, halo_idx]))
+            return ops.gather_rows(whole_rows, torch.cat([edges.own_idx, halo_idx]))
 
         return replace(
             whole,
@@ -650,11 +650,11 @@ class BatchRows(Boundaries):
     def read(self, l: int, at: Edges | slice) -> Tensor:
         if isinstance(at, slice):
             return self.own_rows[l][at].to(self.dtype, copy=True)
-        near_rows = ops.gather_rows(self.own_rows[l], at.near_idx)
+        own_src_rows = ops.gather_rows(self.own_rows[l], at.own_idx)
         if not at.halo_idx.numel():
-            return near_rows.to(self.dtype)
-        halo_rows = self.hist_batch.row_reader.read_subset(l, self.hist_batch.halo.positions, at.halo_idx, near_rows)
-        return torch.cat([near_rows, halo_rows]).to(self.dtype)
+            return own_src_rows.to(self.dtype)
+        halo_rows = self.hist_batch.row_reader.read_subset(l, self.hist_batch.halo.positions, at.halo_idx, own_src_rows)
+        return torch.cat([own_src_rows, halo_rows]).to(self.dtype)
 
     def write(self, l: int, piece: Piece, rows: Tensor) -> None:
         if l not in self.own_rows:
@@ -674,8 +674,8 @@ class BatchRows(Boundaries):
             self.totals[l] = rows.new_zeros(self.hist_batch.block.num_dst, *rows.shape[1:])
         if isinstance(at, slice):
             self.totals[l][at] += rows
-        else:  # rows behind `near_idx` are the halo's, which are constants
-            self.totals[l].index_add_(0, at.near_idx, rows[: at.near_idx.numel()])
+        else:  # rows behind `own_idx` are the halo's, which are constants
+            self.totals[l].index_add_(0, at.own_idx, rows[: at.own_idx.numel()])
 
     def gradients_complete(self, l: int) -> None:
         batches = self.batches
