@@ -104,8 +104,8 @@ def _find_sufficient_limits(
 ) -> dict[Place, int]:
     """By place: limits with which the method fits. The smallest that a few tries find.
 
-    Every try begins with a new predictor, because the user who types these limits begins a new run, which
-    knows nothing of the steps that were measured here. If no try fits, the last guess is returned.
+    Every try begins with a new predictor: the user who types these limits begins a new run, which knows
+    nothing of the steps measured here. If no try fits, the last guess is returned.
 
     guess: by place, limits that the method seems to need.
     """

@@ -339,8 +339,8 @@ def largest_seed_sizes(fanouts: Sequence[int], graph: Graph, train_ids: Tensor) 
     """An upper bound for the sizes of a batch with one seed, for any training node and any draws.
 
     In a large graph, the bound multiplies the largest number of draws of each hop. Otherwise it is computed
-    for every node, from the last hop back to the first. Let c_h(v) be the most draws at node v in hop h, and
-    F_h(v) a bound for v itself and all nodes and edges that are drawn around it from hop h on. Then
+    for every node, from the last hop back to the first. Let c_h(v) be the most draws at node v in hop h. Let
+    F_h(v) be a bound for v itself and all nodes and edges that are drawn around it from hop h on. Then
 
         F_h(v) = F_{h+1}(v) + min(sum of F_{h+1}(u) over all in-neighbours u of v,
                                   c_h(v) * max of F_{h+1}(u) over these u)
