@@ -80,8 +80,8 @@ def plan_of(method: Method, outline: RunOutline, budget: Budget) -> Plan:
 def learn(outline: RunOutline, num_blocks: int | None, limit: float = math.inf) -> Predictor:
     """Teach the predictor of steps over `num_blocks` blocks by sampled batches, and return it.
 
-    num_blocks: as `Plan.num_blocks`, but never None: then there is nothing to learn (`_is_sure`). limit:
-    the bytes that a measured step may take.
+    num_blocks: as `Plan.num_blocks`. None, for a plan that steps cannot improve, is an error. limit: the
+    bytes that a measured step may take.
     """
     assert num_blocks is not None
     predictor = outline.predictor(num_blocks)

@@ -398,7 +398,7 @@ class CapturedStep:
         earlier_gradients = []
         for parameter, buffer in zip(self.parameters, self.gradients, strict=True):
             earlier = parameter.grad
-            # A replay for an earlier unit of the same optimizer step has left its gradients in the graph's
+            # A replay for an earlier unit of the same optimizer step may have left its gradients in the graph's
             # memory. The next replay would overwrite them.
             if earlier is not None and earlier is buffer:
                 earlier = earlier.clone()
