@@ -187,7 +187,12 @@ class SampledForms:
     @cached_property
     def _largest_seed_sizes(self) -> Sizes:
         """A bound for the sizes of a batch with one seed."""
-        return largest_seed_sizes(self.method.fanout_per_layer, self.outline.data.graph, self.outline.train_ids)
+        return largest_seed_sizes(
+            self.method.fanout_per_layer,
+            self.outline.data.graph,
+            self.outline.train_ids,
+            with_replacement=self.method.replace,
+        )
 
     @cached_property
     def _largest_batch(self) -> Batch:
@@ -202,7 +207,7 @@ class SampledForms:
         batch_copy = MicroBatchBytes.of(self._largest_batch, device=None) if batches_on_host else None
         peaks = []
         for batch in self.batches:
-            sizes = _with_margin(Sizes.of(batch), self.outline.data.graph)
+            sizes = _with_margin(Sizes.of(batch), self.outline.data.graph, with_replacement=self.method.replace)
             peak_bytes = self.predictor.predict_peak(sizes)
             if batch_copy is not None:
                 peak_bytes = peak_bytes + batch_copy.resident(sizes)
@@ -327,15 +332,22 @@ def draw_batches(method: Sampled, outline: Outline, batch_size: int) -> Iterator
         yield from batches
 
 
-def _with_margin(sizes: Sizes, graph: Graph) -> Sizes:
-    """The sizes times `SIZE_MARGIN`, but no more than the graph has. The number of seeds stays."""
+def _with_margin(sizes: Sizes, graph: Graph, *, with_replacement: bool) -> Sizes:
+    """The sizes times `SIZE_MARGIN`, but no more than the graph has. The number of seeds stays.
+
+    with_replacement: whether an edge may be drawn twice, so that a batch may have more edges than the graph.
+    """
     *nodes, num_seeds = sizes.nodes
     nodes = [min(math.ceil(SIZE_MARGIN * num_nodes), graph.num_nodes) for num_nodes in nodes]
-    edges = [min(math.ceil(SIZE_MARGIN * num_edges), graph.num_edges) for num_edges in sizes.edges]
+    edges = [math.ceil(SIZE_MARGIN * num_edges) for num_edges in sizes.edges]
+    if not with_replacement:
+        edges = [min(num_edges, graph.num_edges) for num_edges in edges]
     return Sizes((*nodes, num_seeds), tuple(edges))
 
 
-def largest_seed_sizes(fanouts: Sequence[int], graph: Graph, train_ids: Tensor) -> Sizes:
+def largest_seed_sizes(
+    fanouts: Sequence[int], graph: Graph, train_ids: Tensor, *, with_replacement: bool = False
+) -> Sizes:
     """An upper bound for the sizes of a batch with one seed, for any training node and any draws.
 
     In a large graph, the bound multiplies the largest number of draws of each hop. Otherwise it is computed
@@ -348,7 +360,10 @@ def largest_seed_sizes(fanouts: Sequence[int], graph: Graph, train_ids: Tensor) 
     since v itself draws again in hop h + 1, and so do the c_h(v) in-neighbours that hop h has drawn.
     """
     degrees = graph.in_degrees().clamp(max=graph.num_edges)
-    max_draws = [degrees if fanout < 0 else degrees.clamp(max=fanout) for fanout in fanouts]
+    if with_replacement:  # a node with any in-edge draws `fanout` times, some edges more than once
+        max_draws = [torch.where(degrees > 0, fanout, 0) for fanout in fanouts]
+    else:
+        max_draws = [degrees if fanout < 0 else degrees.clamp(max=fanout) for fanout in fanouts]
     if graph.num_nodes > MAX_SEARCHED_NODES:
         nodes = [1]
         edges = []
