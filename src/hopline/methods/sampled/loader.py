@@ -342,6 +342,7 @@ class Loader:
         if self.on_gpu and self.layout == "tree":
             return self._reads_at_ids(table)
 
+        # The kernel needs the row ids on the model's device: drawn there, or moved there with the batch.
         samples_at_model = self.device.type == ("cuda" if self.on_gpu else "cpu")
         has_ids_at_model = self.read_by_gpu or samples_at_model
         if not (has_ids_at_model and self._reads_at_ids(table) and model.keeps_handle(table)):
