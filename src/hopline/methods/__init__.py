@@ -1,7 +1,7 @@
 """Training methods, one folder each. A method is settings; its `bind` returns the work that the trainer
 runs.
 
-`contract.py` is the contract between a method and the trainer. `partitioned/` is the common base of
+`hopline/contract.py` is the contract between a method and the trainer. `partitioned/` is the common base of
 Historical and FullBatch. `plan_within` asks a method for a plan that fits a budget. If none fits, its error
 names a method that does.
 

@@ -1,4 +1,12 @@
-"""A method's plan within a budget: measured if the bound is too loose, or refused with what would fit."""
+"""A method's plan within a budget, or an error that names limits and a method that would fit.
+
+The memory of a step is predicted. Before any step has run, the prediction is a bound by the model's widths,
+far above what steps take. If the plan does not fit by the bound, a few steps are measured, and the method
+plans again:
+
+    plan_of       measures steps that fit the budget
+    _find_plan    measures larger steps too, before it gives up
+"""
 
 from __future__ import annotations
 
@@ -42,24 +50,27 @@ def plan_within(method: Method, outline: RunOutline, budget: Budget) -> Plan:
 
 
 def plan_or_raise(method: Method, outline: RunOutline, budget: Budget) -> Plan:
-    """The method's plan; if it does not fit, an error with a budget that was tried and does."""
+    """The method's plan; if it does not fit, an error with limits that do."""
     plan = _find_plan(method, outline, budget)
     if plan.fits:
         return plan
-    smallest = _find_sufficient_limits(method, outline, budget, plan.missing)
-    budget_key = "budget"
-    if outline.compute_place == "host" and budget.host is not None:
-        is_limited_by_host = parse_size(budget.host or 0) == budget.bytes_on(outline.device)
-        budget_key = "budget.host" if is_limited_by_host else "budget"
-    raise plan.refusal(smallest, budget_key)
+    sufficient = _find_sufficient_limits(method, outline, budget, plan.missing)
+    # On a CPU the smaller of `budget` and `budget.host` is the limit. The error names that one.
+    is_limited_by_host = (
+        outline.compute_place == "host"
+        and budget.host is not None
+        and parse_size(budget.host) == budget.bytes_on(outline.device)
+    )
+    raise plan.refusal(sufficient, "budget.host" if is_limited_by_host else "budget")
 
 
 def plan_of(method: Method, outline: RunOutline, budget: Budget) -> Plan:
-    """The method's plan. If it does not fit by the predictor's bound alone, a few steps are measured first.
+    """The method's plan, whether it fits or not.
 
-    The plan need not fit. `Plan.check` raises `DoesNotFit` then.
+    If the largest step exceeds its limit by the bound, a few steps within the limit are measured first.
     """
     plan = method.plan(outline, budget)
+    # A limit of 0 or less: the data alone exceed the budget, so no step can be measured within it.
     if plan.step_bytes > plan.limit_bytes > 0 and not _is_sure(plan, outline):
         learn(outline, plan.num_blocks, plan.limit_bytes)
         plan = method.plan(outline, budget)
@@ -69,7 +80,8 @@ def plan_of(method: Method, outline: RunOutline, budget: Budget) -> Plan:
 def learn(outline: RunOutline, num_blocks: int | None, limit: float = math.inf) -> Predictor:
     """Teach the predictor of steps over `num_blocks` blocks by sampled batches, and return it.
 
-    limit: the bytes that a measured step may take.
+    num_blocks: as `Plan.num_blocks`. None, for a plan that steps cannot improve, is an error. limit: the
+    bytes that a measured step may take.
     """
     assert num_blocks is not None
     predictor = outline.predictor(num_blocks)
@@ -83,44 +95,47 @@ def learn(outline: RunOutline, num_blocks: int | None, limit: float = math.inf) 
 
 
 def _is_sure(plan: Plan, outline: RunOutline) -> bool:
-    """Whether measured steps would not tell more."""
+    """Whether the plan is as good as measured steps can make it."""
     return plan.num_blocks is None or outline.predictor(plan.num_blocks).is_sure
 
 
 def _find_sufficient_limits(
-    method: Method, outline: RunOutline, budget: Budget, smallest: dict[Place, int]
+    method: Method, outline: RunOutline, budget: Budget, guess: dict[Place, int]
 ) -> dict[Place, int]:
-    """By place: limits with which the method fits.
+    """By place: limits with which the method fits. The smallest that a few tries find.
 
-    Every try begins with a new predictor, because the user who types these limits begins a new run, which
-    knows nothing of the steps that were measured here.
+    Every try begins with a new predictor: the user who types these limits begins a new run, which knows
+    nothing of the steps measured here. If no try fits, the last guess is returned.
 
-    smallest: by place, limits that the method seems to need.
+    guess: by place, limits that the method seems to need.
     """
     sufficient: dict[Place, int] | None = None
     for _ in range(MAX_TRIED_BUDGETS):
         new_outline = replace(outline, predictors={})
-        plan = _find_plan(method, new_outline, _raise_limits(budget, smallest, outline))
+        plan = _find_plan(method, new_outline, _raise_limits(budget, guess, outline))
         if not plan.fits:
+            # Sufficient limits have been lowered too far: the try before this one counts.
             if sufficient is not None:
                 break
-            smallest = {place: max(smallest.get(place, 0), plan.missing.get(place, 0)) for place in PLACES}
-            smallest = {place: size for place, size in smallest.items() if size}
+            higher: dict[Place, int] = {place: max(guess.get(place, 0), plan.missing.get(place, 0)) for place in PLACES}
+            guess = {place: limit for place, limit in higher.items() if limit > 0}
             continue
+        # These limits fit. With measured steps, smaller ones may.
         if not _is_sure(plan, new_outline):
             learn(new_outline, plan.num_blocks, plan.limit_bytes)
-        sufficient = smallest
-        smallest = plan_of(method, new_outline, budget).missing  # may be less: steps were measured since
-        is_less = any(size < sufficient.get(place, 0) for place, size in smallest.items())
-        if not is_less:
+        sufficient = guess
+        guess = plan_of(method, new_outline, budget).missing
+        is_lower = any(limit < sufficient.get(place, 0) for place, limit in guess.items())
+        if not is_lower:
             break
-    return smallest if sufficient is None else sufficient
+    return guess if sufficient is None else sufficient
 
 
 def _find_plan(method: Method, outline: RunOutline, budget: Budget) -> Plan:
-    """The method's plan.
+    """The method's plan, which may still not fit.
 
-    If it does not fit by the bound, steps are measured, within limits that fit by the bound.
+    Within a small budget `plan_of` measures few steps or none, and the plan relies on the bound. So before
+    a plan is given up, larger steps are measured, within limits that fit by the bound.
     """
     plan = plan_of(method, outline, budget)
     if plan.fits or _is_sure(plan, outline):
@@ -130,15 +145,15 @@ def _find_plan(method: Method, outline: RunOutline, budget: Budget) -> Plan:
     return plan_of(method, outline, budget)
 
 
-def _raise_limits(budget: Budget, smallest: Mapping[Place, int], outline: RunOutline) -> Budget:
+def _raise_limits(budget: Budget, limits: Mapping[Place, int], outline: RunOutline) -> Budget:
     """The budget with these limits in place of its own.
 
     On a CPU the limit of the host is that of the device too.
     """
-    limits = {place: str(size) for place, size in smallest.items()}
-    if "host" in limits and outline.compute_place == "host":
-        limits["device"] = limits["host"]
-    return replace(budget, **limits)
+    settings = {place: str(limit) for place, limit in limits.items()}
+    if "host" in settings and outline.compute_place == "host":
+        settings["device"] = settings["host"]
+    return replace(budget, **settings)
 
 
 def _fits(method: Method, outline: RunOutline, budget: Budget) -> bool:
@@ -150,8 +165,11 @@ def _fits(method: Method, outline: RunOutline, budget: Budget) -> bool:
 
 
 def alternatives(method: Method | None, outline: RunOutline) -> list[Method]:
-    """The library's other methods, each with its usual settings."""
-    num_layers = getattr(outline.model, "num_layers", 3)
+    """The library's other methods with their usual settings; some a second time, with tables in files.
+
+    method: the method to leave out.
+    """
+    num_layers = getattr(outline.model, "num_layers", 3)  # a module without layers: 3, a rule of thumb
     methods: list[Method] = [Sampled(fanouts=usual_fanouts(num_layers))]
     if isinstance(outline.model, GNN):
         partition = "metis" if importlib.util.find_spec("pymetis") else "streaming"

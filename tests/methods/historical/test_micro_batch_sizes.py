@@ -102,12 +102,12 @@ def test_micro_batches_have_the_edges_seeds_and_rows_of_the_batch():
         micro_batch = MicroBatch(hist_batch, number, run)
         micro_edges = micro_batch.edges()
         block = micro_edges.block
-        near_idx = micro_edges.near_idx
+        own_idx = micro_edges.own_idx
         halo_idx = micro_edges.halo_idx
         assert block.key == whole.key
         assert block.layer_hooks is None  # what completes the batch's rows knows nothing of a piece
         assert torch.equal(block.dst_ids, whole.src_ids[run])
-        assert torch.equal(block.src_ids, torch.cat([whole.src_ids[near_idx], whole.src_ids[whole.num_dst + halo_idx]]))
+        assert torch.equal(block.src_ids, torch.cat([whole.src_ids[own_idx], whole.src_ids[whole.num_dst + halo_idx]]))
         dst = block.dst_ids[block.edge_index[1]]
         edges.append(torch.stack([block.src_ids[block.edge_index[0]], dst]))
         batch = micro_batch.batch(micro_edges)

@@ -89,6 +89,18 @@ def test_the_state_of_the_work_holds_its_tables():
         assert torch.equal(other.histories.tables[l], table)
 
 
+def test_refresh_with_compensation_does_not_change_gradients_of_a_step():
+    work: Any = trainer_of(compensate=True).work
+    parameters = list(work.job.module.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+
+    work.refresh()
+
+    for parameter in parameters:
+        assert torch.equal(parameter.grad, torch.ones_like(parameter))
+
+
 def test_refresh_by_evaluation_leaves_the_tables_of_a_refresh():
     data = replace(DATA, splits=DATA.splits | {"valid": torch.arange(30, 40)})
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import hopline as hl
 from hopline.data import planted_partition
-from hopline.methods.sampled.captured_step import CapturedUnit, no_waiting
+from hopline.methods.sampled.captured_step import CapturedUnit, forbid_synchronising
 from hopline.tables import TensorTable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -170,7 +170,7 @@ def test_an_epoch_of_captured_steps_does_not_synchronise(placement: hl.Placement
     assert all(isinstance(unit, CapturedUnit) for unit in units)
 
     torch.cuda.synchronize()
-    with no_waiting():
+    with forbid_synchronising():
         for unit in trainer.work.units(2):
             trainer.step([unit])
 

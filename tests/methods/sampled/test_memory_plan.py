@@ -154,6 +154,28 @@ def test_no_seed_draws_more_than_the_bound(fanouts: tuple[int, ...]):
     assert (sizes.amax(0) <= torch.from_numpy(bound)).all()
 
 
+@pytest.mark.parametrize("fanouts", [(9,), (2, 9), (9, 9, 2)])
+@pytest.mark.parametrize("max_searched_nodes", [1, 1 << 24], ids=["by degrees alone", "node by node"])
+def test_no_seed_draws_more_than_the_bound_with_replacement(
+    fanouts: tuple[int, ...], max_searched_nodes: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("hopline.methods.sampled.memory_plan.MAX_SEARCHED_NODES", max_searched_nodes)
+    outline = outline_of(200, 300)  # few in-edges, so that most nodes draw an edge several times
+    method = Sampled(fanouts=fanouts, replace=True)
+    bound = largest_seed_sizes(fanouts, outline.data.graph, outline.train_ids, with_replacement=True).array
+    for batch in draw_batches(method, outline, 1):
+        assert (Sizes.of(batch).array <= bound).all()
+
+
+def test_a_plan_with_replacement_counts_more_edges_than_the_graph_has():
+    outline = outline_of(100, 100)
+    method = replace(METHOD, fanouts=(50, 50), replace=True)
+    forms = forms_of(outline, method=method)
+    drawn_sizes = Sizes.of(forms.batches[0])
+    assert drawn_sizes.edges[0] > outline.data.graph.num_edges
+    assert forms.plan(0, 1).step_bytes >= outline.predictor(2).predict_peak(drawn_sizes)
+
+
 def test_the_bound_is_exact_where_nothing_is_shared(monkeypatch: pytest.MonkeyPatch):
     # A chain of stars: node 0 hears from 1 .. 4, of which each hears from three more.
     src = torch.arange(1, 17)

@@ -1,7 +1,16 @@
 """Historical embeddings: batches of parts, with neighbours' rows from earlier steps.
 
-Read `settings`, `work` (refresh, order of commits) and `step` (one batch). `groups` draws the parts of each batch,
-`batches` makes one, `halo` reads historical embeddings of its neighbours. `micro_batches` splits a batch to keep to a
-budget. `compensation` adds gradients from outside the batch, `staleness` measures how far stored rows drift,
-`regularise` drops edges. State is written in `commit` only, after the optimizer's step. It stands on `partitioned`.
+Read `settings`, `work` (an epoch, and when tables are written) and `step` (one batch) first. Then:
+
+    groups          draws the parts of each batch
+    batches         makes a batch
+    halo            reads historical embeddings of the batch's neighbours, between layers
+    micro_batches   splits a batch to keep to a budget
+    compensation    adds gradients from outside the batch
+    staleness       measures how far embeddings drift while they wait in the tables
+    regularise      drops edges
+    loader          batches for a loop of the user's own
+
+A unit writes its rows in `commit` only, after the optimizer's step. `hopline.methods.partitioned` is the base: the
+partition, and the tables.
 """

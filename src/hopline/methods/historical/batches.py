@@ -79,9 +79,9 @@ class HistoricalBatches(PartBatches):
         nodes = parts.nodes_of(group)
         block = parts.block_of(group, nodes, key)
         positions = self.halo_positions(group, block)
-        out_neighbors = self._find_out_neighbors(nodes, parts.out_neighbors_of(group, nodes, key))
+        out_neighbors = self._index_out_neighbors(nodes, parts.out_neighbors_of(group, nodes, key))
         row_reader, gradient_reader = self._make_readers(positions, out_neighbors)
-        self.pin(group, block, positions)
+        self.pin(group, block, positions)  # for the moves to a GPU
 
         halo = Halo(
             row_ranges=parts.row_ranges_of(group),
@@ -103,7 +103,11 @@ class HistoricalBatches(PartBatches):
             gradient_reader=gradient_reader,
         )
 
-    def _find_out_neighbors(self, nodes: Tensor, block: Block | None) -> OutNeighbors | None:
+    def _index_out_neighbors(self, nodes: Tensor, block: Block | None) -> OutNeighbors | None:
+        """Find which sources of a block are nodes of the batch, and the positions of all its nodes in the tables.
+
+        nodes: the batch's own nodes. block: in-edges of the out-neighbours, from `Groups.out_neighbors_of`.
+        """
         if block is None:
             return None
         self._local_idx[nodes] = torch.arange(nodes.numel())

@@ -40,22 +40,22 @@ class OutNeighbors:
     dst_positions: Tensor
     """[num_dst] int64 on the host: positions of all destinations in the tables of gradients."""
 
-    def narrow(self, dst: slice, block: Block, among: Tensor) -> OutNeighbors:
+    def narrow(self, dst: slice, block: Block, whole_src_idx: Tensor) -> OutNeighbors:
         """The out-neighbours at some destinations only, for a batch in micro-batches.
 
-        dst: the destinations to keep. block: their in-edges. among: [block.num_src] int64, which source of the whole
-        block each source of `block` is.
+        dst: the destinations to keep. block: their in-edges. whole_src_idx: [block.num_src] int64, which source of
+        the whole block each source of `block` is.
         """
         # [num_src]: the local id of each source among the batch's own nodes, -1 for nodes outside the batch.
-        local_idx = torch.full((self.block.num_src,), -1, device=among.device)
+        local_idx = torch.full((self.block.num_src,), -1, device=whole_src_idx.device)
         local_idx[self.batch_src_idx] = self.own_idx
-        local_idx = local_idx[among]
+        local_idx = local_idx[whole_src_idx]
         batch_src_idx = (local_idx >= 0).nonzero().view(-1)
         return OutNeighbors(
             block=block,
             batch_src_idx=batch_src_idx,
             own_idx=local_idx[batch_src_idx],
-            src_positions=self.src_positions[among.cpu()],
+            src_positions=self.src_positions[whole_src_idx.cpu()],
             dst_positions=self.dst_positions[dst],
         )
 
@@ -114,7 +114,8 @@ def compensation_gradient(
 
     # The batch's key, so that dropout is drawn as in the batch's own layers.
     block = replace(out_neighbors.block, key=hist_batch.batch.key)
-    # Norms use running statistics: nodes outside the batch must not enter the statistics of this step.
+    # Norms use running statistics, in every step (`only_if=True`): nodes outside the batch must not enter the
+    # statistics of this step.
     norm_modules = [work.model.convs[l + 1], work.model.norms[l + 1]]
     with torch.enable_grad(), running_statistics(norm_modules, only_if=True):
         outputs = work.layer_at(l + 1, block, inputs)

@@ -7,6 +7,7 @@ the same optimizer step.
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -50,15 +51,20 @@ class Groups(Parts):
     @cached_property
     def num_groups(self) -> int:
         """The number of batches that cover all parts once, over all ranks."""
-        hosts = range(max(self.shares.hosts) + 1)
-        return sum(-(-len(self.shares.parts_of_host(host)) // self.per_group) for host in hosts)
+        num_parts_by_host = [len(self.shares.parts_of_host(host)) for host in self._hosts]
+        return sum(math.ceil(num_parts / self.per_group) for num_parts in num_parts_by_host)
+
+    @property
+    def _hosts(self) -> range:
+        """The numbers of all hosts. `shares.hosts` has the host of each rank."""
+        return range(max(self.shares.hosts) + 1)
 
     def turns_of(self, epoch: int) -> list[tuple[Group, ...]]:
         """The groups of an epoch, by turn and rank. A rank trains parts that its host keeps; () if none are left.
 
         On one host the ranks take the groups of the epoch in order: at turn s, rank r of R takes group s * R + r.
         """
-        groups_by_host = [iter(self._draw_groups(epoch, host)) for host in range(max(self.shares.hosts) + 1)]
+        groups_by_host = [iter(self._draw_groups(epoch, host)) for host in self._hosts]
         max_batches = self.method.max_batches
         turns: list[tuple[Group, ...]] = []
         while True:
@@ -74,6 +80,7 @@ class Groups(Parts):
     def _draw_groups(self, epoch: int, host: int) -> list[Group]:
         """The groups that one host trains in an epoch, in order. All ranks draw the same."""
         key = ops.derive_key(self.seed, epoch)
+        # Host 0 has the key of the epoch itself, as a single host has.
         if host:
             key = ops.derive_key(key, host)
         parts = torch.tensor(self.shares.parts_of_host(host))

@@ -28,7 +28,7 @@ class Halo(Recorder):
         row_reader: Reads rows of the halo.
         last: The number of the last layer, after which nothing is read or pushed.
         keeps_gradients: Whether autograd keeps the gradients at the batch's own rows.
-        measures: Whether to measure how far noise moves each layer.
+        measures: Whether to measure how far noise on a layer's input moves its output, for `Historical.lipschitz`.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Halo(Recorder):
 
     def after_layer(self, l: int, h: Tensor) -> Tensor:
         if l == self.last or not self.positions.numel():
-            return super().after_layer(l, h)
+            return super().after_layer(l, h)  # records, and appends nothing
         self.record(l, h)
         # Concatenation copies, so nothing later can change the recorded rows in place.
         return torch.cat([h, self.row_reader.read(l, self.positions, h)])

@@ -32,7 +32,10 @@ from hopline.util.log import logger
 
 
 class Turn:
-    """The turn of one batch in a user's loop. `end` pushes its rows, once, and counts the commit."""
+    """The turn of one batch in a user's loop: one optimizer step, which all ranks make together.
+
+    `end` pushes the batch's rows, once, and counts the commit.
+    """
 
     def __init__(self, loader: HistoricalLoader, unit: HistoricalUnit) -> None:
         self.loader = loader
@@ -209,8 +212,9 @@ class HistoricalLoader:
         y = self.data.y
         is_seed = torch.zeros(self.data.num_nodes, dtype=torch.bool)
         is_seed[find_seeds(self.data, ids).cpu()] = True
-        for group in self.work.parts.sweep:
-            hist_batch = self.work.batch(group, None)
+        all_groups = self.work.parts.sweep  # of this rank, which is the only one
+        for group in all_groups:
+            hist_batch = self.work.batch(group, key=None)  # no random draws
             assert hist_batch is not None
             output_idx = is_seed[hist_batch.nodes].nonzero().view(-1)
             if not output_idx.numel():
@@ -234,6 +238,7 @@ class HistoricalLoader:
 
 
 def _with_turn(batch: Batch, turn: Turn | None) -> HaloBatch:
+    """The batch as a `HaloBatch`."""
     return HaloBatch(
         seeds=batch.seeds,
         blocks=batch.blocks,
@@ -260,7 +265,7 @@ def make_loader(
 ) -> HistoricalLoader:
     """Make the loader of `Historical.loader`, which describes the arguments."""
     inner = unwrap(model)
-    tell_calls(inner)
+    tell_calls(inner)  # a user's model that is called with a batch, which it cannot read, raises with advice
     return HistoricalLoader(
         data=data,
         ids=find_seeds(data, ids),

@@ -1,8 +1,8 @@
 """The memory plan of `Historical`: tables of all nodes, and steps of a batch, whole or in micro-batches.
 
-It bounds a step before any batch exists: a batch has its share of nodes and edges, times `UNEVEN`, and all its other
-sources are different nodes. The smallest step is a micro-batch of one node, the one with most in-edges, on top of the
-rows that the whole batch keeps.
+It bounds a step before any batch exists. A batch has its share of nodes and edges, times `UNEVEN`, and every edge may
+come from a halo node of its own. The smallest step is a micro-batch of one node, the one with most in-edges, on top of
+the rows that the whole batch keeps.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def plan(method: Historical, outline: Outline, budget: Budget) -> Plan:
 
     share = min(1.0, UNEVEN * method.parts_per_batch / method.num_parts)
     sizes = part_sizes(data.graph, share, model.num_layers)
+    # The blocks of fixed groups are cached, so in the end all edges are.
     num_edges = data.graph.num_edges if method.groups == "fixed" else sizes.edges[0]
     prepared = Item("prepared batch", "host", block_bytes(data.graph, num_edges))
 
@@ -45,7 +46,8 @@ def plan(method: Historical, outline: Outline, budget: Budget) -> Plan:
     if budget.over_budget == "split" and can_split(model):
         # The smallest micro-batch in the worst case: one node with as many in-edges as any node has.
         degree = int(data.graph.in_degrees().max()) if data.num_nodes else 0
-        one_node = Sizes((*[1 + degree] * model.num_layers, 1), (degree,) * model.num_layers)
+        num_src = 1 + degree
+        one_node = Sizes(nodes=(num_src,) * model.num_layers + (1,), edges=(degree,) * model.num_layers)
         # Kept by a split batch during its step: own rows and gradients after every layer.
         num_own = sizes.nodes[-1]
         resident_bytes = 2 * num_own * sum(widths[1:]) * outline.dtype.itemsize

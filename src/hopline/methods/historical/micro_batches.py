@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 MAX_GROWTH = 1.4
-"""Largest factor from one number of micro-batches to the next that is tried, until a batch fits. A rule of thumb."""
+"""Most by which the number of micro-batches is multiplied from one try to the next. A rule of thumb."""
 UNEVEN = 1.1
 """Largest weight of a run that ends with a part, as a multiple of its equal share. A rule of thumb."""
 ENOUGH_NODES = 64
@@ -113,7 +113,10 @@ def runs_to_fit(
     batch = _as_batch(block)
     # A node's cost: its in-edges, and its own row.
     weight = block.part.indptr.cpu().diff() + 1
-    num_micro_batches = max(1, math.ceil(bytes_of(Sizes.of(batch)) / limit)) if limit > 0 else block.num_dst
+    if limit > 0:
+        num_micro_batches = max(1, math.ceil(bytes_of(Sizes.of(batch)) / limit))
+    else:
+        num_micro_batches = block.num_dst  # nothing fits; the error names the bytes of a single node
 
     def largest_peak(runs: list[slice]) -> float:
         return max(map(bytes_of, sizes_of(batch, [_positions(run) for run in runs])))
@@ -254,10 +257,10 @@ class Edges:
     """All in-edges of a micro-batch's nodes. Sources are ordered: the batch's own nodes first, then the halo."""
 
     block: Block
-    near_idx: Tensor
-    """[num_near] int64: for the first sources of `block`, which of the batch's own nodes each is."""
+    own_idx: Tensor
+    """[num_own_src] int64: for the first sources of `block`, which of the batch's own nodes each is."""
     halo_idx: Tensor
-    """[num_src - num_near] int64 on the host: for the other sources of `block`, which node of the halo each is."""
+    """[num_src - num_own_src] int64 on the host: for the other sources of `block`, which node of the halo each is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,9 +279,10 @@ class MicroBatch:
         They are built again for every layer, so that memory holds those of one micro-batch at a time.
         """
         whole = self.hist_batch.block
-        piece = micro_batch_of(_as_batch(whole), _positions(self.run))
-        (block,) = piece.blocks
-        is_halo = piece.input_idx >= whole.num_dst
+        micro_batch = micro_batch_of(_as_batch(whole), _positions(self.run))
+        (block,) = micro_batch.blocks
+        whole_src_idx = micro_batch.input_idx  # which source of `whole` each source of `block` is
+        is_halo = whole_src_idx >= whole.num_dst
 
         # Stable, so destinations, which are own nodes and come first, stay the first sources.
         order = is_halo.long().argsort(stable=True)
@@ -288,29 +292,29 @@ class MicroBatch:
         block = replace(block, src_ids=block.src_ids[order], parts=(replace(block.part, src_idx=src_idx),))
 
         num_halo = int(is_halo.sum())
-        near_idx, halo_idx = piece.input_idx[order].split([order.numel() - num_halo, num_halo])
-        return Edges(block, near_idx, (halo_idx - whole.num_dst).cpu())
+        own_idx, halo_idx = whole_src_idx[order].split([order.numel() - num_halo, num_halo])
+        return Edges(block, own_idx, (halo_idx - whole.num_dst).cpu())
 
     def batch(self, edges: Edges) -> Batch:
         """The micro-batch as a batch for the loss: its seeds with their labels, and the rows of its sources."""
         whole = self.hist_batch.batch
         seed_idx = self._seed_idx
-        own_seeds = (seed_idx >= 0).nonzero().view(-1)
+        run_seeds = (seed_idx >= 0).nonzero().view(-1)  # which seeds of the batch are in this micro-batch
 
         def source_rows(whole_rows: Rows | Tensor) -> Rows | Tensor:
             if isinstance(whole_rows, Rows):
                 return Rows(whole_rows.table, edges.block.src_ids)
             halo_idx = edges.halo_idx.to(whole_rows.device) + self.hist_batch.block.num_dst
-            return ops.gather_rows(whole_rows, torch.cat([edges.near_idx, halo_idx]))
+            return ops.gather_rows(whole_rows, torch.cat([edges.own_idx, halo_idx]))
 
         return replace(
             whole,
-            seeds=whole.seeds[own_seeds],
+            seeds=whole.seeds[run_seeds],
             blocks=(edges.block,) * len(whole.blocks),
             x=None if whole.x is None else source_rows(whole.x),
-            y=None if whole.y is None else whole.y[own_seeds],
+            y=None if whole.y is None else whole.y[run_seeds],
             tables={name: source_rows(rows) for name, rows in whole.tables.items()},
-            output_idx=seed_idx[own_seeds],
+            output_idx=seed_idx[run_seeds],
         )
 
     @property
@@ -331,8 +335,8 @@ class MicroBatch:
 class Runs:
     """A block, split by runs of its destinations. Each iteration builds one run's edges at a time.
 
-    Yields (run, block of the run's in-edges, `among`). among: [num_src] int64, which source of the whole block each
-    source of the run's block is.
+    Yields (run, block of the run's in-edges, whole_src_idx). whole_src_idx: [num_src] int64, which source of the whole
+    block each source of the run's block is.
     """
 
     block: Block
@@ -340,8 +344,8 @@ class Runs:
 
     def __iter__(self) -> Iterator[tuple[slice, Block, Tensor]]:
         for run in self.runs:
-            piece = micro_batch_of(_as_batch(self.block), _positions(run))
-            yield run, piece.blocks[0], piece.input_idx
+            micro_batch = micro_batch_of(_as_batch(self.block), _positions(run))
+            yield run, micro_batch.blocks[0], micro_batch.input_idx
 
 
 # ---- a batch, layer by layer over its micro-batches
@@ -350,13 +354,15 @@ class Runs:
 class BatchPlan(LayerPlan[MicroBatch]):
     """The layer-wise engine's plan for one batch, whose pieces are micro-batches.
 
-    It lists none, which is all that a `Probe` needs. `MicroBatches` lists those of a split batch.
+    Here `chunks_of` lists none, because a `Probe` makes its micro-batches itself. `MicroBatches` lists those of a split
+    batch.
     """
 
     def __init__(self, work: HistoricalWork, hist_batch: HistoricalBatch) -> None:
         self.work = work
         self.hist_batch = hist_batch
         self.last = work.model.num_layers - 1
+        # None in evaluation. Never a tensor, as the keys of captured steps are.
         self.key = hist_batch.batch.key if isinstance(hist_batch.batch.key, int) else None
 
     def chunks_of(self, l: int) -> Sequence[MicroBatch]:
@@ -517,6 +523,7 @@ class MicroBatches(BatchPlan):
         # Rows after all layers. Gradients after all layers too, or after two: one is read, the one before it written.
         gradients = hidden if self.keeps_all else sorted(hidden)[-2:]
         num_bytes = num_own * (sum(hidden) + sum(gradients))
+        # Compensation keeps gradients after the last layer too. Its own backward pass makes tensors of all own rows.
         if self.compensates:
             num_bytes += num_own * (last + 2 * max(hidden, default=0))
         # A loss of the user's own needs the outputs of all seeds at once.
@@ -548,9 +555,11 @@ class MicroBatches(BatchPlan):
         return self.resident_bytes + self.max_run_bytes
 
     def chunks_of(self, l: int) -> Sequence[MicroBatch]:
+        # The last layer is computed only at micro-batches with seeds: no loss reads the last rows of others. There are
+        # two exceptions. The penalty of `lipschitz` is over all nodes. And a batch without seeds, which compensation
+        # trains, must still get gradients (zeros) after the last layer, which are pushed.
         if l < self.last or not self.hist_batch.batch.num_seeds or self.work.method.lipschitz:
             return self.all
-        # No loss reads the last rows of other nodes.
         return [micro_batch for micro_batch in self.all if micro_batch.has_seeds]
 
     def piece(self, l: int, chunk: MicroBatch) -> Piece:
@@ -564,7 +573,8 @@ class MicroBatches(BatchPlan):
         if self.meter is None or not is_whole_pass:
             return
         highest = self.highest_peaks.get(l)
-        if self.meter.lap_bytes > (0 if highest is None else highest.peak_bytes):
+        highest_bytes = 0 if highest is None else highest.peak_bytes
+        if self.meter.lap_bytes > highest_bytes:
             self.highest_peaks[l] = LayerPeak(self.meter.lap_bytes, Sizes.of_blocks((piece.block,)))
 
     # ---- a step
@@ -578,8 +588,14 @@ class MicroBatches(BatchPlan):
         """Add the gradient of the batch's share of the mean loss over `total` examples. Returns its summed loss."""
         num_seeds = self.hist_batch.batch.num_seeds
         num_own = self.hist_batch.block.num_dst
+        # The penalty in `HistoricalUnit` is a mean over layers and own nodes. The engine wants it per layer and node.
         penalty = self.work.method.lipschitz * num_seeds / (total * num_own * max(1, self.last))
-        objective = objective_of(self.work.job, 1 / total, self.key, lambda seeds, y: self.hist_batch.batch)
+
+        def whole_batch(seeds: Tensor, labels: Tensor | None) -> Batch:
+            # It has these seeds and labels already.
+            return self.hist_batch.batch
+
+        objective = objective_of(self.work.job, 1 / total, self.key, whole_batch)
         with autocast(self.work.job), trace.span("backward", self.work.job.device):
             self._layers(1 / total).backward(objective, penalty)
         # Without seeds, parameters that nothing reached get zeros, as after the backward pass of a loss of zero.
@@ -619,10 +635,13 @@ class BatchRows(Boundaries):
     def begin(self, layers: Sequence[int]) -> None:
         """Allocate the gradients when the backward pass begins.
 
-        Unlike in a sweep nothing is fetched from other hosts: that was done when the batch was made.
+        The engine calls it before a layer of the forward pass too, without autograd: then it does nothing. Unlike in
+        a sweep nothing is fetched from other hosts: that was done when the batch was made.
         """
-        if len(layers) == self.last and not self.totals and torch.is_grad_enabled():
-            for l in layers if self.batches.keeps_all else layers[-1:]:
+        is_backward = len(layers) == self.last and torch.is_grad_enabled()
+        if is_backward and not self.totals:
+            first_layers = layers if self.batches.keeps_all else layers[-1:]
+            for l in first_layers:
                 self._new_total(l)
 
     def handle(self, l: int, piece: Piece) -> Tensor:
@@ -631,11 +650,11 @@ class BatchRows(Boundaries):
     def read(self, l: int, at: Edges | slice) -> Tensor:
         if isinstance(at, slice):
             return self.own_rows[l][at].to(self.dtype, copy=True)
-        near_rows = ops.gather_rows(self.own_rows[l], at.near_idx)
+        own_src_rows = ops.gather_rows(self.own_rows[l], at.own_idx)
         if not at.halo_idx.numel():
-            return near_rows.to(self.dtype)
-        halo_rows = self.hist_batch.row_reader.read_subset(l, self.hist_batch.halo.positions, at.halo_idx, near_rows)
-        return torch.cat([near_rows, halo_rows]).to(self.dtype)
+            return own_src_rows.to(self.dtype)
+        halo_rows = self.hist_batch.row_reader.read_subset(l, self.hist_batch.halo.positions, at.halo_idx, own_src_rows)
+        return torch.cat([own_src_rows, halo_rows]).to(self.dtype)
 
     def write(self, l: int, piece: Piece, rows: Tensor) -> None:
         if l not in self.own_rows:
@@ -655,16 +674,16 @@ class BatchRows(Boundaries):
             self.totals[l] = rows.new_zeros(self.hist_batch.block.num_dst, *rows.shape[1:])
         if isinstance(at, slice):
             self.totals[l][at] += rows
-        else:  # rows behind `near_idx` are the halo's, which are constants
-            self.totals[l].index_add_(0, at.near_idx, rows[: at.near_idx.numel()])
+        else:  # rows behind `own_idx` are the halo's, which are constants
+            self.totals[l].index_add_(0, at.own_idx, rows[: at.own_idx.numel()])
 
     def gradients_complete(self, l: int) -> None:
         batches = self.batches
         hist_batch = self.hist_batch
         if l < self.last and hist_batch.out_neighbors is not None:
             # Before the engine goes back through layer l: what out-neighbours would send to the rows after it.
-            for run, block, among in batches.out_neighbors:
-                out_neighbors = hist_batch.out_neighbors.narrow(run, block, among)
+            for run, block, whole_src_idx in batches.out_neighbors:
+                out_neighbors = hist_batch.out_neighbors.narrow(run, block, whole_src_idx)
                 gradient = compensation_gradient(batches.work, hist_batch, out_neighbors, l, self.own_rows[l])
                 self.totals[l].add_(gradient, alpha=self.scale)
                 del out_neighbors, gradient  # or the next run's would come on top of them

@@ -9,7 +9,8 @@ from hopline.core.batch import Block, edges_where
 from hopline.ops.random import draw, uniform
 
 EDGES = 1 << 20
-"""Number that derives the key of edge dropout from that of a batch, apart from the numbers of layers' dropout."""
+"""The number of edge dropout among the keys of a batch. Far above those of the layers' dropout, so that no two draws
+share a key."""
 
 
 def drop_edges(block: Block, p: float, key: int) -> Block:
@@ -22,5 +23,6 @@ def drop_edges(block: Block, p: float, key: int) -> Block:
     """
     edge_ids = block.part.edge_ids
     assert edge_ids is not None, "the block was made without edge ids"
+    # The first draw of each edge, and 53 of its bits: as many as a float64 holds.
     is_kept = uniform(draw(ops.derive_key(key, EDGES), edge_ids, 0), 53) >= p
     return replace(block, parts=(edges_where(block.part, is_kept),))

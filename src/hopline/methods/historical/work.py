@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Commit:
-    """The rows that a batch writes into the tables, kept until their turn to be written comes."""
+    """The rows that a batch writes into the tables, kept until they are written, `lag` turns later."""
 
     row_ranges: Sequence[slice]
     """Positions of the batch's own nodes in the tables, a range per part."""
@@ -92,8 +92,8 @@ class HistoricalWork(PartsWork, Work):
         """Whether an epoch has begun, so that the tables may hold rows."""
         self.waiting: deque[Commit] = deque()
         """Commits that are not written yet, oldest first: those of the last `lag` turns."""
-        self._began_with = self.shares.hosts
-        """The host of each rank when the epoch began. A checkpoint within an epoch may be from other ranks."""
+        self._epoch_hosts = self.shares.hosts
+        """By rank: its host, in the run that began the epoch. A checkpoint may be from a run with other ranks."""
 
     parts: Groups
     batches: HistoricalBatches
@@ -124,12 +124,13 @@ class HistoricalWork(PartsWork, Work):
         if epoch == 1 and not done:
             self._begin()
         self.prepare()
-        # Which rank trains which batch depends on the ranks and hosts, so only as many can resume within an epoch.
-        if done and self._began_with != self.shares.hosts:
+        # Ranks and hosts decide which rank trains which batch. So within an epoch, a run resumes only with the same.
+        if done and self._epoch_hosts != self.shares.hosts:
             raise ValueError(
-                f"this epoch was begun by {len(self._began_with)} ranks on {max(self._began_with) + 1} hosts: resume "
+                f"this epoch was begun by {len(self._epoch_hosts)} ranks on {max(self._epoch_hosts) + 1} hosts: resume "
                 "with as many, or from a checkpoint at the end of an epoch"
             )
+        # A refresh in epochs 1, 1 + every, 1 + 2 * every, ... The remainder of 1 is 0 if `every` is 1.
         every = self.method.refresh_every
         is_refresh_due = isinstance(every, int) and epoch % every == 1 % every
         is_warm_up_due = self.method.warm_up and not self.filled
@@ -139,14 +140,14 @@ class HistoricalWork(PartsWork, Work):
 
         epoch_key = ops.derive_key(self.job.seed, epoch)
         rank = self.shares.rank
-        num_units = 0  # of the turns so far, this one included
+        num_units = 0  # units of the turns so far, this one included
         self.drift.begin_epoch()
         for step, turn in enumerate(self.parts.turns_of(epoch)):
             size: float = sum(self._num_seeds(group) for group in turn)
             has_gradient = self.method.compensate or size > 0
             if has_gradient:
                 num_units += 1
-            # A turn without a unit is done if a later unit is.
+            # A turn without a unit leaves no trace in `done`. It is done if the next unit is.
             is_done = num_units <= done if has_gradient else num_units < done
             if is_done:
                 continue  # trained and pushed before the run was interrupted
@@ -212,8 +213,10 @@ class HistoricalWork(PartsWork, Work):
         with trace.span("refresh"):
             forward_sweep(self)
             if self.method.compensate:
-                # The sweep adds to the parameters' gradients, which belong to the step: put them back afterwards.
+                # The sweep adds to the parameters' gradients, which belong to the step. So they are put aside:
+                # autograd would add to them in place.
                 gradients = [(p, p.grad) for p in self.job.module.parameters()]
+                self.job.module.zero_grad(set_to_none=True)
                 backward_sweep(self)
                 for p, gradient in gradients:
                     p.grad = gradient
@@ -299,12 +302,12 @@ class HistoricalWork(PartsWork, Work):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         waiting = state["waiting"]
-        self._began_with = tuple(state["hosts"])
+        self._epoch_hosts = tuple(state["hosts"])
         # Commits that wait belong to one rank each, so they can only go back to as many ranks.
-        if any(waiting) and self._began_with != self.shares.hosts:
+        if any(waiting) and self._epoch_hosts != self.shares.hosts:
             raise ValueError(
-                f"with lag= a run resumes with as many ranks and hosts as it had: {len(self._began_with)} ranks on "
-                f"{max(self._began_with) + 1} hosts"
+                f"with lag= a run resumes with as many ranks and hosts as it had: {len(self._epoch_hosts)} ranks on "
+                f"{max(self._epoch_hosts) + 1} hosts"
             )
         self.histories.load_state_dict(state["histories"])
         self.gradients.load_state_dict(state["gradients"])

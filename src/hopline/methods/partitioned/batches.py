@@ -100,7 +100,10 @@ class PartBatches:
         return self.to_device(batch)
 
     def to_device(self, batch: Batch) -> Batch:
-        """The batch on the model's device. Rows of tables that a GPU cannot read are read on the host first."""
+        """The batch on the model's device. Rows of tables that a GPU cannot read are read on the host first.
+
+        All other rows are handles. They do not move, but are made again with the ids on the device.
+        """
         if not self.on_gpu:
             return batch
         inputs = dict(batch.tables) if batch.x is None else {"x": batch.x, **batch.tables}

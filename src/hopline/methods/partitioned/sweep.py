@@ -45,7 +45,7 @@ class AllParts(LayerPlan[Group]):
         return self.work.parts.sweep
 
     def piece(self, l: int, chunk: Group) -> Piece:
-        """The group with its edges, on the device. A small graph's is made once, not moved again at every layer."""
+        """The group with its edges, on the device. In a small graph it is made once, for all layers."""
         if not self._is_small:
             return self._make_piece(chunk)
         if chunk not in self._pieces:
@@ -62,6 +62,7 @@ class AllParts(LayerPlan[Group]):
         batches.pin(group, block, halo)
         batch = batches.batch_of(replace(block, key=self.key, graph=batches.graph), nodes, self.key, inputs=False)
         positions = torch.cat([self.work.partition.position[nodes], halo])
+        # The first position serves as number: no other group has it, and it is the same in every layer.
         return Piece(block=batch.blocks[-1], src=positions, dst=row_ranges, number=row_ranges[0].start, batch=batch)
 
     def inputs_of(self, ids: Tensor) -> Rows | Tensor:

@@ -75,8 +75,8 @@ class NeededRows:
         for part, positions in enumerate(self.positions[l].split(bounds.diff().tolist())):
             if not positions.numel():
                 continue
-            # The number of nodes is key enough: a part's nodes needed after a layer are among those needed after the
-            # layer before, so equally many are the same ones. Layers that need the same nodes share a block.
+            # Layers that need the same nodes of a part share a block. Their number is key enough: the nodes needed
+            # after a layer are among those needed after the layer before. So equal numbers mean the same nodes.
             key = (part, positions.numel())
             if key not in self._chunks:
                 block = full_block(self.work.parts.sampler, partition.order[positions])

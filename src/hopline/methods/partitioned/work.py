@@ -101,7 +101,10 @@ class PartsWork:
 
     @cached_property
     def tables_at(self) -> Where:
-        """The place of a GPU's tables, chosen by the setting and by what fits. Says it when first asked."""
+        """The place of a GPU's tables, chosen by the setting and by what fits.
+
+        The first access chooses it, and tells the user by `Job.say`.
+        """
         dtype = DTYPES[self.spec.storage]
         row_bytes = sum((dtype or rows.dtype).itemsize * rows[0].numel() for rows in self._probe_rows().values())
         num_kinds = 2 if self.spec.with_gradients else 1
@@ -127,7 +130,7 @@ class PartsWork:
 
     def _probe_rows(self) -> dict[int, Tensor]:
         """By layer: rows of up to `MAX_PROBED_NODES` nodes after it, with the width and dtype of all rows."""
-        nodes = self.parts.nodes_of((0,))[:MAX_PROBED_NODES]
+        nodes = self.parts.nodes_of((0,))[:MAX_PROBED_NODES]  # of part 0
         recorder = Recorder()
         block = replace(without_halo(full_block(self.parts.sampler, nodes)), layer_hooks=recorder)
         with evaluating(self.model):
@@ -169,12 +172,13 @@ class PartsWork:
             state = self.model.encode(self.batches.inputs_of(block.src_ids), block.src_keys, block.key)
         else:
             assert inputs is not None
-            own_inputs = self.batches.inputs_of(block.dst_ids)
             x0 = None
             if self.model.encodes:
+                own_inputs = self.batches.inputs_of(block.dst_ids)
                 x0 = self.model.encode(own_inputs, block.src_keys[: block.num_dst], block.key).x0
             inputs = inputs.to(self.job.device, self.dtype)
             state = State(self.model.apply_dropout(inputs, block.src_keys, block.key, l - 1), x0)
+        # The rows are not read or written by the engine, so the piece needs no positions in tables.
         return layer_rows(self.model, l, state, Piece(block, None, None))
 
     @property

@@ -5,11 +5,13 @@ Read `settings`, `loader` (prefetched batches) and `work` (the units of an epoch
     captured_step       a step on a GPU as one CUDA graph, from the seeds to the gradients
     prefetch_rows       copies cold rows of the next steps to the GPU
     collective_loader   batches of a graph in shards, which all ranks sample together
-    memory_plan         the memory of a run, and the form of it that keeps to a budget
+    memory_plan         the memory of a run, and the settings with which it keeps to a budget
     pyg_loader          PyG's own batches, for a training script that uses PyG's `NeighborLoader`
 
-All draws are functions of (seed, epoch, step, node), or of a slot in place of the node. So a batch does not
-depend on threads, ranks or where a run was interrupted. Keep that.
+All draws are functions of (seed, epoch, step, node). In the tree layout, which has a slot for every possible
+draw, the slot takes the place of the node. So a batch does not depend on threads, ranks or where a run was
+interrupted. Keep that.
 
-State of the process: `pyg_loader` owns grouped edges, which loaders of the same graph share.
+Global state: `pyg_loader` caches the edges of a graph, grouped by destination. Loaders of the same graph
+share them.
 """

@@ -12,8 +12,8 @@ captured once, and then replayed:
     optimizer's step, a graph of its own, because ranks sum gradients in between
 
 A graph has no arguments. So the seeds of a step are found on the device, by a counter that every replay
-advances (`DeviceBatches`). The batch is in the tree layout, whose shapes never change, so nothing
-synchronises.
+advances (`DeviceBatches`). And a graph has fixed shapes. So the batch is in the tree layout, which has a
+slot for every possible draw, empty or not.
 
 There is one graph for full steps, and one for the smaller last step of an epoch. A step that cannot be
 captured, such as one whose loss synchronises, runs eagerly on the same batches (`EagerUnit`).
@@ -50,9 +50,9 @@ WARM_UP_STEPS = 3
 class DeviceBatches:
     """Makes batches in the tree layout on the GPU, from a counter on the GPU.
 
-    Two counters run through an epoch. Training advances `state`, and prefetching of rows advances
-    `prefetch_state`, some steps before. Nothing here synchronises, but for a table that the GPU cannot read
-    itself.
+    Two counters run through an epoch. Training advances `state`. Prefetching of rows advances
+    `prefetch_state`, which is some steps further. Nothing here synchronises, but for a table that the GPU
+    cannot read itself.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -82,9 +82,9 @@ class DeviceBatches:
             self.order.copy_(self.ids)
 
     def slot_tensors(self, num_seeds: int, first: int) -> list[Tensor]:
-        """The tensors that all batches of this size share.
+        """The cached tensors about the numbering of slots, which all batches of this size read.
 
-        They follow from the numbering of the slots alone.
+        The arguments are those of `next`.
         """
         device = self.loader.device
         slots = Slots(num_seeds, self.sampler.fanouts, first)
@@ -111,6 +111,7 @@ class DeviceBatches:
         rows = {name: blocks[0].handle(table) for name, table in self.loader.data.tables.items()}
         x: Rows | Tensor | None = rows.pop("x", None)
         if x is not None and not self.loader.keeps_handle:
+            # The GPU cannot read this table itself, so the host does. This synchronises.
             x = x.table.read(x.ids.cpu()).to(self.loader.device)
         return Batch(
             seeds=seeds,
@@ -162,7 +163,7 @@ class CapturedWork(Work):
         """The units of an epoch, not measured. The arguments are those of `units`."""
         loader = self.loader
         size = loader.method.batch_size
-        per_step = size * loader.size
+        per_step = size * loader.size  # seeds of all ranks
         num_full, num_remaining = divmod(loader.ids.numel() - examples, per_step)
         self.batches.start(epoch, done, examples)
 
@@ -189,10 +190,12 @@ class CapturedWork(Work):
         per_step: the seeds of this step, over all ranks.
         """
         loader = self.loader
+        # This rank's share of the seeds, as `share_of` has it on the host. It may be empty.
         first = per_step * loader.rank // loader.size
         stop = per_step * (loader.rank + 1) // loader.size
         size = stop - first
 
+        # If the capture of another step has failed (None), this one would fail too.
         other_steps = list(self.steps.values())
         can_capture = None not in other_steps and self.is_trained == self._find_trained()
         if per_step not in self.steps and size > 0 and epoch > 1 and can_capture:
@@ -260,7 +263,7 @@ class CapturedUnit(Unit):
     total: int
     """Seeds of all ranks."""
     before: Callable[[], None] | None = None
-    """Called before the replay, to switch to the staged rows of this step."""
+    """Called before the replay, to switch to the rows that were prefetched for this step."""
 
     @property
     def total_size(self) -> int:
@@ -288,7 +291,7 @@ class EagerUnit(Unit):
     total: int
     """Seeds of all ranks."""
     before: Callable[[], None] | None = None
-    """Called before the batch is sampled."""
+    """Called before the batch is sampled, to switch to the rows that were prefetched for this step."""
 
     @property
     def total_size(self) -> int:
@@ -307,9 +310,9 @@ def capture(
 ) -> CapturedStep | None:
     """Capture a step. If that fails, the user is told why, and the result is None.
 
-    size, first, per_step: see `CapturedStep`. shared_pool_step: a captured step in whose memory this one
-    shall compute. A replay of the new step leaves the gradients of that one intact. A replay of that one
-    overwrites those of the new step.
+    size, first, per_step: see `CapturedStep`. shared_pool_step: an older step in whose memory the new step
+    computes too. A replay of the new step leaves the gradients of the older step intact. A replay of the
+    older step overwrites the gradients of the new step.
     """
     step = CapturedStep(job=job, batches=batches, size=size, first=first, per_step=per_step)
     return step if step.capture(shared_pool_step) else None
@@ -331,13 +334,18 @@ class CapturedStep:
         self.first = first
         self.per_step = per_step
         self.parameters = [p for p in job.module.parameters() if p.requires_grad]
-        dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
         # size / total, by which the graph scales the loss. A tensor, so that it can change between replays.
+        # At least float32, since a half type would round it.
+        dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
         self.share = torch.ones((), dtype=dtype, device=job.device)
-        self.total = size
+        self.total = size  # the `total` that `share` holds
         self.captured: CapturedCall[Tensor] = CapturedCall(
             job.device, purpose="steps", subject="steps are", say=job.say
         )
+        self.gradients: list[Tensor | None] = []
+        """[num_parameters]: set by `capture`. The gradients that a replay writes, in the graph's memory."""
+        self.slot_tensors: list[Tensor] = []
+        """Set by `capture`. Held for the graph only, which knows their addresses."""
 
     def capture(self, shared_pool_step: CapturedStep | None) -> bool:
         """Warm the step up and capture it. Returns whether there is a graph now."""
@@ -346,11 +354,11 @@ class CapturedStep:
 
     @contextmanager
     def _warm_up(self) -> Iterator[Callable[[], Tensor]]:
-        """Run the step a few times, then give it to be captured. Everything that the runs change is
-        restored.
+        """A context that warms the step up and gives it to be captured. On exit, it restores all that the
+        runs have changed.
 
         Gradients are dropped on exit, also if the capture fails. Those that the captured call has made stay
-        alive in `gradients`: the graph writes to them.
+        alive in `self.gradients`: the graph writes to them.
         """
         renew_accumulators(self.parameters)
         state = self.batches.state
@@ -358,15 +366,15 @@ class CapturedStep:
             try:
                 start = state.clone()
                 self._run()  # compiles kernels, and may synchronise for values that are then cached
-                with no_waiting():
+                with forbid_synchronising():
                     for _ in range(WARM_UP_STEPS - 1):
-                        state.copy_(start)  # the epoch may have a single step
+                        state.copy_(start)  # the same step again: the epoch may have no other
                         self._run()
                 self._drop_gradients()
                 yield self._run
                 self.gradients = [p.grad for p in self.parameters]
-                # The graph holds addresses only, and the cache of these tensors may drop them.
-                self.keep_alive = self.batches.slot_tensors(self.size, self.first)
+                # The graph holds only the addresses of these tensors, and their cache may drop them.
+                self.slot_tensors = self.batches.slot_tensors(self.size, self.first)
             finally:
                 self._drop_gradients()
 
@@ -390,8 +398,8 @@ class CapturedStep:
         earlier_gradients = []
         for parameter, buffer in zip(self.parameters, self.gradients, strict=True):
             earlier = parameter.grad
-            # Gradients of an earlier unit of the same optimizer step may be in the graph's memory, which
-            # the replay overwrites.
+            # A replay for an earlier unit of the same optimizer step may have left its gradients in the graph's
+            # memory. The next replay would overwrite them.
             if earlier is not None and earlier is buffer:
                 earlier = earlier.clone()
             earlier_gradients.append(earlier)
@@ -410,8 +418,8 @@ def renew_accumulators(parameters: Iterable[nn.Parameter]) -> None:
     """Make autograd use new nodes for accumulating the gradients of parameters.
 
     Such a node remembers the stream on which it was made. A capture on another stream would have to wait
-    for that stream, and cannot. A node lives as long as any autograd graph that leads to it, and the
-    traceback of a failed step may hold such a graph.
+    for that stream, and cannot. Old nodes may still exist: a node lives as long as any autograd graph that
+    leads to it, and the traceback of a failed step may hold such a graph.
     """
     for parameter in parameters:
         values = parameter.data
@@ -422,7 +430,7 @@ def renew_accumulators(parameters: Iterable[nn.Parameter]) -> None:
 
 
 @contextmanager
-def no_waiting() -> Iterator[None]:
+def forbid_synchronising() -> Iterator[None]:
     """A context in which operations that synchronise raise, since no such operation can be captured."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
@@ -437,7 +445,10 @@ def no_waiting() -> Iterator[None]:
 
 @contextmanager
 def _preserve_state(module: nn.Module, state: Tensor, device: torch.device) -> Iterator[None]:
-    """A context that restores running statistics, the counter of the epoch and torch's generator."""
+    """A context that restores the module's buffers (running statistics), `state` and torch's generator.
+
+    state: `DeviceBatches.state`.
+    """
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     epoch_state = state.clone()
     random_state = torch.cuda.get_rng_state(device)

@@ -58,7 +58,7 @@ class CollectiveLoader:
     """Batches of a graph in shards, prefetched by a thread. Each iteration is the next epoch.
 
     Usually made by `hl.Sampled(...).loader(shard, ids)`. Every rank must make one, and take as many batches
-    as the others. All ranks have equally many batches in an epoch.
+    as the other ranks. An epoch has the same number of batches on all ranks.
 
     The seeds of a step are those of a single process with `batch_size` times the number of ranks, in an
     order drawn from (seed, epoch). Each rank gets an equal share of them, and as far as possible nodes that
@@ -161,8 +161,8 @@ class CollectiveLoader:
         workers = 1 if self.method.workers == "auto" else self.method.workers
         mover = Mover(self.device, look_ahead)
         stages = [Stage("sample", self._prepare), Stage("move", mover.move)]
-        # In step: one thread makes the collective calls in order, and batches that were begun are finished,
-        # since other ranks wait for this one.
+        # in_step: one thread at most, whatever `workers` says, makes the collective calls in order. And
+        # batches that were begun are finished, since other ranks wait for this one.
         pipeline = Pipeline(stages, workers=workers, look_ahead=look_ahead, in_step=True)
         with closing(pipeline.run(self._requests(epoch, done, seeds_done))) as batches:
             for batch in batches:

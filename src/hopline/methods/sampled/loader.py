@@ -9,12 +9,14 @@ One batch goes through these stages:
 "divide" runs only with a budget, and "move" does nothing on a CPU. If a GPU samples, there are no threads:
 the caller's thread runs all stages.
 
-Rows of the features come in one of four ways. The loader chooses when it is made:
+Rows of the features come in one of four ways. A handle is a table with row ids, in place of the rows. The
+loader chooses when it is made:
 
     handle, read later     a kernel of the model reads the rows itself        `keeps_handle`
-    read ahead, in part    a GNN on the CPU: its first layer's aggregation    `GNN.read_ahead`, in "gather"
+    handle, aggregated     the same on the CPU: "gather" runs the first       `keeps_handle` and
+                           layer's aggregation, which needs no weight         `GNN.read_ahead`
     read by the GPU        the host samples, the GPU reads the rows           `read_by_gpu`, after "move"
-    read by the host       all others                                         in "gather"
+    read in "gather"       all others                                         -
 
 A batch depends on (seed, epoch, step) alone, and not on threads or on where a run was interrupted.
 """
@@ -86,9 +88,9 @@ class Loader:
         model: A model whose first layer may read rows of features itself. Such rows stay handles. None:
             `batch.x` is a tensor.
         world: The ranks that share the seeds.
-        split_ahead: Called in the threads with each prepared batch. A budget's guard finds the
-            micro-batches in it. With it, a batch that does not fit on the GPU is yielded on the host.
-        batches_on_host: Whether batches for a GPU stay on the host, for a guard that moves them in
+        split_ahead: `Guard.split_ahead` of a budget, which plans the micro-batches of a prepared batch. It
+            runs in the threads. With it, a batch that does not fit on the GPU is yielded on the host.
+        batches_on_host: Whether batches for a GPU stay on the host, because the guard moves them in
             micro-batches.
 
     Raises:
@@ -181,6 +183,7 @@ class Loader:
         workers, look_ahead = self.threads
         mover = None if self._stays_on_host else Mover(self.device, look_ahead)
         stages = [Stage("sample", self._sample), Stage("gather", self._gather)]
+        # Without threads nothing is gained by planning before the step: the guard does it in the step.
         if self.split_ahead is not None and workers:
             stages.append(Stage("divide", self.split_ahead))
         if mover is not None:
@@ -224,7 +227,7 @@ class Loader:
             if self.split_ahead is None:
                 raise
             trace.count("batches.without_room", 1)
-        # Never pending: `ready` runs out of memory only for a batch that `move` has left on the host.
+        # Never a `PendingBatch`: for one, `ready` allocates nothing, and so cannot run out of memory.
         assert isinstance(batch, Batch)
         batch = batch.to("cpu")
         free_memory(self.device)
@@ -271,7 +274,8 @@ class Loader:
         if not self.on_gpu:  # counting the edges of a tree would synchronise with the GPU
             trace.count("edges.sampled", sum(block.num_edges for block in blocks))
 
-        # Without a world, the loader may still be one of several ranks, each with seeds of its own.
+        # Without a world the loader does not know of other ranks. Their number of seeds is left to the
+        # trainer.
         total = None if self.world is None else request.all_seeds.numel()
         return Batch(seeds, blocks, x=None, y=None, key=request.key, total_seeds=total)
 
@@ -282,6 +286,7 @@ class Loader:
         if self.read_by_gpu and not self._stays_on_host:
             x = None  # `_add_rows_on_gpu` sets it, once the ids are on the GPU
         elif isinstance(x, Rows) and self.keeps_handle and not self._stays_on_host:
+            # `read_ahead` is for blocks, whose handles are exactly `Rows`. Those of a tree are a subclass.
             if isinstance(self.model, GNN) and not self.on_gpu and type(x) is Rows:
                 x = self.model.read_ahead(x, batch.blocks[0])
         elif isinstance(x, Rows):
@@ -302,7 +307,7 @@ class Loader:
         try:
             return replace(batch, x=x.read())
         except torch.OutOfMemoryError:
-            # Once more: what failed steps have left, and blocks that torch caches, may be enough.
+            # Once more: memory that failed steps hold, or that torch caches, may be enough once it is free.
             free_memory(self.device)
             return replace(batch, x=x.read())
 
@@ -337,6 +342,7 @@ class Loader:
         if self.on_gpu and self.layout == "tree":
             return self._reads_at_ids(table)
 
+        # The kernel needs the row ids on the model's device: drawn there, or moved there with the batch.
         samples_at_model = self.device.type == ("cuda" if self.on_gpu else "cpu")
         has_ids_at_model = self.read_by_gpu or samples_at_model
         if not (has_ids_at_model and self._reads_at_ids(table) and model.keeps_handle(table)):

@@ -101,11 +101,12 @@ class SampledForms:
         if tree is not None:
             yield tree
         workers, max_look_ahead = resolve_workers(self.method, num_cores())
-        if workers:
-            for batches_on_host in (False, True) if self._can_wait_on_host else (False,):
+        batches_on_host_choices = (False, True) if self._can_wait_on_host else (False,)
+        if workers > 0:
+            for batches_on_host in batches_on_host_choices:
                 for look_ahead in _halvings(max_look_ahead):
                     yield self.plan(workers, look_ahead, batches_on_host)
-        yield self.plan(0, 1, self._can_wait_on_host)
+        yield self.plan(workers=0, look_ahead=1, batches_on_host=self._can_wait_on_host)
 
     def plan(self, workers: int, look_ahead: int, batches_on_host: bool = False) -> Plan:
         """The plan with `look_ahead` prefetched batches, in blocks.
@@ -113,7 +114,8 @@ class SampledForms:
         batches_on_host: whether batches wait on the host, and move to the GPU when their step runs.
         """
         on_gpu = self.outline.compute_place == "device"
-        count = 1 + look_ahead if workers else 1
+        # The batch that trains, and those that threads have prefetched.
+        count = 1 + (look_ahead if workers else 0)
         name = "1 prepared batch" if count == 1 else f"{count} prepared batches"
         prepared = [Item(name, "host", count * self._batch_bytes)]
         if on_gpu and not batches_on_host:
@@ -151,8 +153,8 @@ class SampledForms:
         if outline.compute_place == "host" or not allows_tree:
             return None
 
-        # Every slot counts, empty ones too. From the seeds outwards: each hop multiplies the slots of the
-        # last one.
+        # Every slot counts, empty ones too. From the seeds outwards, as if every slot so far had `fanout`
+        # children in the next hop.
         nodes = [method.batch_size]
         for fanout in method.fanout_per_layer:
             nodes.append(nodes[-1] * (1 + fanout))
@@ -173,8 +175,8 @@ class SampledForms:
 
         The seed matters for small batches, whose size may depend on a single node of high degree.
         """
-        bytes_per_size = max(batch.num_bytes / Sizes.of(batch).array.sum() for batch in self.batches)
-        seed_bytes = bytes_per_size * self._largest_seed_sizes.array.sum()
+        bytes_per_node_or_edge = max(batch.num_bytes / Sizes.of(batch).array.sum() for batch in self.batches)
+        seed_bytes = bytes_per_node_or_edge * self._largest_seed_sizes.array.sum()
         return math.ceil(SIZE_MARGIN * self._largest_batch.num_bytes + seed_bytes)
 
     @property
@@ -185,7 +187,12 @@ class SampledForms:
     @cached_property
     def _largest_seed_sizes(self) -> Sizes:
         """A bound for the sizes of a batch with one seed."""
-        return largest_seed_sizes(self.method.fanout_per_layer, self.outline.data.graph, self.outline.train_ids)
+        return largest_seed_sizes(
+            self.method.fanout_per_layer,
+            self.outline.data.graph,
+            self.outline.train_ids,
+            with_replacement=self.method.replace,
+        )
 
     @cached_property
     def _largest_batch(self) -> Batch:
@@ -195,15 +202,15 @@ class SampledForms:
     def _whole_step_bytes(self, batches_on_host: bool) -> float:
         """The predicted peak of a step that is not split.
 
-        A batch that waits on the host is copied for the step.
+        A batch that waits on the host is copied for the step, and its copy counts too.
         """
-        copy_bytes = MicroBatchBytes.of(self._largest_batch, None) if batches_on_host else None
+        batch_copy = MicroBatchBytes.of(self._largest_batch, device=None) if batches_on_host else None
         peaks = []
         for batch in self.batches:
-            sizes = _with_margin(Sizes.of(batch), self.outline.data.graph)
+            sizes = _with_margin(Sizes.of(batch), self.outline.data.graph, with_replacement=self.method.replace)
             peak_bytes = self.predictor.predict_peak(sizes)
-            if copy_bytes is not None:
-                peak_bytes = peak_bytes + copy_bytes.resident(sizes)
+            if batch_copy is not None:
+                peak_bytes = peak_bytes + batch_copy.resident(sizes)
             peaks.append(peak_bytes)
         return max(peaks)
 
@@ -213,6 +220,7 @@ class SampledForms:
         Cutting leaves all seeds without an edge. Splitting and sampling again end at micro-batches of one
         seed. If the model cannot be split, or the budget refuses, a step is the whole batch.
         """
+        # The snapshot of gradients and buffers from which a step that runs out of memory is undone.
         snapshot_bytes = sum(state_bytes(self.outline.model))
         if self.over_budget in CUTS:
             num_seeds = min(self.method.batch_size, self._num_seeds)
@@ -222,8 +230,10 @@ class SampledForms:
             return snapshot_bytes + self._whole_step_bytes(batches_on_host)
         else:
             smallest = self._largest_seed_sizes
-        micro_batch = MicroBatchBytes.of(self._largest_batch, None if batches_on_host else self.outline.device)
+        build_device = None if batches_on_host else self.outline.device  # None: built on the host, then copied
+        micro_batch = MicroBatchBytes.of(self._largest_batch, build_device)
         peak_bytes = micro_batch.peak_with_step(smallest, self.predictor.predict_peak(smallest))
+        # `maps`: the map from the batch's nodes to their local ids in a micro-batch.
         return snapshot_bytes + SIZE_MARGIN * micro_batch.maps + peak_bytes
 
     def _make_plan(
@@ -322,27 +332,38 @@ def draw_batches(method: Sampled, outline: Outline, batch_size: int) -> Iterator
         yield from batches
 
 
-def _with_margin(sizes: Sizes, graph: Graph) -> Sizes:
-    """The sizes times `SIZE_MARGIN`, but no more than the graph has. The number of seeds stays."""
+def _with_margin(sizes: Sizes, graph: Graph, *, with_replacement: bool) -> Sizes:
+    """The sizes times `SIZE_MARGIN`, but no more than the graph has. The number of seeds stays.
+
+    with_replacement: whether an edge may be drawn twice, so that a batch may have more edges than the graph.
+    """
     *nodes, num_seeds = sizes.nodes
     nodes = [min(math.ceil(SIZE_MARGIN * num_nodes), graph.num_nodes) for num_nodes in nodes]
-    edges = [min(math.ceil(SIZE_MARGIN * num_edges), graph.num_edges) for num_edges in sizes.edges]
+    edges = [math.ceil(SIZE_MARGIN * num_edges) for num_edges in sizes.edges]
+    if not with_replacement:
+        edges = [min(num_edges, graph.num_edges) for num_edges in edges]
     return Sizes((*nodes, num_seeds), tuple(edges))
 
 
-def largest_seed_sizes(fanouts: Sequence[int], graph: Graph, train_ids: Tensor) -> Sizes:
+def largest_seed_sizes(
+    fanouts: Sequence[int], graph: Graph, train_ids: Tensor, *, with_replacement: bool = False
+) -> Sizes:
     """An upper bound for the sizes of a batch with one seed, for any training node and any draws.
 
     In a large graph, the bound multiplies the largest number of draws of each hop. Otherwise it is computed
-    for every node. Let c_h(v) be the most draws at node v in hop h, and f(v) a bound for what lies around v
-    from hop h + 1 on. What lies around v from hop h on is at most f(v) itself, plus
+    for every node, from the last hop back to the first. Let c_h(v) be the most draws at node v in hop h. Let
+    F_h(v) be a bound for v itself and all nodes and edges that are drawn around it from hop h on. Then
 
-        min(sum of f(u) over all in-neighbours u of v,   c_h(v) * max of f(u) over these u)
+        F_h(v) = F_{h+1}(v) + min(sum of F_{h+1}(u) over all in-neighbours u of v,
+                                  c_h(v) * max of F_{h+1}(u) over these u)
 
-    since c_h(v) of the in-neighbours are drawn.
+    since v itself draws again in hop h + 1, and so do the c_h(v) in-neighbours that hop h has drawn.
     """
     degrees = graph.in_degrees().clamp(max=graph.num_edges)
-    max_draws = [degrees if fanout < 0 else degrees.clamp(max=fanout) for fanout in fanouts]
+    if with_replacement:  # a node with any in-edge draws `fanout` times, some edges more than once
+        max_draws = [torch.where(degrees > 0, fanout, 0) for fanout in fanouts]
+    else:
+        max_draws = [degrees if fanout < 0 else degrees.clamp(max=fanout) for fanout in fanouts]
     if graph.num_nodes > MAX_SEARCHED_NODES:
         nodes = [1]
         edges = []
@@ -351,12 +372,13 @@ def largest_seed_sizes(fanouts: Sequence[int], graph: Graph, train_ids: Tensor) 
             nodes.append(min(nodes[-1] + edges[-1], graph.num_nodes))
         return Sizes(tuple(reversed(nodes)), tuple(reversed(edges)))
 
-    # [num_nodes, k]: f of the docstring. Columns alternate, from the seeds outwards: nodes up to a hop,
+    # [num_nodes, k]: F of the docstring. Columns alternate, from the seeds outwards: nodes up to a hop,
     # edges of the next hop, nodes up to that one, and so on.
     around = torch.zeros(graph.num_nodes, 0, dtype=torch.float64, device=degrees.device)
     for hop in reversed(range(len(fanouts))):
-        outer_draws = [max_draws[hop + 1].double()] if hop + 1 < len(fanouts) else []
-        around = torch.stack([torch.ones_like(around.sum(1)), *outer_draws, *around.T], 1)
+        # In front, the columns of v alone: one node, and its draws in the next hop.
+        next_draws = [max_draws[hop + 1].double()] if hop + 1 < len(fanouts) else []
+        around = torch.stack([around.new_ones(graph.num_nodes), *next_draws, *around.T], 1)
         total = ops.reduce_edges(around, graph.indptr, graph.indices, "sum")
         largest = ops.reduce_edges(around, graph.indptr, graph.indices, "max") * max_draws[hop][:, None]
         around = around + torch.minimum(total, largest)

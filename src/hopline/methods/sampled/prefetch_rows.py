@@ -11,8 +11,10 @@ Host memory answers ascending ids faster than scattered ones (see `ops/gpu/tiers
 whole window are read at once, sorted by id, and each of them once. The price is device memory for two
 windows.
 
-A kernel finds a staged row as it finds a hot one, by the table's `hot_slot`. A row that did not fit is read
-from the host by the step itself. So no result depends on staging.
+A kernel finds a staged row as it finds a hot one, by `hot_slot`, the table's slot per row in device memory.
+A row that did not fit is read from the host by the step itself. So no result depends on staging.
+
+Steps of a window *claim* the cold rows that they will read: they append the ids to a list, each id once.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ from hopline.tables.base import Table
 from hopline.tables.tiered import TieredTable
 
 STEPS = 16
-"""Steps of a window, if `look_ahead` is "auto": of a table like papers100M's, whole pages are read then."""
+"""Steps of a window, if `look_ahead` is "auto".
+
+Enough that pages of host memory are read whole, in a table as large as papers100M's.
+"""
 MAX_STAGED_BYTES = 5 << 29
 """Most bytes of one region: 2.5 GiB. A table has two regions. A rule of thumb."""
 
@@ -46,7 +51,9 @@ class Staging:
 
     def __init__(self, table: TieredTable, device: torch.device, capacity: int, id_dtype: torch.dtype) -> None:
         device_tiers = table.reserve(device, 2 * capacity)
+        # Hot and staged rows in device memory, all rows in host memory, and the slot of each row in `hot`.
         self.hot, self.cold, self.hot_slot = device_tiers.tiers
+        # [1] int64: the table's counter of staged rows.
         self.fetched = device_tiers.fetched
         # By region: its first row in `hot`.
         self.first_slots = (table.num_hot, table.num_hot + capacity)
@@ -73,7 +80,7 @@ class Staging:
         count.zero_()
         for nodes in trees:
             kernels.claim(nodes, self.hot_slot, self.stamp, window, staged_ids, count)
-        staged_ids.copy_(staged_ids.sort().values)
+        staged_ids.copy_(staged_ids.sort().values)  # unclaimed entries come last
         first_slot = self.first_slots[region]
         kernels.stage(self.hot, self.cold, self.hot_slot, staged_ids, count, first_slot, self.fetched)
 

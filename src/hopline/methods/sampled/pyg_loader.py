@@ -3,13 +3,12 @@
 One batch goes through these stages:
 
     sample (thread)          gather (thread)            move (thread)       finish (caller's thread)
-    nodes and edges     ->   rows of what lies     ->   to the GPU, if ->   rows of what lies on the GPU,
+    nodes and edges     ->   rows of attributes    ->   to the GPU, if ->   rows of attributes on the GPU,
     around the seeds         in host memory             there is one        then `transform`
 
-A batch has what PyG's has: the rows of its nodes and edges, of every attribute with one row per node or
-edge. Rows are read from the tensors of the Data, which are neither copied nor converted. The in-edges
-of all nodes are grouped once (12 bytes per edge, 4 if `edge_index` is sorted by destination), and
-loaders of one `edge_index` share them.
+A batch has the attributes of PyG's batch, with the rows of its own nodes and edges. Rows are read from the
+tensors of the Data, which are neither copied nor converted. The in-edges of all nodes are grouped once (12
+bytes per edge, 4 if `edge_index` is sorted by destination), and loaders of one `edge_index` share them.
 """
 
 from __future__ import annotations
@@ -157,6 +156,7 @@ class NeighborLoader:
         self._seeds = seeds.ids.to(graph.device)
         self.dataset = range(seeds.ids.numel())
         """One entry per seed. PyG's loader has such an attribute, whose length scripts read."""
+        # Checks the values of the arguments.
         self._method = Sampled(
             fanouts=tuple(self.num_neighbors),
             batch_size=batch_size,
@@ -335,7 +335,8 @@ class Columns:
     """The attributes of which an epoch's batches get their rows."""
 
     template: Data
-    """A Data with the attributes that are copied into every batch, such as those of the whole graph."""
+    """A Data that every batch starts as: attributes of the whole graph stay, those in `node` and `edge` are
+    replaced."""
     node: Mapping[str, Column]
     """By name: attributes with a row per node."""
     edge: Mapping[str, Column]
@@ -486,6 +487,7 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
             raise TypeError(f"NeighborLoader has no argument {name!r}.{close}")
         default, advice = REFUSED[name]
         value = getattr(value, "value", value)  # PyG has enums, whose values are strings
+        # By type too, since 0 == False.
         if type(value) is not type(default) or value != default:
             raise ValueError(f"hopline's NeighborLoader has no {name}=: {advice}")
 

@@ -192,7 +192,7 @@ class Sampled(Method):
 
 @settings
 class Auto(Method):
-    """Stands for the method that is fastest among those that fit.
+    """Stands for the method that is fastest among those that fit the budget.
 
     `hopline train` replaces it before the run.
     """
