@@ -271,6 +271,7 @@ def test_a_cut_batch_counts_the_same_with_a_loss_of_the_users_own():
     predicted_bytes = []
     for loss in (None, lambda model, batch: usual_loss(model, batch)):
         guard = guard_of(model, int(0.5 * original_bytes), loss, over_budget="cut")
+        model.zero_grad(set_to_none=True)
         guard.unit(batch).forward_backward(300)
         assert guard.ledger.take()["before"] == [original_bytes]
         predicted_bytes.append(guard.ledger.promised_bytes)
