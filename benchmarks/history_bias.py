@@ -66,7 +66,7 @@ def measure_bias(work: HistoricalWork) -> float:
     """Error of the gradient of an epoch's batches at the current weights, relative to the exact gradient."""
 
     def by_batches() -> None:
-        for group in work.parts.sweep:
+        for group in work.parts.own_groups:
             work.unit(work.batch(group, None)).forward_backward(1)
 
     exact = exact_twin(work)

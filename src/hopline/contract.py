@@ -571,7 +571,7 @@ class Plan:
         return max(1, math.ceil(self.step_bytes / self.limit_bytes))
 
     @property
-    def whole(self) -> str:
+    def step_summary(self) -> str:
         """A phrase for people: what a step covers, and how much of it would fit without a split."""
         step = self.covers.format(self.count)
         if self.step_bytes <= self.limit_bytes:
@@ -630,10 +630,10 @@ class Plan:
         """
         if self.fits:
             return self
-        raise self.refusal(self.missing)
+        raise self.refusal(self.smallest_limits)
 
     @property
-    def missing(self) -> dict[Place, int]:
+    def smallest_limits(self) -> dict[Place, int]:
         """By place, for those whose limit is too small: the smallest limit that would do."""
         return {place: self.smallest_bytes(place) for place in PLACES if not self._fits(place)}
 
@@ -687,7 +687,7 @@ class Plan:
             limit = self.limits[place]
             of_limit = "" if limit is None else f" of {format_size(limit)}"
             lines.append(f"plan: {place} {format_size(self.peak_bytes(place))}{of_limit}: {', '.join(parts)}")
-        return [*lines, f"plan: {self.whole}"]
+        return [*lines, f"plan: {self.step_summary}"]
 
 
 def with_evaluation(step_bytes: float, async_evaluation: bool) -> float:

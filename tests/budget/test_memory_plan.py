@@ -53,7 +53,7 @@ def test_the_limit_of_a_step_is_the_budget_less_the_resident_bytes():
     assert plan.limit_bytes == 3000
     assert plan.peak_bytes("device") == 3500
     assert plan.peak_bytes("host") == 5000
-    assert plan.whole == "batches of 64 seeds, whole"
+    assert plan.step_summary == "batches of 64 seeds, whole"
     assert plan.lines()[0] == "plan: device 3.4 KiB of 3.9 KiB: weights 1000 B, a step 2.4 KiB"
 
 
@@ -61,7 +61,7 @@ def test_a_step_above_the_limit_is_split_into_micro_batches():
     plan = plan_of(step_bytes=7000.0).check()
     assert plan.num_micro_batches == 3
     assert plan.peak_bytes("device") == 4000
-    assert plan.whole == "batches of 64 seeds, in micro-batches (about 27 would fit at once)"
+    assert plan.step_summary == "batches of 64 seeds, in micro-batches (about 27 would fit at once)"
 
 
 def test_a_refusal_names_the_budget_needed_and_the_largest_item():

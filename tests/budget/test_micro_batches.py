@@ -246,7 +246,7 @@ def test_the_number_of_micro_batches_grows_until_they_fit_or_have_one_row(
         return [range(100)[start::num_micro_batches] for start in range(num_micro_batches)]
 
     pieces, largest = micro_batches.find_fewest(
-        cut, lambda pieces: float(max(map(len, pieces))), limit, first=first, most=100, grow=grow
+        cut, lambda pieces: float(max(map(len, pieces))), limit, first_number=first, max_number=100, max_growth=grow
     )
     assert numbers_tried == expected_tries
     assert len(pieces) == expected_tries[-1]

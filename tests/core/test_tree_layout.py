@@ -174,7 +174,7 @@ def test_ids_and_edges_of_a_tree_block_are_computed_on_first_use():
     rows = batch.x
     assert isinstance(rows, TreeRows)
     assert rows.shape == (block.num_src, 6)
-    assert block.scaling_sums(True).num_dst == block.num_dst
+    assert block.with_scale_sums(True).num_dst == block.num_dst
     assert not vars(block).keys() & {"src_ids", "_compact", "padded", "child_edges"}
     assert rows.ids is block.src_ids
 

@@ -10,7 +10,7 @@ import pytest
 
 from hopline.data.formats import csv_parquet
 from hopline.data.formats.csv_parquet import from_csv
-from hopline.data.ids import IdMap, checked_ids, original_ids, settled
+from hopline.data.ids import IdMap, checked_ids, original_ids, settle_ids
 from hopline.data.options import Columns
 from hopline.tables import TensorTable
 
@@ -97,8 +97,8 @@ def test_what_cannot_be_an_id_is_refused_with_its_row(values: np.ndarray, messag
 
 
 def test_a_fraction_among_number_ids_is_refused_and_among_text_ids_is_a_text() -> None:
-    assert settled(np.array(["1.0", "2"]), "row").tolist() == [1, 2]
-    assert settled(np.array(["1.5", "a"]), "row").tolist() == ["1.5", "a"]
+    assert settle_ids(np.array(["1.0", "2"]), "row").tolist() == [1, 2]
+    assert settle_ids(np.array(["1.5", "a"]), "row").tolist() == ["1.5", "a"]
     for written in ("1.5", "1e5", ".5", "-2.25"):
         with pytest.raises(ValueError, match=f"row 1: node id {written} is not a whole number"):
-            settled(np.array(["2.0", written]), "row")
+            settle_ids(np.array(["2.0", written]), "row")

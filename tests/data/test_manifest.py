@@ -11,7 +11,7 @@ import pytest
 
 from hopline.data.arrays import checksum_text
 from hopline.data.dataset import Dataset
-from hopline.data.manifest import is_name, is_part, read_manifest, to_json
+from hopline.data.manifest import is_array_name, is_name, read_manifest, to_json
 
 
 @pytest.fixture
@@ -104,6 +104,6 @@ def test_a_changed_digit_is_noticed(folder: Path) -> None:
 
 def test_names_can_be_file_names() -> None:
     assert is_name("split.0.train")
-    assert is_part("node_ids")
-    assert not is_part("a.b")
+    assert is_array_name("node_ids")
+    assert not is_array_name("a.b")
     assert not any(is_name(bad) for bad in ("", ".hidden", "a/b", "a b", "é"))

@@ -22,7 +22,7 @@ def test_one_rank_receives_what_it_sends_itself() -> None:
         assert torch.equal(indptr.diff(), positions % 3)
         assert torch.equal(first, positions.repeat_interleave(positions % 3))
         assert torch.equal(second[: int(indptr[1])], torch.arange(int(indptr[1])))
-        assert torch.equal(channel.all(rows), rows)
+        assert torch.equal(channel.all_gather(rows), rows)
         assert torch.equal(channel.max(rows), rows)
         channel.check_same(b"anything", "nothing")
 

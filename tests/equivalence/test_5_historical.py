@@ -72,7 +72,7 @@ def work_of(model: GNN, **settings: Any) -> HistoricalWork:
 
 def batches_of(work: HistoricalWork) -> list[HistoricalBatch]:
     """Batches that hold every node once. Without a key, nothing is drawn at random."""
-    hist_batch = [work.batch(group, None) for group in work.parts.sweep]
+    hist_batch = [work.batch(group, None) for group in work.parts.own_groups]
     return [batch for batch in hist_batch if batch is not None]
 
 

@@ -139,18 +139,18 @@ def test_inference_resumes_from_its_folder(shards: Path, tmp_path: Path, monkeyp
     data = AllShards(shards)
     expected = exact_rows(model, data, chunk_edges=30)(ALL_IDS)
     monkeypatch.setattr(resumable, "SAVE_S", 0.0)
-    chunk_done = resumable.LayerFiles.chunk_done
+    mark_chunk = resumable.LayerFiles.mark_chunk
 
     def fail_after_two_chunks(self: resumable.LayerFiles) -> None:
-        chunk_done(self)
+        mark_chunk(self)
         if (self.layer, self.chunks) == (1, 2):
             raise RuntimeError("the power is gone")
 
-    monkeypatch.setattr(resumable.LayerFiles, "chunk_done", fail_after_two_chunks)
+    monkeypatch.setattr(resumable.LayerFiles, "mark_chunk", fail_after_two_chunks)
     with pytest.raises(RuntimeError, match="the power is gone"):
         exact_rows(model, data, chunk_edges=30, folder=tmp_path)
 
-    monkeypatch.setattr(resumable.LayerFiles, "chunk_done", chunk_done)
+    monkeypatch.setattr(resumable.LayerFiles, "mark_chunk", mark_chunk)
     assert torch.equal(exact_rows(model, data, chunk_edges=30, folder=tmp_path)(ALL_IDS), expected)
     with pytest.raises(ValueError, match=r"another inference \(other model\): remove it, or choose another"):
         exact_rows(model_of("sage"), data, chunk_edges=30, folder=tmp_path)

@@ -40,15 +40,15 @@ class Stopped(Exception):
 def stop_after_chunks(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the write thread fail after a number of chunks, counted over all layers."""
     num_done = [0]
-    write_chunk = LayerFiles.chunk_done
+    write_chunk = LayerFiles.mark_chunk
 
-    def chunk_done(self: LayerFiles) -> None:
+    def mark_chunk(self: LayerFiles) -> None:
         write_chunk(self)
         num_done[0] += 1
         if num_done[0] == chunks:
             raise Stopped
 
-    monkeypatch.setattr(LayerFiles, "chunk_done", chunk_done)
+    monkeypatch.setattr(LayerFiles, "mark_chunk", mark_chunk)
 
 
 def infer_counting_nodes(model: hl.nn.GNN, data: hl.Dataset, folder: Path | None, ids: torch.Tensor | None = None):
@@ -106,12 +106,12 @@ from hopline.inference import resumable
 from tests.runs import small
 from tests.inference.test_resumable import CHUNK, model_of
 
-resumable.SAVE_S, plain = 0.0, resumable.LayerFiles.chunk_done
-def chunk_done(self):
+resumable.SAVE_S, plain = 0.0, resumable.LayerFiles.mark_chunk
+def mark_chunk(self):
     plain(self)
     if (self.layer, self.chunks) == (1, 5):
         os.kill(os.getpid(), signal.SIGKILL)
-resumable.LayerFiles.chunk_done = chunk_done
+resumable.LayerFiles.mark_chunk = mark_chunk
 data = small()
 infer.exact(model_of(data), data, chunk_edges=CHUNK, folder=Path(sys.argv[1]))
 """

@@ -169,7 +169,7 @@ def linear_bias(
                 torch.nn.init.ones_(weight)
             exact = conv(exact, graph.edge_index())
         for draw in range(16):
-            blocks = tuple(block.scaling_sums(kind == "graph") for block in sample(seeds, ops.derive_key(3, draw)))
+            blocks = tuple(block.with_scale_sums(kind == "graph") for block in sample(seeds, ops.derive_key(3, draw)))
             out = model(Batch(seeds, blocks, x[blocks[0].src_ids.clamp(min=0)], None))
             errors.append((out - exact).view(-1, 30).sum(1))
     error = torch.cat(errors)

@@ -37,9 +37,9 @@ def test_the_bound_is_what_a_pipeline_takes_that_nothing_holds_up(num_batches: i
 TWO_CORES = Setup(workers=2, look_ahead=4, max_workers=2, num_cores=2, sampled=True)
 
 
-def explain_epoch(setup: Setup = TWO_CORES, alone: Any = None, **stages: float) -> Explanation:
+def explain_epoch(setup: Setup = TWO_CORES, working_s: Any = None, **stages: float) -> Explanation:
     """The explanation of an epoch of 10 s and 20 batches."""
-    explanation = explain(stages, 10.0, 20, setup, alone)
+    explanation = explain(stages, 10.0, 20, setup, working_s)
     assert explanation is not None
     return explanation
 
@@ -49,7 +49,7 @@ def change_setup(**changes: Any) -> Setup:
 
 
 def test_shares_are_of_the_serial_sum_and_the_ratio_is_the_epochs():
-    explanation = explain_epoch(sample=30.0, gather=1.0, wait=0.5, forward=4.0, backward=5.0, alone={"sample": 6.0})
+    explanation = explain_epoch(sample=30.0, gather=1.0, wait=0.5, forward=4.0, backward=5.0, working_s={"sample": 6.0})
     assert explanation.stages == {"sample": 6.0, "gather": 1.0, "forward": 4.0, "backward": 5.0}, "waiting is no work"
     assert explanation.serial_s == 16.0
     assert explanation.shares["sample"] == pytest.approx(6 / 16)
@@ -92,7 +92,9 @@ def test_training_that_waits_is_told_what_to_change(changes: dict[str, Any], wor
 
 
 def test_threads_that_mostly_wait_for_cores_would_gain_nothing_by_more_threads():
-    explanation = explain_epoch(change_setup(max_workers=8, num_cores=2), alone={"sample": 3.0, "gather": 1.0}, **SLOW)
+    explanation = explain_epoch(
+        change_setup(max_workers=8, num_cores=2), working_s={"sample": 3.0, "gather": 1.0}, **SLOW
+    )
     assert explanation.bottleneck == "cores"
     assert "too few cores (2)" in explanation.sentence
     assert "method.workers" not in explanation.sentence

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 import hopline as hl
-from hopline.report.bottleneck import PREPARED, TRAINED
+from hopline.report.bottleneck import PREPARING_STAGES, TRAINING_STAGES
 from hopline.util import trace
 from tests.runs import sage, small
 
@@ -19,7 +19,7 @@ class SpanRecorder:
         self.spans: list[trace.Span] = []
 
     def on_span(self, span: trace.Span) -> None:
-        if span.name in (*PREPARED, *TRAINED):
+        if span.name in (*PREPARING_STAGES, *TRAINING_STAGES):
             self.spans.append(span)
 
     def on_count(self, name: str, amount: float) -> None: ...
@@ -46,4 +46,4 @@ def test_no_stage_lies_within_another(method: hl.extend.Method):
         for (_, stop, name), (start, _, other) in pairwise(stretches):
             assert stop <= start, f"{other} begins before {name} ends"
     epoch = run.history[-1]
-    assert 0 < sum(epoch.stages.get(name, 0.0) for name in (*PREPARED, *TRAINED)) <= epoch.seconds
+    assert 0 < sum(epoch.stages.get(name, 0.0) for name in (*PREPARING_STAGES, *TRAINING_STAGES)) <= epoch.seconds

@@ -213,7 +213,7 @@ def check(world: World, folder: str) -> dict[str, Any]:
     shard = hl.shards.open_shard(Path(folder) / f"shards-{world.size}", world.rank)
     place = torch.empty(data.num_nodes, dtype=torch.int64)
     channel = Channel(world)
-    place[channel.all(shard.nodes)] = torch.arange(data.num_nodes)
+    place[channel.all_gather(shard.nodes)] = torch.arange(data.num_nodes)
     check_questions(channel, shard)
     check_sampler(channel, shard, data, place)
     sizes = check_loader(world, shard, data)

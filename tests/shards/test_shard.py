@@ -47,7 +47,7 @@ def test_in_edges_are_found_in_the_datasets_order(folder: Path) -> None:
     data = rich()
     order = torch.cat([open_shard(folder, rank).nodes for rank in range(3)])
     shard = open_shard(folder, 2)
-    at = shard.at.long()
+    at = shard.edge_numbers.long()
     _, expected = row_positions(data.graph.indptr, shard.nodes)
     assert torch.equal(shard.edge_ids[at], expected)
     assert torch.equal(order[shard.sources(at)], data.graph.indices[expected].long())

@@ -532,7 +532,7 @@ class Guard:
         bytes_of = self._bytes_of(batch, is_split=True)
         for number in range(MAX_REDRAWS):
             key = ops.derive_key(_key_of(batch), number)
-            blocks = tuple(b.scaling_sums(batch.blocks[0].scale_sums) for b in redraw(batch.seeds, key))
+            blocks = tuple(b.with_scale_sums(batch.blocks[0].scale_sums) for b in redraw(batch.seeds, key))
             self.ledger.note_resampled()
             if bytes_of(Sizes.of_blocks(blocks)) <= self.target_bytes:
                 return with_rows(replace(batch, blocks=blocks, key=key), self.job.data.tables)

@@ -164,7 +164,7 @@ class MicroBatchBytes:
     build_bytes_per_edge: float
     """Temporary bytes per edge of the largest block while the micro-batch is built; 0 if built on another
     device."""
-    maps: int
+    map_bytes: int
     """Temporary bytes of the map from the batch's nodes to their local ids while the micro-batch is built."""
 
     @classmethod
@@ -204,7 +204,7 @@ class MicroBatchBytes:
             per_node=tuple(per_node),
             per_edge=tuple(per_edge),
             build_bytes_per_edge=build_bytes_per_edge,
-            maps=map_bytes_per_node * batch.blocks[0].num_src,
+            map_bytes=map_bytes_per_node * batch.blocks[0].num_src,
         )
 
     def resident(self, sizes: Sizes) -> float:
@@ -220,7 +220,7 @@ class MicroBatchBytes:
         if is_built_elsewhere:
             return self.resident(sizes)
         id_bytes = 24 * sizes.nodes[0]
-        return self.resident(sizes) + id_bytes + self.build_bytes_per_edge * max(sizes.edges) + self.maps
+        return self.resident(sizes) + id_bytes + self.build_bytes_per_edge * max(sizes.edges) + self.map_bytes
 
     def peak_with_step(self, sizes: Sizes, step_bytes: float) -> float:
         """The peak bytes of building and running a micro-batch. step_bytes: the peak of its step alone."""
@@ -287,24 +287,25 @@ def find_fewest(
     bytes_of_largest: Callable[[list[P]], float],
     limit: float,
     *,
-    first: int,
-    most: int,
-    grow: float,
+    first_number: int,
+    max_number: int,
+    max_growth: float,
 ) -> tuple[list[P], float]:
-    """(micro-batches, bytes of the largest): the first number tried that fits below `limit`, or `most`,
-    fitting or not.
+    """(micro-batches, bytes of the largest): as few as fit below `limit`, of the numbers that are tried.
 
-    split: makes that number of micro-batches. first: the number that is tried first. grow: the largest
-    factor from one tried number to the next.
+    If none fits, the result is `max_number` micro-batches.
+
+    split: makes that number of micro-batches. first_number: the number that is tried first. max_growth: the
+    largest factor from one tried number to the next.
     """
-    num_micro_batches = first
+    num_micro_batches = first_number
     while True:
-        num_micro_batches = min(num_micro_batches, most)
+        num_micro_batches = min(num_micro_batches, max_number)
         micro_batches = split(num_micro_batches)
         largest_bytes = bytes_of_largest(micro_batches)
-        if largest_bytes <= limit or num_micro_batches == most:
+        if largest_bytes <= limit or num_micro_batches == max_number:
             return micro_batches, largest_bytes
-        factor = min(largest_bytes / limit, grow)
+        factor = min(largest_bytes / limit, max_growth)
         num_micro_batches = max(num_micro_batches + 1, math.floor(num_micro_batches * factor))
 
 
@@ -347,7 +348,7 @@ def groups_to_fit(
 
     num_groups = math.ceil(bytes_of_largest([seeds]) / limit) if first is None else max(1, first)
     groups, largest_bytes = find_fewest(
-        split, bytes_of_largest, limit, first=num_groups, most=seeds.numel(), grow=MAX_GROWTH
+        split, bytes_of_largest, limit, first_number=num_groups, max_number=seeds.numel(), max_growth=MAX_GROWTH
     )
     if largest_bytes <= limit:
         return _fill_first_group(batch, bytes_of, limit, groups, seed_cost)
@@ -452,7 +453,7 @@ def edge_numbers(batch: Batch, by: CutBy, key: int = 0) -> list[np.ndarray]:
         return cpu_cut_batches.draw_numbers([block.num_edges for block in batch.blocks], key)
     num_nodes = batch.blocks[0].num_src
     if by == "degree":
-        importance = cpu_cut_batches.num_ends(block_edges, num_nodes)
+        importance = cpu_cut_batches.total_degrees(block_edges, num_nodes)
     else:
         importance = cpu_cut_batches.page_rank(block_edges, num_nodes)
     return cpu_cut_batches.hub_numbers(block_edges, importance, key)

@@ -89,7 +89,7 @@ class Part:
         dst = torch.repeat_interleave(nodes, in_degrees, output_size=self.num_edges)
         return torch.stack([self.src_idx.long(), dst])
 
-    def rows_from(self, first: int) -> Part:
+    def destinations_from(self, first: int) -> Part:
         """The part of destinations `first`, `first + 1`, ... with their edges. Synchronises on a GPU."""
         start = int(self.indptr[first])
         edge = {name: rows[start:] for name, rows in self.edge.items()}
@@ -151,7 +151,7 @@ class ConvRunner(ABC):
     over_ranks: bool = False
     """Whether some of the rows are in other processes. Then every process must run the same convs."""
 
-    def norms(self) -> AbstractContextManager[Any]:
+    def global_norms(self) -> AbstractContextManager[Any]:
         """A context in which batch norms in training take their statistics from the rows of all ranks.
 
         Here it does nothing: all rows are in this process.
@@ -229,9 +229,9 @@ class Block:
             tensors += [part.indptr, part.src_idx, part.edge_ids, *part.edge.values()]
         return tensors
 
-    def scaling_sums(self, wanted: bool) -> Block:
-        """The block with `scale_sums` set to `wanted`."""
-        return self if self.scale_sums == wanted else replace(self, scale_sums=wanted)
+    def with_scale_sums(self, scale_sums: bool) -> Block:
+        """The block with this `scale_sums`."""
+        return self if self.scale_sums == scale_sums else replace(self, scale_sums=scale_sums)
 
     def handle(self, table: Readable) -> Rows:
         """A handle to the table's rows of the block's sources."""
@@ -432,7 +432,7 @@ class Batch:
         num_done = 0
         new_parts = []
         for block in reversed(self.blocks):
-            new_parts.append(block.part.rows_from(num_done))
+            new_parts.append(block.part.destinations_from(num_done))
             num_done = block.num_dst
         input_block = self.blocks[0]
         in_degrees = torch.cat([part.indptr.diff() for part in new_parts])

@@ -17,7 +17,7 @@ from torch import Tensor
 from hopline.core.graph import Graph
 from hopline.data.arrays import as_tensor
 from hopline.data.checks import REGRESSION, check_dataset
-from hopline.data.manifest import TASKS, Task, is_part
+from hopline.data.manifest import TASKS, Task, is_array_name
 from hopline.tables import SparseTable, Table, TensorTable
 from hopline.util.config import format_size
 
@@ -81,7 +81,7 @@ class Dataset:
         if self.task not in TASKS:
             raise ValueError(f"task is {self.task!r}: choose one of {', '.join(TASKS)}.")
         for name in [*self.tables, *self.graph.edge, *self.splits]:
-            if not is_part(name):
+            if not is_array_name(name):
                 raise ValueError(f"{name!r} cannot name an array: use letters, digits, '_' and '-' only.")
         for name, table in self.tables.items():
             if len(table) != self.num_nodes:

@@ -11,7 +11,7 @@ for several ids: from 2**53 on in float64, and from 2**24 on in float32.
 Readers call these functions in this order:
 
     checked_ids   a chunk of a column -> int64 or texts; refuses empty cells
-    settled       all ids of a file -> int64 if all texts are numbers, else texts
+    settle_ids    all ids of a file -> int64 if all texts are numbers, else texts
     IdMap         ids -> node numbers 0, 1, 2, ..., by binary search
 """
 
@@ -119,7 +119,7 @@ def to_numbers(texts: np.ndarray) -> np.ndarray:
     return np.array([int(match[1]) for match in matches if match], dtype=np.int64)
 
 
-def settled(ids: np.ndarray, where: str, first: int = 0) -> np.ndarray:
+def settle_ids(ids: np.ndarray, where: str, first: int = 0) -> np.ndarray:
     """All ids of a file: texts as int64 if all of them are numbers, else as they are.
 
     A fraction or an exponent among numbers is refused.

@@ -80,7 +80,7 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
-def is_part(text: str) -> bool:
+def is_array_name(text: str) -> bool:
     """Whether a word may name a table, an edge array or a split. Array names are such words joined by dots."""
     return is_name(text) and "." not in text
 
@@ -131,7 +131,7 @@ def _parse_manifest(fields: Any) -> Manifest:
     arrays = {name: _parse_entry(name, value) for name, value in _get_field(fields, "arrays", dict).items()}
     tables = _get_field(fields, "tables", dict)
     for name, num_columns in tables.items():
-        if not is_part(name) or type(num_columns) is not int or num_columns < -1:
+        if not is_array_name(name) or type(num_columns) is not int or num_columns < -1:
             raise ValueError(f"its table {name!r} is not described by a number of columns")
     return Manifest(
         name=_get_field(fields, "name", str),

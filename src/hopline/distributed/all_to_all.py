@@ -57,7 +57,7 @@ class Channel:
             with self._name_lost_rank():
                 self._handle = GroupHandle(dist.new_group(backend="gloo")) if world is None else world.new_group()
 
-    def counts(self, send_counts: Tensor) -> Tensor:
+    def exchange_counts(self, send_counts: Tensor) -> Tensor:
         """[size] int64: rows that each rank will send to this one.
 
         send_counts: [size] int64, rows for each rank.
@@ -85,12 +85,12 @@ class Channel:
         trace.count("bytes.exchanged", num_rows_to_others * sent_bytes.size(1))
         return received
 
-    def all(self, rows: Tensor) -> Tensor:
+    def all_gather(self, rows: Tensor) -> Tensor:
         """The rows of all ranks, concatenated in the order of the ranks.
 
         Ranks may have different numbers of rows.
         """
-        receive_counts = self.counts(torch.full((self.size,), rows.size(0)))
+        receive_counts = self.exchange_counts(torch.full((self.size,), rows.size(0)))
         return self.send(torch.cat([rows] * self.size), [rows.size(0)] * self.size, receive_counts.tolist())
 
     def max(self, values: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class Channel:
         """Raise a ValueError if the ranks have different values. what: names the value in the error."""
         digest = hashlib.blake2b(value, digest_size=8).digest()
         # 8 bytes are one int64, so there is one number per rank.
-        digests = self.all(torch.frombuffer(bytearray(digest), dtype=torch.int64))
+        digests = self.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.int64))
         differing = (digests != digests[0]).nonzero().view(-1).tolist()
         if differing:
             raise ValueError(f"rank {differing[0]} and rank 0 differ in {what}: give all ranks the same")
@@ -121,7 +121,7 @@ class Channel:
         if self.world is None:
             yield
         else:
-            with self.world.exchange():
+            with self.world.collective_call():
                 yield
 
 
@@ -141,7 +141,7 @@ class RowRequest:
         self.channel = channel
         self._num_asked = num_asked.tolist()
         """[size]: rows that this rank asks of each rank."""
-        self._num_to_answer = channel.counts(num_asked).tolist()
+        self._num_to_answer = channel.exchange_counts(num_asked).tolist()
         """[size]: rows that each rank asks of this one."""
         # Requests are sent sorted by owner, so answers arrive in that order too: answer i belongs to
         # positions[order[i]]. The inverse permutation brings them back into the order of `positions`.

@@ -123,7 +123,7 @@ class GroupWorld(World):
         return group
 
     def close(self, error: str = "") -> None:
-        # `World.exchange` sets `_lost` to a sentence about the rank that was lost. It is "" before.
+        # `World.collective_call` sets `_lost` to a sentence about the rank that was lost. It is "" before.
         self._resources.close(last_words(error), broken=bool(self._lost))
 
     def _end_watch(self, error: BaseException | None) -> None:

@@ -165,7 +165,7 @@ def sum_tensors(tensors: Iterable[Tensor], world: World) -> None:
 
 def _all_reduce(flats: Sequence[Tensor], world: World) -> None:
     """Sum each tensor over the ranks, in place. All calls begin before the first one is waited for."""
-    with world.exchange():
+    with world.collective_call():
         works = [dist.all_reduce(flat, group=world.group, async_op=True) for flat in flats]
         for work in works:
             assert work is not None

@@ -7,7 +7,7 @@ A rank joins in three steps (`World.join`):
     3. group   torch.distributed makes the process group (gloo or NCCL) that carries the collective calls
 
 A rank that dies would make the others wait. So each rank has a heartbeat, and every collective call runs
-within `World.exchange`: an error inside becomes a `PeerError` that names the rank that stopped and says how
+within `World.collective_call`: an error inside becomes a `PeerError` that names the rank that stopped and says how
 to resume.
 
 The rest of the file is about networks. A store must listen at an address that all hosts reach, and gloo
@@ -223,7 +223,7 @@ class World:
         heartbeat = Heartbeat(heartbeat_store, spec.rank, spec.size, address)
         world = cls(spec, heartbeat, store)
         try:
-            with world.exchange(start_s):
+            with world.collective_call(start_s):
                 world.num_cores = _find_share_of_cores(spec, store)
                 if world.device.type == "cuda":
                     torch.cuda.set_device(world.device)
@@ -343,7 +343,7 @@ class World:
         send_counts = torch.tensor([piece.size(0) for piece in pieces], device=self.device)
         receive_counts = torch.empty_like(send_counts)
         sent = torch.cat(list(pieces)).contiguous().to(self.device)
-        with self.exchange():
+        with self.collective_call():
             dist.all_to_all_single(receive_counts, send_counts, group=self.group)
             received = sent.new_empty(int(receive_counts.sum()), *sent.shape[1:])
             dist.all_to_all_single(
@@ -421,16 +421,16 @@ class World:
 
     def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        with self.exchange():
+        with self.collective_call():
             dist.all_reduce(tensor, operation, group=self.group)
         return tensor.tolist()
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
-        with self.exchange():
+        with self.collective_call():
             dist.broadcast(tensor, src, group=self.group)
 
     @contextmanager
-    def exchange(self, start_s: float | None = None) -> Generator[None]:
+    def collective_call(self, start_s: float | None = None) -> Generator[None]:
         """A context for one collective call.
 
         Torch raises a RuntimeError if another rank does not answer. It becomes a `PeerError` that names the

@@ -122,7 +122,7 @@ class RankChunks(Chunks):
     All ranks must run it at once, since `layer_nodes` and `on_layer_end` call an all-to-all.
     """
 
-    by_graph_alone = False  # other ranks' requests decide too which nodes a layer computes
+    depends_on_graph_alone = False  # other ranks' requests decide too which nodes a layer computes
     has_all_edges = False
 
     def __init__(
@@ -204,10 +204,10 @@ def _local_graph(shard: Shard, channel: Channel) -> PartialGraph:
     # node: own nodes begin at 0, and the halo nodes of each other owner somewhere behind them.
     first_of_owner = shard.num_own + shard.halo_ptr[:-1]
     first_of_owner[shard.rank] = 0
-    indices = torch.empty(shard.at.numel(), dtype=index_dtype(num_nodes))
-    # `shard.at` lists the edges by destination, by numbers that are grouped by the owner of the source.
-    for start in range(0, shard.at.numel(), CHUNK):
-        edges = shard.at[start : start + CHUNK].long()
+    indices = torch.empty(shard.edge_numbers.numel(), dtype=index_dtype(num_nodes))
+    # `shard.edge_numbers` lists the edges by destination, by numbers that are grouped by the owner of the source.
+    for start in range(0, shard.edge_numbers.numel(), CHUNK):
+        edges = shard.edge_numbers[start : start + CHUNK].long()
         owner = torch.bucketize(edges, shard.part_ptr[1:-1], right=True)
         indices[start : start + CHUNK] = (shard.src_idx[edges] + first_of_owner[owner]).to(indices.dtype)
     # The halo has no in-edges, so its offsets all are the end of the own nodes' edges.
@@ -225,7 +225,7 @@ def _local_graph(shard: Shard, channel: Channel) -> PartialGraph:
     return PartialGraph(
         indptr,
         indices,
-        {name: ops.gather_rows(array, shard.at) for name, array in shard.edge.items()},
+        {name: ops.gather_rows(array, shard.edge_numbers) for name, array in shard.edge.items()},
         ids=torch.arange(num_nodes),
         degrees=degrees,
         has_loops=sampler.has_loops,
@@ -289,5 +289,5 @@ def evaluate(
         ids, scores, labels = sampled(model, channel, batches)
         assert labels is not None
     # By node id, as a single process has them: ties in a metric are then broken in the same way.
-    order = channel.all(ids).argsort()
-    return measure(data, channel.all(scores.float())[order], channel.all(labels)[order])
+    order = channel.all_gather(ids).argsort()
+    return measure(data, channel.all_gather(scores.float())[order], channel.all_gather(labels)[order])

@@ -145,7 +145,7 @@ class InferenceTables(LayerTables):
             writer = rows.device if table.tiers(rows.device) is not None else CPU
             table.write(positions.to(writer), rows.to(writer))
         if self.files is not None and l > ENCODED:
-            self.files.chunk_done()
+            self.files.mark_chunk()
 
     def complete(self, l: int) -> None:
         if self.device.type == "cuda" and any(not table.is_cuda for table in self.tables.values()):
@@ -155,7 +155,7 @@ class InferenceTables(LayerTables):
         earlier = [k for k in self.tables if k < l]
         unneeded = earlier if l == self.last else [k for k in earlier if not self._is_read_later(k)]
         if self.files is not None:
-            self.files.layer_done(unneeded)  # marks progress first, then removes the files
+            self.files.mark_layer(unneeded)  # marks progress first, then removes the files
         for k in unneeded:
             self.drop(k)
 
@@ -177,7 +177,7 @@ class Chunks(LayerPlan[Tensor]):
     """
 
     span = "infer.layer"
-    by_graph_alone = True
+    depends_on_graph_alone = True
     """Whether the nodes of each layer follow from the graph alone, so that a cache of the last inference is
     valid."""
     has_all_edges = True
@@ -310,7 +310,7 @@ class Chunks(LayerPlan[Tensor]):
 
     def _cached_layer_nodes(self, ids: Tensor | None) -> list[Tensor]:
         """`layer_nodes(ids)`, from the cache if the last inference was at the same ids. Sets `self.cache`."""
-        if ids is None or self.files is not None or self.chunk_bytes is not None or not self.by_graph_alone:
+        if ids is None or self.files is not None or self.chunk_bytes is not None or not self.depends_on_graph_alone:
             return self.layer_nodes(ids)
         model = self.model
         # All that chunks, blocks and first-layer sums depend on, other than the graph, the features and the

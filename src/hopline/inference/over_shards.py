@@ -223,7 +223,7 @@ class ShardChunks(Chunks):
     Chunks in ascending order thus open each shard once per layer.
     """
 
-    by_graph_alone = False  # `data.graph` has no edges from which the nodes of a layer would follow
+    depends_on_graph_alone = False  # `data.graph` has no edges from which the nodes of a layer would follow
     has_all_edges = False
 
     def __init__(
@@ -270,10 +270,10 @@ class ShardChunks(Chunks):
 
     def _edges(self, positions: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """(indptr, positions of the sources, edge arrays) of the in-edges of nodes of one shard."""
-        # `shard.at` lists the numbers of the shard's edges by destination. `entries` are indices into it.
+        # `shard.edge_numbers` lists the numbers of the shard's edges by destination. `entries` are indices into it.
         shard = self._shard_of(positions)
         indptr, entries = ops.row_positions(shard.indptr, positions - shard.ptr[shard.rank])
-        edges = ops.gather_rows(shard.at, entries).long()
+        edges = ops.gather_rows(shard.edge_numbers, entries).long()
         edge_arrays = {name: ops.gather_rows(rows, edges) for name, rows in shard.edge.items()}
         return indptr, shard.sources(edges), edge_arrays
 

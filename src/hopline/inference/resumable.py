@@ -91,13 +91,13 @@ class LayerFiles(Allocator):
         self.shapes[layer] = (str(dtype).removeprefix("torch."), list(shape))
         return self._map_table(layer)
 
-    def chunk_done(self) -> None:
+    def mark_chunk(self) -> None:
         """Count a finished chunk, and save the progress if `SAVE_S` seconds have passed."""
         self.chunks += 1
         if time.monotonic() - self.saved >= SAVE_S:
             self._save()
 
-    def layer_done(self, gone: Iterable[int] = ()) -> None:
+    def mark_layer(self, gone: Iterable[int] = ()) -> None:
         """Save that all chunks of the layer are finished, and remove the files of layers that nobody reads
         any more.
 

@@ -38,7 +38,7 @@ from hopline.core.batch import Batch, Block, LayerHooks
 from hopline.core.row_handles import Rows, as_tensor
 from hopline.device import pinned
 from hopline.nn.gnn import GNN, State
-from hopline.nn.smoothness import spread_of
+from hopline.nn.smoothness import smoothness_penalty
 from hopline.pipeline.stages import Pipeline, Stage
 from hopline.tables.layers import LayerTables, RowSource, as_positions
 from hopline.util import trace
@@ -254,7 +254,7 @@ class Recorder(LayerHooks):
         self.measures = measures
 
     def before_layer(self, l: int, model: GNN, state: State, block: Block) -> None:
-        spread = spread_of(model, l, state, block) if self.measures else None
+        spread = smoothness_penalty(model, l, state, block) if self.measures else None
         if spread is not None:
             self.spreads.append(spread)
 

@@ -54,7 +54,7 @@ def plan_or_raise(method: Method, outline: RunOutline, budget: Budget) -> Plan:
     plan = _find_plan(method, outline, budget)
     if plan.fits:
         return plan
-    sufficient = _find_sufficient_limits(method, outline, budget, plan.missing)
+    sufficient = _find_sufficient_limits(method, outline, budget, plan.smallest_limits)
     # On a CPU the smaller of `budget` and `budget.host` is the limit. The error names that one.
     is_limited_by_host = (
         outline.compute_place == "host"
@@ -117,14 +117,16 @@ def _find_sufficient_limits(
             # Sufficient limits have been lowered too far: the try before this one counts.
             if sufficient is not None:
                 break
-            higher: dict[Place, int] = {place: max(guess.get(place, 0), plan.missing.get(place, 0)) for place in PLACES}
+            higher: dict[Place, int] = {
+                place: max(guess.get(place, 0), plan.smallest_limits.get(place, 0)) for place in PLACES
+            }
             guess = {place: limit for place, limit in higher.items() if limit > 0}
             continue
         # These limits fit. With measured steps, smaller ones may.
         if not _is_sure(plan, new_outline):
             learn(new_outline, plan.num_blocks, plan.limit_bytes)
         sufficient = guess
-        guess = plan_of(method, new_outline, budget).missing
+        guess = plan_of(method, new_outline, budget).smallest_limits
         is_lower = any(limit < sufficient.get(place, 0) for place, limit in guess.items())
         if not is_lower:
             break
@@ -140,7 +142,7 @@ def _find_plan(method: Method, outline: RunOutline, budget: Budget) -> Plan:
     plan = plan_of(method, outline, budget)
     if plan.fits or _is_sure(plan, outline):
         return plan
-    sufficient_plan = plan_of(method, outline, _raise_limits(budget, plan.missing, outline))
+    sufficient_plan = plan_of(method, outline, _raise_limits(budget, plan.smallest_limits, outline))
     learn(outline, plan.num_blocks, sufficient_plan.limit_bytes)
     return plan_of(method, outline, budget)
 

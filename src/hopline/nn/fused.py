@@ -47,7 +47,7 @@ NORMALISED_SUM = "normalised sum"
 """`ReducedRows.how` of rows that a `NORMALISED` conv has aggregated."""
 
 
-FLOPS = 16
+FLOPS_PER_ELEMENT = 16
 """Multiplications in the time that moving one element takes: about 10 on a CPU, 25 on an H200."""
 
 
@@ -90,7 +90,7 @@ def run_fused(conv: Any, h: Handle | Tensor, block: Block, x0: Tensor | None = N
         # slot.
         weight, loops = gcn_weights(conv, block, dtype)
         # The factor that scales up sampled sums is in GCN's weights already.
-        unscaled = block.scaling_sums(False) if conv.normalize else block
+        unscaled = block.with_scale_sums(False) if conv.normalize else block
         reduced, own = _reduce(h, unscaled, how, weight, dtype, with_own=True).chunk(2, dim=1)
         if loops is not None:
             reduced = reduced + loops[:, None].to(own.dtype) * own
@@ -114,7 +114,7 @@ def _normalised_sum(conv: Any, x: Tensor, block: Block, dtype: torch.dtype) -> T
     conv."""
     weight, loops = gcn_weights(conv, block, dtype)
     # The factor that scales up sampled sums is in GCN's weights already.
-    unscaled = block.scaling_sums(False) if conv.normalize else block
+    unscaled = block.with_scale_sums(False) if conv.normalize else block
     out = _reduce(x, unscaled, "sum", weight, dtype)
     return out if loops is None else out + loops[:, None].to(x.dtype) * x[: block.num_dst]
 
@@ -128,10 +128,10 @@ def _product(conv: GCNConv, reduced: Tensor) -> Tensor:
 def _reduces_first(conv: GCNConv, h: Handle | Tensor, block: Block) -> bool:
     """Whether GCNConv aggregates before its product. The result is the same, since the product is linear.
 
-    The cheaper order is taken. Costs are counted in elements moved, `FLOPS` multiplications being one
+    The cheaper order is taken. Costs are counted in elements moved, `FLOPS_PER_ELEMENT` multiplications being one
     element:
 
-        a product, per row       before + after + before * after / FLOPS      (columns before and after it)
+        a product, per row       before + after + before * after / FLOPS_PER_ELEMENT      (columns before and after it)
         aggregation, per edge    the width of the rows that are aggregated
 
     A block has fewer destinations than sources, so a product that comes last has fewer rows. But if the
@@ -144,7 +144,7 @@ def _reduces_first(conv: GCNConv, h: Handle | Tensor, block: Block) -> bool:
     if not is_linear(conv.lin) or conv.lin._forward_hooks or conv.lin._forward_pre_hooks:
         return False
     after, before = conv.lin.weight.shape  # (out_features, in_features)
-    product_per_row = before + after + before * after / FLOPS
+    product_per_row = before + after + before * after / FLOPS_PER_ELEMENT
     cost_product_first = block.num_src * product_per_row + block.num_edges * after
     cost_reduce_first = block.num_edges * before + block.num_dst * product_per_row
     return cost_reduce_first < cost_product_first

@@ -363,7 +363,7 @@ class GNN(nn.Module):
         sums_over_ranks = block.convs is not None and block.convs.over_ranks
         has_no_variance = block.num_dst <= 1 and not sums_over_ranks
         modules = [self.convs[l], self.norms[l]]
-        with running_statistics(modules, only_if=has_no_variance), ignore_empty_slots(modules, block):
+        with running_statistics(modules, enabled=has_no_variance), ignore_empty_slots(modules, block):
             return self._layer(l, state, block)
 
     def _layer(self, l: int, state: State, block: Block) -> State:
@@ -440,7 +440,7 @@ class GNN(nn.Module):
             raise ValueError(f"the model has {self.num_layers} layers but the batch has {len(batch.blocks)} blocks")
         # On the blocks of a shard, batch norms are over the rows of all ranks.
         conv_runner = batch.blocks[0].convs
-        with nullcontext() if conv_runner is None else conv_runner.norms():
+        with nullcontext() if conv_runner is None else conv_runner.global_norms():
             with ignore_empty_slots([] if self.encoder is None else [self.encoder], batch.blocks[0]):
                 state = self.encode(batch.input_rows, batch.input_keys, batch.key)
             for l, block in enumerate(batch.blocks):

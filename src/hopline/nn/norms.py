@@ -36,13 +36,13 @@ def make_norm(name: str, width: int) -> nn.Module:
 
 
 @contextmanager
-def running_statistics(modules: Iterable[nn.Module], *, only_if: bool) -> Iterator[None]:
+def running_statistics(modules: Iterable[nn.Module], *, enabled: bool) -> Iterator[None]:
     """Make batch norms in training use their running statistics while the context lasts.
 
-    modules: those whose batch norms are meant, inner ones included. only_if: False makes the context do
+    modules: those whose batch norms are meant, inner ones included. enabled: False makes the context do
     nothing.
     """
-    norms = _training_norms(modules) if only_if else []
+    norms = _training_norms(modules) if enabled else []
     for norm in norms:
         norm.eval()
     try:

@@ -30,7 +30,7 @@ NOISE_PURPOSE = 1 << 21
 no two draws share a key."""
 
 
-def spread_of(model: GNN, l: int, state: State, block: Block) -> Tensor | None:
+def smoothness_penalty(model: GNN, l: int, state: State, block: Block) -> Tensor | None:
     """The penalty of layer `l` on a block: a scalar with a gradient.
 
     None for the first layer, whose input rows are features and never stale. None in evaluation or without

@@ -279,7 +279,7 @@ def _refuse_gradients(walk: nn.Module, arguments: tuple[Any, ...]) -> None:
         )
 
 
-def tell_calls(model: nn.Module) -> None:
+def refuse_batches(model: nn.Module) -> None:
     """Make a user's model raise an error with advice if it is called with a batch, which it cannot read.
 
     model: the model that a loader was made for. A GNN or Whole reads batches, and is left alone.

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-PREPARED = ("sample", "gather", "divide", "move")
+PREPARING_STAGES = ("sample", "gather", "divide", "move")
 """Stages that threads can run before training needs the batch, in the order of a batch."""
-TRAINED = ("forward", "backward", "step", "optimizer", "exchange", "refresh", "checkpoint")
+TRAINING_STAGES = ("forward", "backward", "step", "optimizer", "exchange", "refresh", "checkpoint")
 """Stages of training, which run for one batch after the other."""
 
 # ---- shares from which on something is called the bottleneck. Rules of thumb.
@@ -117,7 +117,7 @@ def explain(
     seconds: float,
     num_batches: int,
     setup: Setup,
-    alone: Mapping[str, float] | None = None,
+    working_s: Mapping[str, float] | None = None,
 ) -> Explanation | None:
     """Explain an epoch by the times of its stages. None if no stage was timed.
 
@@ -126,21 +126,21 @@ def explain(
     seconds: Seconds of the epoch.
     num_batches: Batches of the epoch.
     setup: How the run is set up.
-    alone: Seconds of some stages without the time in which their threads had no core. They replace the
+    working_s: Seconds of some stages without the time in which their threads had no core. They replace the
         seconds of `stages` in `serial_s` and in shares of the work, not in shares of the epoch.
     """
-    times = dict(stages) | dict(alone or {})
-    work_s = {name: times[name] for name in (*PREPARED, *TRAINED) if times.get(name, 0) > 0}
+    times = dict(stages) | dict(working_s or {})
+    work_s = {name: times[name] for name in (*PREPARING_STAGES, *TRAINING_STAGES) if times.get(name, 0) > 0}
     serial_s = sum(work_s.values())
     if not work_s or seconds <= 0 or num_batches < 1:
         return None
 
     shares = {name: value / serial_s for name, value in work_s.items()}
-    prepared = sum(shares.get(name, 0.0) for name in PREPARED)
-    preparing_s = sum(stages.get(name, 0.0) for name in PREPARED)
+    prepared = sum(shares.get(name, 0.0) for name in PREPARING_STAGES)
+    preparing_s = sum(stages.get(name, 0.0) for name in PREPARING_STAGES)
     idle = 1 - min(1.0, preparing_s / (max(1, setup.workers) * seconds))
     # Without threads that prepare, the thread that trains runs all stages.
-    stages_of_trainer = TRAINED if setup.workers else (*TRAINED, *PREPARED)
+    stages_of_trainer = TRAINING_STAGES if setup.workers else (*TRAINING_STAGES, *PREPARING_STAGES)
     trainer_s = sum(stages.get(name, 0.0) for name in stages_of_trainer)
     # Share of the epoch in which training was in no stage. Waiting counts only within it: a host may wait
     # for a batch while its GPU is still busy with the last one, which holds up nothing.
@@ -192,7 +192,7 @@ class _Facts:
     shares: Mapping[str, float]
     """Each stage as a share of the work, as `Explanation.shares`."""
     prepared: float
-    """Share of the work in `PREPARED` stages."""
+    """Share of the work in `PREPARING_STAGES` stages."""
     waited: float
     """Share of the epoch in which training waited for batches."""
     idle: float
@@ -233,12 +233,12 @@ class _Facts:
     def _blame_prefetch(self) -> _Verdict:
         """The verdict if threads prepare batches, and training waits for them."""
         setup = self.setup
-        slowest = self._slowest(PREPARED)
+        slowest = self._slowest(PREPARING_STAGES)
         # At most 99%: rounded to 100%, it would read as if nothing was trained.
         share = f"{min(self.waited, 0.99):.0%} of the time"
-        trained_s = sum(s for name, s in self.work_s.items() if name in TRAINED)
-        prepared_s = sum(s for name, s in self.work_s.items() if name in PREPARED)
-        prepared_spans_s = sum(self.spans_s.get(name, 0.0) for name in PREPARED)
+        trained_s = sum(s for name, s in self.work_s.items() if name in TRAINING_STAGES)
+        prepared_s = sum(s for name, s in self.work_s.items() if name in PREPARING_STAGES)
+        prepared_spans_s = sum(self.spans_s.get(name, 0.0) for name in PREPARING_STAGES)
 
         # Threads are idle although training waits: at times they have prepared all batches that they may.
         if self.idle >= MIN_IDLE and setup.look_ahead < 2 * setup.workers:
@@ -259,7 +259,7 @@ class _Facts:
     def _blame_preparation(self) -> _Verdict:
         """The verdict if the thread that trains, or its GPU, prepares the batches."""
         setup = self.setup
-        slowest = self._slowest(PREPARED)
+        slowest = self._slowest(PREPARING_STAGES)
         if setup.drawn_on_gpu and self.shares[slowest] < MIN_GPU_SHARE:
             return self._blame_training()
         if setup.drawn_on_gpu:
@@ -289,7 +289,7 @@ class _Facts:
         The user asked for this work, so there is little to advise.
         """
         setup = self.setup
-        slowest = self._slowest(TRAINED)
+        slowest = self._slowest(TRAINING_STAGES)
         if slowest == "exchange":
             advice = "set a larger method.batch_size or accumulate="
         elif slowest == "checkpoint":

@@ -288,5 +288,5 @@ def table_of(candidates: Sequence[Candidate]) -> list[list[str]]:
             peak_bytes = plan.peak_bytes(memory)
             peaks.append(format_size(peak_bytes) if peak_bytes else "-")
         epoch = "-" if math.isnan(candidate.epoch_s) else f"{candidate.epoch_s:.3g} s"
-        rows.append([candidate.name, *peaks, epoch, str(plan.steps), plan.whole])
+        rows.append([candidate.name, *peaks, epoch, str(plan.steps), plan.step_summary])
     return rows

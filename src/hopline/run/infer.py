@@ -42,7 +42,7 @@ from hopline.run.train import launch_settings_of, load_weights, open_data
 from hopline.shards.all_shards import join_shards
 from hopline.shards.data import ShardedData, open_sharded
 from hopline.shards.shard import is_shards
-from hopline.training.evaluation import hops_of
+from hopline.training.evaluation import hops_by_fanouts
 from hopline.util.config import from_dict, to_dict
 
 CHUNK_NODES = 1 << 18
@@ -168,7 +168,7 @@ def _predict_chunks(
         read_scores = shard_by_shard.exact_rows(model, data, split_ids, show=True, **options)
     else:
         walk = as_walkable(model)
-        hops = hops_of(walk, data, settings.method) if config.hops is None else config.hops
+        hops = hops_by_fanouts(walk, data, settings.method) if config.hops is None else config.hops
         read_scores = infer.exact_rows(walk, data, split_ids, hops=hops, show=True, **options)
     for chunk_ids in ids.split(CHUNK_NODES):
         yield _select(read_scores(chunk_ids), data, config)
@@ -222,7 +222,7 @@ def _gather_to_first(channel: Channel, ids: Tensor, rows: Tensor, num_nodes: int
         # This rank's rows with start <= id < start + CHUNK_NODES.
         low, high = torch.searchsorted(ids, torch.tensor([start, start + CHUNK_NODES])).tolist()
         num_sent = torch.tensor([high - low] + [0] * (channel.size - 1))
-        num_received = channel.counts(num_sent).tolist()
+        num_received = channel.exchange_counts(num_sent).tolist()
         received_ids = channel.send(ids[low:high], num_sent.tolist(), num_received)
         received_rows = channel.send(rows[low:high], num_sent.tolist(), num_received)
         yield received_rows[received_ids.argsort()]

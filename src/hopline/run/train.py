@@ -195,7 +195,10 @@ def _open_together(config: RunConfig, world: World) -> Dataset:
     has_folder = world.broadcast_object(data is not None and data.folder is not None)
     if data is None and (has_folder or world.local_rank == 0):
         data = open_data(config)
-    return data if has_folder else share(data, world)
+    if not has_folder:
+        return share(data, world)
+    assert data is not None  # every rank has opened the folder
+    return data
 
 
 def _open_shards(config: RunConfig, world: World) -> Dataset:

@@ -167,12 +167,12 @@ class CollectiveSampler:
         if fanout < 0:
             starts, edges = ops.row_positions(shard.indptr, rows)
             counts = starts.diff()
-            edge_numbers = ops.gather_rows(shard.at, edges).long()
+            edge_numbers = ops.gather_rows(shard.edge_numbers, edges).long()
         else:
             # Draws are keyed by the node's id, which does not depend on the partition. `at` takes the place of
             # the source ids, so the "children" are numbers of edges (see `Shard`).
             nodes = ops.gather_rows(shard.nodes, rows)
-            children = sample_children(shard.indptr, shard.at, rows, nodes, fanout, key, self.replace)
+            children = sample_children(shard.indptr, shard.edge_numbers, rows, nodes, fanout, key, self.replace)
             counts = children.counts.long()
             is_drawn = torch.arange(fanout) < counts[:, None]
             edge_numbers = children.ids[is_drawn].long()
@@ -207,7 +207,7 @@ def weights_of_shard(shard: Shard) -> Tensor:
     for first, last in node_ranges(shard.indptr, CHUNK):
         start = int(shard.indptr[first])
         stop = int(shard.indptr[last])
-        edge_numbers = shard.at[start:stop].long()
+        edge_numbers = shard.edge_numbers[start:stop].long()
 
         # A graph of these nodes alone. `weights_of` reads sources only to find self-loops, so one more node
         # may stand for all sources outside.

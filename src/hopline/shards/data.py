@@ -47,8 +47,8 @@ class ShardedData(Dataset):
         self.tables = {}
         self.y = None
         self.alternatives = ()  # published splits to choose from: `open_shard` has chosen one
-        # `Channel.all` gathers the ids of all ranks, shard after shard. A `Dataset` has its split ids sorted.
-        self.splits = {name: self.channel.all(ids).sort().values for name, ids in shard.splits.items()}
+        # `Channel.all_gather` gathers the ids of all ranks, shard after shard. A `Dataset` has its split ids sorted.
+        self.splits = {name: self.channel.all_gather(ids).sort().values for name, ids in shard.splits.items()}
         self.meta = {}
         self.folder = shard.folder
 

@@ -89,8 +89,8 @@ class Shard:
     num_edges: int
     """Edges of all shards."""
     indptr: Tensor
-    """[num_own + 1] int64: own node i has the edges at[indptr[i]:indptr[i + 1]], in the dataset's order."""
-    at: Tensor
+    """[num_own + 1] int64: own node i has the edges edge_numbers[indptr[i]:indptr[i + 1]], in the dataset's order."""
+    edge_numbers: Tensor
     """[num_own_edges] int32 or int64: the edges' numbers, by destination and in the dataset's order."""
     part_ptr: Tensor
     """[num_shards + 1] int64: edges from shard s have the numbers part_ptr[s] .. part_ptr[s + 1] - 1."""
@@ -199,7 +199,7 @@ class Shard:
     @cached_property
     def num_bytes(self) -> int:
         """Bytes of the edges, rows and labels of this shard."""
-        arrays = [self.indptr, self.at, self.src_idx, self.edge_ids, *self.edge.values()]
+        arrays = [self.indptr, self.edge_numbers, self.src_idx, self.edge_ids, *self.edge.values()]
         arrays += [part.indptr for part in self.layout.parts]
         if self.y is not None:
             arrays.append(self.y)
@@ -300,7 +300,7 @@ def _assemble(path: Path, manifest: Manifest, about: dict[str, Any]) -> Shard:
         num_nodes=about["num_nodes"],
         num_edges=about["num_edges"],
         indptr=arrays["indptr"],
-        at=arrays["at"],
+        edge_numbers=arrays["at"],
         part_ptr=arrays["part_ptr"],
         src_idx=arrays["src_idx"],
         edge_ids=arrays["edge_ids"],

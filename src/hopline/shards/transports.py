@@ -363,7 +363,7 @@ class P2PTransport(Transport):
 
     def blame_peers(self) -> AbstractContextManager[None]:
         """A context in which the error of a failed message names the rank at fault, if `world` is known."""
-        return nullcontext() if self.world is None else self.world.exchange()
+        return nullcontext() if self.world is None else self.world.collective_call()
 
     def _to_message_device(self, rows: Tensor) -> Tensor:
         """Rows where the process group can send them from."""

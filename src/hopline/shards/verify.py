@@ -129,7 +129,7 @@ def _check_edges(shard: Shard, first_edges: Tensor, advance: Callable[[int], Non
         start = int(shard.indptr[first])
         stop = int(shard.indptr[last])
         dst_rows = torch.repeat_interleave(torch.arange(first, last), shard.indptr[first : last + 1].diff())
-        edge_numbers = shard.at[start:stop].long()
+        edge_numbers = shard.edge_numbers[start:stop].long()
         _require(_are_within(edge_numbers, shard.edge_ids.numel()), shard, "an edge is out of range")
 
         expected_ids = first_edges[shard.nodes[dst_rows]] + torch.arange(start, stop) - shard.indptr[dst_rows]

@@ -32,16 +32,16 @@ from hopline.tables.layers import At
 class Owners:
     """Which rank owns the row at a position, and which positions this host holds.
 
-    shares: the parts that each rank owns.
+    assignment: the parts that each rank owns.
     ptr: [num_parts + 1] int64: the position at which each part begins.
     """
 
-    def __init__(self, world: World, shares: PartAssignment, ptr: Tensor) -> None:
+    def __init__(self, world: World, assignment: PartAssignment, ptr: Tensor) -> None:
         self.world = world
-        self.shares = shares
-        self.spans = [range(int(ptr[parts.start]), int(ptr[parts.stop])) for parts in shares.parts]
+        self.assignment = assignment
+        self.spans = [range(int(ptr[parts.start]), int(ptr[parts.stop])) for parts in assignment.parts]
         """The positions that each rank owns, by rank."""
-        host_parts = shares.parts_of_host(shares.hosts[shares.rank])
+        host_parts = assignment.parts_of_host(assignment.hosts[assignment.rank])
         self.host = range(int(ptr[host_parts.start]), int(ptr[host_parts.stop]))
         """The positions of the rows that this host holds."""
         self.order = sorted(range(world.size), key=lambda rank: self.spans[rank].start)
@@ -50,7 +50,7 @@ class Owners:
     @property
     def own(self) -> range:
         """The positions that this rank owns."""
-        return self.spans[self.shares.rank]
+        return self.spans[self.assignment.rank]
 
     def runs(self, positions: Tensor) -> list[slice]:
         """The slice of `positions` that each rank owns, by rank. positions: [n] int64, ascending."""
@@ -113,7 +113,9 @@ class SharedHistories(Histories):
         self, owners: Owners, *, name: str = "h", dtype: torch.dtype | None = None, folder: Path | None = None
     ) -> None:
         world = owners.world
-        allocator = SharedMemory(world) if folder is None else SharedFiles(folder, world, owners.shares.several_hosts)
+        allocator = (
+            SharedMemory(world) if folder is None else SharedFiles(folder, world, owners.assignment.several_hosts)
+        )
         super().__init__(len(owners.host), allocator, name=name, dtype=dtype)
         self.owners = owners
         self.world = world
@@ -153,11 +155,11 @@ class SharedHistories(Histories):
 
     def begin_reading(self, layers: Sequence[int], positions: Tensor | None) -> RowReader:
         """A reader of the rows at `positions`: the tables on a single host, else a snapshot. Collective."""
-        if not self.owners.shares.several_hosts:
+        if not self.owners.assignment.several_hosts:
             return self
         assert positions is not None, "ranks ask for the rows that they read"
         runs = self.owners.runs(positions)
-        hosts = self.owners.shares.hosts
+        hosts = self.owners.assignment.hosts
         own_host = hosts[self.world.rank]
         remote_ranks = [rank for rank, host in enumerate(hosts) if host != own_host]
         host_range = self.owners.host

@@ -292,7 +292,7 @@ class AsyncEvaluator(Evaluator):
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         exact = trainer.settings.inference == "exact"
-        self.measure = Measure(trainer.method, exact=exact, **trainer.chunks)
+        self.measure = Measure(trainer.method, exact=exact, **trainer.measure_options)
         self.free_buffers: list[WeightsBuffer] = []
         """Buffers to fill again: the results of their weights were acted on."""
         self.thread: EvaluationThread | None = None

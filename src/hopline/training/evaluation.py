@@ -156,7 +156,7 @@ class Measure:
 # ---- modules that are not made of layers
 
 
-def hops_of(model: GNN | Whole, data: Dataset, method: Method) -> int | None:
+def hops_by_fanouts(model: GNN | Whole, data: Dataset, method: Method) -> int | None:
     """The hops around a node that a module without layers reads, for `infer.part_hops_of`.
 
     That is the number of fan-outs, if a trial on a tiny graph shows that they are enough: a neighbourhood of
@@ -178,7 +178,7 @@ def part_hops_of(job: Job, method: Method) -> int | None:
     """
     if not isinstance(job.model, Whole):
         return None
-    num_hops = hops_of(job.model, job.data, method)
+    num_hops = hops_by_fanouts(job.model, job.data, method)
     # limits=[]: a module whose hops are unknown is not refused, but runs on the whole graph.
     return infer.part_hops_of(job.model, job.data, num_hops, limits=[])
 

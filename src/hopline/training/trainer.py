@@ -57,7 +57,7 @@ from hopline.metrics import Mode, mode_of
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import Whole, as_walkable
 from hopline.nn.whole_module_probe import initialise
-from hopline.report.bottleneck import PREPARED, TRAINED
+from hopline.report.bottleneck import PREPARING_STAGES, TRAINING_STAGES
 from hopline.report.writer import Report, is_complete
 from hopline.shards.data import ShardedData
 from hopline.training import checkpoint
@@ -228,7 +228,7 @@ class Trainer:
         self.part_hops = part_hops_of(self.job, self.method)
         self.captured_inferences = CapturedInferences()
         if self._evaluates_exactly:
-            check_whole(self.job, self.part_hops, self.chunks.get("chunk_bytes"))
+            check_whole(self.job, self.part_hops, self.measure_options.get("chunk_bytes"))
         if self.settings.evaluate == "async":
             check_async(self, overrides_evaluate=overrides_evaluate)
         self.checkpoints = Checkpoints(self.out, self.settings, self.world)
@@ -468,7 +468,7 @@ class Trainer:
         stages = self._timers.this_epoch()
         # Stages that work, without those that wait. For stages in threads, `prepare_s` leaves out the time
         # in which a thread had no core.
-        work_s = {name: seconds for name, seconds in stages.items() if name in (*PREPARED, *TRAINED)}
+        work_s = {name: seconds for name, seconds in stages.items() if name in (*PREPARING_STAGES, *TRAINING_STAGES)}
         work_s |= self.work.describe().prepare_s
         self._counters.next_epoch()
         return EpochEnd(
@@ -506,7 +506,7 @@ class Trainer:
             exact=exact,
             show=self.settings.show,
             captured=self.captured_inferences,
-            **self.chunks,
+            **self.measure_options,
         )
         return measure(self.job, keep=self.work.keep_rows)
 
@@ -724,7 +724,7 @@ class Trainer:
         return make_optimizer(settings.optimizer, decays, settings.lr)
 
     @property
-    def chunks(self) -> dict[str, Any]:
+    def measure_options(self) -> dict[str, Any]:
         """Arguments of `Measure`: in which parts evaluation runs, and where its embeddings are kept."""
         if self.plan is None:
             return {"part_hops": self.part_hops}

@@ -41,7 +41,7 @@ def test_ends_of_edges_are_counted():
     for src, dst in itertools.chain(*map(pairs, blocks)):
         expected[src] += 1
         expected[dst] += 1
-    assert cpu_cut_batches.num_ends(blocks, 12).tolist() == expected.tolist()
+    assert cpu_cut_batches.total_degrees(blocks, 12).tolist() == expected.tolist()
 
 
 def test_page_rank_is_that_of_the_walk_against_the_edges():

@@ -20,7 +20,7 @@ import numpy as np
 
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
-from hopline.data.ids import IdMap, are_numbers, checked_ids, first_not_whole, settled, to_numbers
+from hopline.data.ids import IdMap, are_numbers, checked_ids, first_not_whole, settle_ids, to_numbers
 from hopline.data.nodes import split_name, usual_split
 from hopline.data.options import Columns, merge
 from hopline.data.paths import default_name
@@ -227,7 +227,7 @@ def _distinct(source: _EdgeFile) -> np.ndarray:
     if first_not_whole(texts) is not None:
         for chunk in source.raw():  # again, for the row
             for ids in (chunk[source.columns.src], chunk[source.columns.dst]):
-                settled(ids, source.where, row)
+                settle_ids(ids, source.where, row)
             row += len(chunk[source.columns.src])
     return np.union1d(numbers, to_numbers(texts))
 
@@ -286,7 +286,7 @@ def _read_nodes(path: Path, columns: Columns, ids: Ids) -> tuple[dict[str, Any],
     if ids == "number":
         _reorder(given, known, path)
         return given, known
-    return given, settled(known, where)
+    return given, settle_ids(known, where)
 
 
 def _whole_file(path: Path, wanted: list[str], **settings: Any) -> dict[str, np.ndarray]:

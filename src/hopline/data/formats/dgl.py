@@ -28,7 +28,7 @@ from torch import Tensor
 from hopline.data.arrays import as_tensor, numpy_dtype
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
-from hopline.data.manifest import is_part
+from hopline.data.manifest import is_array_name
 from hopline.data.options import merge
 from hopline.data.paths import default_name
 from hopline.util.log import logger
@@ -257,8 +257,8 @@ def _parse_ranges(ranges_by_type: Any, key: str) -> list[tuple[int, int]]:
 def _column_name(name: str) -> str:
     """The name of a column without its node or edge type: "feat" for "_N/feat"."""
     short = name.rsplit("/", 1)[-1]
-    # `is_part`: whether it may name an array of a dataset. DGL's own columns are left out, so any name will do.
-    if not is_part(short) and short not in DGLS_OWN:
+    # `is_array_name`: whether it may name an array of a dataset. DGL's own columns are left out, so any name will do.
+    if not is_array_name(short) and short not in DGLS_OWN:
         raise ValueError(f"{name!r} cannot name an array: rename it in DGL with letters, digits, '_' and '-' only.")
     return short
 

@@ -15,7 +15,7 @@ from hopline.methods.full_batch.batches import ShardBatches, check_model, check_
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.partitioned.seeds import find_seeds
 from hopline.nn.gnn import GNN
-from hopline.nn.whole_module import as_walkable, is_layered, tell_calls, unwrap
+from hopline.nn.whole_module import as_walkable, is_layered, refuse_batches, unwrap
 from hopline.shards.convs.patch_message_passing import FetchMode
 from hopline.shards.data import ShardedData
 from hopline.shards.shard import Shard
@@ -139,7 +139,7 @@ def make_loader(
                 f"{type(inner).__name__} is not made of layers, of which each goes over all shards: give num_layers= "
                 "in place of model=, and run its convs by hl.nn.convolve(conv, h, block)"
             )
-        tell_calls(inner)  # a PyG model that is called with a batch will raise an error with advice
+        refuse_batches(inner)  # a PyG model that is called with a batch will raise an error with advice
         walkable = as_walkable(inner)
         assert isinstance(walkable, GNN)
         check_model(method, walkable, data, World.alone(device) if world is None else world)

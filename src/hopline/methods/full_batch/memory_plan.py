@@ -76,7 +76,12 @@ def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
     min_shards = min(method.num_shards, data.num_nodes)
     max_shards = max(min_shards, min(data.num_nodes, MAX_SHARDS))
     plans, _excess = find_fewest(
-        lambda num_shards: [plan_with(num_shards)], excess, limit=1.0, first=min_shards, most=max_shards, grow=2
+        lambda num_shards: [plan_with(num_shards)],
+        excess,
+        limit=1.0,
+        first_number=min_shards,
+        max_number=max_shards,
+        max_growth=2,
     )
     return plans[0]
 

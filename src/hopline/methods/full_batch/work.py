@@ -259,7 +259,7 @@ class ShardedUnit(Unit):
                 whole_batch = self._gather_seeds(batch)
                 loss = loss_at_outputs(job, whole_batch, self._gather(outputs.detach()), 1 / total)
             # Outputs are gathered in the order of the ranks: this rank's come behind those of the ranks before it.
-            sizes = work.batches.channel.all(torch.tensor([self.size]))
+            sizes = work.batches.channel.all_gather(torch.tensor([self.size]))
             first = int(sizes[: job.world.rank].sum())
             with trace.span("backward", job.device):
                 own_gradients = loss.output_gradients[first : first + self.size]
@@ -277,4 +277,4 @@ class ShardedUnit(Unit):
     def _gather(self, rows: Tensor) -> Tensor:
         """The rows of all ranks, one rank after the other, on the device of `rows`. Collective."""
         assert self.work.batches.channel is not None
-        return self.work.batches.channel.all(rows.cpu()).to(rows.device)
+        return self.work.batches.channel.all_gather(rows.cpu()).to(rows.device)

@@ -134,7 +134,7 @@ class HistoricalBatches(PartBatches):
         """
         work = self.work
         layers = range(work.model.num_layers)
-        if not work.shares.several_hosts:
+        if not work.assignment.several_hosts:
             return work.histories.prefetch(layers[:-1], halo), work.gradients
 
         no_positions = halo[:0]

@@ -114,10 +114,10 @@ def compensation_gradient(
 
     # The batch's key, so that dropout is drawn as in the batch's own layers.
     block = replace(out_neighbors.block, key=hist_batch.batch.key)
-    # Norms use running statistics, in every step (`only_if=True`): nodes outside the batch must not enter the
+    # Norms use running statistics, in every step (`enabled=True`): nodes outside the batch must not enter the
     # statistics of this step.
     norm_modules = [work.model.convs[l + 1], work.model.norms[l + 1]]
-    with torch.enable_grad(), running_statistics(norm_modules, only_if=True):
+    with torch.enable_grad(), running_statistics(norm_modules, enabled=True):
         outputs = work.layer_at(l + 1, block, inputs)
 
     output_gradients = hist_batch.gradient_reader.read(l + 1, out_neighbors.dst_positions, outputs)

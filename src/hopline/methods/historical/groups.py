@@ -31,12 +31,12 @@ class Groups(Parts):
     """The parts of a graph, grouped into batches. Caches the blocks of groups that come again."""
 
     def __init__(
-        self, graph: Graph, partition: Partition, method: Historical, shares: PartAssignment, seed: int
+        self, graph: Graph, partition: Partition, method: Historical, assignment: PartAssignment, seed: int
     ) -> None:
         super().__init__(
             graph=graph,
             partition=partition,
-            shares=shares,
+            assignment=assignment,
             per_group=method.parts_per_batch,
             keeps_blocks=method.groups == "fixed",
             edge_ids=method.edge_dropout > 0,
@@ -51,13 +51,13 @@ class Groups(Parts):
     @cached_property
     def num_groups(self) -> int:
         """The number of batches that cover all parts once, over all ranks."""
-        num_parts_by_host = [len(self.shares.parts_of_host(host)) for host in self._hosts]
+        num_parts_by_host = [len(self.assignment.parts_of_host(host)) for host in self._hosts]
         return sum(math.ceil(num_parts / self.per_group) for num_parts in num_parts_by_host)
 
     @property
     def _hosts(self) -> range:
-        """The numbers of all hosts. `shares.hosts` has the host of each rank."""
-        return range(max(self.shares.hosts) + 1)
+        """The numbers of all hosts. `assignment.hosts` has the host of each rank."""
+        return range(max(self.assignment.hosts) + 1)
 
     def turns_of(self, epoch: int) -> list[tuple[Group, ...]]:
         """The groups of an epoch, by turn and rank. A rank trains parts that its host keeps; () if none are left.
@@ -68,7 +68,7 @@ class Groups(Parts):
         max_batches = self.method.max_batches
         turns: list[tuple[Group, ...]] = []
         while True:
-            turn = tuple(next(groups_by_host[host], ()) for host in self.shares.hosts)
+            turn = tuple(next(groups_by_host[host], ()) for host in self.assignment.hosts)
             # `max_batches` counts batches over all ranks, so the last turn may have fewer batches than ranks.
             if max_batches is not None:
                 num_remaining = max_batches - len(turns) * len(turn)
@@ -83,7 +83,7 @@ class Groups(Parts):
         # Host 0 has the key of the epoch itself, as a single host has.
         if host:
             key = ops.derive_key(key, host)
-        parts = torch.tensor(self.shares.parts_of_host(host))
+        parts = torch.tensor(self.assignment.parts_of_host(host))
         if self.method.groups == "redrawn":
             parts = parts[ops.permutation(key, parts.numel())]
         groups = [tuple(sorted(group.tolist())) for group in parts.split(self.per_group)]

@@ -26,7 +26,7 @@ from hopline.distributed.world import World
 from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.step import HistoricalUnit
 from hopline.methods.partitioned.seeds import find_seeds
-from hopline.nn.whole_module import tell_calls, unwrap
+from hopline.nn.whole_module import refuse_batches, unwrap
 from hopline.units.job import make_job
 from hopline.util.log import logger
 
@@ -212,7 +212,7 @@ class HistoricalLoader:
         y = self.data.y
         is_seed = torch.zeros(self.data.num_nodes, dtype=torch.bool)
         is_seed[find_seeds(self.data, ids).cpu()] = True
-        all_groups = self.work.parts.sweep  # of this rank, which is the only one
+        all_groups = self.work.parts.own_groups  # of this rank, which is the only one
         for group in all_groups:
             hist_batch = self.work.batch(group, key=None)  # no random draws
             assert hist_batch is not None
@@ -265,7 +265,7 @@ def make_loader(
 ) -> HistoricalLoader:
     """Make the loader of `Historical.loader`, which describes the arguments."""
     inner = unwrap(model)
-    tell_calls(inner)  # a user's model that is called with a batch, which it cannot read, raises with advice
+    refuse_batches(inner)  # a user's model that is called with a batch, which it cannot read, raises with advice
     return HistoricalLoader(
         data=data,
         ids=find_seeds(data, ids),

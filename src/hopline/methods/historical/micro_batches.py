@@ -42,7 +42,7 @@ from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece
 from hopline.methods.historical.batches import HistoricalBatch
 from hopline.methods.historical.compensation import compensation_gradient
 from hopline.methods.historical.step import HistoricalUnit
-from hopline.methods.partitioned.sweep_loss import SummedLoss, SweepLoss, objective_of
+from hopline.methods.partitioned.sweep_loss import SummedLoss, SweepLoss, make_sweep_loss
 from hopline.nn.gnn import GNN
 from hopline.tables.history import report_ages
 from hopline.units.batch_unit import autocast
@@ -125,9 +125,9 @@ def runs_to_fit(
         partial(balanced_runs, weight, ends),
         largest_peak,
         limit,
-        first=num_micro_batches,
-        most=block.num_dst,
-        grow=MAX_GROWTH,
+        first_number=num_micro_batches,
+        max_number=block.num_dst,
+        max_growth=MAX_GROWTH,
     )
     if peak_bytes <= limit:
         return runs, peak_bytes
@@ -447,10 +447,10 @@ class ZeroRows(Boundaries):
 
     def __init__(self, work: HistoricalWork) -> None:
         super().__init__(work.histories, device=work.job.device, dtype=work.dtype)
-        self.row_of = work.row_of
+        self.example_rows = work.example_rows
 
     def read(self, l: int, at: Edges | slice) -> Tensor:
-        row = self.row_of[l]
+        row = self.example_rows[l]
         num_rows = at.block.num_src if isinstance(at, Edges) else at.stop - at.start
         return row.new_zeros(num_rows, *row.shape[1:])
 
@@ -519,7 +519,7 @@ class MicroBatches(BatchPlan):
     def _find_resident_bytes(self) -> int:
         """The bytes that stay taken during the whole step: rows and gradients of all own nodes, and buffers."""
         num_own = self.hist_batch.block.num_dst
-        *hidden, last = [row.nbytes for row in self.work.row_of]
+        *hidden, last = [row.nbytes for row in self.work.example_rows]
         # Rows after all layers. Gradients after all layers too, or after two: one is read, the one before it written.
         gradients = hidden if self.keeps_all else sorted(hidden)[-2:]
         num_bytes = num_own * (sum(hidden) + sum(gradients))
@@ -595,7 +595,7 @@ class MicroBatches(BatchPlan):
             # It has these seeds and labels already.
             return self.hist_batch.batch
 
-        objective = objective_of(self.work.job, 1 / total, self.key, whole_batch)
+        objective = make_sweep_loss(self.work.job, 1 / total, self.key, whole_batch)
         with autocast(self.work.job), trace.span("backward", self.work.job.device):
             self._layers(1 / total).backward(objective, penalty)
         # Without seeds, parameters that nothing reached get zeros, as after the backward pass of a loss of zero.

@@ -92,7 +92,7 @@ class HistoricalWork(PartsWork, Work):
         """Whether an epoch has begun, so that the tables may hold rows."""
         self.waiting: deque[Commit] = deque()
         """Commits that are not written yet, oldest first: those of the last `lag` turns."""
-        self._epoch_hosts = self.shares.hosts
+        self._epoch_hosts = self.assignment.hosts
         """By rank: its host, in the run that began the epoch. A checkpoint may be from a run with other ranks."""
 
     parts: Groups
@@ -103,7 +103,7 @@ class HistoricalWork(PartsWork, Work):
             graph=self.job.data.graph,
             partition=self.partition,
             method=self.method,
-            shares=self.shares,
+            assignment=self.assignment,
             seed=self.job.seed,
         )
 
@@ -125,7 +125,7 @@ class HistoricalWork(PartsWork, Work):
             self._begin()
         self.prepare()
         # Ranks and hosts decide which rank trains which batch. So within an epoch, a run resumes only with the same.
-        if done and self._epoch_hosts != self.shares.hosts:
+        if done and self._epoch_hosts != self.assignment.hosts:
             raise ValueError(
                 f"this epoch was begun by {len(self._epoch_hosts)} ranks on {max(self._epoch_hosts) + 1} hosts: resume "
                 "with as many, or from a checkpoint at the end of an epoch"
@@ -139,7 +139,7 @@ class HistoricalWork(PartsWork, Work):
         self.filled = True
 
         epoch_key = ops.derive_key(self.job.seed, epoch)
-        rank = self.shares.rank
+        rank = self.assignment.rank
         num_units = 0  # units of the turns so far, this one included
         self.drift.begin_epoch()
         for step, turn in enumerate(self.parts.turns_of(epoch)):
@@ -284,7 +284,7 @@ class HistoricalWork(PartsWork, Work):
             "gradients": self.gradients.state_dict(),
             "filled": self.filled,
             "waiting": self._gather_waiting(),
-            "hosts": list(self.shares.hosts),
+            "hosts": list(self.assignment.hosts),
         }
 
     def _gather_waiting(self) -> list[list[dict[str, Any]]]:
@@ -304,7 +304,7 @@ class HistoricalWork(PartsWork, Work):
         waiting = state["waiting"]
         self._epoch_hosts = tuple(state["hosts"])
         # Commits that wait belong to one rank each, so they can only go back to as many ranks.
-        if any(waiting) and self._epoch_hosts != self.shares.hosts:
+        if any(waiting) and self._epoch_hosts != self.assignment.hosts:
             raise ValueError(
                 f"with lag= a run resumes with as many ranks and hosts as it had: {len(self._epoch_hosts)} ranks on "
                 f"{max(self._epoch_hosts) + 1} hosts"
@@ -312,7 +312,7 @@ class HistoricalWork(PartsWork, Work):
         self.histories.load_state_dict(state["histories"])
         self.gradients.load_state_dict(state["gradients"])
         self.filled = state["filled"]
-        own_waiting = waiting[self.shares.rank] if any(waiting) else ()
+        own_waiting = waiting[self.assignment.rank] if any(waiting) else ()
         self.waiting = deque(map(Commit.from_state, own_waiting))
 
 

@@ -31,7 +31,7 @@ class Parts:
         self,
         graph: Graph,
         partition: Partition,
-        shares: PartAssignment,
+        assignment: PartAssignment,
         *,
         per_group: int = 1,
         keeps_blocks: bool = False,
@@ -39,14 +39,14 @@ class Parts:
     ) -> None:
         self.graph = graph
         self.partition = partition
-        self.shares = shares
+        self.assignment = assignment
         self.per_group = per_group
         self.keeps_blocks = keeps_blocks
         self.sampler = NeighborSampler(graph, (-1,), edge_ids=edge_ids)
-        own_parts = shares.parts[shares.rank]
-        self.sweep = [tuple(own_parts[i : i + per_group]) for i in range(0, len(own_parts), per_group)]
+        own_parts = assignment.parts[assignment.rank]
+        self.own_groups = [tuple(own_parts[i : i + per_group]) for i in range(0, len(own_parts), per_group)]
         """The groups that this rank computes in a sweep over all parts, in order."""
-        self._sweep_groups = frozenset(self.sweep)
+        self._sweep_groups = frozenset(self.own_groups)
         self._cached_blocks: dict[Group, Block] = {}
         """By group: its block, if that is cached."""
 

@@ -22,7 +22,7 @@ from hopline.core.row_handles import Rows
 from hopline.inference import evaluating
 from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece
 from hopline.methods.partitioned.parts import Group
-from hopline.methods.partitioned.sweep_loss import objective_of
+from hopline.methods.partitioned.sweep_loss import make_sweep_loss
 from hopline.methods.partitioned.work import PartsWork
 
 MAX_HELD_EDGES = 1 << 20
@@ -42,7 +42,7 @@ class AllParts(LayerPlan[Group]):
         self._pieces: dict[Group, Piece] = {}
 
     def chunks_of(self, l: int) -> Sequence[Group]:
-        return self.work.parts.sweep
+        return self.work.parts.own_groups
 
     def piece(self, l: int, chunk: Group) -> Piece:
         """The group with its edges, on the device. In a small graph it is made once, for all layers."""
@@ -116,7 +116,7 @@ def backward_sweep(work: PartsWork, key: int | None = None, scale: float = 1.0, 
 
     key: that of `forward_sweep`. keep: whether gradients at all rows are written into the tables of gradients.
     """
-    objective = objective_of(work.job, scale, key)
+    objective = make_sweep_loss(work.job, scale, key)
     mode = _evaluating_with_gradients(work.model) if key is None else torch.enable_grad()
     with mode:
         _layers(work, key, keep=keep).backward(objective)

@@ -42,7 +42,7 @@ WholeBatch: TypeAlias = "Callable[[Tensor, Tensor | None], Batch]"
 """(seeds, labels) -> the batch that a training step is called with, for the loss over all seeds."""
 
 
-def objective_of(job: Job, scale: float, key: int | None, whole_batch: WholeBatch | None = None) -> SweepLoss:
+def make_sweep_loss(job: Job, scale: float, key: int | None, whole_batch: WholeBatch | None = None) -> SweepLoss:
     """The loss of a training step over pieces, as an `Objective` of the layer-wise engine.
 
     scale: the factor of the gradients. With 1 they are those of the loss summed over the seeds, with

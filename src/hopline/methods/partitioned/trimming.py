@@ -24,7 +24,7 @@ from hopline.core.batch import Batch, Block
 from hopline.core.row_handles import Rows
 from hopline.core.sampler import full_block, in_neighborhood
 from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece
-from hopline.methods.partitioned.sweep_loss import objective_of
+from hopline.methods.partitioned.sweep_loss import make_sweep_loss
 from hopline.methods.partitioned.work import PartsWork
 
 
@@ -91,7 +91,7 @@ class NeededRows:
 
     def backward(self, key: int | None, scale: float) -> Tensor:
         """Add the gradient of `scale` times the summed loss to the parameters' gradients. Returns the summed loss."""
-        objective = objective_of(self.work.job, scale, key)
+        objective = make_sweep_loss(self.work.job, scale, key)
         with torch.enable_grad():
             self._layers(key).backward(objective)
         return objective.loss_sum

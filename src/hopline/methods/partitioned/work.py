@@ -66,12 +66,12 @@ class PartsWork:
         self.job = job
         self.model = model
         self.spec = spec
-        self.shares = PartAssignment.of(job.world, spec.num_parts)
+        self.assignment = PartAssignment.of(job.world, spec.num_parts)
         self.partition = partition or partition_together(
             job.data, spec.num_parts, spec.partition, seed=job.seed, world=job.world
         )
         self.parts = self._new_parts()
-        self.owners = Owners(job.world, self.shares, self.partition.ptr)
+        self.owners = Owners(job.world, self.assignment, self.partition.ptr)
         self.batches = self._new_batches()
         self.mover = None if job.device.type == "cpu" or job.world.size > 1 else RowMover(job.device)
         """Moves rows of both kinds of tables to and from a GPU. None on a CPU, and with ranks, which share tables."""
@@ -79,7 +79,7 @@ class PartsWork:
         self.gradients = self._new_histories("gradient")
 
     def _new_parts(self) -> Parts:
-        return Parts(self.job.data.graph, self.partition, self.shares, keeps_blocks=True)
+        return Parts(self.job.data.graph, self.partition, self.assignment, keeps_blocks=True)
 
     def _new_batches(self) -> PartBatches:
         return PartBatches(self)
@@ -139,7 +139,7 @@ class PartsWork:
         return recorder.rows
 
     @cached_property
-    def row_of(self) -> list[Tensor]:
+    def example_rows(self) -> list[Tensor]:
         """By layer: [1, ...], the row of one node after it, for shapes and dtypes."""
         return [rows[:1].detach() for _, rows in sorted(self._probe_rows().items())]
 
@@ -154,7 +154,7 @@ class PartsWork:
         if self.job.world.size == 1:
             return torch.arange(self.partition.num_nodes)
         positions = []
-        for group in self.parts.sweep:
+        for group in self.parts.own_groups:
             nodes = self.parts.nodes_of(group)
             block = self.parts.block_of(group, nodes, None)
             positions.append(self.partition.position[nodes])

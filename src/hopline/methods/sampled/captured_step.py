@@ -107,7 +107,7 @@ class DeviceBatches:
         seeds, keys = ops.gpu_kernels("tree").next_step(self.state, self.order, num_seeds, first, total)
         blocks = self.sampler.sample(seeds, keys, first)
         if self.loader.method.scale_sums:
-            blocks = tuple(block.scaling_sums(True) for block in blocks)
+            blocks = tuple(block.with_scale_sums(True) for block in blocks)
         rows = {name: blocks[0].handle(table) for name, table in self.loader.data.tables.items()}
         x: Rows | Tensor | None = rows.pop("x", None)
         if x is not None and not self.loader.keeps_handle:

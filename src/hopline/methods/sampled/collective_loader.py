@@ -131,7 +131,7 @@ class CollectiveLoader:
                 raise ValueError(f"there is no split {ids!r}: choose one of {', '.join(shard.splits)}")
             own_ids = shard.splits[ids]
             own_positions = shard.rows_of(own_ids) + shard.ptr[shard.rank]
-            ids_and_positions = self.channel.all(torch.stack([own_ids, own_positions], 1))
+            ids_and_positions = self.channel.all_gather(torch.stack([own_ids, own_positions], 1))
             order = ids_and_positions[:, 0].argsort()
             return ids_and_positions[order, 1].contiguous()
 
@@ -194,7 +194,7 @@ class CollectiveLoader:
         """Sample the blocks of a step, and fetch the rows of their nodes. Collective."""
         blocks, input_request, seed_request = self.sampler.sample(request.seeds, request.key)
         if self.method.scale_sums:
-            blocks = tuple(block.scaling_sums(True) for block in blocks)
+            blocks = tuple(block.with_scale_sums(True) for block in blocks)
         trace.count("edges.sampled", sum(block.num_edges for block in blocks))
         rows = {name: fetch_dense(input_request, table) for name, table in self.tables.items()}
         labels = None if self.shard.y is None else fetch_dense(seed_request, self.shard.y)

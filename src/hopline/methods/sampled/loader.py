@@ -270,7 +270,7 @@ class Loader:
         else:
             blocks = self.sampler.sample(seeds, request.key)
         if self.method.scale_sums:
-            blocks = tuple(block.scaling_sums(True) for block in blocks)
+            blocks = tuple(block.with_scale_sums(True) for block in blocks)
         if not self.on_gpu:  # counting the edges of a tree would synchronise with the GPU
             trace.count("edges.sampled", sum(block.num_edges for block in blocks))
 

@@ -234,7 +234,7 @@ class SampledForms:
         micro_batch = MicroBatchBytes.of(self._largest_batch, build_device)
         peak_bytes = micro_batch.peak_with_step(smallest, self.predictor.predict_peak(smallest))
         # `maps`: the map from the batch's nodes to their local ids in a micro-batch.
-        return snapshot_bytes + SIZE_MARGIN * micro_batch.maps + peak_bytes
+        return snapshot_bytes + SIZE_MARGIN * micro_batch.map_bytes + peak_bytes
 
     def _make_plan(
         self,

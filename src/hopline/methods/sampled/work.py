@@ -31,7 +31,7 @@ from hopline.methods.sampled.captured_step import CapturedWork
 from hopline.methods.sampled.collective_loader import CollectiveLoader
 from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.settings import Sampled
-from hopline.nn.whole_module import Whole, as_walkable, tell_calls, unwrap
+from hopline.nn.whole_module import Whole, as_walkable, refuse_batches, unwrap
 from hopline.nn.whole_module_probe import check_batches
 from hopline.shards.data import ShardedData
 from hopline.shards.shard import Shard
@@ -118,7 +118,7 @@ def make_loader(
     walkable = None
     if model is not None:
         # The user's own module cannot read a batch. If it is called with one, it raises an error with advice.
-        tell_calls(unwrap(model))
+        refuse_batches(unwrap(model))
         # A GNN or Whole can read a batch. It shares its parameters with the user's module.
         walkable = as_walkable(model)
         method = method.for_model(walkable)

@@ -207,7 +207,7 @@ def _count_ends(indptr, src_idx, ends):
         ends[src_idx[e]] += 1
 
 
-def num_ends(blocks: Sequence[Edges], num_nodes: int) -> np.ndarray:
+def total_degrees(blocks: Sequence[Edges], num_nodes: int) -> np.ndarray:
     """[num_nodes] float64: the degree of each node, in-edges and out-edges of all blocks together."""
     ends = np.zeros(num_nodes, dtype=np.float64)
     for edges in blocks:
@@ -266,7 +266,7 @@ def hub_numbers(blocks: Sequence[Edges], hub: np.ndarray, key: int) -> list[np.n
     """A number for each edge of each block, int64 and not negative: larger where the edge joins larger hubs.
 
     hub: [num_nodes] float64, not negative, by local id: how much of a hub a node is. The caller gives
-    `num_ends` or `page_rank`.
+    `total_degrees` or `page_rank`.
 
     The upper 32 bits are hub[source] * hub[destination], as the bits of a float32. For floats that are not
     negative, the order of the bits is the order of the values. The lower 32 bits break ties by a hash of

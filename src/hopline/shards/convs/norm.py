@@ -82,6 +82,6 @@ def _all_reduce(x: Tensor, world: World) -> Tensor:
     # Tensors on a GPU go through host memory with gloo, as those of `P2PTransport` do.
     on_host = dist.get_backend(world.group) == "gloo"
     total = (x.cpu() if on_host else x).clone(memory_format=torch.contiguous_format)
-    with world.exchange():  # an error names the rank that stopped
+    with world.collective_call():  # an error names the rank that stopped
         dist.all_reduce(total, group=world.group)
     return total.to(x.device)

@@ -129,7 +129,7 @@ class ShardConvs(ConvRunner):
     def over_ranks(self) -> bool:  # type: ignore[override]
         return self.transport.world is not None and self.transport.world.size > 1
 
-    def norms(self) -> AbstractContextManager[Any]:
+    def global_norms(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.transport.world is None else norms_over_ranks(self.transport.world)
 
     def run(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:
