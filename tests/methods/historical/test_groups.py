@@ -65,11 +65,11 @@ def test_without_halo_only_edges_inside_the_batch_are_left():
     assert run.history[-1].loss < run.history[0].loss
 
 
-def parts_of(shares: PartAssignment, **settings: Any) -> Groups:
+def parts_of(assignment: PartAssignment, **settings: Any) -> Groups:
     """The groups of six parts, as shared by the ranks of an assignment."""
     work: Any = trainer_of().work
     method = Historical(**({"num_parts": 6, "parts_per_batch": 1, "partition": "random"} | settings))
-    return Groups(GRAPH, work.partition, method, shares, seed=0)
+    return Groups(GRAPH, work.partition, method, assignment, seed=0)
 
 
 ALONE = PartAssignment(0, (0,), (range(6),))
@@ -86,7 +86,7 @@ def test_ranks_of_a_host_take_the_groups_in_order(groups: Any):
         groups_of_epoch = one_rank.groups_of(epoch)
         assert two_ranks.turns_of(epoch) == [tuple(groups_of_epoch[i : i + 2]) for i in (0, 2, 4)]
         assert four_ranks.turns_of(epoch) == [tuple(groups_of_epoch[:4]), (*groups_of_epoch[4:], (), ())]
-    assert two_ranks.sweep == [(3,), (4,), (5,)]
+    assert two_ranks.own_groups == [(3,), (4,), (5,)]
 
 
 def test_ranks_of_several_hosts_take_the_parts_of_their_host():
