@@ -294,9 +294,9 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="epoch that goes on draws with the keys of its beginning",
         area="loader",
-        file="src/hopline/methods/sampled/loader.py",
-        old="enumerate(seeds, start=done)",
-        new="enumerate(seeds, start=0)",
+        file="src/hopline/core/seed_order.py",
+        old="enumerate(batches, start=done)",
+        new="enumerate(batches, start=0)",
         tests=("tests/methods/sampled/test_sampled.py",),
     ),
     Fault(

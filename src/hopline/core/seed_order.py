@@ -1,12 +1,14 @@
-"""The order of an epoch's seeds, and each rank's share of a batch.
+"""The steps of an epoch: the seeds of each, the key of its random draws, and each rank's share.
 
-Both are functions of their arguments alone. So every rank can compute the batches without communication, and a
+All are functions of their arguments alone. So every rank can compute the batches without communication, and a
 run that resumes in the middle of an epoch gets the remaining ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -35,3 +37,45 @@ def seed_batches(
         stop -= (stop - done) % batch_size
     for start in range(done, stop, batch_size):
         yield order[start : min(start + batch_size, stop)]
+
+
+class StepSeeds(NamedTuple):
+    """The seeds and the key of one step."""
+
+    seeds: Tensor
+    """[n] int64: the seeds of all ranks."""
+    key: int
+    """Key of the step's random draws."""
+
+
+@dataclass(frozen=True, eq=False)
+class SeedOrder:
+    """The steps of every epoch of a loader. Its length is the number of steps of an epoch."""
+
+    ids: Tensor
+    """[n] int64: the seeds, each once."""
+    per_step: int
+    """Seeds of a step, over all ranks."""
+    seed: int
+    """Decides the order and the keys, together with the epoch."""
+    shuffle: bool
+    drop_last: bool
+    """Whether to leave out the last step of an epoch if it has fewer seeds."""
+
+    def __len__(self) -> int:
+        num_full, num_remaining = divmod(self.ids.numel(), self.per_step)
+        has_smaller_step = num_remaining > 0 and not self.drop_last
+        return num_full + 1 if has_smaller_step else num_full
+
+    def steps(self, epoch: int, done: int = 0, seeds_done: int = 0) -> Iterator[StepSeeds]:
+        """The steps of one epoch, counted from 1.
+
+        done: the number of steps to leave out at the beginning. seeds_done: the number of their seeds. Both are
+        needed, because these steps may have had another size.
+        """
+        epoch_key = ops.derive_key(self.seed, epoch)
+        batches = seed_batches(
+            self.ids, self.per_step, epoch_key, shuffle=self.shuffle, drop_last=self.drop_last, done=seeds_done
+        )
+        for step, seeds in enumerate(batches, start=done):
+            yield StepSeeds(seeds, ops.derive_key(epoch_key, step))

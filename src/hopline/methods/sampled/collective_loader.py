@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hopline import ops
 from hopline.contract import WorkDescription
 from hopline.core.batch import Batch
 from hopline.core.sampler import check_ids
-from hopline.core.seed_order import seed_batches, share_of
+from hopline.core.seed_order import SeedOrder, share_of
 from hopline.distributed.all_to_all import Channel
 from hopline.distributed.world import World
 from hopline.pipeline.stages import Pipeline, Stage
@@ -118,6 +117,13 @@ class CollectiveLoader:
         self.channel.check_same(settings + self.positions.numpy().tobytes(), "the seeds, the method or the tables")
         if self.positions.numel() == 0:
             raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
+        self._order = SeedOrder(
+            ids=self.positions,
+            per_step=method.batch_size * self.channel.size,
+            seed=seed,
+            shuffle=method.shuffle,
+            drop_last=method.drop_last,
+        )
         self._next_epoch = 1
 
     def _find_positions(self, ids: Tensor | str) -> Tensor:
@@ -142,9 +148,7 @@ class CollectiveLoader:
         return self.channel.max(torch.where(is_own, rows + shard.ptr[shard.rank], -1))
 
     def __len__(self) -> int:
-        num_full, num_remaining = divmod(self.positions.numel(), self.method.batch_size * self.channel.size)
-        has_smaller_batch = num_remaining > 0 and not self.method.drop_last
-        return num_full + 1 if has_smaller_batch else num_full
+        return len(self._order)
 
     def __iter__(self) -> Iterator[Batch]:
         epoch = self._next_epoch
@@ -174,21 +178,12 @@ class CollectiveLoader:
 
     def _requests(self, epoch: int, done: int, seeds_done: int) -> Iterator[_Request]:
         """The steps of an epoch, as this rank samples them. The arguments are those of `epoch`."""
-        epoch_key = ops.derive_key(self.seed, epoch)
-        steps = seed_batches(
-            self.positions,
-            self.method.batch_size * self.channel.size,
-            epoch_key,
-            shuffle=self.method.shuffle,
-            drop_last=self.method.drop_last,
-            done=seeds_done,
-        )
-        for step, positions in enumerate(steps, start=done):
+        for positions, key in self._order.steps(epoch, done, seeds_done):
             # Sorted by position, a rank's share is mostly its own nodes, if the shards have equally many
             # seeds.
             in_order = positions.sort().values if self.method.shuffle else positions
             share = share_of(in_order, self.channel.rank, self.channel.size)
-            yield _Request(share, positions.numel(), ops.derive_key(epoch_key, step))
+            yield _Request(share, positions.numel(), key)
 
     def _prepare(self, request: _Request) -> Batch:
         """Sample the blocks of a step, and fetch the rows of their nodes. Collective."""

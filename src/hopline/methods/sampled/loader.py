@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from hopline.contract import WorkDescription
 from hopline.core.batch import Batch, Block
 from hopline.core.row_handles import Readable, Rows
 from hopline.core.sampler import NeighborSampler
-from hopline.core.seed_order import seed_batches, share_of
+from hopline.core.seed_order import SeedOrder, StepSeeds, share_of
 from hopline.core.tree_layout import TreeSampler
 from hopline.data.dataset import Dataset
 from hopline.device.out_of_memory import free_memory
@@ -57,15 +57,6 @@ MAX_TREE_SLOTS = 1 << 24
 
 A larger tree would hold many nodes several times, and a block has each of them once. A rule of thumb.
 """
-
-
-class _Request(NamedTuple):
-    """The seeds and the key of one step: the input of the pipeline."""
-
-    all_seeds: Tensor
-    """[n] int64: the seeds of all ranks."""
-    key: int
-    """Key of the step's random draws."""
 
 
 class Loader:
@@ -147,6 +138,13 @@ class Loader:
         self.load: Load | None = None
         """Times of the last epoch. None if it did not run to its end, or had no threads."""
         self._threads = Threads(method.workers, method.look_ahead, self.num_cores, by_gpu=self.on_gpu)
+        self._order = SeedOrder(
+            ids=ids,
+            per_step=method.batch_size * self.size,
+            seed=seed,
+            shuffle=method.shuffle,
+            drop_last=method.drop_last,
+        )
         self._next_epoch = 1
 
     def with_budget(self, split_ahead: Callable[[Batch], Batch] | None, *, batches_on_host: bool) -> Loader:
@@ -164,9 +162,7 @@ class Loader:
         )
 
     def __len__(self) -> int:
-        num_full, num_remaining = divmod(self.ids.numel(), self.method.batch_size * self.size)
-        has_smaller_batch = num_remaining > 0 and not self.method.drop_last
-        return num_full + 1 if has_smaller_batch else num_full
+        return len(self._order)
 
     def __iter__(self) -> Iterator[Batch]:
         epoch = self._next_epoch
@@ -190,19 +186,8 @@ class Loader:
             stages.append(Stage("move", mover.move))
         pipeline = Pipeline(stages, workers=workers, look_ahead=look_ahead)
 
-        epoch_key = ops.derive_key(self.seed, epoch)
-        seeds = seed_batches(
-            self.ids,
-            self.method.batch_size * self.size,
-            epoch_key,
-            shuffle=self.method.shuffle,
-            drop_last=self.method.drop_last,
-            done=seeds_done,
-        )
-        requests = (
-            _Request(step_seeds, ops.derive_key(epoch_key, step)) for step, step_seeds in enumerate(seeds, start=done)
-        )
-        with closing(pipeline.run(requests)) as batches:
+        steps = self._order.steps(epoch, done, seeds_done)
+        with closing(pipeline.run(steps)) as batches:
             for batch in batches:
                 yield batch if mover is None else self._finish_move(mover, batch)
         self.load = pipeline.load
@@ -257,18 +242,18 @@ class Loader:
             prepare_s={} if load is None else load.stages,
         )
 
-    def _sample(self, request: _Request) -> Batch:
+    def _sample(self, step: StepSeeds) -> Batch:
         """This rank's seeds with sampled blocks, still without rows. The pipeline's first stage."""
-        seeds = share_of(request.all_seeds, self.rank, self.size)
+        seeds = share_of(step.seeds, self.rank, self.size)
         if self.on_gpu:
             seeds = seeds.to(self.device)
 
         if isinstance(self.sampler, TreeSampler):
             # Trees are drawn by slot, and slots are numbered over the seeds of all ranks.
-            first_seed = request.all_seeds.numel() * self.rank // self.size
-            blocks: tuple[Block, ...] = self.sampler.sample(seeds, request.key, first_seed)
+            first_seed = step.seeds.numel() * self.rank // self.size
+            blocks: tuple[Block, ...] = self.sampler.sample(seeds, step.key, first_seed)
         else:
-            blocks = self.sampler.sample(seeds, request.key)
+            blocks = self.sampler.sample(seeds, step.key)
         if self.method.scale_sums:
             blocks = tuple(block.with_scale_sums(True) for block in blocks)
         if not self.on_gpu:  # counting the edges of a tree would synchronise with the GPU
@@ -276,8 +261,8 @@ class Loader:
 
         # Without a world the loader does not know of other ranks. Their number of seeds is left to the
         # trainer.
-        total = None if self.world is None else request.all_seeds.numel()
-        return Batch(seeds, blocks, x=None, y=None, key=request.key, total_seeds=total)
+        total = None if self.world is None else step.seeds.numel()
+        return Batch(seeds, blocks, x=None, y=None, key=step.key, total_seeds=total)
 
     def _gather(self, batch: Batch) -> Batch:
         """The batch with labels, and with rows or handles to them. The second stage."""

@@ -29,7 +29,7 @@ from torch_geometric.data import Data
 from hopline import ops
 from hopline.core.graph import Graph, version_of
 from hopline.core.sampler import NeighborSampler, Subgraph, check_ids
-from hopline.core.seed_order import seed_batches
+from hopline.core.seed_order import SeedOrder, StepSeeds
 from hopline.data.dataset import Dataset
 from hopline.data.formats.pyg import split_masks
 from hopline.device.meter import with_index
@@ -157,7 +157,7 @@ class NeighborLoader:
         self.dataset = range(seeds.ids.numel())
         """One entry per seed. PyG's loader has such an attribute, whose length scripts read."""
         # Checks the values of the arguments.
-        self._method = Sampled(
+        method = Sampled(
             fanouts=tuple(self.num_neighbors),
             batch_size=batch_size,
             replace=replace,
@@ -167,15 +167,20 @@ class NeighborLoader:
         )
         self._sampler = NeighborSampler(graph, self.num_neighbors, replace=replace)
         self._threads = Threads(num_workers, "auto", num_cores(), by_gpu=graph.device.type != "cpu")
+        self._order = SeedOrder(
+            ids=torch.arange(len(self.dataset)),
+            per_step=batch_size,
+            seed=seed,
+            shuffle=method.shuffle,
+            drop_last=drop_last,
+        )
         self._num_epochs = 0
 
     def __repr__(self) -> str:
         return f"NeighborLoader({len(self.dataset):,} seeds, {self.num_neighbors}, batch_size={self.batch_size})"
 
     def __len__(self) -> int:
-        num_full, num_remaining = divmod(len(self.dataset), self.batch_size)
-        has_smaller_batch = num_remaining > 0 and not self.drop_last
-        return num_full + 1 if has_smaller_batch else num_full
+        return len(self._order)
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of the next epoch, each a `Data`.
@@ -193,44 +198,24 @@ class NeighborLoader:
         stages = [Stage("sample", self._sample), Stage("gather", builder.gather), Stage("move", mover.move)]
         pipeline = Pipeline(stages, workers=workers, look_ahead=look_ahead)
 
-        epoch_key = ops.derive_key(self.seed, epoch)
-        batch_positions = seed_batches(
-            torch.arange(len(self.dataset)),
-            self.batch_size,
-            epoch_key,
-            shuffle=self._method.shuffle,
-            drop_last=self.drop_last,
-        )
-        requests = (
-            _Request(positions, ops.derive_key(epoch_key, step)) for step, positions in enumerate(batch_positions)
-        )
-        with closing(pipeline.run(requests)) as prepared:
+        with closing(pipeline.run(self._order.steps(epoch))) as prepared:
             for moved in prepared:
                 batch = builder.finish(mover.ready(moved))
                 yield batch if self.transform is None else self.transform(batch)
         self._threads.learn(pipeline.load)
 
-    def _sample(self, request: _Request) -> _Sample:
+    def _sample(self, step: StepSeeds) -> _Sample:
         """The sample around the seeds of a batch. The pipeline's first stage."""
-        positions = request.positions
+        positions = step.seeds  # among the seeds of the loader
         input_id = positions if self._input_ids is None else self._input_ids[positions]
         seeds = self._seeds[positions.to(self._seeds.device)]
-        return _Sample(input_id, self._sampler.sample_subgraph(seeds, request.key))
+        return _Sample(input_id, self._sampler.sample_subgraph(seeds, step.key))
 
     def _columns(self) -> Columns:
         """The attributes that the data has now."""
         if isinstance(self.data, Dataset):
             return _dataset_columns(self.data, self._masks)
         return _data_columns(self.data)
-
-
-class _Request(NamedTuple):
-    """The seeds and the key of one batch: the input of the pipeline."""
-
-    positions: Tensor
-    """[n] int64: positions of the batch's seeds among the loader's."""
-    key: int
-    """Key of the batch's random draws."""
 
 
 class _Sample(NamedTuple):
