@@ -151,3 +151,9 @@ def test_edges_where_keeps_the_edges_of_the_mask_and_their_arrays() -> None:
     fewer = edges_where(part, is_kept)
     assert torch.equal(fewer.edge_index, part.edge_index[:, is_kept])
     assert torch.equal(fewer.edge["weight"], part.edge["weight"][is_kept])
+
+
+def test_a_block_of_several_parts_has_no_single_edge_index_and_says_what_to_read() -> None:
+    block = make_batch().blocks[0]
+    with pytest.raises(ValueError, match=r"in 2 parts.* read block\.parts"):
+        _ = replace(block, parts=2 * block.parts).edge_index

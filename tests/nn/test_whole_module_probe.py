@@ -275,6 +275,8 @@ def test_a_run_says_once_that_batches_are_an_approximation(
         fit(data, make(data), method(fanouts=fanouts), out=tmp_path / "run")
     messages = [text for text in caplog.messages if "approximation" in text or "at once" in text]
     assert len(messages) == len(lines)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == messages[:1], "without set-up, logging shows warnings alone, and this must be seen"
     for text, expected in zip(messages, lines, strict=True):
         assert re.match(expected, text)
         assert text in (tmp_path / "run" / "run.log").read_text()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -203,14 +204,21 @@ def check_whole(job: Job, part_hops: int | None, chunk_bytes: int | None) -> Non
         )
 
 
-def whole_lines(job: Job, method: Method, part_hops: int | None, *, evaluates: bool) -> list[str]:
-    """Lines for the start of a run that say what is approximate about a module without layers, and why.
+class WholeNotes(NamedTuple):
+    """What the start of a run says about a module without layers. "" where there is nothing to say."""
 
-    evaluates: whether the run evaluates exactly.
-    """
+    approximation: str = ""
+    """That training on batches is an approximation, and why. A warning."""
+    evaluation: str = ""
+    """How exact evaluation runs the module."""
+
+
+def whole_notes(job: Job, method: Method, part_hops: int | None, *, evaluates: bool) -> WholeNotes:
+    """What to say at the start of a run. evaluates: whether the run evaluates exactly."""
     if not isinstance(job.model, Whole) or "x" not in job.data.tables:
-        return []
-    lines: list[str] = []
+        return WholeNotes()
+    approximation = ""
+    evaluation = ""
     reason = ""
     if isinstance(method, Sampled):
         name = type(job.model.module).__name__
@@ -222,14 +230,12 @@ def whole_lines(job: Job, method: Method, part_hops: int | None, *, evaluates: b
             f"more hop than the {num_hops} fan-outs); hl.nn.GNN([...convs...]) takes degrees from the whole graph"
         )
         if not reach.in_batch:
-            lines.append(
+            approximation = (
                 f"{name} in batches is an approximation of {name} on the whole graph, with all neighbours too: "
                 f"{reason or at_border}"
             )
     if evaluates and part_hops is None:
-        line = infer.describe_whole(job.model, job.data)
-        has_said_reason = bool(lines)
-        if reason and not has_said_reason:
-            line += f": {reason}"
-        lines.append(line)
-    return lines
+        evaluation = infer.describe_whole(job.model, job.data)
+        if reason and not approximation:
+            evaluation += f": {reason}"
+    return WholeNotes(approximation, evaluation)

@@ -27,6 +27,7 @@ ends the run, everything trained since is dropped (`_drop_after`).
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,7 +66,7 @@ from hopline.training.async_evaluation import AsyncEvaluator, check_async
 from hopline.training.best_weights import KeepWeights
 from hopline.training.callbacks import Callback, EarlyStop, EpochEnd, Evaluation, Run, StepEnd
 from hopline.training.checkpoint import Checkpoints, Position
-from hopline.training.evaluation import Measure, TestStep, check_whole, part_hops_of, whole_lines
+from hopline.training.evaluation import Measure, TestStep, check_whole, part_hops_of, whole_notes
 from hopline.training.inputs import (
     InPlaceChangeCheck,
     bind_method,
@@ -617,10 +618,10 @@ class Trainer:
         """End training after the current epoch."""
         self.stop_reason = reason
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, level: int = logging.INFO) -> None:
         """Say something through `logging`, on the first rank, and write it into the run's log."""
         if self.world.rank == 0:
-            logger.info(text)
+            logger.log(level, text)
         self.note(text)
 
     def note(self, text: str) -> None:
@@ -851,8 +852,11 @@ class Trainer:
         if self.plan is not None:
             for line in self.plan.lines():
                 self.say(line)
-        for line in whole_lines(self.job, self.method, self.part_hops, evaluates=self._evaluates_exactly):
-            self.say(line)
+        notes = whole_notes(self.job, self.method, self.part_hops, evaluates=self._evaluates_exactly)
+        if notes.approximation:
+            self.say(notes.approximation, logging.WARNING)
+        if notes.evaluation:
+            self.say(notes.evaluation)
 
         self.call("on_fit_start")
         if state is not None:

@@ -74,7 +74,7 @@ def check_model(method: FullBatch, model: GNN, data: Dataset, world: World) -> s
     if method.trim:
         raise ValueError(
             f"{describe_module(mixing)} looks at all rows at once, as batch norms do, and trim=true leaves some out: "
-            "set trim=false, or norm=layer"
+            "set trim=false, or in place of a batch norm norm=layer"
         )
     return describe_module(mixing)
 

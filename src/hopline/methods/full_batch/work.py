@@ -82,7 +82,7 @@ def _choose_aggregation(
     if method.aggregation == "sweep" and mixing is not None:
         raise ValueError(
             f"{mixing} looks at all rows at once, as batch norms do, and a sweep has some of them at a time: set "
-            "aggregation=sequential, or norm=layer"
+            "aggregation=sequential, or in place of a batch norm norm=layer"
         )
     return method.aggregation
 
