@@ -271,12 +271,13 @@ class Block:
         """The only part of the block. Raises ValueError if the block has none or several."""
         if not self.parts:
             raise ValueError(NO_EDGES)
-        if len(self.parts) > 1:
+        part, *others = self.parts
+        if others:
             raise ValueError(
                 f"the edges of this block are in {len(self.parts)} parts, one for each shard that owns their sources: "
                 "read block.parts, whose edge_index counts the sources of each part from 0"
             )
-        return self.parts[0]
+        return part
 
     @property
     def is_divisible(self) -> bool:
