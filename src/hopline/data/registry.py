@@ -4,8 +4,8 @@
 
     1. a built-in graph                               generated; a large one once, under the data root
     2. a path, or a dataset in the current folder     opened; .npz and OGB's folders are converted in memory
-    3. a name under the data root, with the options   opened
-    4. a name under the data root, without them       an .npz file is converted in memory
+    3. NAME[-OPTION=VALUE...] under the data root     opened: it was converted with these options
+    4. NAME.npz under the data root                   converted in memory
     5. a name of PyG or OGB                           downloaded under `raw/`, converted once, opened
 
 The name of a built-in graph is refused if a dataset has it too, because either could be meant.

@@ -283,7 +283,10 @@ def _keys(settings: PlantedPartition) -> list[int]:
 
 
 def _half_bits(num_nodes: int) -> int:
-    """Half the bits of the numbers that the random order permutes: 4**half >= num_nodes."""
+    """Half the bits of the numbers that the random order permutes: 4**half >= num_nodes.
+
+    The order is a Feistel network, which works on two halves of a number.
+    """
     num_bits = (num_nodes - 1).bit_length()
     return max(1, -(-num_bits // 2))
 
