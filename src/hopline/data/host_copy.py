@@ -86,8 +86,8 @@ def _save(dataset: Dataset | None, name: str, cleanup: contextlib.ExitStack) -> 
     cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
     cleanup.enter_context(_hold_lock(folder))
 
-    # A folder opens with its first split, and the current one need not be the first, nor one of the
-    # published ones. It is saved in front of them, and `_open` takes it off again.
+    # A folder with alternative splits opens with the first of them. The current split may be another one, or
+    # none of them. So it is saved in front of them, and `_open` takes it off again.
     current_first = (dataset.splits, *dataset.alternatives) if dataset.alternatives else ()
     replace(dataset, alternatives=current_first).save(folder / "data")
 
@@ -97,7 +97,8 @@ def _open(name: str) -> Dataset:
     folders = [parent / name / "data" for parent in _parents()]
     folder = next((folder for folder in folders if folder.is_dir()), folders[-1])
     opened = open_folder(folder)
-    return replace(opened, alternatives=opened.alternatives[1:], folder=None)  # it is about to be deleted
+    # Without its folder, which is about to be deleted.
+    return replace(opened, alternatives=opened.alternatives[1:], folder=None)
 
 
 @contextlib.contextmanager

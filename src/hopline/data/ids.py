@@ -64,7 +64,7 @@ def checked_ids(ids: np.ndarray, where: str, first: int = 0, *, numbers: bool = 
 
     # Floating-point numbers: pandas makes them of whole numbers if a cell of the column is empty.
     # Below 2**(bits of the fraction + 1) a type holds every whole number. From there on, neighbours are 2 or
-    # more apart. int64 holds the numbers of float64 below it, but not all those of a long double.
+    # more apart. The limit of a long double would be beyond int64, so it has that of float64.
     num_bits = min(np.finfo(ids.dtype).nmant, np.finfo(np.float64).nmant)
     is_exact = np.abs(ids) < 2 ** (num_bits + 1)  # False for an empty cell, which is NaN
     is_whole = ids == np.round(ids)
@@ -92,7 +92,10 @@ def _not_whole_error(where: str, row: int, text: str) -> ValueError:
 
 
 def first_not_whole(texts: np.ndarray) -> int | None:
-    """The position of the first text that is no whole number, or None. texts: [n], numbers all of them."""
+    """The position of the first text that is no whole number, or None.
+
+    texts: [n], for which `are_numbers` is true.
+    """
     return next((i for i, text in enumerate(texts) if not _WHOLE.fullmatch(text)), None)
 
 
@@ -115,6 +118,7 @@ def _is_number(text: str) -> bool:
 
 def to_numbers(texts: np.ndarray) -> np.ndarray:
     """[n] int64: the numbers that texts write, all of which must be whole."""
+    # Every text matches. `if match` is for the type checker.
     matches = (_WHOLE.fullmatch(text) for text in texts)
     return np.array([int(match[1]) for match in matches if match], dtype=np.int64)
 

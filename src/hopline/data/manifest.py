@@ -63,7 +63,7 @@ class Manifest:
     num_classes: int
     """Number of classes, or of labels in the multi-label task."""
     num_splits: int
-    """Number of splits in the folder."""
+    """Number of alternative splits in the folder, each of train, valid and test nodes."""
     tables: dict[str, int]
     """Table name -> number of columns of a sparse (CSR) table, or -1 for a dense one."""
     arrays: dict[str, ArrayEntry]
@@ -81,7 +81,10 @@ def is_name(text: str) -> bool:
 
 
 def is_array_name(text: str) -> bool:
-    """Whether a word may name a table, an edge array or a split. Array names are such words joined by dots."""
+    """Whether a word may name a table, an edge array or a split.
+
+    It has no dot: dots join such words into array names, such as "edge.weight".
+    """
     return is_name(text) and "." not in text
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from hopline.util.config import nearest, settings
 
 _SEPARATORS = {"tab": "\t", "\\t": "\t", "space": " "}
-"""By word: a separator that is hard to type in a shell. The word `\\t` is a backslash and a t."""
+"""Word -> separator that is hard to type in a shell. The word `\\t` is a backslash and a t."""
 
 
 @settings

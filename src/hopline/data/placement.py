@@ -109,6 +109,7 @@ def make_layout(sizes: DataBytes, device_free_bytes: int, placement: Placement) 
 
     features = placement.features
     if features == "auto":
+        # A user who sets the size of the cache wants pinned features.
         if sizes.features <= spare_bytes and placement.cache == "auto":
             features = "device"
         else:
@@ -268,6 +269,7 @@ def _table_location(table: Table) -> str:
         return "on the host" if storage is None else _tensor_location(storage)
     if table.num_hot == len(table):
         return f"on {table.device}"
+    # `below` holds all rows in one pinned tensor, or is a cache on the host, which has no single tensor.
     kind = "pinned" if table.below.storage() is not None else "behind a cache on the host"
     share = 100 * table.num_hot / max(1, len(table))
     return f"{kind}, with {format_size(table.num_hot * table.row_bytes)} ({share:.0f}% of the rows) on {table.device}"

@@ -29,7 +29,8 @@ class Placement:
 
     REMOVED: ClassVar = {
         "order": RemovedSetting(
-            "access", "the rows that a batch most probably reads are cached; hl.table(order=) chooses others"
+            default="access",
+            instead="the rows that a batch most probably reads are cached; hl.table(order=) chooses others",
         )
     }
     features: Literal["auto", "device", "pinned", "host"] = "auto"

@@ -4,8 +4,8 @@
 
     1. a built-in graph                               generated; a large one once, under the data root
     2. a path, or a dataset in the current folder     opened; .npz and OGB's folders are converted in memory
-    3. a name under the data root, with the options   opened
-    4. a name under the data root, without them       an .npz file is converted in memory
+    3. NAME[-OPTION=VALUE...] under the data root     opened: it was converted with these options
+    4. NAME.npz under the data root                   converted in memory
     5. a name of PyG or OGB                           downloaded under `raw/`, converted once, opened
 
 The name of a built-in graph is refused if a dataset has it too, because either could be meant.
@@ -95,14 +95,15 @@ def locate(
 
     source = download.find(name)
     candidates = (name, source.name) if source else (name,)
-    converted = _find_first(root, [_folder_name(candidate, options) for candidate in candidates])
-    if converted is not None:
-        return Location(path=converted, is_converted=is_dataset(converted))
+    with_options = _find_first(root, [_folder_name(candidate, options) for candidate in candidates])
+    if with_options is not None:
+        # Without options it may be an .npz file, which is not converted yet.
+        return Location(path=with_options, is_converted=is_dataset(with_options))
     # A dataset folder cannot be converted again. If the name is that of a download, the download is converted
     # with these options instead. If not, opening the folder refuses them.
-    unconverted = _find_first(root, candidates)
-    if unconverted is not None and (source is None or not is_dataset(unconverted)):
-        return Location(path=unconverted)
+    without_options = _find_first(root, candidates)
+    if without_options is not None and (source is None or not is_dataset(without_options)):
+        return Location(path=without_options)
     if source is not None:
         return Location(source=source)
 

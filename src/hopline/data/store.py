@@ -64,7 +64,7 @@ def write_nodes(
 ) -> dict[str, int]:
     """Write tables, labels and splits.
 
-    Returns `Manifest.tables`. By table: the number of columns of a sparse one, -1 for a dense one.
+    Returns `Manifest.tables`: table name -> number of columns of a sparse table, -1 for a dense one.
     """
     columns: dict[str, int] = {}
     for name, table in tables.items():

@@ -186,7 +186,7 @@ def _make_chunk(settings: PlantedPartition, first: int, count: int, num_edges_be
         kernels.fill_degrees(ranks[nodes], n, settings.num_edges, TAIL, CUT, FLOOR, degrees[nodes])
         kernels.fill_features(first + start, ranks[nodes] % num_classes, means, noise, feature_key, features[nodes])
 
-    over_ranges(fill_nodes, count, features.size)
+    over_ranges(fill_nodes, count, work=features.size)
     indptr = np.zeros(count + 1, dtype=np.int64)
     np.cumsum(degrees, out=indptr[1:])
     sources = torch.empty(int(indptr[-1]), dtype=index_dtype(n))
@@ -198,7 +198,7 @@ def _make_chunk(settings: PlantedPartition, first: int, count: int, num_edges_be
             settings.homophily, sources_numpy[indptr[start] : indptr[stop]],
         )  # fmt: skip
 
-    over_ranges(fill_edges, count, sources.numel())
+    over_ranges(fill_edges, count, work=sources.numel())
     global_indptr = torch.from_numpy(indptr) + num_edges_before
     chunk = {
         # The first entry of a later chunk is the last one of the chunk before.
@@ -257,7 +257,7 @@ def _degrees_by_rank(settings: PlantedPartition) -> Tensor:
     def fill(start: int, stop: int) -> None:
         kernels.fill_degrees(np.arange(start, stop), n, settings.num_edges, TAIL, CUT, FLOOR, degrees[start:stop])
 
-    over_ranges(fill, n, n)
+    over_ranges(fill, n, work=n)
     return torch.from_numpy(degrees)
 
 
@@ -283,7 +283,10 @@ def _keys(settings: PlantedPartition) -> list[int]:
 
 
 def _half_bits(num_nodes: int) -> int:
-    """Half the bits of the numbers that the random order permutes: 4**half >= num_nodes."""
+    """Half the bits of the numbers that the random order permutes: 4**half >= num_nodes.
+
+    The order is a Feistel network, which works on two halves of a number.
+    """
     num_bits = (num_nodes - 1).bit_length()
     return max(1, -(-num_bits // 2))
 

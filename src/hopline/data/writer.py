@@ -85,7 +85,7 @@ class FolderWriter:
         shutil.rmtree(self.temporary, ignore_errors=True)
 
     def array(self, name: str, dtype: torch.dtype, row_shape: tuple[int, ...] = ()) -> ArrayWriter:
-        """Start an array of rows [*row_shape], which `append` adds to it."""
+        """Start an array. `append` adds its rows, each of shape [*row_shape]."""
         if not manifests.is_name(name):
             raise ValueError(f"{name!r} cannot name an array: use letters, digits, '_', '-' and '.' only.")
         with writing(self.folder):

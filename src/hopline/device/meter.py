@@ -164,7 +164,7 @@ class TensorMeter(TorchDispatchMode):
                     if any(key == argument.untyped_storage()._cdata for argument in _tensors(arguments)):
                         continue  # a view of a storage that is older than the meter
                     self._watched[key] = weakref.KeyedRef(storage, self._note_freed, key)
-                # Also of a storage that is counted already: an `out=` argument may have grown.
+                # A storage that is counted already is measured again: an `out=` argument may have grown.
                 self._live[key] = storage.nbytes()
                 self.now_bytes += self._live[key] - (counted_bytes or 0)
                 self._lap_peak = max(self._lap_peak, self.now_bytes)

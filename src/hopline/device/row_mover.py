@@ -73,8 +73,8 @@ class _Buffer:
 class RowMover:
     """Moves rows between tables and a device.
 
-    The training work owns the mover, and its history tables call it. Only the training thread may call it. A table on
-    the device itself is read and written on the current stream, without the mover's stream.
+    `PartsWork` of the partitioned methods owns the mover, and its history tables call it. Only the training thread may
+    call it. A table on the device itself is read and written on the current stream, without the mover's stream.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -69,7 +69,7 @@ class Channel:
         """Send each rank its part of the rows, and return the rows from all ranks, by rank.
 
         rows: [n, ...] on the host: send_counts[0] rows for rank 0, then send_counts[1] for rank 1, ...
-        receive_counts: rows that come from each rank, as `counts` returns them.
+        receive_counts: rows that come from each rank, as `exchange_counts` returns them.
         """
         if self.size == 1:
             return rows

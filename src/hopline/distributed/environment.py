@@ -3,8 +3,8 @@
 `detect` reads the variables of torchrun, or of Slurm's srun, and returns a `Task`, or None if the process
 is alone. Variables that are missing or contradict each other are refused by name.
 
-`read_local_rank_and_node` is for process groups that somebody else has made. It reads only where a rank is
-on its host.
+`read_local_rank_and_node` is for process groups that somebody else has made. It returns only a rank's
+number on its host, and the number of the host.
 """
 
 from __future__ import annotations
@@ -268,6 +268,6 @@ def _read_number(
 
 
 def _check_below(name: str, value: int, limit_name: str, limit: int) -> None:
-    """Refuse a number, counted from 0, that is not below the count of which it is one."""
+    """Refuse a number that is not below its limit: RANK, counted from 0, must be below WORLD_SIZE."""
     if value >= limit:
         raise ValueError(f"{name} is {value}, which does not go with {limit_name} = {limit}: count from 0")

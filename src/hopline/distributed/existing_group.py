@@ -276,9 +276,7 @@ def join_existing_group(device: torch.device, timeout_s: float | None) -> GroupW
 
 
 def find_host_ranks(introductions: Sequence[Introduction]) -> list[HostRank]:
-    """By rank: its number on its host, and the number of the host.
-
-    Hosts may have different numbers of ranks.
+    """The `HostRank` of every rank, by rank. Hosts may have different numbers of ranks.
 
     Local ranks are those of the launchers, if on a host they are 0, 1, 2, ... in any order. Else the ranks
     of the host are counted in their order. For the numbers of hosts see `_number_hosts`.

@@ -338,6 +338,7 @@ def _watch(children: Sequence[_Child], received: Sequence[int]) -> None:
         now_s = time.monotonic()
         is_interrupted = bool(received) or any(child.is_ended_by_signal for child in children)
         is_starting = not all(child.is_ready for child in children)
+        # Only before SIGTERM is sent. Afterwards the deadline of SIGKILL is set, and must stay.
         if received and is_starting and final_signal == signal.SIGTERM:
             deadline_s = 0.0
         elif deadline_s == math.inf and is_interrupted:

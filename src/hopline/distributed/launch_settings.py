@@ -16,9 +16,10 @@ class LaunchSettings:
 
     REMOVED: ClassVar = {
         "backend": RemovedSetting(
-            None, "it follows the device. To choose, set the environment variable HOPLINE_BACKEND=gloo"
+            default=None,
+            instead="it follows the device. To choose, set the environment variable HOPLINE_BACKEND=gloo",
         ),
-        "port": RemovedSetting(None, "set address=HOST:PORT, or address=:PORT"),
+        "port": RemovedSetting(default=None, instead="set address=HOST:PORT, or address=:PORT"),
     }
     devices: int | Literal["auto"] = 1
     """Processes to start on this host, or under each task of torchrun or srun. auto: one per GPU."""

@@ -9,8 +9,8 @@ handle: a path, an offset, a dtype and a shape. Whoever unpickles it maps the sa
 
 A memfd is a file in memory without a name. It needs no /dev/shm, and the system frees it when the last
 process that maps it ends. Other processes open it through the /proc entry of the process that made it. So
-that process must be alive, and keep the descriptor, until they have. A tensor that lies in a memory-mapped
-file already is not copied: its handle names that file.
+that process must be alive, and keep the descriptor, until they have opened it. A tensor that lies in a
+memory-mapped file already is not copied: its handle names that file.
 
 `shared_zeros` gives all ranks of a host one array, without pickling.
 """

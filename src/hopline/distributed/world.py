@@ -7,8 +7,8 @@ A rank joins in three steps (`World.join`):
     3. group   torch.distributed makes the process group (gloo or NCCL) that carries the collective calls
 
 A rank that dies would make the others wait. So each rank has a heartbeat, and every collective call runs
-within `World.collective_call`: an error inside becomes a `PeerError` that names the rank that stopped and says how
-to resume.
+within `World.collective_call`. An error inside becomes a `PeerError` that names the rank that stopped and
+says how to resume.
 
 The rest of the file is about networks. A store must listen at an address that all hosts reach, and gloo
 must use the network interface that leads to them. The name of a host often means a loopback address, which
@@ -460,6 +460,7 @@ def bytes_of_rows(rows: Tensor) -> Tensor:
 
     All-to-all then takes rows of any type.
     """
+    # `None`: rows that are single numbers, [n], become [n, 1].
     return rows[:, None].flatten(1).view(torch.uint8)
 
 

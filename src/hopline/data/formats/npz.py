@@ -51,9 +51,9 @@ DAMAGED = (
 _SPARSE = ("x_data", "x_indices", "x_indptr", "x_shape")
 """Arrays of features in CSR form."""
 _EDGE_NAMES = {"t": "time", "time": "time", "weight": "weight", "type": "type"}
-"""Arrays without "edge_" in their names that are edge arrays if they have a row per edge.
+"""Name in the file -> name in the dataset, of arrays without "edge_" in their names.
 
-By the name in the file: the name of the edge array in the dataset.
+They are edge arrays if they have a row per edge.
 """
 _ALWAYS_EDGE = ("edge_type", "edge_weight", "edge_attr", "edge_time")
 """Arrays that are edge arrays in any case. `from_edges` refuses them if they have not one row per edge."""
@@ -107,7 +107,7 @@ def from_npz(
         kind = "several node types" if looks_heterogeneous else "no edge_index"
         raise ValueError(f"{path} has {kind}: hopline reads one edge_index [2, E]; join the types into one graph.")
     for key in ("x", "y", "edge_index"):
-        if key in arrays and not as_tensor(arrays[key], f"{path}: array {key!r}").dim():  # refuses texts as well
+        if key in arrays and not as_tensor(arrays[key], f"{path}: array {key!r}").dim():  # `as_tensor` refuses texts
             raise ValueError(f"{path}: array {key!r} is a single number: give one row per node, and edges as [2, E].")
 
     name = str(meta.get("name", path.stem))
@@ -119,8 +119,8 @@ def from_npz(
 
     edge_index = arrays["edge_index"]
     other_arrays = {key: array for key, array in arrays.items() if key not in {*_FIXED_KEYS, *splits}}
-    # `num_nodes` stays None if only the edges tell it. `from_edges` then counts too, and refuses ids that are
-    # far too large for so few edges; it would take a number from here for what the user means.
+    # `from_edges` gets None if only the edges tell the number. It counts itself then, and refuses ids that are
+    # far too large for so few edges. A number from here would pass for the user's own, and skip that check.
     num_table_rows = num_nodes or (int(edge_index.max()) + 1 if edge_index.size else 0)
     edge, tables = _separate_edge_arrays(other_arrays, num_table_rows, edge_index.shape[-1], path)
 
@@ -148,7 +148,7 @@ def from_npz(
 def _separate_edge_arrays(
     arrays: dict[str, np.ndarray], num_nodes: int, num_edges: int, path: Path
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """(edge arrays, tables), by name. arrays: those whose names do not say what they are.
+    """(edge arrays, tables), by name. arrays: all but those of `_FIXED_KEYS` and the splits.
 
     A warning names the arrays that are no edge array and no table. An array that could be both is refused.
     """
@@ -156,6 +156,7 @@ def _separate_edge_arrays(
     tables: dict[str, np.ndarray] = {}
     unused: list[str] = []
     for key, array in arrays.items():
+        # "fiub": floating-point, signed, unsigned and bool. Other types and single numbers have no rows: -1.
         num_rows = array.shape[0] if array.ndim and array.dtype.kind in "fiub" else -1
         has_edge_name = key in _EDGE_NAMES or key.startswith("edge_")
         is_edge = key in _ALWAYS_EDGE or (has_edge_name and num_rows == num_edges)

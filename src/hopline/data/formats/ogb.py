@@ -117,7 +117,7 @@ def _read_csv_files(raw: Path) -> tuple[Any, dict[str, Any]]:
     if (raw / "node-label.csv.gz").is_file():
         arguments["y"] = _read_matrix(raw / "node-label.csv.gz")
     if (raw / "edge-feat.csv.gz").is_file():
-        # Edge features are in a file of their own, so both are read as a whole. Only proteins has them, and
+        # Edges and their features, two files, are both read as a whole. Only proteins has edge features, and
         # it fits.
         arguments["edge"] = {"attr": _read_matrix(raw / "edge-feat.csv.gz")}
         edges = np.concatenate(list(edges), axis=1)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch_geometric.data import Data
 
 _EDGE_NAMES = {"edge_weight": "weight", "edge_attr": "attr", "edge_type": "type", "edge_time": "time"}
-"""Attributes of a PyG `Data` that are edge arrays, and their names here."""
+"""Attributes of a PyG `Data` that are edge arrays, and their names in a dataset."""
 _NOT_TABLES = ("edge_index", "adj_t", "x", "y", "batch", "ptr", "num_nodes")
 """Attributes of a PyG `Data` that are handled otherwise, or left out."""
 
@@ -64,6 +64,7 @@ def from_pyg(data: Data, **arguments: Any) -> Dataset:
             continue
         num_rows = value.size(0) if value.dim() else -1
         if key in _EDGE_NAMES or (key.startswith("edge_") and num_rows == num_edges):
+            # `setdefault`: the values of `adj_t` take precedence over `edge_weight`.
             edge.setdefault(_EDGE_NAMES.get(key, key.removeprefix("edge_")), value)
         elif key.endswith("_mask"):
             masks[key] = value
