@@ -16,9 +16,10 @@ from hopline.budget.micro_batches import MicroBatchBytes
 from hopline.contract import Job, Place, Plan
 from hopline.core.batch import Batch
 from hopline.core.sizes import Sizes
+from hopline.core.tree_layout import TreeSampler
 from hopline.data.placement_settings import Placement
 from hopline.methods.sampled.loader import Loader
-from hopline.methods.sampled.memory_plan import SampledForms, draw_batches, largest_seed_sizes
+from hopline.methods.sampled.memory_plan import SampledForms, draw_batches, largest_seed_sizes, tree_sizes
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.nn.whole_module import as_walkable
@@ -111,6 +112,16 @@ def test_batches_made_on_the_gpu_do_not_wait_on_the_host(gpu_outline: RunOutline
     gpu_forms = forms_of(replace(gpu_outline, placement=placement), method=replace(METHOD, layout=layout))
     assert not any(plan.batches_on_host for plan in gpu_forms.plans())
     assert forms_of(gpu_outline).best().placement is not None
+
+
+@pytest.mark.parametrize("fanouts", [(3,), (15, 10, 5), (1, 4)])
+def test_trees_without_an_empty_slot_have_the_sizes_of_the_plan(fanouts: tuple[int, ...]):
+    nodes = torch.arange(20)
+    graph = graph_of(nodes.repeat(20), nodes.repeat_interleave(20), 20)  # every node has 20 in-edges
+    blocks = TreeSampler(graph, fanouts).sample(torch.arange(7), 1)
+    sizes = tree_sizes(7, fanouts)
+    assert sizes.nodes == (*(block.num_src for block in blocks), 7)
+    assert sizes.edges == tuple(block.num_edges for block in blocks)
 
 
 def test_on_a_cpu_no_plan_has_batches_on_host():

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from hopline.device.out_of_memory import state_bytes
 from hopline.methods.sampled.loader import Loader, resolve_workers
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn.gnn import GNN
+from hopline.ops import Slots
 from hopline.util.host import num_cores
 
 NUM_DRAWN_BATCHES = 3
@@ -153,13 +154,7 @@ class SampledForms:
         if outline.compute_place == "host" or not allows_tree:
             return None
 
-        # Every slot counts, empty ones too. From the seeds outwards, as if every slot so far had `fanout`
-        # children in the next hop.
-        nodes = [method.batch_size]
-        for fanout in method.fanout_per_layer:
-            nodes.append(nodes[-1] * (1 + fanout))
-        edges = [outer - inner for inner, outer in pairwise(nodes)]
-        step_bytes = self.predictor.costs.bound(Sizes(tuple(reversed(nodes)), tuple(reversed(edges))))
+        step_bytes = self.predictor.costs.bound(tree_sizes(method.batch_size, method.fanout_per_layer))
         items = []
         if outline.device.type == "cuda":
             items.append(Item(CAPTURE_WORKSPACE, "device", library_bytes(outline.device)))
@@ -304,6 +299,19 @@ def place_within(outline: Outline, free_bytes: float) -> tuple[list[Item], Place
     ]
     cache = str(cache_bytes) if layout.features == "pinned" else "auto"
     return items, replace(requested, graph=layout.graph, features=layout.features, cache=cache)
+
+
+def tree_sizes(num_seeds: int, fanouts: Sequence[int]) -> Sizes:
+    """The sizes of a batch of trees, whose slots all count, empty ones too.
+
+    The block that computes the slots of the hops 0 .. h reads those of the hops 0 .. h + 1. It has an edge for
+    each of these but the seeds.
+    """
+    slots = Slots(num_seeds, tuple(fanouts))
+    hops = reversed(range(slots.num_hops))
+    edges = tuple(slots.up_to(hop + 1) - num_seeds for hop in hops)
+    nodes = tuple(slots.up_to(hop) for hop in reversed(range(slots.num_hops + 1)))
+    return Sizes(nodes, edges)
 
 
 def _halvings(count: int) -> Iterator[int]:
