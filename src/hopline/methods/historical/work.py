@@ -76,8 +76,8 @@ class Commit:
 class HistoricalWork(PartsWork, Work):
     """Historical training of one job.
 
-    With several ranks, all take their turns together. At a turn every rank has a batch of its own, or none. All ranks
-    see what it commits from the next turn on, or `lag` turns later.
+    Ranks take their turns together. From the next turn on, or `lag` turns later, all of them see the rows that a batch
+    commits.
 
     Owns the tables and the commits that wait.
     """
@@ -111,7 +111,7 @@ class HistoricalWork(PartsWork, Work):
         return HistoricalBatches(self)
 
     def describe(self) -> WorkDescription:
-        return WorkDescription(refreshes=self.method.refresh_every == 1)
+        return WorkDescription(refreshes=self.method.refresh_every == 1)  # in every epoch
 
     def guarded(self, guard: Guard, plan: Plan) -> HistoricalWork:
         """This work, which from now on splits a batch into micro-batches if it would exceed the budget."""
@@ -121,6 +121,10 @@ class HistoricalWork(PartsWork, Work):
     # ---- batches
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        """The units of an epoch: one for each turn that has a gradient. All other turns only push rows.
+
+        done: the number of units to leave out at the beginning: an interrupted run has trained them. examples: unused.
+        """
         if epoch == 1 and not done:
             self._begin()
         self.prepare()
