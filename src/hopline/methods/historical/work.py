@@ -134,9 +134,9 @@ class HistoricalWork(PartsWork, Work):
                 f"this epoch was begun by {len(self._epoch_hosts)} ranks on {max(self._epoch_hosts) + 1} hosts: resume "
                 "with as many, or from a checkpoint at the end of an epoch"
             )
-        # A refresh in epochs 1, 1 + every, 1 + 2 * every, ... The remainder of 1 is 0 if `every` is 1.
+        # A refresh in epochs 1, 1 + every, 1 + 2 * every, ...
         every = self.method.refresh_every
-        is_refresh_due = isinstance(every, int) and epoch % every == 1 % every
+        is_refresh_due = isinstance(every, int) and (epoch - 1) % every == 0
         is_warm_up_due = self.method.warm_up and not self.filled
         if done == 0 and (is_refresh_due or is_warm_up_due):
             self.refresh()
@@ -147,8 +147,8 @@ class HistoricalWork(PartsWork, Work):
         num_units = 0  # units of the turns so far, this one included
         self.drift.begin_epoch()
         for step, turn in enumerate(self.parts.turns_of(epoch)):
-            size: float = sum(self._num_seeds(group) for group in turn)
-            has_gradient = self.method.compensate or size > 0
+            total: float = sum(self._num_seeds(group) for group in turn)
+            has_gradient = self.method.compensate or total > 0
             if has_gradient:
                 num_units += 1
             # A turn without a unit leaves no trace in `done`. It is done if the next unit is.
@@ -159,10 +159,10 @@ class HistoricalWork(PartsWork, Work):
                 # With compensation a batch gives its part of the full gradient, however many seeds it has. So every
                 # batch stands for an equal share of the seeds.
                 num_batches = sum(group != () for group in turn)
-                size = num_batches * self.job.train_ids.numel() / self.parts.num_groups
+                total = num_batches * self.job.train_ids.numel() / self.parts.num_groups
             with trace.span("sample"):
                 hist_batch = self.batch(turn[rank], ops.derive_key(epoch_key, step * len(turn) + rank))
-            unit = self.unit(hist_batch, size)
+            unit = self.unit(hist_batch, total)
             if has_gradient:
                 yield unit
             else:  # no seeds to learn from, but other batches read its rows: push them without a step

@@ -85,7 +85,7 @@ def _layers(work: PartsWork, key: int | None, *, keep: bool = False) -> Layers[G
         """(gradients summed over ranks, of the rows that this rank keeps; the position of the first of them)."""
         return work.owners.collect(positions, rows), work.owners.own.start
 
-    rows = Boundaries(
+    boundaries = Boundaries(
         work.histories,
         device=work.job.device,
         dtype=work.dtype,
@@ -93,7 +93,7 @@ def _layers(work: PartsWork, key: int | None, *, keep: bool = False) -> Layers[G
         keep_gradients=keep_gradients if keep else None,
         collect=collect if has_ranks else None,
     )
-    return Layers(work.model, AllParts(work, key), rows, key=key)
+    return Layers(work.model, AllParts(work, key), boundaries, key=key)
 
 
 def forward_sweep(work: PartsWork, key: int | None = None) -> None:

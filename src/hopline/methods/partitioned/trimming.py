@@ -98,8 +98,10 @@ class NeededRows:
 
     def _layers(self, key: int | None) -> Layers[NeededChunk]:
         work = self.work
-        rows = Boundaries(work.histories, device=work.job.device, dtype=work.dtype, reads=lambda l: self.positions[l])
-        return Layers(work.model, NeededParts(self, key), rows, key=key)
+        boundaries = Boundaries(
+            work.histories, device=work.job.device, dtype=work.dtype, reads=lambda l: self.positions[l]
+        )
+        return Layers(work.model, NeededParts(self, key), boundaries, key=key)
 
 
 class NeededParts(LayerPlan[NeededChunk]):

@@ -359,7 +359,7 @@ def largest_seed_sizes(
 
     since v itself draws again in hop h + 1, and so do the c_h(v) in-neighbours that hop h has drawn.
     """
-    degrees = graph.in_degrees().clamp(max=graph.num_edges)
+    degrees = graph.in_degrees()
     if with_replacement:  # a node with any in-edge draws `fanout` times, some edges more than once
         max_draws = [torch.where(degrees > 0, fanout, 0) for fanout in fanouts]
     else:
