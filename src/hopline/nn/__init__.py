@@ -1,7 +1,7 @@
 """PyG models on blocks, with the outputs that plain PyG has on the whole graph.
 
-Read `gnn` first: a model is encode, layers and decode. The folder may import `tables` and the folders below it.
-The other files:
+Read `gnn` first: a model is encode, layers and decode. The folder may import `tables` and what `tables` may
+import. The other files:
 
     conv_adapter                runs any PyG conv on a block, in a way that a trial has shown to be right
     probe                       the tiny graph of these trials, and the store of their findings

@@ -60,8 +60,8 @@ from hopline.nn.probe import (
 Convention = Literal["fused", "block", "pair", "square"]
 """A way to call a conv; the module docstring explains the four."""
 Layout = Literal["block", "tree", "padded tree"]
-"""The kind of edges that a conv is given. In a tree every edge has a source of its own. In a padded tree,
-used on a GPU, there is an edge out of every slot, empty ones included."""
+"""The kind of edges that a conv is given. A tree has a slot for every possible draw, so every edge has a source
+of its own. In a padded tree, used on a GPU, there is an edge out of every slot, empty ones included."""
 
 CALLS: tuple[Convention, ...] = ("pair", "square")
 """The conventions in which the conv's own `forward` runs, in the order of the trial."""
@@ -88,8 +88,8 @@ class CallingConvention:
     loop."""
     with_edges: bool = False
     """Whether the adapter adds a destination with two edges before all others, and drops its output. For
-    aggregations that fail on a block without edges. Quantiles also fail if the first node has no edges, or if
-    one edge comes before a node without edges."""
+    aggregations that fail on a block without edges. Quantiles also fail if the first node has no edges, and
+    may fail on a block with a single edge."""
     by_order: bool = False
     """Whether the conv's output depends on the order of a node's in-edges."""
     has_cache: bool = False
@@ -422,7 +422,8 @@ def find_calling_convention(
                     way, reverse_edges_of_nodes(graph), [BATCH_WITH_HUB]
                 )
                 return replace(way, by_order=by_order)
-        # No way is right. If one is right with a new copy per block, the conv keeps something between calls.
+        # No way is right and trains. If one is right only with a new copy per block, the conv keeps something
+        # between calls.
         keeps_state = any(is_right(way, graph, anew=True) and not is_right(way, graph) for way in ways)
     if keeps_state:
         raise ValueError(

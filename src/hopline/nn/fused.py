@@ -174,8 +174,8 @@ def _plain(conv: Any, h: Handle | Tensor, block: Block, how: str, dtype: torch.d
         any other                                `propagate` aggregates; own rows are read apart
     """
     linears = _mergeable_linears(conv, h)
-    # Handles stay handles where the kernel takes them: to rows of a table, or to a deferred layer. A maximum
-    # cannot complete a deferred layer.
+    # Handles stay handles where the kernel takes them: to rows of a table, or to rows that `defer_layer` has left
+    # for this kernel to finish. A maximum cannot finish them.
     reads_table = isinstance(h, Rows) and reads_rows(conv)
     reads_deferred = isinstance(h, PendingRows) and linears is not None and how != "max"
     source = h if reads_table or reads_deferred else as_dtype(h, dtype)

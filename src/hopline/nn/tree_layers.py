@@ -64,8 +64,8 @@ def reduce_on_tree(
     weight: [num_src] a weight for the edge out of each slot, or None.
     dtype: the precision of the conv's parameters.
     with_own: whether the destination's own row stands to the right of the aggregated one.
-    dense: `RowMap.row_of_slot`, to write the rows of slots that are not empty one after another, and no others.
-    None: a row for every slot. Used only where a table is read.
+    dense: the output row of each slot (`ops.gpu.tree.RowMap.row_of_slot`), by which empty slots get no row. None:
+    every slot has a row. Used only where a table is read.
     """
     tree = block.tree
     if how == "sum" and block.scale_sums:
@@ -140,7 +140,7 @@ class PendingRows(Handle):
     a: Tensor
     """[num_dst, 2 * width] half precision: [reduced | own] rows of the deferred layer.
 
-    `rows` maps slots to them. If it leaves out empty slots, `a` has as many rows all the same, and those beyond
+    `rows` maps slots to them. If it leaves out empty slots, `a` still has num_dst rows, and those beyond
     `rows.total` are undefined.
     """
     left: Tensor

@@ -76,8 +76,8 @@ class Commit:
 class HistoricalWork(PartsWork, Work):
     """Historical training of one job.
 
-    With several ranks, all take their turns together. At a turn every rank has a batch of its own, or none. All ranks
-    see what it commits from the next turn on, or `lag` turns later.
+    Ranks take their turns together. From the next turn on, or `lag` turns later, all of them see the rows that a batch
+    commits.
 
     Owns the tables and the commits that wait.
     """
@@ -111,7 +111,7 @@ class HistoricalWork(PartsWork, Work):
         return HistoricalBatches(self)
 
     def describe(self) -> WorkDescription:
-        return WorkDescription(refreshes=self.method.refresh_every == 1)
+        return WorkDescription(refreshes=self.method.refresh_every == 1)  # in every epoch
 
     def guarded(self, guard: Guard, plan: Plan) -> HistoricalWork:
         """This work, which from now on splits a batch into micro-batches if it would exceed the budget."""
@@ -121,6 +121,10 @@ class HistoricalWork(PartsWork, Work):
     # ---- batches
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        """The units of an epoch: one for each turn that has a gradient. All other turns only push rows.
+
+        done: the number of units to leave out at the beginning: an interrupted run has trained them. examples: unused.
+        """
         if epoch == 1 and not done:
             self._begin()
         self.prepare()
@@ -130,9 +134,9 @@ class HistoricalWork(PartsWork, Work):
                 f"this epoch was begun by {len(self._epoch_hosts)} ranks on {max(self._epoch_hosts) + 1} hosts: resume "
                 "with as many, or from a checkpoint at the end of an epoch"
             )
-        # A refresh in epochs 1, 1 + every, 1 + 2 * every, ... The remainder of 1 is 0 if `every` is 1.
+        # A refresh in epochs 1, 1 + every, 1 + 2 * every, ...
         every = self.method.refresh_every
-        is_refresh_due = isinstance(every, int) and epoch % every == 1 % every
+        is_refresh_due = isinstance(every, int) and (epoch - 1) % every == 0
         is_warm_up_due = self.method.warm_up and not self.filled
         if done == 0 and (is_refresh_due or is_warm_up_due):
             self.refresh()
@@ -143,8 +147,8 @@ class HistoricalWork(PartsWork, Work):
         num_units = 0  # units of the turns so far, this one included
         self.drift.begin_epoch()
         for step, turn in enumerate(self.parts.turns_of(epoch)):
-            size: float = sum(self._num_seeds(group) for group in turn)
-            has_gradient = self.method.compensate or size > 0
+            total: float = sum(self._num_seeds(group) for group in turn)
+            has_gradient = self.method.compensate or total > 0
             if has_gradient:
                 num_units += 1
             # A turn without a unit leaves no trace in `done`. It is done if the next unit is.
@@ -155,10 +159,10 @@ class HistoricalWork(PartsWork, Work):
                 # With compensation a batch gives its part of the full gradient, however many seeds it has. So every
                 # batch stands for an equal share of the seeds.
                 num_batches = sum(group != () for group in turn)
-                size = num_batches * self.job.train_ids.numel() / self.parts.num_groups
+                total = num_batches * self.job.train_ids.numel() / self.parts.num_groups
             with trace.span("sample"):
                 hist_batch = self.batch(turn[rank], ops.derive_key(epoch_key, step * len(turn) + rank))
-            unit = self.unit(hist_batch, size)
+            unit = self.unit(hist_batch, total)
             if has_gradient:
                 yield unit
             else:  # no seeds to learn from, but other batches read its rows: push them without a step

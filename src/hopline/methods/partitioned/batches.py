@@ -43,7 +43,7 @@ class PartBatches:
         self.is_training = torch.zeros(self.data.num_nodes, dtype=torch.bool)
         self.is_training[work.job.train_ids.cpu()] = True
         graph = work.parts.graph
-        # Convs read degrees on the batch's device, so that gets a copy of `indptr`. Edges stay on the host.
+        # Convs read degrees on the batch's device, which therefore gets a copy of `indptr`. Edges stay on the host.
         self.graph = Graph(graph.indptr.to(self.device), graph.indices, graph.edge) if self.on_gpu else graph
         self._halo_positions: dict[Group, Tensor] = {}
         """By group, for those whose edges never change: the positions of its halo."""
@@ -110,7 +110,7 @@ class PartBatches:
         handles = {name: rows for name, rows in inputs.items() if isinstance(rows, Rows)}
         host_rows: dict[str, Rows | Tensor] = {}
         for name, handle in handles.items():
-            if handle.table.tiers(self.device) is None:
+            if handle.table.tiers(self.device) is None:  # the GPU cannot read this table
                 host_rows[name] = handle.read()
         x = host_rows.pop("x", None)
         moved = self.mover.ready(self.mover.move(replace(batch, x=x, tables=host_rows)))

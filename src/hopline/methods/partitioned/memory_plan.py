@@ -80,7 +80,7 @@ def table_items(name: str, folder: Path | None, num_bytes: int, outline: Outline
     place: Place = "disk" if folder is not None else "host"
     if has_gpu_tables and requested == "device":
         place = "device"
-    if has_gpu_tables and requested == "pinned":  # no GPU reads a mapped file, so there is none
+    if has_gpu_tables and requested == "pinned":  # also with a folder, which pinned tables do not use
         place = "host"
     items = [Item(name, place, num_bytes)]
     # The pinned buffers belong to a `RowMover`, which copies rows between the host and the GPU.

@@ -79,12 +79,13 @@ class Parts:
         return self._caches_block(group)
 
     def _caches_block(self, group: Group) -> bool:
-        """Whether the group's block is cached, before a subclass drops edges of it."""
+        """Whether the group's block is cached. A subclass may drop some of its edges in every step."""
         is_small_sweep = group in self._sweep_groups and self.graph.num_edges <= MAX_CACHED_EDGES
         return self.keeps_blocks or is_small_sweep
 
 
 def without_halo(block: Block) -> Block:
     """The block without its halo: only destinations as sources, and only edges among them."""
+    # A part of a block is a set of its edges, and not a part of the graph.
     inner = edges_where(block.part, block.part.src_idx < block.num_dst)
     return replace(block, src_ids=block.src_ids[: block.num_dst], parts=(inner,))

@@ -4,9 +4,9 @@
     backward_sweep   for each layer, last first, for each group:
                      compute the layer again from the tables, go back          ->  gradients after layer l - 1
 
-The layer-wise engine runs both loops. The price of the small memory is that the backward sweep computes every layer a
-second time. Each rank sweeps over its own parts. Ranks read each other's rows when a layer is complete, and sum the
-gradients at shared rows.
+The layer-wise engine runs both loops. It calls a group with its edges a *piece*. The price of the small memory is that
+the backward sweep computes every layer a second time. Each rank sweeps over its own parts. Ranks read each other's
+rows when a layer is complete, and sum the gradients at shared rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_HELD_EDGES = 1 << 20
 class AllParts(LayerPlan[Group]):
     """The layer-wise engine's plan of a sweep: all nodes that this rank keeps, by groups of parts."""
 
-    encodes_once = True
+    encodes_once = True  # a piece has the same nodes at every layer, so the engine may keep their encoded rows
 
     def __init__(self, work: PartsWork, key: int | None) -> None:
         self.work = work
@@ -62,7 +62,8 @@ class AllParts(LayerPlan[Group]):
         batches.pin(group, block, halo)
         batch = batches.batch_of(replace(block, key=self.key, graph=batches.graph), nodes, self.key, inputs=False)
         positions = torch.cat([self.work.partition.position[nodes], halo])
-        # The first position serves as number: no other group has it, and it is the same in every layer.
+        # The number tells the engine which piece it is. The first position of a group belongs to no other group, and
+        # is the same in every layer.
         return Piece(block=batch.blocks[-1], src=positions, dst=row_ranges, number=row_ranges[0].start, batch=batch)
 
     def inputs_of(self, ids: Tensor) -> Rows | Tensor:
@@ -81,9 +82,10 @@ def _layers(work: PartsWork, key: int | None, *, keep: bool = False) -> Layers[G
         work.gradients.write(l, [work.own_row_range], rows)
 
     def collect(rows: Tensor) -> tuple[Tensor, int]:
+        """(gradients summed over ranks, of the rows that this rank keeps; the position of the first of them)."""
         return work.owners.collect(positions, rows), work.owners.own.start
 
-    rows = Boundaries(
+    boundaries = Boundaries(
         work.histories,
         device=work.job.device,
         dtype=work.dtype,
@@ -91,7 +93,7 @@ def _layers(work: PartsWork, key: int | None, *, keep: bool = False) -> Layers[G
         keep_gradients=keep_gradients if keep else None,
         collect=collect if has_ranks else None,
     )
-    return Layers(work.model, AllParts(work, key), rows, key=key)
+    return Layers(work.model, AllParts(work, key), boundaries, key=key)
 
 
 def forward_sweep(work: PartsWork, key: int | None = None) -> None:

@@ -98,8 +98,10 @@ class NeededRows:
 
     def _layers(self, key: int | None) -> Layers[NeededChunk]:
         work = self.work
-        rows = Boundaries(work.histories, device=work.job.device, dtype=work.dtype, reads=lambda l: self.positions[l])
-        return Layers(work.model, NeededParts(self, key), rows, key=key)
+        boundaries = Boundaries(
+            work.histories, device=work.job.device, dtype=work.dtype, reads=lambda l: self.positions[l]
+        )
+        return Layers(work.model, NeededParts(self, key), boundaries, key=key)
 
 
 class NeededParts(LayerPlan[NeededChunk]):
@@ -115,12 +117,12 @@ class NeededParts(LayerPlan[NeededChunk]):
         return self.needed.chunks_of(l)
 
     def piece(self, l: int, chunk: NeededChunk) -> Piece:
-        """A chunk with its edges, on the model's device. Only the last layer's has seeds and labels, for the loss."""
+        """A chunk with its edges, on the model's device. At the last layer with training nodes and labels too."""
         batches = self.work.batches
         block = replace(chunk.block, key=self.key, graph=batches.graph)
         if l == self.last:
             batch = batches.batch_of(block, block.dst_ids, self.key, inputs=False)
-        else:
+        else:  # no loss at this layer: the batch only carries the block to the device
             batch = batches.to_device(Batch(block.dst_ids, (block,), x=None, y=None, key=self.key))
         return Piece(
             block=batch.blocks[-1],

@@ -74,7 +74,7 @@ class PartsWork:
         self.owners = Owners(job.world, self.assignment, self.partition.ptr)
         self.batches = self._new_batches()
         self.mover = None if job.device.type == "cpu" or job.world.size > 1 else RowMover(job.device)
-        """Moves rows of both kinds of tables to and from a GPU. None on a CPU, and with ranks, which share tables."""
+        """Moves rows of both kinds of tables to and from a GPU. None on a CPU, and with several ranks."""
         self.histories = self._new_histories("h")
         self.gradients = self._new_histories("gradient")
 
@@ -123,7 +123,7 @@ class PartsWork:
         if self.job.world.size == 1 or self.histories.tables:
             return
         for l, rows in self._probe_rows().items():
-            if l < self.model.num_layers - 1:
+            if l < self.model.num_layers - 1:  # no layer reads the rows after the last one
                 self.histories.table(l, rows)
             if self.spec.with_gradients:
                 self.gradients.table(l, rows)

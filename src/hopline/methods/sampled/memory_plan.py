@@ -212,7 +212,7 @@ class SampledForms:
     def _min_step_bytes(self, batches_on_host: bool) -> float:
         """The predicted peak of the smallest step that `over_budget` can make of a batch.
 
-        Cutting leaves all seeds without an edge. Splitting and sampling again end at micro-batches of one
+        Cutting can go down to the seeds, without any edge. Splitting and sampling again end at micro-batches of one
         seed. If the model cannot be split, or the budget refuses, a step is the whole batch.
         """
         # The snapshot of gradients and buffers from which a step that runs out of memory is undone.
@@ -228,7 +228,7 @@ class SampledForms:
         build_device = None if batches_on_host else self.outline.device  # None: built on the host, then copied
         micro_batch = MicroBatchBytes.of(self._largest_batch, build_device)
         peak_bytes = micro_batch.peak_with_step(smallest, self.predictor.predict_peak(smallest))
-        # `maps`: the map from the batch's nodes to their local ids in a micro-batch.
+        # The map leads from the batch's nodes to their local ids in a micro-batch.
         return snapshot_bytes + SIZE_MARGIN * micro_batch.map_bytes + peak_bytes
 
     def _make_plan(
@@ -367,7 +367,7 @@ def largest_seed_sizes(
 
     since v itself draws again in hop h + 1, and so do the c_h(v) in-neighbours that hop h has drawn.
     """
-    degrees = graph.in_degrees().clamp(max=graph.num_edges)
+    degrees = graph.in_degrees()
     if with_replacement:  # a node with any in-edge draws `fanout` times, some edges more than once
         max_draws = [torch.where(degrees > 0, fanout, 0) for fanout in fanouts]
     else:

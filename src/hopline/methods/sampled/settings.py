@@ -181,9 +181,10 @@ class Sampled(Method):
 
         data: a dataset, or one rank's shard of it. With shards, all ranks take their batches together (see
         `CollectiveLoader`). ids: the seeds, as node ids or as the name of a split. model: a model whose
-        first layer may read rows of features itself. Such rows stay handles. Default: `batch.x` is a
-        tensor. world: the ranks that share the seeds of each step, as in a `Trainer` (docs/own_loop.md).
-        For a shard, errors name the rank that stopped.
+        first layer may read rows of features itself. If it does, `batch.x` is a handle: the table with row
+        ids. Default: a tensor. world: the ranks that share the seeds of each step, as in a `Trainer`
+        (docs/own_loop.md). With a shard, all ranks share them anyway, and `world` only lets errors name the
+        rank that stopped.
         """
         from hopline.methods.sampled.work import make_loader
 
