@@ -106,7 +106,7 @@ class PartsWork:
         The first access chooses it, and tells the user by `Job.say`.
         """
         dtype = DTYPES[self.spec.storage]
-        row_bytes = sum((dtype or rows.dtype).itemsize * rows[0].numel() for rows in self._probe_rows().values())
+        row_bytes = sum((dtype or rows.dtype).itemsize * rows.shape[1:].numel() for rows in self._probe_rows().values())
         num_kinds = 2 if self.spec.with_gradients else 1
         num_bytes = num_kinds * row_bytes * self.partition.num_nodes
         where = choose_where(num_bytes, self.job.device, self.spec.tables, self.spec.folder)
