@@ -118,7 +118,7 @@ class Unit(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkDescription:
-    """Describes how a work prepares its units, for the report and its advice. By default it has no threads.
+    """Describes how a work prepares its units, for the report and its advice. By default no threads prepare them.
 
     Example:
         >>> hl.extend.WorkDescription(workers=4, look_ahead=8, is_sampled=True).max_workers
@@ -446,7 +446,7 @@ class Outline(ABC):
 
     @abstractmethod
     def resident_items(self) -> list[Item]:
-        """The weights and the optimizer's state. Gradients are not among them: they belong to a step."""
+        """Resident items of every method, such as weights and the optimizer's state. Gradients belong to a step."""
 
     @abstractmethod
     def data_on_host(self) -> list[Item]:
@@ -454,7 +454,7 @@ class Outline(ABC):
 
     @abstractmethod
     def hidden_bytes(self) -> int:
-        """The bytes of all nodes' embeddings before and after a layer. 0 for a model without layers."""
+        """An estimate of the bytes of embeddings that exact evaluation keeps. 0 for a model without layers."""
 
     @abstractmethod
     def predictor(self, num_blocks: int) -> Any:
@@ -525,7 +525,7 @@ class Plan:
     covers: str
     """A phrase for the printed plan, in which `{}` stands for `count`: "batches of {} of 40 parts"."""
     hidden_bytes: int = 0
-    """The bytes of all nodes' embeddings before and after a layer, which exact evaluation keeps."""
+    """The bytes of embeddings that exact evaluation keeps (`Outline.hidden_bytes`)."""
     placement: Placement | None = None
     """The placement of the data for a GPU. None: the one that was requested."""
     batches_on_host: bool = False
@@ -601,7 +601,7 @@ class Plan:
     def hidden_place(self) -> Place:
         """The place where exact evaluation keeps embeddings: the host, or files if the host is too small.
 
-        The host must fit them twice, so that something is left for a chunk.
+        The host must have twice their bytes, so that something is left for a chunk.
         """
         if self.compute_place == "host":
             available_bytes = self.evaluation_bytes
@@ -657,8 +657,8 @@ class Plan:
     def _describe_largest(self, places: Mapping[Place, int]) -> str:
         """A phrase in brackets that names the largest item at the places that are too small, or "".
 
-        places: by place, a limit that would do. It may come from measured steps, and `min_step_bytes` from a
-        bound far above them. So a step that is larger than the limit is not named.
+        places: by place, a limit that would do. A step above this limit is not named: then the limit comes from
+        measured steps, and `min_step_bytes` from the bound, which is far above them.
         """
         sizes = [(item.num_bytes, item.name) for item in self.items if item.place in places]
         if self.compute_place in places and self.min_step_bytes <= places[self.compute_place]:
