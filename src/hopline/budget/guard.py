@@ -207,8 +207,9 @@ class Guard:
 
     def run_fitted(self, fitted: FittedBatch, step: Step) -> list[tuple[Tensor | None, Tensor]]:
         """`run` of a batch that was made to fit."""
-        batch, original_blocks, predicted_bytes, max_bytes = fitted
+        batch, original_blocks, predicted_bytes, making_bytes = fitted
         del fitted  # a batch that has to be cut once more must not stay alive
+        max_bytes = making_bytes
         was_sure = self._predictor(Sizes.of(batch)).is_sure
         todo = deque[Tensor | None](batch.groups or (None,))
         done = []
@@ -490,11 +491,6 @@ class Guard:
     def predict_peak_of_sizes(self, sizes: Sizes) -> float:
         """The bytes that a step of these sizes will not exceed, without overhead and copies."""
         return self._predictor(sizes).predict_peak(sizes)
-
-    def observe_sizes(self, sizes: Sizes, predicted_bytes: float, peak_bytes: int) -> None:
-        """Learn from a step of these sizes, and note its predicted and measured bytes."""
-        self.learn(sizes, peak_bytes)
-        self.ledger.note_peak(predicted_bytes, peak_bytes)
 
     def learn(self, sizes: Sizes, peak_bytes: int) -> None:
         """Give the predictor the measured peak of a step, or of a part of one, of these sizes."""

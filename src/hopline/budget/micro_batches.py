@@ -398,8 +398,9 @@ def _fill_first_group(
 
     first_group = seeds[torch.cat(shares[:low])]
     remaining = seeds[torch.cat(shares[low:])]
-    # The number of even groups that the remaining shares would fill, rounded up.
-    num_remaining_groups = -(-num_groups * (len(shares) - low) // len(shares))
+    # The number of even groups that the remaining shares would fill.
+    remaining_fraction = (len(shares) - low) / len(shares)
+    num_remaining_groups = math.ceil(num_groups * remaining_fraction)
     remaining_groups = balanced_groups(seed_cost[remaining], num_remaining_groups)
     filled = [first_group, *(remaining[group] for group in remaining_groups)]
     all_fit = max(map(bytes_of, sizes_of(batch, filled))) <= limit
