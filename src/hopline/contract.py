@@ -198,12 +198,7 @@ def units_from(work: Work, epoch: int, done: int = 0, examples: int = 0) -> Gene
 
     Closing this generator closes the work's own iterator.
     """
-    units = work.units(epoch, done, examples)
-    try:
-        yield from units
-    finally:
-        if isinstance(units, Generator):
-            units.close()
+    yield from work.units(epoch, done, examples)
 
 
 def in_groups(units: Generator[Unit, None, None], size: int) -> Generator[list[Unit], None, None]:
@@ -352,7 +347,7 @@ class Budget:
     def of(cls, given: Budget | str | int | Mapping[str, str]) -> Budget:
         """A budget from a size such as "8GiB", for the device, or from a mapping of its fields."""
         if isinstance(given, Budget):
-            if given.device is given.host is given.disk is None:
+            if all(size is None for size in (given.device, given.host, given.disk)):
                 raise ValueError("a budget needs a size: write budget=8GiB, budget.host=32GiB or budget.disk=100GiB")
             return given
         if isinstance(given, Mapping):
