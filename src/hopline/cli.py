@@ -475,6 +475,7 @@ def _describe_error(error: BaseException) -> _Failure:
 
     Errors of hopline itself get the name of their type.
     """
+    # An error in a stage of the pipeline is told as the stage raised it.
     if isinstance(error, StageError) and error.__cause__ is not None:
         error = error.__cause__
     if hasattr(error, "format_message"):  # typer's own errors

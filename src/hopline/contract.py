@@ -118,7 +118,7 @@ class Unit(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkDescription:
-    """Describes how a work prepares its units, for the report and its advice. By default it has no threads.
+    """Describes how a work prepares its units, for the report and its advice. By default no threads prepare them.
 
     Example:
         >>> hl.extend.WorkDescription(workers=4, look_ahead=8, is_sampled=True).max_workers
@@ -198,12 +198,7 @@ def units_from(work: Work, epoch: int, done: int = 0, examples: int = 0) -> Gene
 
     Closing this generator closes the work's own iterator.
     """
-    units = work.units(epoch, done, examples)
-    try:
-        yield from units
-    finally:
-        if isinstance(units, Generator):
-            units.close()
+    yield from work.units(epoch, done, examples)
 
 
 def in_groups(units: Generator[Unit, None, None], size: int) -> Generator[list[Unit], None, None]:
@@ -352,7 +347,7 @@ class Budget:
     def of(cls, given: Budget | str | int | Mapping[str, str]) -> Budget:
         """A budget from a size such as "8GiB", for the device, or from a mapping of its fields."""
         if isinstance(given, Budget):
-            if given.device is given.host is given.disk is None:
+            if all(size is None for size in (given.device, given.host, given.disk)):
                 raise ValueError("a budget needs a size: write budget=8GiB, budget.host=32GiB or budget.disk=100GiB")
             return given
         if isinstance(given, Mapping):
@@ -446,7 +441,7 @@ class Outline(ABC):
 
     @abstractmethod
     def resident_items(self) -> list[Item]:
-        """The weights and the optimizer's state. Gradients are not among them: they belong to a step."""
+        """Resident items of every method, such as weights and the optimizer's state. Gradients belong to a step."""
 
     @abstractmethod
     def data_on_host(self) -> list[Item]:
@@ -454,7 +449,7 @@ class Outline(ABC):
 
     @abstractmethod
     def hidden_bytes(self) -> int:
-        """The bytes of all nodes' embeddings before and after a layer. 0 for a model without layers."""
+        """An estimate of the bytes of embeddings that exact evaluation keeps. 0 for a model without layers."""
 
     @abstractmethod
     def predictor(self, num_blocks: int) -> Any:
@@ -525,7 +520,7 @@ class Plan:
     covers: str
     """A phrase for the printed plan, in which `{}` stands for `count`: "batches of {} of 40 parts"."""
     hidden_bytes: int = 0
-    """The bytes of all nodes' embeddings before and after a layer, which exact evaluation keeps."""
+    """The bytes of embeddings that exact evaluation keeps (`Outline.hidden_bytes`)."""
     placement: Placement | None = None
     """The placement of the data for a GPU. None: the one that was requested."""
     batches_on_host: bool = False
@@ -601,7 +596,7 @@ class Plan:
     def hidden_place(self) -> Place:
         """The place where exact evaluation keeps embeddings: the host, or files if the host is too small.
 
-        The host must fit them twice, so that something is left for a chunk.
+        The host must have twice their bytes, so that something is left for a chunk.
         """
         if self.compute_place == "host":
             available_bytes = self.evaluation_bytes
@@ -657,8 +652,8 @@ class Plan:
     def _describe_largest(self, places: Mapping[Place, int]) -> str:
         """A phrase in brackets that names the largest item at the places that are too small, or "".
 
-        places: by place, a limit that would do. It may come from measured steps, and `min_step_bytes` from a
-        bound far above them. So a step that is larger than the limit is not named.
+        places: by place, a limit that would do. A step above this limit is not named: then the limit comes from
+        measured steps, and `min_step_bytes` from the bound, which is far above them.
         """
         sizes = [(item.num_bytes, item.name) for item in self.items if item.place in places]
         if self.compute_place in places and self.min_step_bytes <= places[self.compute_place]:

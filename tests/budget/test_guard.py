@@ -369,7 +369,7 @@ def test_prefetching_splits_batches_but_never_changes_them():
         guard = guard_of(model, limit, over_budget=over_budget)
         assert guard.split_ahead(batch) is batch  # before ENOUGH measured steps nothing is split ahead
         for _ in range(ENOUGH):
-            guard.observe_sizes(Sizes.of(batch), 0, 2 * limit)
+            guard.learn(Sizes.of(batch), 2 * limit)
         ahead = guard.split_ahead(batch)
         assert bool(ahead.groups) == is_split
         assert (ahead is batch) != is_split
@@ -397,7 +397,7 @@ def test_splitting_ahead_reads_no_gradient(monkeypatch: pytest.MonkeyPatch, batc
     guard = guard_of(model, limit, batches_on_host=batches_on_host)
     for peak_bytes in (2 * limit, limit // 2):
         for _ in range(200):
-            guard.observe_sizes(Sizes.of(batch), 0, peak_bytes)
+            guard.learn(Sizes.of(batch), peak_bytes)
         guard.split_ahead(batch)
 
     with pytest.raises(AssertionError, match="was looked at"):

@@ -163,7 +163,7 @@ class Guard:
         sizes = Sizes.of(batch)
         if self.budget.over_budget != "split" or not self._predictor(sizes).is_sure:
             return batch
-        # Gradients are left out: the training thread makes and frees them while this thread runs.
+        # Overhead is left out: it counts gradients, which the training thread sets while this thread runs.
         copied_bytes = MicroBatchBytes.of(batch, device=None).resident(sizes) if self.batches_on_host else 0
         if self.predict_peak(batch) + copied_bytes <= self.target_bytes:
             return batch
@@ -207,8 +207,9 @@ class Guard:
 
     def run_fitted(self, fitted: FittedBatch, step: Step) -> list[tuple[Tensor | None, Tensor]]:
         """`run` of a batch that was made to fit."""
-        batch, original_blocks, predicted_bytes, max_bytes = fitted
+        batch, original_blocks, predicted_bytes, making_bytes = fitted
         del fitted  # a batch that has to be cut once more must not stay alive
+        max_bytes = making_bytes
         was_sure = self._predictor(Sizes.of(batch)).is_sure
         todo = deque[Tensor | None](batch.groups or (None,))
         done = []
@@ -376,8 +377,8 @@ class Guard:
         return True
 
     def _needed_bytes(self, step: SplittableStep) -> float:
-        """Predicted peak of a step at once: the lower of two predictions, from whole steps and from
-        micro-batches."""
+        """Predicted peak of a step at once: the predictor's, from whole steps, or the step's own, from
+        micro-batches, whichever is lower."""
         return min(self.predict_peak_of_sizes(step.sizes()), step.bound_bytes())
 
     def note_split(self, num_micro_batches: int) -> None:
@@ -491,11 +492,6 @@ class Guard:
         """The bytes that a step of these sizes will not exceed, without overhead and copies."""
         return self._predictor(sizes).predict_peak(sizes)
 
-    def observe_sizes(self, sizes: Sizes, predicted_bytes: float, peak_bytes: int) -> None:
-        """Learn from a step of these sizes, and note its predicted and measured bytes."""
-        self.learn(sizes, peak_bytes)
-        self.ledger.note_peak(predicted_bytes, peak_bytes)
-
     def learn(self, sizes: Sizes, peak_bytes: int) -> None:
         """Give the predictor the measured peak of a step, or of a part of one, of these sizes."""
         self._predictor(sizes).observe(sizes, peak_bytes)
@@ -532,6 +528,7 @@ class Guard:
         bytes_of = self._bytes_of(batch, is_split=True)
         for number in range(MAX_REDRAWS):
             key = ops.derive_key(_key_of(batch), number)
+            # The sampler behind `redraw` does not know the method's `scale_sums`.
             blocks = tuple(b.with_scale_sums(batch.blocks[0].scale_sums) for b in redraw(batch.seeds, key))
             self.ledger.note_resampled()
             if bytes_of(Sizes.of_blocks(blocks)) <= self.target_bytes:
@@ -593,7 +590,7 @@ class GuardedUnit(Unit):
         return self.batch.total_seeds
 
     def forward_backward(self, total: float) -> Tensor:
-        if not self.size:
+        if not self.size:  # no loss and no gradients
             return BatchUnit(self.job, self.batch).forward_backward(total)
         if not self.job.usual_loss:
             return self._own_loss(total)

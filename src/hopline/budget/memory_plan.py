@@ -107,11 +107,10 @@ class RunOutline(Outline):
             return 0
         widest = max(row_widths(self.model, self.data.num_features)[1:])
         num_tables = 2  # the rows before and after a layer
-        # For encoded or initial rows, and for the rows after every layer, which jumping knowledge reads. Two
-        # tables each: a rule of thumb.
-        if self.model.encodes:
+        # Two tables for each kind of rows that are kept besides. A rule of thumb.
+        if self.model.encodes:  # encoded or initial rows
             num_tables += 2
-        if self.model.keeps_jk:
+        if self.model.keeps_jk:  # the rows after every layer, which jumping knowledge reads
             num_tables += 2 * self.model.num_layers
         return num_tables * widest * self.data.num_nodes * self.dtype.itemsize
 

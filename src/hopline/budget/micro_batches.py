@@ -36,7 +36,7 @@ from hopline.ops.cpu import cut_batches as cpu_cut_batches
 from hopline.util.config import format_size
 
 P = TypeVar("P")
-"""An item that `split` of `find_fewest` makes."""
+"""The type of what `find_fewest` splits into: groups of seeds here, ranges of nodes or a plan elsewhere."""
 BytesOf = Callable[[Sizes], float]
 """A function from sizes to peak bytes. It must be monotonic: never less for more nodes or edges."""
 SMALL_TENSOR_BYTES = 1024
@@ -371,8 +371,8 @@ def _fill_first_group(
     """One group as large as fits and even groups of the remaining seeds; or `groups` if that gains nothing.
 
     Nodes that seeds share are computed in every group, so one large and some small groups cost less than
-    even ones. A large group also teaches the predictor: it adds less to predictions for sizes that it has
-    seen.
+    even ones. A large group also teaches the predictor, which adds smaller margins for sizes up to those it
+    has seen.
 
     groups: even groups that fit.
     """
@@ -398,8 +398,9 @@ def _fill_first_group(
 
     first_group = seeds[torch.cat(shares[:low])]
     remaining = seeds[torch.cat(shares[low:])]
-    # The number of even groups that the remaining shares would fill, rounded up.
-    num_remaining_groups = -(-num_groups * (len(shares) - low) // len(shares))
+    # The number of even groups that the remaining shares would fill.
+    remaining_fraction = (len(shares) - low) / len(shares)
+    num_remaining_groups = math.ceil(num_groups * remaining_fraction)
     remaining_groups = balanced_groups(seed_cost[remaining], num_remaining_groups)
     filled = [first_group, *(remaining[group] for group in remaining_groups)]
     all_fit = max(map(bytes_of, sizes_of(batch, filled))) <= limit
@@ -414,9 +415,10 @@ def cut_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, by: CutBy = "rando
 
     Nodes that no remaining edge needs go too.
 
-    Edges get random numbers drawn from `key`, or numbers by importance (`edge_numbers`). An edge or node
-    *enters* at the lowest number with which it is needed. The search finds the largest number such that all
-    that enters up to it fits.
+    Every edge gets a number: random, drawn from `key`, or by importance (`edge_numbers`). Suppose that a batch
+    starts with its seeds and takes edges in the order of their numbers. An edge or node *enters* at the number
+    at which the batch first computes with it. The search finds the largest number up to which all that enters
+    fits.
 
     by: "random", or "degree" or "pagerank", which leave out edges between hubs first.
     """
@@ -544,8 +546,8 @@ def _batch(
     """The batch of some seeds of `batch`, over other blocks.
 
     seed_idx, input_idx: positions of its seeds and input rows in the batch. own_idx: positions of the first
-    block's destinations; None if the first block lost edges. Reduced rows are then replaced by handles,
-    since their sums are no longer right.
+    block's destinations; None if the first block lost edges. Then `ReducedRows`, which are aggregated over
+    these edges, are no longer right, and are replaced by `Rows`.
     """
     src_ids = blocks[0].src_ids
 

@@ -139,7 +139,7 @@ def costs_of(model: GNN | Whole, x: Rows | Readable | Tensor | None, num_blocks:
     if model.encoder is not None:
         node_numbers[0] += 2 * width + 4 * _widths(model.encoder)
         width = out_width(model.encoder)
-    if not model.reads_rows:  # the first conv's kernel does not read the input rows as they are
+    if not model.reads_rows:  # the first conv's input rows are a tensor, not read from the table
         node_numbers[0] += 3 * width
 
     widths = [width]
@@ -221,7 +221,7 @@ class _Fit:
     """
 
     factors: np.ndarray
-    """[num_terms] float64: the fraction of each term of the bound that steps really take, from 0 on."""
+    """[num_terms] float64: the fraction of each term of the bound that steps really take, 0 or more."""
     spread: np.ndarray
     """[num_terms, num_terms] float64: covariance of the factors, divided by the variance of the residuals."""
     deviation: float
@@ -253,9 +253,8 @@ class _Fit:
         """An upper estimate of a step's peak from each measured step; returns the least of them.
 
         For a measured step with sizes m and peak p let t = max(1, max over i of s_i / m_i). The estimate is
-        t * p.
-        It rests on two assumptions: no larger size takes less memory, and t times all sizes take at most t
-        times as much.
+        t * p. It rests on two assumptions: no larger size takes less memory, and t times all sizes take at
+        most t times as much.
         """
         times = np.maximum.reduce(sizes.array * self.per_size, axis=1)
         return float(np.minimum.reduce(np.maximum(times, 1, out=times) * self.peaks))
@@ -272,7 +271,7 @@ class _Fit:
     def bytes_outside(self, sizes: Sizes, peak_bytes: float) -> float:
         """The bytes by which a step is outside the range that earlier steps give for it; negative or 0 if
         inside."""
-        if self.num_seen < 2:
+        if self.num_seen < 2:  # the first step does not count (`Predictor.observe`)
             return 0.0
         return max(peak_bytes - self.scale_up(sizes), self.scale_down(sizes) - peak_bytes)
 
@@ -362,8 +361,8 @@ class Predictor:
         # Noise of one step, and on top the uncertainty of the factors for these sizes.
         noise = DEVIATIONS * fit.deviation
         margin = noise * math.sqrt(1 + float(terms @ fit.spread @ terms) / expected**2)
-        # Sizes beyond the largest seen, and proportions outside those seen: the peak may be at another
-        # moment.
+        # A step with sizes beyond the largest seen, or proportions outside those seen, may have its peak at
+        # another moment.
         excess = sizes.array - fit.largest
         beyond_margin = BEYOND * float(self.costs.array @ np.maximum(excess, 0, out=excess)) / expected
         least_shape, largest_shape = fit.shapes
@@ -407,6 +406,7 @@ class Predictor:
         spread[np.ix_(is_free, is_free)] = inverse
 
         residuals = 1 - shares @ factors
+        # Of a ridge regression: the trace of shares @ spread @ shares.T.
         degrees_of_freedom = float(np.einsum("ij,jk,ik->", shares, spread, shares))
         deviation = math.sqrt(float(residuals @ residuals) / max(1.0, num_steps - degrees_of_freedom))
         return factors, spread, deviation

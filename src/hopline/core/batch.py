@@ -13,8 +13,8 @@ handles (`row_handles`), which are read where a layer needs them.
 Layers of one batch may have one `Block` object in common, as on a whole graph. Functions here that move, change or
 count blocks do so once per object (`each_once`).
 
-Two objects that others subclass may hang on a block. `LayerHooks` adds or records rows between layers. `ConvRunner`
-runs convs whose source rows are partly in other shards.
+A block may hold two objects of subclasses that other modules define. `LayerHooks` adds or records rows between
+layers. `ConvRunner` runs convs whose source rows are partly in other shards.
 """
 
 from __future__ import annotations

@@ -112,18 +112,21 @@ class ReducedRows(Rows):
     """
 
     reduced_and_own: Tensor
-    """[num_dst, 2 * width]: on the left the reduced rows of each destination's sources, on the right its own row."""
+    """[num_dst, 2 * width]: on the left the reduced rows of each destination's sources, on the right its own row.
+
+    For GCNConv it is [num_dst, width], the reduced rows alone.
+    """
     how: str
-    """The reduction: "sum", "mean" or "max"."""
+    """The reduction: "sum", "mean" or "max", or for GCNConv `nn.fused.NORMALISED_SUM`."""
 
     @property
     def reduced(self) -> Tensor:
-        """[num_dst, width]: the sum, mean or max over the rows of each destination's sources."""
+        """[num_dst, width]: the reduction of the rows of each destination's sources."""
         return self.reduced_and_own[:, : self.table.shape[1]]
 
     @property
     def own(self) -> Tensor:
-        """[num_dst, width]: the destinations' own rows."""
+        """[num_dst, width]: the destinations' own rows. Not for GCNConv."""
         return self.reduced_and_own[:, self.table.shape[1] :]
 
 

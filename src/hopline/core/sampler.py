@@ -119,7 +119,7 @@ class NeighborSampler:
         dst_idx: list[Tensor] = []
         edge_ids: list[Tensor] = []
 
-        node_counts = [0]  # then the number of known nodes at the start of each hop, and at the end
+        node_counts = [0]  # then the nodes in the id map: one entry before each hop, and one after the last
         try:
             _add_seeds(id_map, seeds)
             for fanout in self.fanouts:

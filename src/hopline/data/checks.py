@@ -134,6 +134,7 @@ def check_table(name: str, table: Table, where: Callable[[str], str]) -> None:
     """Check that the values of a table are finite, and that a sparse table is a CSR matrix.
 
     A dense table is checked if one tensor holds all its rows (`Table.storage`). Others are not checked.
+    where: as in `check_nodes`.
     """
     if isinstance(table, SparseTable):
         check_indptr(table.indptr, table.columns.numel(), where(f"table.{name}.indptr"))
