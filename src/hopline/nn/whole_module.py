@@ -6,8 +6,9 @@ Every model that hopline runs is one of two classes, both called with a `Batch`:
     Whole    any module with `forward(x, edge_index)`. It runs on the union of a batch's blocks, so every conv in it
              sees every sampled edge. That costs more, but needs to know nothing about the module.
 
-`as_walkable` turns a user's model into one of them: `is_layered` decides which. It also takes models out of
-wrappers such as DDP. Hooks of hopline's own raise an error with advice where a user calls the wrong object.
+`as_walkable` turns a user's model into one of them, called `walk` in the code. `is_layered` decides which. A
+model inside of a wrapper such as DDP is taken out of it. Two hooks raise an error with advice: one if a model
+that was taken out of DDP is trained, the other if a user's own model is called with a `Batch`.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Whole(nn.Module):
         self.required_edge_arguments = _required_edge_arguments(module)
 
     def keeps_handle(self, table: Readable) -> bool:
-        """Whether a batch should hold a handle to input rows of this table.
+        """Whether a batch should hold a handle to input rows of this table, and not the rows.
 
         Never: the module takes a tensor.
         """
@@ -76,7 +77,7 @@ class Whole(nn.Module):
     def check_blocks(self, num_features: int, edge: Mapping[str, Tensor]) -> None:
         """Raise ValueError if a conv has cached=True.
 
-        `whole_module_probe` looks for all else that is wrong.
+        `whole_module_probe` looks for all else that is wrong. The arguments are for `GNN.check_blocks` alone.
         """
         self._refuse_caches()
 
