@@ -85,12 +85,12 @@ def find_reach(walk: Whole, hops: int, x: Readable, edge: Mapping[str, Tensor]) 
     """
     kinds = tuple((name, array.dtype, array.shape[1:]) for name, array in edge.items())
     question = ("reach", hops, x.shape[1:], x.dtype, kinds)
-    reach: Reach | None = findings.get(walk.module, question, None)
+    reach: Reach | None = findings.get(walk.module, question, settings=None)
     if reach is None:
         # The generator is restored afterwards: a trial must not change what training draws.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             reach = _find(walk.module, hops, x, edge)
-        findings.put(walk.module, question, None, reach)
+        findings.put(walk.module, question, settings=None, answer=reach)
     return reach
 
 
@@ -110,7 +110,7 @@ def initialise(walk: Whole, x: Readable, edge: Mapping[str, Tensor]) -> None:
     """Give convs built with in_channels=-1 their parameters, by a forward pass on the tiny graph."""
     parameters = list(walk.module.parameters())
     if any(map(is_lazy, parameters)):
-        tiny = _TinyGraph(1, x, edge)
+        tiny = _TinyGraph(hops=1, x=x, edge=edge)  # any number of hops would do
         device = parameters[0].device
         with torch.no_grad():
             walk.on_block(tiny.x.to(device), tiny.block.to(device))
@@ -343,7 +343,9 @@ class _TinyGraph:
         for level in range(num_levels - 1):
             # One to three sources in the next level, so that degrees differ. The last node of a level has none.
             for i in range(WIDTH - 1):
-                edges += [(node(level + 1, (i + j) % (WIDTH - 1)), node(level, i)) for j in range(1 + (level + i) % 3)]
+                num_sources = 1 + (level + i) % 3
+                for j in range(num_sources):
+                    edges.append((node(level + 1, (i + j) % (WIDTH - 1)), node(level, i)))
             edges.append((node(level + 1, WIDTH - 1), node(level, 0)))
             edges.append((node(level, 1), node(level, 1)))  # a loop
             edges.append((node(level, 0), node(level, 2)))
