@@ -182,10 +182,10 @@ of all. A rule of thumb."""
 
 
 @kernel
-def _draw(key, first, out):
-    """out[e] = draw 0 of (key, first + e), without its sign bit. first: the number of the edge of out[0]."""
+def _draw(key, out):
+    """out[e] = the first draw of (key, e), see `ops.random`, without its sign bit."""
     for e in range(out.shape[0]):
-        out[e] = mix(mix(np.uint64(key) ^ np.uint64(first + e)) + GOLDEN) & _POSITIVE
+        out[e] = mix(mix(np.uint64(key) ^ np.uint64(e)) + GOLDEN) & _POSITIVE
 
 
 def draw_numbers(counts: Sequence[int], key: int) -> list[np.ndarray]:
@@ -194,7 +194,7 @@ def draw_numbers(counts: Sequence[int], key: int) -> list[np.ndarray]:
     counts: the number of edges of each block. An edge's draw depends on its position in the batch alone.
     """
     out = np.empty(sum(counts), dtype=np.int64)
-    _draw(np.int64(key), 0, out)
+    _draw(np.int64(key), out)
     return np.split(out, np.cumsum(counts)[:-1])
 
 
