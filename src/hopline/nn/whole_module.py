@@ -85,9 +85,9 @@ class Whole(nn.Module):
         """Raise ValueError if a conv has cached=True: it would use the edges of the first batch for all."""
         for name, part in self.module.named_modules():
             if getattr(part, "cached", False):
-                where = f"{name} of {type(self.module).__name__}" if name else "it"
+                where = f" ({name} of {type(self.module).__name__})" if name else ""
                 raise ValueError(
-                    f"{type(part).__name__}(cached=True) keeps the edges of the first batch for all others ({where}): "
+                    f"{type(part).__name__}(cached=True) keeps the edges of the first batch for all others{where}: "
                     "build it with cached=False to train or predict in batches"
                 )
 
