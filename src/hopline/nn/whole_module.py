@@ -262,7 +262,9 @@ def _fabric_wrappers() -> list[type[nn.Module]]:
 
 
 def num_wrapped_ranks(model: nn.Module) -> int:
-    """The number of ranks on which DDP trains a model; 1 if the model is not wrapped by DDP."""
+    """The number of ranks on which DDP trains a model, compiled or not; 1 if it is not wrapped by DDP."""
+    while hasattr(model, "_orig_mod"):  # the wrapper of `torch.compile`
+        model = model._orig_mod  # type: ignore[assignment]
     if not isinstance(model, DistributedDataParallel):
         return 1
     return torch.distributed.get_world_size(model.process_group)
