@@ -72,6 +72,13 @@ def test_a_conv_that_caches_edges_is_refused_by_name_in_batches(name: str):
         hl.nn.as_walkable(model)(batch)
 
 
+def test_a_model_that_is_itself_a_caching_conv_is_refused_by_its_name_alone():
+    data = small()
+    batch = next(iter(method().loader(data, data.splits["train"])))
+    with pytest.raises(ValueError, match="of the first batch for all others: build it with cached=False"):
+        hl.nn.as_walkable(pyg.GCNConv(data.num_features, 2, cached=True))(batch)
+
+
 @pytest.mark.parametrize("name", [*CACHED, "APPNP"])
 def test_exact_inference_uses_no_cache_of_another_graph_and_leaves_the_caches_alone(name: str):
     data = small()

@@ -75,6 +75,19 @@ def test_the_trainer_takes_the_model_out_or_says_what_to_give_it(ranks: int):
             hl.Trainer(DistributedDataParallel(model), data, world=hl.World.alone(), epochs=1, show=False)
 
 
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_compiled_ddp_is_refused_as_ddp_is(ranks: int):
+    data = small()
+    model = GraphSAGE(data.num_features, 8, 2, data.num_classes)
+    batch = batch_for(model)
+    compiled = torch.compile(DistributedDataParallel(model))
+    assert isinstance(compiled, nn.Module)
+    with pytest.raises(RuntimeError, match="not summed over ranks"):
+        hl.nn.as_walkable(compiled)(batch)
+    with pytest.raises(ValueError, match="wrapped for 2 ranks, and the Trainer knows of 1"):
+        hl.Trainer(compiled, data, world=hl.World.alone(), epochs=1, show=False)
+
+
 @pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
 def test_fabric_and_compiled_models_are_taken_out(package: str, monkeypatch: pytest.MonkeyPatch):
     wrappers = ModuleType(f"{package}.wrappers")

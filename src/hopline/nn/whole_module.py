@@ -6,8 +6,9 @@ Every model that hopline runs is one of two classes, both called with a `Batch`:
     Whole    any module with `forward(x, edge_index)`. It runs on the union of a batch's blocks, so every conv in it
              sees every sampled edge. That costs more, but needs to know nothing about the module.
 
-`as_walkable` turns a user's model into one of them: `is_layered` decides which. It also takes models out of
-wrappers such as DDP. Hooks of hopline's own raise an error with advice where a user calls the wrong object.
+`as_walkable` turns a user's model into one of them, called `walk` in the code. `is_layered` decides which. A
+model inside of a wrapper such as DDP is taken out of it. Two hooks raise an error with advice: one if a model
+that was taken out of DDP is trained, the other if a user's own model is called with a `Batch`.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Whole(nn.Module):
         self.required_edge_arguments = _required_edge_arguments(module)
 
     def keeps_handle(self, table: Readable) -> bool:
-        """Whether a batch should hold a handle to input rows of this table.
+        """Whether a batch should hold a handle to input rows of this table, and not the rows.
 
         Never: the module takes a tensor.
         """
@@ -76,7 +77,7 @@ class Whole(nn.Module):
     def check_blocks(self, num_features: int, edge: Mapping[str, Tensor]) -> None:
         """Raise ValueError if a conv has cached=True.
 
-        `whole_module_probe` looks for all else that is wrong.
+        `whole_module_probe` looks for all else that is wrong. The arguments are for `GNN.check_blocks` alone.
         """
         self._refuse_caches()
 
@@ -84,9 +85,9 @@ class Whole(nn.Module):
         """Raise ValueError if a conv has cached=True: it would use the edges of the first batch for all."""
         for name, part in self.module.named_modules():
             if getattr(part, "cached", False):
-                where = f"{name} of {type(self.module).__name__}" if name else "it"
+                where = f" ({name} of {type(self.module).__name__})" if name else ""
                 raise ValueError(
-                    f"{type(part).__name__}(cached=True) keeps the edges of the first batch for all others ({where}): "
+                    f"{type(part).__name__}(cached=True) keeps the edges of the first batch for all others{where}: "
                     "build it with cached=False to train or predict in batches"
                 )
 
@@ -261,7 +262,9 @@ def _fabric_wrappers() -> list[type[nn.Module]]:
 
 
 def num_wrapped_ranks(model: nn.Module) -> int:
-    """The number of ranks on which DDP trains a model; 1 if the model is not wrapped by DDP."""
+    """The number of ranks on which DDP trains a model, compiled or not; 1 if it is not wrapped by DDP."""
+    while hasattr(model, "_orig_mod"):  # the wrapper of `torch.compile`
+        model = model._orig_mod  # type: ignore[assignment]
     if not isinstance(model, DistributedDataParallel):
         return 1
     return torch.distributed.get_world_size(model.process_group)

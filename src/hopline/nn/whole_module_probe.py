@@ -65,8 +65,8 @@ class Reach:
     in_batch: bool = False
     """Whether a batch with all neighbours of these hops gives the whole graph's outputs."""
     part_hops: int | None = None
-    """Hops of a neighbourhood that gives the whole graph's outputs: k, the number tried, or k + 1, in which nodes
-    k hops away have all their in-edges. None if neither is enough."""
+    """Hops of a neighbourhood that gives the whole graph's outputs: the number tried, or one more. None if
+    neither is enough."""
     reason: str = ""
     """The reason why `part_hops` is None: a clause with the module as "it"."""
     refusal: str = ""
@@ -85,12 +85,12 @@ def find_reach(walk: Whole, hops: int, x: Readable, edge: Mapping[str, Tensor]) 
     """
     kinds = tuple((name, array.dtype, array.shape[1:]) for name, array in edge.items())
     question = ("reach", hops, x.shape[1:], x.dtype, kinds)
-    reach: Reach | None = findings.get(walk.module, question, None)
+    reach: Reach | None = findings.get(walk.module, question, settings=None)
     if reach is None:
         # The generator is restored afterwards: a trial must not change what training draws.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             reach = _find(walk.module, hops, x, edge)
-        findings.put(walk.module, question, None, reach)
+        findings.put(walk.module, question, settings=None, answer=reach)
     return reach
 
 
@@ -110,7 +110,7 @@ def initialise(walk: Whole, x: Readable, edge: Mapping[str, Tensor]) -> None:
     """Give convs built with in_channels=-1 their parameters, by a forward pass on the tiny graph."""
     parameters = list(walk.module.parameters())
     if any(map(is_lazy, parameters)):
-        tiny = _TinyGraph(1, x, edge)
+        tiny = _TinyGraph(hops=1, x=x, edge=edge)  # any number of hops would do
         device = parameters[0].device
         with torch.no_grad():
             walk.on_block(tiny.x.to(device), tiny.block.to(device))
@@ -188,9 +188,9 @@ def _compare(trials: list[_Trial], hops: int, x: Readable, edge: Mapping[str, Te
     if not _are_equal(first.run(renumbered_x, renumbered_block)[numbers], outputs[0]):
         return Reach(refusal="its output depends on how nodes are numbered, and every batch numbers them anew")
 
-    # The last seeds have no in-edges, so their neighbourhood has no edges, on which some modules fail. A
-    # batch of only such nodes is rare, so `in_batch` does without them. A chunk of inference may be one, so
-    # `part_hops` needs them.
+    # The last of `tiny.seeds` is one node without in-edges. Its neighbourhood has no edges, on which some
+    # modules fail. A batch of only such nodes is rare, so `in_batch` does without this case. A chunk of
+    # inference may have only such nodes, so `part_hops` needs it.
     in_batch = _difference(trials, outputs, tiny, tiny.seeds[:-1], hops) is None
     if in_batch and _difference(trials, outputs, tiny, tiny.seeds[-1:], hops) is None:
         return Reach(in_batch=True, part_hops=hops)
@@ -200,7 +200,8 @@ def _compare(trials: list[_Trial], hops: int, x: Readable, edge: Mapping[str, Te
     if difference:  # the module failed: more hops would not help
         return Reach(in_batch, reason=difference)
 
-    # The message is better if it says how many hops would be enough.
+    # The message is better if it says how many hops would be enough. Each number is tried with one hop more,
+    # which is right also for modules that read in-degrees.
     for more_hops in range(hops + 1, hops + 1 + FURTHER):
         larger = _TinyGraph(more_hops, x, edge)
         larger_outputs = [trial.run(larger.x, larger.block) for trial in trials]
@@ -321,8 +322,8 @@ class _TinyGraph:
         level hops + 3  -->  ...  -->  level 1  -->  level 0, with most of the seeds
 
     Node (level, i) is the i-th of its level. Edges lead from level + 1 to level, within a level, and from
-    level back to level + 1. Two observers receive edges from the levels and lead only into the hub, the
-    first also into the second. The hub is in the last level, and every node but two leads into it. These
+    level back to level + 1. Two observers receive edges from the levels. Both lead into the hub, and the
+    first leads into the second. The hub is in the last level, and every node but two leads into it. These
     two, `alone` and `last`, have no edges.
     """
 
@@ -342,13 +343,15 @@ class _TinyGraph:
         for level in range(num_levels - 1):
             # One to three sources in the next level, so that degrees differ. The last node of a level has none.
             for i in range(WIDTH - 1):
-                edges += [(node(level + 1, (i + j) % (WIDTH - 1)), node(level, i)) for j in range(1 + (level + i) % 3)]
+                num_sources = 1 + (level + i) % 3
+                for j in range(num_sources):
+                    edges.append((node(level + 1, (i + j) % (WIDTH - 1)), node(level, i)))
             edges.append((node(level + 1, WIDTH - 1), node(level, 0)))
             edges.append((node(level, 1), node(level, 1)))  # a loop
             edges.append((node(level, 0), node(level, 2)))
             edges.append(edges[-1])  # a duplicate
             edges.append((node(level, 0), node(level + 1, 0)))  # back to the next level
-            edges.append((node(level, level), first_observer))
+            edges.append((node(level, level), first_observer))  # i varies with the level
         edges += [(node(0, 0), second_observer), (node(0, 1), second_observer), (first_observer, second_observer)]
         hub = node(num_levels - 1, 1)
         edges += [(other, hub) for other in range(num_nodes - 1) if other != alone]

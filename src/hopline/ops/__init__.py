@@ -85,8 +85,9 @@ AnyIdMap = IdMap | SortedIdMap
 def sample_neighbors(
     indptr: Tensor, indices: Tensor, nodes: Tensor, fanout: int, key: int | Tensor, replace: bool = False
 ) -> Neighbors:
-    """Up to `fanout` in-edges of each node, drawn from its keyed sequence. -1 takes all of them in order.
+    """Up to `fanout` in-edges of each node. Its draws depend on (key, node id) alone, see `random`.
 
+    fanout: -1 takes all in-edges, in order.
     nodes: [n]. indptr: [num_nodes + 1] int64 and indices: [num_edges], the graph in CSC form. If the nodes
     are on a GPU, the graph is on it too or in pinned host memory, which the GPU reads directly.
     """
@@ -219,7 +220,7 @@ def reduce_edges(
     Edge e of destination d, with indptr[d] <= e < indptr[d + 1], has the message
     weight[e] * rows[src_idx[e]]. Kernels do not materialise messages: `rows` may be a whole feature table
     and `src_idx` global ids.
-    own: [num_dst], ids of rows that follow to the right of the result, which is then [num_dst, 2 * width].
+    own: [num_dst] row ids. With them the result is [num_dst, 2 * width], and rows[own] is its right half.
     """
     if reduce not in REDUCTIONS:
         raise ValueError(f"reduce must be one of {', '.join(REDUCTIONS)}, not {reduce!r}")
@@ -289,6 +290,7 @@ def own_threads(threads: int) -> Generator[None, None, None]:
 
 def kernel_cache() -> Path:
     """The folder in which Numba caches the compiled kernels of this package."""
+    # Any kernel would do: all are in `ops/cpu`, so Numba gives them one folder.
     return Path(str(cpu_sampling._take.stats.cache_path))
 
 

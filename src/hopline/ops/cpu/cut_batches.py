@@ -10,9 +10,9 @@ Splitting gives micro-batches that together are the same batch:
 
 Cutting leaves out edges until the rest fits:
 
-    draw_numbers or hub_numbers   a number for each edge: the lower, the longer the edge is kept
-    entries                        the number from which on each node and edge is in the batch
-    last_that_fits                 the largest number at which the batch still fits
+    draw_numbers or hub_numbers   a number for each edge: those with the lowest numbers are kept
+    entries                       the number from which on each node and edge is in the batch
+    last_that_fits                the largest number at which the batch still fits
     cut_block                     the edges up to that number, as a new block
 
 Each step costs one or a few passes over the edges, in the calling thread. Ids are not checked: the caller
@@ -128,8 +128,8 @@ def _take(indptr, src_idx, dst_idx, new_local, nodes, out_indptr, out_src_idx, p
     for i in range(dst_idx.shape[0]):
         for e in range(indptr[dst_idx[i]], indptr[dst_idx[i] + 1]):
             node = src_idx[e]
-            # No `if is_new:` here: both cases write to the same arrays. A known node writes what is there
-            # already.
+            # No `if is_new:` here, for the reason in `sampling._add_to_array`. Both cases write to the same
+            # arrays, and a known node writes what is there already.
             is_new = new_local[node] < 0
             local = num_new_src if is_new else new_local[node]
             nodes[local] = node
@@ -177,15 +177,15 @@ NEVER = np.iinfo(np.int64).max
 _POSITIVE = np.uint64(NEVER)
 """A mask that clears the sign bit of a draw."""
 _SAMPLE = 101
-"""Least size of the sample whose median is the pivot of `last_that_fits`; fewer values are all in it.
-A rule of thumb."""
+"""Least number of values whose median is the pivot of `last_that_fits`. If there are fewer, it is the median
+of all. A rule of thumb."""
 
 
 @kernel
-def _draw(key, first, out):
-    """out[e] = draw 0 of (key, first + e), without its sign bit. first: the number of the edge of out[0]."""
+def _draw(key, out):
+    """out[e] = the first draw of (key, e), see `ops.random`, without its sign bit."""
     for e in range(out.shape[0]):
-        out[e] = mix(mix(np.uint64(key) ^ np.uint64(first + e)) + GOLDEN) & _POSITIVE
+        out[e] = mix(mix(np.uint64(key) ^ np.uint64(e)) + GOLDEN) & _POSITIVE
 
 
 def draw_numbers(counts: Sequence[int], key: int) -> list[np.ndarray]:
@@ -194,7 +194,7 @@ def draw_numbers(counts: Sequence[int], key: int) -> list[np.ndarray]:
     counts: the number of edges of each block. An edge's draw depends on its position in the batch alone.
     """
     out = np.empty(sum(counts), dtype=np.int64)
-    _draw(np.int64(key), 0, out)
+    _draw(np.int64(key), out)
     return np.split(out, np.cumsum(counts)[:-1])
 
 

@@ -46,8 +46,8 @@ A rule of thumb."""
 
 _PAGE = mmap.PAGESIZE
 """Bytes of a page."""
-# Advice for `madvise`. 0 on systems that lack the name. It is not used on them: `is_cold` is False, and callers of
-# `in_order_of_file` ask `is_cold` first.
+# Advice for `madvise`. 0 on systems that lack the name. It is not used on them: `is_cold` is False, and
+# callers of `in_order_of_file` ask `is_cold` first.
 _RANDOM = np.int64(getattr(mmap, "MADV_RANDOM", 0))
 _WILL_NEED = np.int64(getattr(mmap, "MADV_WILLNEED", 0))
 

@@ -278,9 +278,9 @@ class _ReduceEdges(torch.autograd.Function):
             edge_weight = _as_numpy(weight)
             mean = reduce == "mean"
             over_ranges(lambda a, b: _sum(flat, *edges, edge_weight, mean, own_ids, target, a, b), num_dst, work)
-        # The gradient of a sum needs the edges alone. Rows are kept alive only if the gradient reads them.
         ctx.reduce = reduce
         ctx.shape = rows.shape
+        # The gradient of a sum needs the edges alone. Rows are kept alive only if the gradient reads them.
         needs_rows = reduce == "max" or (weight is not None and weight.requires_grad)
         needs_out = reduce == "max"
         saved_rows = rows if needs_rows else None
@@ -499,7 +499,7 @@ def keyed_dropout_sparse(values: Tensor, indptr: Tensor, columns: Tensor, p: flo
 def _threshold_and_scale(p: float, dtype: np.dtype) -> tuple[np.uint64, np.floating]:
     """(threshold, scale): 16 bits of a draw below the threshold drop an element, others scale it.
 
-    The threshold is p * 2**16, rounded. With that p, the scale is 1 / (1 - p), or 0 if p is 1.
+    The threshold is p * 2**16, rounded. The scale is 1 / (1 - threshold / 2**16), or 0 if all are dropped.
     """
     threshold = round(p * 65536)
     scale = 65536 / (65536 - threshold) if threshold < 65536 else 0.0

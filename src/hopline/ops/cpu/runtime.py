@@ -1,7 +1,7 @@
 """The tools that all Numba kernels share: compilation, keyed random numbers, prefetch, and threads.
 
-Threads. Kernels release the GIL, so plain Python threads run them in parallel. Such a kernel takes a range
-start .. stop - 1 of its output, and `over_ranges` divides the work:
+Threads. Kernels release the GIL, so plain Python threads run them in parallel. A kernel for several threads
+takes a range start .. stop - 1 of its output, and `over_ranges` divides the work:
 
     over_ranges(run, size, work)     0 .. size - 1 in ranges, four for each thread
       in_threads(run, count)         the caller and helpers of a pool take the next range until none is left

@@ -533,11 +533,11 @@ def _draw_children(indptr, num_edges, nodes, slots, fanout, key, replace, counts
     draws in them. An empty slot, with the node -1, gets no draws. The input is not valid if a node is not
     in the graph, or if its edge range is not within the `num_edges` edges.
     """
-    num_slots = 4
-    while num_slots < 2 * fanout:
-        num_slots *= 2
+    num_hash_slots = 4
+    while num_hash_slots < 2 * fanout:
+        num_hash_slots *= 2
     order = np.empty(4 * fanout, dtype=np.int64)
-    hash_slots = np.full(num_slots, -1, dtype=np.int64)
+    hash_slots = np.full(num_hash_slots, -1, dtype=np.int64)
     swap_target = np.empty(fanout, dtype=np.int64)
     swap_value = np.empty(fanout, dtype=np.int64)
     for i in range(nodes.shape[0]):

@@ -313,8 +313,8 @@ def backward_kernel(
     SHARED, x_i is also own_i, and the gradient of own_i is added to that row. Otherwise it goes to
     grad_own.
 
-    ADD: grad_x already holds what the launch of the hop before wrote for the same slots as children, and
-    this kernel adds to it. Launches run one after the other, and in each one a single program writes a
+    ADD: the destinations are the children of the hop before, whose launch has written their rows of grad_x.
+    This launch adds to them. Launches run one after the other, and in each one a single program writes a
     slot's head, so no atomics are needed.
 
     att_parts, own_parts: [num_tiles, HEADS, C], the gradients of att and att_own from each tile. `_Attend`

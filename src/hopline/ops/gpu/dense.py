@@ -312,7 +312,10 @@ def _sum_kernel(sums, left, right, num, splits, LEFT: tl.constexpr, RIGHT: tl.co
 
 
 def _sum_splits(sums: Tensor, widths: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(gradient of left, gradient of right): sums, [splits, N, K], added up and split into widths columns."""
+    """(gradient of left, gradient of right): `sums`, [splits, N, K], added up over splits, in two ranges of columns.
+
+    widths: the columns of left and of right, together K.
+    """
     left, right = (torch.empty(sums.size(1), w, dtype=dtype, device=sums.device) for w in widths)
     num = sums.size(1) * sum(widths)
     # The interpreter's time depends on the number of programs, not on their size.

@@ -37,7 +37,7 @@ from torch.autograd.function import once_differentiable
 from hopline.ops.gpu.runtime import is_interpreted
 
 MAX_CLASSES = 4096
-"""Most classes, in columns, that `ops.cross_entropy` gives to this kernel, as a program holds whole rows.
+"""Most classes for which `ops.cross_entropy` uses this kernel: a program holds whole rows.
 With more classes the loss is torch's. A rule of thumb.
 """
 

@@ -537,8 +537,8 @@ class DeviceIdMap(SortedIdMap):
         """Forget all nodes. Costs nothing: stamps of an earlier step count as unseen."""
         super().clear()
         self._step += 1
-        # Steps start again at 1, which would lose against the stamps of all earlier steps.
         if self._step > LAST_STEP:
+            # Steps start again at 1, which would lose against the stamps of all earlier steps.
             self._stamps.zero_()
             self._step = 1
 
