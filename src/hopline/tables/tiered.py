@@ -158,7 +158,7 @@ class TieredTable(Shareable, Table):
             when staging replaces them.
         """
         if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"row ids must be a 1-D int64 tensor, not {list(ids.shape)} {ids.dtype}")
+            raise ValueError(f"row ids must be a 1-D int32 or int64 tensor, not {list(ids.shape)} {ids.dtype}")
         if ids.device.type != self.device.type:
             return self.below.read(ids)
         # On a GPU an id of -1 is an empty slot of the tree layout, and reads as zeros. The CPU has no tree

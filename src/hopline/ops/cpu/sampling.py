@@ -430,7 +430,7 @@ def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
     IndexError if an id is out of range.
     """
     if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"row ids must be a 1-D int64 tensor, not {list(ids.shape)} {ids.dtype}")
+        raise ValueError(f"row ids must be a 1-D int32 or int64 tensor, not {list(ids.shape)} {ids.dtype}")
     if not _are_in_range(ids.numpy(), rows.size(0)):
         raise IndexError(f"a row id is outside 0 .. {rows.size(0) - 1}")
     if not rows.is_contiguous() or (rows.requires_grad and torch.is_grad_enabled()):

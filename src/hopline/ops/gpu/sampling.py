@@ -345,7 +345,7 @@ def gather_rows(rows: Tensor, ids: Tensor, programs: int | None = None) -> Tenso
     the GPU is free for other kernels. By default one program per tile.
     """
     if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"row ids must be a 1-D int64 tensor, not {list(ids.shape)} {ids.dtype}")
+        raise ValueError(f"row ids must be a 1-D int32 or int64 tensor, not {list(ids.shape)} {ids.dtype}")
     if not is_readable(rows) or (not rows.is_contiguous() and not rows.is_cuda):
         return cpu_sampling.gather_rows(rows, ids.cpu()).to(ids.device)
     if ids.numel() and rows.size(0) == 0:
