@@ -74,7 +74,8 @@ class LocalInference:
         self.device = with_index(device)
         self.chunk_bytes = chunk_bytes
         if chunk_bytes is not None:
-            # The bound is far above the bytes of a chunk. It serves until the first chunk was measured.
+            # The bound is far above the bytes of a chunk. It serves until the first chunk was measured. Entry 0 is
+            # the module's only block.
             costs = costs_of(walk, data.x, num_blocks=1).forward_only()
             self.limit = max(1, int(chunk_bytes / max(costs.per_node[0], costs.per_edge[0])))
         else:
