@@ -421,11 +421,12 @@ class Chunks(LayerPlan[Tensor]):
         Rows that the GPU can reach remain handles, which the GPU reads later. Other rows are read here. On the CPU
         the sources' rows remain a handle too, since a layer may read them itself.
         """
-        # Only the first layer, l = 0, has sums in the cache. For `id()` as the key see `InferenceCache`.
-        sums = None if self.cache is None or l else self.cache.sums.get(id(piece.chunk))
-        if sums is not None:  # the first layer's aggregation is cached: no features are read
-            piece.ahead = ReducedRows(self.data.x, piece.block.src_ids, *sums)
-            return
+        if l == 0 and self.cache is not None:
+            # For `id()` as the key see `InferenceCache`.
+            sums = self.cache.sums.get(id(piece.chunk))
+            if sums is not None:  # the first layer's aggregation is cached: no features are read
+                piece.ahead = ReducedRows(self.data.x, piece.block.src_ids, *sums)
+                return
         block = piece.block
         whole = self._is_whole(block)
         on_cpu = self.device.type == "cpu"

@@ -417,7 +417,7 @@ class Probe:
         job = self.work.job
         is_last = l == self.plan.last
         micro_batch = MicroBatch(self.hist_batch, 0, typical_run(self.hist_batch, count, with_seeds=is_last))
-        objective = SummedLoss(job, 1.0) if job.usual_loss else FixedGradients(job, 1.0)
+        objective = SummedLoss(job, scale=1.0) if job.usual_loss else FixedGradients(job, scale=1.0)
         job.module.zero_grad(set_to_none=True)  # as at the beginning of a step
         with meter_of(job.device) as meter, autocast(job):
             piece = self.plan.piece(l, micro_batch)
@@ -584,7 +584,7 @@ class MicroBatches(BatchPlan):
     def forward(self) -> None:
         """Compute the batch's own rows after all layers but the last, without gradients."""
         with torch.no_grad(), autocast(self.work.job), trace.span("forward", self.work.job.device):
-            self._layers(1.0).forward(range(self.last))
+            self._layers(scale=1.0).forward(range(self.last))
 
     def backward(self, total: float) -> Tensor:
         """Add the gradient of the batch's share of the mean loss over `total` examples. Returns its summed loss."""
@@ -600,7 +600,7 @@ class MicroBatches(BatchPlan):
 
         objective = make_sweep_loss(self.work.job, 1 / total, self.key, whole_batch)
         with autocast(self.work.job), trace.span("backward", self.work.job.device):
-            self._layers(1 / total).backward(objective, penalty)
+            self._layers(scale=1 / total).backward(objective, penalty)
         # Without seeds, parameters that nothing reached get zeros, as after the backward pass of a loss of zero.
         if not num_seeds:
             for p in self.work.job.module.parameters():
