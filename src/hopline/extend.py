@@ -5,8 +5,8 @@
   keeps to it.
 - Tables. A table implements `Table`, and `Rows` is a handle to some of its rows.
 - Convs. A conv gets a `Block`, or its `Part`s, in place of `edge_index`.
-- Layer-wise computation. `Layers` computes a model layer by layer. A `LayerPlan` divides the nodes into
-  `Piece`s, which it computes one after the other. It reads and writes the tables of `Boundaries`.
+- Layer-wise computation. A `LayerPlan` divides the nodes into `Piece`s. `Layers` computes each layer of a
+  model at all pieces before the next layer. `Boundaries` read and write the rows between layers.
 - Ranks. `World` has the collective calls, and `Gradients` says how ranks combine their gradients.
 - Callbacks. Hooks get a `StepEnd`, an `EpochEnd` or an `Evaluation`. `Timers` and `Counters` listen to a
   run.

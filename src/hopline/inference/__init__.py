@@ -13,7 +13,7 @@ made of layers runs on the hops around the nodes (`hops=`), or on the whole grap
     cache              stores blocks and sums that the next inference at the same nodes needs again
     captured_forward   replays inference at the same nodes as a CUDA graph
 
-The package stands on `shards` and below.
+The package imports from `shards` and the packages below it.
 
 A graph owns the cache of the last inference on it (`Graph.get_cached`). The object that evaluates
 repeatedly owns the captured inferences (`CapturedInferences`); in a run that is the Trainer.
@@ -318,7 +318,9 @@ def whole_rows(
 
 
 def part_hops_of(walk: Whole, data: Dataset, hops: int | None, limits: list[str]) -> int | None:
-    """The hops of the parts that a module runs on: `hops` or one more. None for the whole graph.
+    """The hops of the parts that a module runs on. None for the whole graph.
+
+    They are `hops`, or one more if the module also needs all in-edges of the nodes that are `hops` away.
 
     Raises a ValueError if `hops` is too few, or if there are limits on the size of parts but no hops.
 

@@ -95,7 +95,8 @@ class InferenceCache:
 
     def is_complete(self, num_layers: int) -> bool:
         """Whether the cache has the blocks of all layers, and each layer is a single chunk."""
-        # A single chunk is the tensor of the layer's nodes itself, so its block is found by that tensor's id.
+        # The last `num_layers` entries are the nodes that each layer computes. A single chunk is the tensor of
+        # the layer's nodes itself, so its block is found by that tensor's id.
         return all(id(nodes) in self.blocks for nodes in self.layer_nodes[-num_layers:])
 
     def has_sums(self, num_layers: int) -> bool:
@@ -103,6 +104,7 @@ class InferenceCache:
 
         False if the first layer has several chunks.
         """
+        # Entry -num_layers: the nodes that the first layer computes.
         return id(self.layer_nodes[-num_layers]) in self.sums
 
     def block(self, chunk: Tensor, graph: Graph) -> Block | None:

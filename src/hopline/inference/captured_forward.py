@@ -72,7 +72,7 @@ class CapturedInference:
         self._captured: CapturedCall[_Capture] = CapturedCall(
             job.device,
             purpose="evaluations",
-            subject="evaluation is",
+            subject="evaluation is",  # begins the message "evaluation is not captured ..."
             say=_say_for(self._job),
             warm_up=WARM_UP_INFERENCES,
             max_captures=MAX_CAPTURES,

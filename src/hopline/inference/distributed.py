@@ -123,7 +123,7 @@ class RankChunks(Chunks):
     """
 
     depends_on_graph_alone = False  # other ranks' requests decide too which nodes a layer computes
-    has_all_edges = False
+    has_all_edges = False  # `data.graph` has the in-edges of own nodes only
 
     def __init__(
         self,
@@ -205,7 +205,8 @@ def _local_graph(shard: Shard, channel: Channel) -> PartialGraph:
     first_of_owner = shard.num_own + shard.halo_ptr[:-1]
     first_of_owner[shard.rank] = 0
     indices = torch.empty(shard.edge_numbers.numel(), dtype=index_dtype(num_nodes))
-    # `shard.edge_numbers` lists the edges by destination, by numbers that are grouped by the owner of the source.
+    # Edges are numbered by the owner of their source, those of owner s from `part_ptr[s]` on. `edge_numbers` lists
+    # these numbers by destination.
     for start in range(0, shard.edge_numbers.numel(), CHUNK):
         edges = shard.edge_numbers[start : start + CHUNK].long()
         owner = torch.bucketize(edges, shard.part_ptr[1:-1], right=True)

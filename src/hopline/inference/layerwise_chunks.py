@@ -226,7 +226,8 @@ class Chunks(LayerPlan[Tensor]):
         try:
             return self._outputs(self._cached_layer_nodes(ids), show)
         except NeedsWholeGraph:
-            # Raised once the width of a layer's input is known. Start again with all nodes in every layer.
+            # Raised once the width of a layer's input is known. Start again with all nodes in every layer. Files
+            # rule that out: the layers in them may lack rows of some nodes.
             if self.everywhere or not self.has_all_edges or self.files is not None:
                 raise
         self.everywhere = True
@@ -363,7 +364,7 @@ class Chunks(LayerPlan[Tensor]):
     def _needs_whole_graph(self, l: int) -> bool:
         """Whether layer l's conv must run on the whole graph.
 
-        Raises `NeedsWholeGraph` if some rows are missing.
+        Raises `NeedsWholeGraph` if it must, but not all nodes are computed or `data.graph` lacks edges.
         """
         initial_width = self.tables.of(ENCODED).shape[1] if self.model.keeps_x0 else None
         try:
@@ -420,11 +421,12 @@ class Chunks(LayerPlan[Tensor]):
         Rows that the GPU can reach remain handles, which the GPU reads later. Other rows are read here. On the CPU
         the sources' rows remain a handle too, since a layer may read them itself.
         """
-        # Only the first layer, l = 0, has sums in the cache. For `id()` as the key see `InferenceCache`.
-        sums = None if self.cache is None or l else self.cache.sums.get(id(piece.chunk))
-        if sums is not None:  # the first layer's aggregation is cached: no features are read
-            piece.ahead = ReducedRows(self.data.x, piece.block.src_ids, *sums)
-            return
+        if l == 0 and self.cache is not None:
+            # For `id()` as the key see `InferenceCache`.
+            sums = self.cache.sums.get(id(piece.chunk))
+            if sums is not None:  # the first layer's aggregation is cached: no features are read
+                piece.ahead = ReducedRows(self.data.x, piece.block.src_ids, *sums)
+                return
         block = piece.block
         whole = self._is_whole(block)
         on_cpu = self.device.type == "cpu"

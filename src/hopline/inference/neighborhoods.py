@@ -40,7 +40,9 @@ def whole_bytes(walk: Whole, data: Dataset) -> int:
     An upper bound for modules of convs. Too little for a module that compares all pairs of nodes.
     """
     costs = costs_of(walk, data.x, num_blocks=1).forward_only()
-    return int(costs.bound(Sizes((data.num_nodes, data.num_nodes), (data.num_edges,))))
+    # One block, whose sources and destinations are all nodes.
+    sizes = Sizes(nodes=(data.num_nodes, data.num_nodes), edges=(data.num_edges,))
+    return int(costs.bound(sizes))
 
 
 def run_whole(walk: Whole, data: Dataset, device: torch.device) -> Tensor:
@@ -74,7 +76,8 @@ class LocalInference:
         self.device = with_index(device)
         self.chunk_bytes = chunk_bytes
         if chunk_bytes is not None:
-            # The bound is far above the bytes of a chunk. It serves until the first chunk was measured.
+            # The bound is far above the bytes of a chunk. It serves until the first chunk was measured. Entry 0 is
+            # the module's only block.
             costs = costs_of(walk, data.x, num_blocks=1).forward_only()
             self.limit = max(1, int(chunk_bytes / max(costs.per_node[0], costs.per_edge[0])))
         else:

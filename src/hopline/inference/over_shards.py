@@ -194,8 +194,7 @@ class _ByPosition(PartialGraph):
 
 
 def _graph_of(data: AllShards) -> _ByPosition:
-    """The graph of a `ShardChunks`: degrees of all nodes, and `weights` if edges have weights or are
-    loops."""
+    """The graph of a `ShardChunks`: degrees and sums of edge weights (`PartialGraph.weights`) of all nodes."""
     has_loops = False
     degrees = []
     for rank in range(data.num_shards):

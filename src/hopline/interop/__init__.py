@@ -9,8 +9,8 @@ Arrays are not copied: `dlpack` makes a framework's array over the memory of a t
 and `Features` can be sent to other processes of the host. Their pickle is a handle, and all processes read
 the same memory (`shared`).
 
-Arguments and shapes are public, and `tests/interop` runs the loops in `examples/`. The folder imports from
-`budget` and the layers below it.
+Arguments and shapes are public, so change them with care. The folder imports from `budget` and the layers
+below it.
 """
 
 from __future__ import annotations

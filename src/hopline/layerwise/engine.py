@@ -15,8 +15,8 @@ summation. It is gradient checkpointing with the layer boundaries as checkpoints
 computed twice, and memory for a table of rows per layer and for the gradients at these rows. The tables may be on
 the device, in host memory or on disk.
 
-Random draws must be the same both times. Dropout is drawn by node key; `Layers.same_draws` seeds torch's generator
-for convs that draw by themselves.
+Random draws must be the same both times. Dropout is a function of the step's key and the node. For convs that draw by
+themselves, `Layers.same_draws` seeds torch's generator.
 
 In a forward pass two host threads may help. One prepares pieces that come next, the other writes rows of pieces that
 are done (`LayerPlan.prefetch_pieces`, `LayerPlan.write_queue_pieces`).
@@ -164,8 +164,8 @@ class Boundaries:
 
     def begin(self, layers: Sequence[int]) -> None:
         """Prepare to read the rows after these layers. Collective: rows of other hosts are fetched."""
-        # The positions of one layer are enough: only tables on several hosts use them, and there a sweep reads the
-        # same positions after every layer.
+        # The positions of one layer are enough: only tables on several hosts use them, and there the same positions
+        # are read after every layer (`methods/partitioned/sweep.py`).
         self._source = self.tables.begin_reading(layers, self.reads(layers[-1])) if layers else self.tables
 
     def handle(self, l: int, piece: Piece) -> Rows | Tensor:
@@ -456,6 +456,7 @@ class Layers(Generic[C]):
         if keeps and piece.number in self._encoded:
             return self._encoded[piece.number]
         keys = block.src_keys[: block.num_dst]
+        # `encode` returns an `x0` of None if no layer uses it.
         x0 = self.model.encode(self.plan.inputs_of(block.dst_ids), keys, block.key).x0
         if keeps:
             self._encoded[piece.number] = x0

@@ -185,6 +185,7 @@ class ShardBatches:
     def batch(self, key: int | None) -> Batch:
         """The batch of all own nodes, on the device. key: that of the step's random draws."""
         device = self.device
+        # Layers that share a block also share its copy.
         blocks = each_once(self.blocks, lambda block: replace(block, key=key))
 
         def rows_of(table: Table) -> Rows | Tensor:

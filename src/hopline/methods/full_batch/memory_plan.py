@@ -36,7 +36,8 @@ def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
     model = layers_of(outline, method)
     data = outline.data
     widths = row_widths(model, data.num_features)
-    table_bytes = 2 * sum(widths[1:-1]) * data.num_nodes * outline.dtype.itemsize  # rows and their gradients
+    # Tables hold the rows after all layers but the last, and their gradients.
+    table_bytes = 2 * sum(widths[1:-1]) * data.num_nodes * outline.dtype.itemsize
     fixed_items = [
         *outline.resident_items(),
         *outline.data_on_host(),

@@ -244,8 +244,9 @@ class ShardedUnit(Unit):
         """A step with a loss of the user's own: every rank computes it over the training nodes of all ranks.
 
         Such a loss need not be a sum over ranks. So every rank gathers the outputs of all ranks, and computes the
-        whole loss and its gradient at them. Then it goes back from its own rows of that gradient. Returns the loss,
-        weighted by this rank's share of the seeds.
+        whole loss and its gradient at them. From its own rows of that gradient it runs backward through the model.
+
+        Returns the loss, weighted by this rank's share of the seeds.
         """
         work = self.work
         job = work.job

@@ -9,8 +9,9 @@ Read `settings`, `work` (an epoch, and when tables are written) and `step` (one 
     compensation    adds gradients from outside the batch
     staleness       measures how far embeddings drift while they wait in the tables
     regularise      drops edges
+    memory_plan     bounds the memory of tables and steps, for a budget
     loader          batches for a loop of the user's own
 
-A unit writes its rows in `commit` only, after the optimizer's step. `hopline.methods.partitioned` is the base: the
-partition, and the tables.
+A unit, the step of one batch, writes its rows in `commit` only, after the optimizer's step. The base is
+`hopline.methods.partitioned`: the partition, and the tables.
 """

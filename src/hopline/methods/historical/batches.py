@@ -133,6 +133,7 @@ class HistoricalBatches(PartBatches):
         halo: [n] int64 positions of the halo.
         """
         work = self.work
+        # Rows are read after every layer but the last, gradients at the rows after every layer but the first.
         layers = range(work.model.num_layers)
         if not work.assignment.several_hosts:
             return work.histories.prefetch(layers[:-1], halo), work.gradients

@@ -100,8 +100,8 @@ def compensation_gradient(
     """[num_own, ...]: what out-neighbours outside send back to the batch's own rows after layer `l`.
 
     Computes layer l + 1 at the out-neighbours, from the batch's own rows and historical embeddings of other sources.
-    Then goes back from the gradients that the tables hold for the out-neighbours. Gradients of the parameters do not
-    change.
+    Then runs backward through that layer, from the gradients that the tables hold for the out-neighbours. Gradients
+    of the parameters do not change.
 
     own_rows: the batch's own rows after layer `l`.
     """

@@ -362,7 +362,7 @@ class BatchPlan(LayerPlan[MicroBatch]):
         self.work = work
         self.hist_batch = hist_batch
         self.last = work.model.num_layers - 1
-        # None in evaluation. Never a tensor, as the keys of captured steps are.
+        # None in evaluation. Only captured steps have a tensor as key, and historical steps are not captured.
         self.key = hist_batch.batch.key if isinstance(hist_batch.batch.key, int) else None
 
     def chunks_of(self, l: int) -> Sequence[MicroBatch]:
@@ -417,7 +417,7 @@ class Probe:
         job = self.work.job
         is_last = l == self.plan.last
         micro_batch = MicroBatch(self.hist_batch, 0, typical_run(self.hist_batch, count, with_seeds=is_last))
-        objective = SummedLoss(job, 1.0) if job.usual_loss else FixedGradients(job, 1.0)
+        objective = SummedLoss(job, scale=1.0) if job.usual_loss else FixedGradients(job, scale=1.0)
         job.module.zero_grad(set_to_none=True)  # as at the beginning of a step
         with meter_of(job.device) as meter, autocast(job):
             piece = self.plan.piece(l, micro_batch)
@@ -519,8 +519,10 @@ class MicroBatches(BatchPlan):
     def _find_resident_bytes(self) -> int:
         """The bytes that stay taken during the whole step: rows and gradients of all own nodes, and buffers."""
         num_own = self.hist_batch.block.num_dst
+        # Bytes of one row after each layer.
         *hidden, last = [row.nbytes for row in self.work.example_rows]
-        # Rows after all layers. Gradients after all layers too, or after two: one is read, the one before it written.
+        # Rows after all layers but the last. Gradients after these too, or after two: one is read, the one before it
+        # written.
         gradients = hidden if self.keeps_all else sorted(hidden)[-2:]
         num_bytes = num_own * (sum(hidden) + sum(gradients))
         # Compensation keeps gradients after the last layer too. Its own backward pass makes tensors of all own rows.
@@ -582,13 +584,14 @@ class MicroBatches(BatchPlan):
     def forward(self) -> None:
         """Compute the batch's own rows after all layers but the last, without gradients."""
         with torch.no_grad(), autocast(self.work.job), trace.span("forward", self.work.job.device):
-            self._layers(1.0).forward(range(self.last))
+            self._layers(scale=1.0).forward(range(self.last))
 
     def backward(self, total: float) -> Tensor:
         """Add the gradient of the batch's share of the mean loss over `total` examples. Returns its summed loss."""
         num_seeds = self.hist_batch.batch.num_seeds
         num_own = self.hist_batch.block.num_dst
-        # The penalty in `HistoricalUnit` is a mean over layers and own nodes. The engine wants it per layer and node.
+        # The penalty in `HistoricalUnit` is a mean over own nodes and over layers but the first, which has none. The
+        # engine wants it per layer and node.
         penalty = self.work.method.lipschitz * num_seeds / (total * num_own * max(1, self.last))
 
         def whole_batch(seeds: Tensor, labels: Tensor | None) -> Batch:
@@ -597,7 +600,7 @@ class MicroBatches(BatchPlan):
 
         objective = make_sweep_loss(self.work.job, 1 / total, self.key, whole_batch)
         with autocast(self.work.job), trace.span("backward", self.work.job.device):
-            self._layers(1 / total).backward(objective, penalty)
+            self._layers(scale=1 / total).backward(objective, penalty)
         # Without seeds, parameters that nothing reached get zeros, as after the backward pass of a loss of zero.
         if not num_seeds:
             for p in self.work.job.module.parameters():
@@ -606,6 +609,7 @@ class MicroBatches(BatchPlan):
         return objective.loss_sum
 
     def _layers(self, scale: float) -> Layers[MicroBatch]:
+        """The engine for this batch. scale: of `BatchRows`, which only a backward pass uses."""
         return Layers(self.work.model, self, BatchRows(self, scale), key=self.key)
 
 

@@ -1,6 +1,6 @@
 """One batch of historical training as a unit: forward, backward, and the push after the optimizer's step.
 
-The backward pass minimises this sum, divided by `total`, the seeds that the whole step counts as:
+The backward pass minimises this sum, divided by `total`, the step's seeds as `HistoricalUnit.total` counts them:
 
     mean loss over the batch's seeds * number of seeds
     + lipschitz * number of seeds * how far noise moves the layers      with `lipschitz`
