@@ -158,7 +158,7 @@ class Pipeline:
                 with trace.span("wait"):
                     result = pending.popleft().result()
                 waits_s.append(time.perf_counter() - asked_s)
-                fill()  # before the caller gets the result, so that threads work while it uses it
+                fill()  # before the yield, so that threads work while the caller uses the result
                 yield result
             if waits_s:
                 wall_s = time.perf_counter() - began_s
