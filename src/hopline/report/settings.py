@@ -39,7 +39,8 @@ def changed_keys(settings: Any) -> list[str]:
         default = defaults[name]
         # Keyword arguments of a conv, whose default is a mapping too. `flatten` makes each a key of its own.
         if isinstance(value, Mapping):
-            default_items = default if isinstance(default, Mapping) else {}  # None, in a user's own method
+            # In a user's own method, the default may be None.
+            default_items = default if isinstance(default, Mapping) else {}
             is_changed = {key: key not in default_items or value[key] != default_items[key] for key in value}
             changed += [f"{name}.{key}" for key in value if is_changed[key]]
             continue
