@@ -163,7 +163,9 @@ class Pipeline:
             if waits_s:
                 wall_s = time.perf_counter() - began_s
                 first_wait_s, *later_waits_s = waits_s
-                stages = {stage.name: sum(s for name, s in stage_times if name == stage.name) for stage in self.stages}
+                stages = {stage.name: 0.0 for stage in self.stages}
+                for name, seconds in stage_times:
+                    stages[name] += seconds
                 self.load = Load(
                     workers=self.workers,
                     look_ahead=self.look_ahead,

@@ -41,8 +41,9 @@ def changed_keys(settings: Any) -> list[str]:
         if isinstance(value, Mapping):
             # In a user's own method, the default may be None.
             default_items = default if isinstance(default, Mapping) else {}
-            is_changed = {key: key not in default_items or value[key] != default_items[key] for key in value}
-            changed += [f"{name}.{key}" for key in value if is_changed[key]]
+            for key, item in value.items():
+                if key not in default_items or item != default_items[key]:
+                    changed.append(f"{name}.{key}")
             continue
         is_nested = dataclasses.is_dataclass(value) and not isinstance(value, type)
         if not is_nested:
