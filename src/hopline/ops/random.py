@@ -89,7 +89,7 @@ def another_key(key: int | Tensor, number: int) -> int | Tensor:
     """A key for other dropout masks of a step (`Batch.with_other_dropout`), different for each `number`.
 
     key: the step's, an integer or a tensor as in `purpose_key`. All elements of a tensor are mapped, so that
-    its keys of purposes are new too. They differ from those of an integer key.
+    its keys of purposes are new too. They are not the keys that an integer `key` would give.
     """
     if isinstance(key, int):
         return derive_key(key, AGAIN + number)

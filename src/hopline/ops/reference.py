@@ -100,6 +100,7 @@ def sample_children(
     picks = _picks(degrees, slots, fanout, key, replace)
     is_drawn = torch.arange(fanout, device=nodes.device) < counts[:, None]
     edge_ids = torch.where(is_drawn, starts[:, None] + picks, 0)
+    # A graph without edges has no indices to read: all children are -1.
     ids = indices[edge_ids] if indices.numel() else edge_ids.to(indices.dtype)
     return Children(torch.where(is_drawn, ids, -1), counts.int(), edge_ids)
 
@@ -223,7 +224,8 @@ def reduce_edges(
 
     num_dst = indptr.numel() - 1
     dst = _destinations(indptr)
-    messages = rows.index_select(0, src_idx.long())  # in threads, rows[src_idx] adds up gradients in any order
+    # Not rows[src_idx]: with several threads, its backward pass adds up gradients in any order.
+    messages = rows.index_select(0, src_idx.long())
     if weight is not None:
         messages = messages * _one_per_row(weight, messages)
     out = messages.new_zeros(num_dst, *rows.shape[1:])

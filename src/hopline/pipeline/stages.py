@@ -158,12 +158,14 @@ class Pipeline:
                 with trace.span("wait"):
                     result = pending.popleft().result()
                 waits_s.append(time.perf_counter() - asked_s)
-                fill()  # before the caller gets the result, so that threads work while it uses it
+                fill()  # before the yield, so that threads work while the caller uses the result
                 yield result
             if waits_s:
                 wall_s = time.perf_counter() - began_s
                 first_wait_s, *later_waits_s = waits_s
-                stages = {stage.name: sum(s for name, s in stage_times if name == stage.name) for stage in self.stages}
+                stages = {stage.name: 0.0 for stage in self.stages}
+                for name, seconds in stage_times:
+                    stages[name] += seconds
                 self.load = Load(
                     workers=self.workers,
                     look_ahead=self.look_ahead,

@@ -4,8 +4,8 @@
     batch on the host --memcpy--> pinned buffer --copies--> GPU    its stream waits for the copies
 
 A copy from ordinary host memory blocks the host, so each tensor first goes into a pinned buffer. Copies run
-on a stream of their own, and an event marks their end. The host waits in three cases: if no buffer is free,
-if earlier copies from its buffer are not done, and for a tensor that does not fit into the buffer.
+on a stream of their own, and an event marks their end. The host waits in three cases: other threads hold all
+buffers, earlier copies from the buffer are not done, or a tensor does not fit into it.
 
 The price is a `memcpy` of every batch on the host, and `look_ahead` pinned buffers, each as large as a
 batch.
@@ -220,7 +220,7 @@ class _CopyThroughBuffer(TorchFunctionMode):
         super().__init__()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # args: the tensor, then the positional arguments of `to`. Only with the device as the first one is it a move.
+        # args: the tensor, then the positional arguments of `to`. In a move the first of these is the device.
         is_move = func is torch.Tensor.to and args[0].device.type == "cpu" and args[1:2] == (self.device,)
         if not is_move:
             return func(*args, **(kwargs or {}))

@@ -4,7 +4,7 @@
 
 - GAS evaluates after every epoch, which fills its history tables. Here `refresh_every=1` fills them by an
   exact pass before every epoch.
-- Where GAS ends an epoch early, `max_batches` does.
+- Some runs of GAS end an epoch early. They have `max_batches`.
 
 Two things differ from GAS. PNA is PyG's conv, which aggregates messages of source and destination, where
 GAS has a lighter one. In `pna-jk`, dropout is applied before the rows of the layers are concatenated, not
@@ -144,7 +144,7 @@ SMALL = (  # layers, hidden, dropout, lr, (decay, decay of the rest), (parts, pa
     _small("gcn", "amazon-computers", 2, 64, 0.5, 0.01, (1e-3, 0.0), (32, 16), 1.0, 200),
     _small("gcn", "amazon-photo", 2, 64, 0.5, 0.01, (1e-3, 0.0), (32, 16), None, 200),
     _small("gcn", "wikics", 2, 33, 0.25, 0.02, (5e-4, 0.0), (32, 16), 1.0, 200),
-    # All convs of GAT have the same weight decay, though the table names another one.
+    # All convs of GAT have the first weight decay, though GAS's table names one for the rest.
     _small("gat", "cora", 2, 64, 0.6, 0.005, (5e-4, None), (40, 10), 1.0, 400, heads=8),
     _small("gat", "citeseer", 2, 64, 0.6, 0.005, (5e-4, None), (24, 8), None, 400, heads=8),
     _small("gat", "pubmed", 2, 64, 0.6, 0.01, (1e-3, None), (4, 1), None, 400, heads=8, out_heads=8),

@@ -18,16 +18,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 PREPARING_STAGES = ("sample", "gather", "divide", "move")
-"""Stages that threads can run before training needs the batch, in the order of a batch."""
+"""Stages that threads can run before training needs the batch, in the order of a batch.
+
+"divide" plans the micro-batches of a batch that would not fit the budget.
+"""
 TRAINING_STAGES = ("forward", "backward", "step", "optimizer", "exchange", "refresh", "checkpoint")
 """Stages of training, which run for one batch after the other."""
 
 # ---- shares from which on something is called the bottleneck. Rules of thumb.
 
 MIN_SHARE = 0.1
-"""With preparing threads: of an epoch, the time in which training waits for batches.
+"""Of an epoch, with preparing threads: time in which training waits for batches.
 
-Without them: of the work, the stages that prepare batches.
+Of the work, without them: the stages that prepare batches.
 """
 MIN_REST = 0.5
 """Of an epoch: time in no stage."""
@@ -192,7 +195,7 @@ class _Facts:
     shares: Mapping[str, float]
     """Each stage as a share of the work, as `Explanation.shares`."""
     prepared: float
-    """Share of the work in `PREPARING_STAGES` stages."""
+    """Share of the work in `PREPARING_STAGES`."""
     waited: float
     """Share of the epoch in which training waited for batches."""
     idle: float
@@ -244,7 +247,7 @@ class _Facts:
         if self.idle >= MIN_IDLE and setup.look_ahead < 2 * setup.workers:
             advice = "raise budget=" if setup.planned else f"set method.look_ahead={2 * setup.workers}"
             return _Verdict("look_ahead", f"prefetch too short, training waits {share}", advice)
-        # More than half of the time in these stages is waiting for a core.
+        # More than half of the time in preparing stages is waiting for a core.
         if prepared_spans_s > 2 * prepared_s:
             extent = f"too few cores ({setup.num_cores}), training waits {share}"
             return _Verdict("cores", extent, self._advise_less_work(slowest))

@@ -1,8 +1,8 @@
 """Charts as SVG text: curves over epochs and stacked bars, with axes, a legend and values on hover.
 
 The charts are for the HTML page of a run's report (`report/page.py`). That page needs no script and no other
-file. A value is shown on hover by the `<title>` of its
-shape. Colours are CSS variables, `--c0`, `--c1`, ..., which `colours.style` defines.
+file. A value is shown on hover by the `<title>` of its shape. Colours are CSS variables, `--c0`, `--c1`, ...,
+which `colours.style` defines.
 
     y of the SVG grows downwards       TOP +-----------------+
                                            |    the curves   |
@@ -33,10 +33,7 @@ LABEL_CHARS = 110
 """Characters that the labels below a bar chart may have together before some are left out."""
 
 MAX_BARS = 60
-"""Most bars of a bar chart.
-
-Also the most points that a curve may have for them to be drawn as dots.
-"""
+"""Most bars of a bar chart, and most points of a curve with dots."""
 MAX_HOVERS = 400
 """Most points of a curve that show their value on hover."""
 

@@ -187,7 +187,7 @@ def read_run(folder: Path) -> RunFiles:
         has_metrics = is_number(record.get("epoch")) and isinstance(record.get("metrics"), dict)
         if record.get("event") == "evaluate" and has_metrics:
             evaluations[record["epoch"], str(record.get("split"))] = record
-    last = {record.get("event"): record for record in records}  # of each event
+    last = {record.get("event"): record for record in records}  # the last record of each event
     return RunFiles(
         name=name,
         about=about,
@@ -219,6 +219,7 @@ def render(folder: Path) -> str:
     # A Trainer in Python stores its settings under "train". `hopline train` stores them without that key.
     evaluate = config.get("evaluate") or _mapping(config.get("train")).get("evaluate")
     is_async = evaluate in ("async", "async_cpu")  # earlier versions wrote the second
+    # Asynchronous evaluation validates while training continues. Training waits for the other splits.
     waited_for = [r for r in run.evaluations if not is_async or r.get("split") != "valid"]
     parts = time_by_part(run.elapsed_s, run.epochs, waited_for)
     body = [

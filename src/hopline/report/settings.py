@@ -39,9 +39,11 @@ def changed_keys(settings: Any) -> list[str]:
         default = defaults[name]
         # Keyword arguments of a conv, whose default is a mapping too. `flatten` makes each a key of its own.
         if isinstance(value, Mapping):
-            default_items = default if isinstance(default, Mapping) else {}  # None, in a user's own method
-            is_changed = {key: key not in default_items or value[key] != default_items[key] for key in value}
-            changed += [f"{name}.{key}" for key in value if is_changed[key]]
+            # In a user's own method, the default may be None.
+            default_items = default if isinstance(default, Mapping) else {}
+            for key, item in value.items():
+                if key not in default_items or item != default_items[key]:
+                    changed.append(f"{name}.{key}")
             continue
         is_nested = dataclasses.is_dataclass(value) and not isinstance(value, type)
         if not is_nested:

@@ -207,7 +207,7 @@ def _estimate_epoch_s(plan: Plan, budget: Budget, outline: RunOutline) -> float:
 def _time_steps(work: Work, job: Job) -> list[float]:
     """Seconds of each timed step: forward, backward and the writing of state, without the optimizer.
 
-    The first step warms up, and is left out unless it is the only one.
+    A step is a unit of `work`. The first one warms up, and is left out unless it is the only one.
     """
     epochs = (units_from(work, epoch) for epoch in count(1))
     durations_s: list[float] = []

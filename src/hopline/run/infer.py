@@ -167,7 +167,7 @@ def _predict_chunks(
             )
         read_scores = shard_by_shard.exact_rows(model, data, split_ids, show=True, **options)
     else:
-        walk = as_walkable(model)
+        walk = as_walkable(model)  # a `GNN`, or a `Whole` for a module that is not made of layers
         hops = hops_by_fanouts(walk, data, settings.method) if config.hops is None else config.hops
         read_scores = infer.exact_rows(walk, data, split_ids, hops=hops, show=True, **options)
     for chunk_ids in ids.split(CHUNK_NODES):

@@ -66,7 +66,7 @@ def _make_conv(
 
     sizes: the conv's first positional arguments. The spec cannot name them.
     fixed: arguments that override the spec. Naming one in the spec is an error, unless it is in `defaults`
-        too: then the caller uses its value elsewhere.
+        too: then the caller uses the spec's value elsewhere, such as `heads` in the hidden layers.
 
     Raises:
         ValueError: The conv has no such keyword, or a value does not fit.

@@ -227,7 +227,7 @@ def load_config(folder: Path, *, own_method: str = "") -> RunConfig:
     if isinstance(config, dict) and stored.get("format", 1) < 2 and config.get("symmetrize") is False:
         config["symmetrize"] = None  # format 1 wrote false for "as the dataset says"
     try:
-        config = upgrade_config(stored["config"])
+        config = upgrade_config(stored["config"])  # raises if `stored` has no settings
         method = config.get("method")
         kind = str(method.get("kind", "")) if isinstance(method, Mapping) else ""
         if ":" not in kind or kind == own_method:

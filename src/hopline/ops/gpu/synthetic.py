@@ -127,8 +127,8 @@ def _sources_kernel(
     """out[e] = the source of edge e: a rank by two draws of its destination's sequence, turned into a node.
 
     The first draw is a coin of 53 bits. Below num_heads, the source is a rank of the destination's class,
-    else any rank. The second draw, u in 0 .. 1, says which one: its square prefers low ranks. If it is the
-    destination itself, the next rank of the class takes its place, or the rank before if there is no next.
+    else any rank. The second draw, u in 0 .. 1, says which one: its square prefers low ranks. If this is the
+    destination's rank, the next rank of the class takes its place, or the one before if there is no next.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_edge = i < num_edges

@@ -57,10 +57,7 @@ COUNT_BLOCK = 1024
 
 @triton.jit
 def slot_of(hot_slot):
-    """The row of `hot` of a hot or staged row, -1 for a cold one.
-
-    The inverse of the code for staged rows, -2 - s.
-    """
+    """The position in `hot` of a hot or staged row, -1 for a cold row. hot_slot: as in the module docstring."""
     return tl.where(hot_slot < -1, -2 - hot_slot, hot_slot)
 
 
@@ -236,7 +233,9 @@ A rule of thumb."""
 
 @triton.jit(do_not_specialize=["num", "window", "capacity"])
 def _claim_kernel(nodes, hot_slot, stamp, claimed, count, num, window, capacity, T: tl.constexpr):
-    """Append the cold nodes that are new in this window to `claimed`, in any order: the caller sorts them.
+    """Append the nodes that are not hot, and new in this window, to `claimed`, in any order.
+
+    The caller sorts them.
 
     The first lane that exchanges the stamp of a row gets an older window back; any other lane gets this
     window. So exactly one lane claims each row. A program reserves its part of `claimed` by one atomic add
@@ -245,6 +244,7 @@ def _claim_kernel(nodes, hot_slot, stamp, claimed, count, num, window, capacity,
     i = tl.program_id(0) * T + tl.arange(0, T)
     node = tl.load(nodes + i, mask=i < num, other=-1).to(tl.int64)
     is_node = node >= 0
+    # Cold, or staged by the window before.
     is_cold = is_node & (tl.load(hot_slot + node, mask=is_node, other=0) < 0)
     last_window = tl.atomic_xchg(stamp + node, tl.full((T,), 0, tl.int32) + window, mask=is_cold, sem="relaxed")
     is_new = is_cold & (last_window != window)

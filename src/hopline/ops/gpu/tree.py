@@ -381,7 +381,7 @@ def _reduce_kernel(
     column = tl.program_id(1) * C + tl.arange(0, C)
     is_slot = index < num
     is_column = column < WIDTH
-    first_slot = first_child + index.to(tl.int64) * FANOUT
+    first_slot = first_child + index.to(tl.int64) * FANOUT  # the first child of each slot
 
     initial = float("-inf") if HOW == "max" else 0.0
     total = tl.full((R, C), initial, ACC)
@@ -465,8 +465,8 @@ def _max_shares_kernel(
     This is torch's rule for ties. A maximum of 0 counts one edge more, as in torch: the gradient of
     `scatter_reduce` counts the zeros that the result was initialised with.
 
-    shares: [num_dst, WIDTH]. out and grad: [num_dst, STRIDE], of which the first WIDTH columns are reduced
-    ones.
+    shares: [num_dst, WIDTH]. out and grad: [num_dst, STRIDE], whose first WIDTH columns are the maxima and
+    their gradients.
     """
     dst = tl.program_id(0) * R + tl.arange(0, R)
     column = tl.program_id(1) * C + tl.arange(0, C)
