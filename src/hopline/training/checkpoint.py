@@ -66,7 +66,7 @@ class Position:
     epoch: int = 1
     """The current epoch, counted from 1. One more than the last epoch: all are trained."""
     units: int = 0
-    """Units of this epoch that this rank has trained, empty ones included (`rank_steps.NoUnit`)."""
+    """Units, such as batches, that this rank has trained in this epoch. `rank_steps.NoUnit` counts too."""
     seeds: float = 0
     """Seeds of this epoch that all ranks have trained. May be a fraction, as `StepEnd.size`."""
     loss_sum: Tensor | float = 0.0
@@ -129,6 +129,7 @@ def _gather_rank_states(state: dict[str, Any], trainer: Trainer) -> list[dict[st
     An empty list on other ranks, and if all are empty.
     """
     world = trainer.world
+    # The usual sum, `Gradients` itself, has no state on any rank. Then no collective call is needed.
     if type(trainer.gradients) is Gradients or not world.any(bool(state)):
         return []
     buffer = io.BytesIO()
@@ -530,7 +531,10 @@ class Checkpoints:
 
     @property
     def interval_s(self) -> float:
-        """Seconds between checkpoints: as set, or more if writing one takes too large a share of them."""
+        """Seconds between checkpoints: as set, or more if writing one takes too large a share of them.
+
+        0: one after every step.
+        """
         requested_s = self.settings.checkpoint_s
         return max(requested_s, self.write_duration_s / MAX_TIME_SHARE) if requested_s else 0.0
 

@@ -40,7 +40,8 @@ LONG_S = 10.0
 """Seconds of training from which on a bottleneck is worth a line. A shorter run has little to gain. A rule
 of thumb."""
 SUMMED = ("split", "pieces", "resampled", "cut", "edges_cut", "over", "oom")
-"""Fields of a guard's record that are counts, and so are summed over ranks and epochs."""
+"""Counts in the record of the guard, which keeps steps within the budget. They are summed over ranks and
+epochs."""
 
 
 class WatchBudget(Callback):
@@ -372,7 +373,7 @@ class WriteReport(Callback):
         self.report.log(record)
 
     def drop_after(self, epoch: int) -> None:
-        """Remove the records of epochs after `epoch`, which ended the run."""
+        """Remove the records of the epochs after `epoch`, the one that ended the run."""
         path = self.report.folder / "metrics.jsonl"
         lines = []
         for record in read_records(path):

@@ -456,6 +456,7 @@ class Trainer:
         mean_loss = self.world.sum([float(self.position.loss_sum)])[0] / num_seeds
         trace.end_device_spans()
         ops.check_device_errors()
+        # Tables report counters of this epoch, so this comes before `_counters.next_epoch`.
         for table in self.data.tables.values():
             table.end_epoch()
         if not math.isfinite(mean_loss):
@@ -508,6 +509,7 @@ class Trainer:
             captured=self.captured_inferences,
             **self.measure_options,
         )
+        # keep: `Historical` may refresh its tables with the embeddings of exact evaluation.
         return measure(self.job, keep=self.work.keep_rows)
 
     def evaluate_now(self, epoch: int, split: str, *, exact: bool) -> Evaluation:
@@ -836,7 +838,7 @@ class Trainer:
         self.world.broadcast_tensors(self.model.state_dict().values())
 
     def _begin_training(self, state: dict[str, Any] | None) -> None:
-        """Make the optimizer, say what is trained, and resume from the checkpoint.
+        """Make the optimizer, describe the run to the user, and resume from the checkpoint.
 
         state: the checkpoint. None for a new run.
         """
