@@ -198,14 +198,12 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
     restore_random_states(state["rng"])
 
 
-def _rank_loss_sum(sums: Tensor, world: World) -> Tensor | float:
+def _rank_loss_sum(sums: Tensor, world: World) -> float:
     """This rank's part of the loss sum of the epoch so far.
 
     sums: [] or [num_ranks], one number per rank that wrote the checkpoint. If the number of ranks has
     changed, the first rank gets all of it.
     """
-    if sums.dim() == 0 and world.size == 1:
-        return sums
     if sums.numel() == world.size:
         return float(sums.view(-1)[world.rank])
     return float(sums.sum()) if world.rank == 0 else 0.0
@@ -536,7 +534,9 @@ class Checkpoints:
         0: one after every step.
         """
         requested_s = self.settings.checkpoint_s
-        return max(requested_s, self.write_duration_s / MAX_TIME_SHARE) if requested_s else 0.0
+        if requested_s == 0:
+            return 0.0
+        return max(requested_s, self.write_duration_s / MAX_TIME_SHARE)
 
     def write_if_due(self, trainer: Trainer, run: Run, *, at_end: bool = False, in_epoch: bool = False) -> None:
         """Write a checkpoint if one is due by time, or if some rank has received a signal.

@@ -250,8 +250,8 @@ class _EpochLine:
     """An epoch whose line is not printed yet."""
 
     epoch: EpochEnd
-    is_evaluated: bool
-    """Whether the line waits for an evaluation. An asynchronous one ends during a later epoch."""
+    waits_for_evaluation: bool
+    """Whether the line shows an evaluation. An asynchronous one ends during a later epoch."""
 
 
 class ShowProgress(Callback):
@@ -313,7 +313,7 @@ class ShowProgress(Callback):
         """Print the lines that wait for nothing, in the order of the epochs."""
         while self.waiting:
             line = self.waiting[0]
-            if line.is_evaluated and line.epoch.epoch not in self.results:
+            if line.waits_for_evaluation and line.epoch.epoch not in self.results:
                 return
             self._print(trainer, self._format_line(trainer, line.epoch))
             self.waiting.popleft()
