@@ -536,8 +536,7 @@ class Trainer:
         for result in results:
             self._act_on_one(result)
             evaluations.append(result.evaluation)
-            if self.stop_reason is not None and result.is_late:
-                self._ending_result = result
+            if self._ending_result is not None:
                 break
         return evaluations
 
@@ -545,8 +544,8 @@ class Trainer:
         """Let callbacks see a result, and add it to the run.
 
         While they do, `stop_reason` and `evaluated_weights` are those of the epoch that was evaluated.
-        Training may be further by now, and may have found a later reason to stop. That reason stands unless
-        the result ends the run.
+        Training may be further by now, and may have found a later reason to stop. That reason stands, unless
+        callbacks stop at this result.
         """
         evaluation = result.evaluation
         reason_now = self.stop_reason
@@ -564,8 +563,12 @@ class Trainer:
         finally:
             self._evaluated_weights = None
         self.run.evaluations.append(evaluation)
-        if self.stop_reason is None and result.is_late:
+        if not result.is_late:
+            return
+        if self.stop_reason is None:
             self.stop_reason = reason_now
+        else:
+            self._ending_result = result
 
     def _await_evaluations(self) -> None:
         """Wait for the results of all epochs. Drop what was trained after one that ends the run.
