@@ -250,6 +250,35 @@ def test_training_evaluates_a_snapshot_itself_when_the_backlog_is_full(
     assert outcomes[0] == outcomes[1]
 
 
+@pytest.mark.parametrize("hook", ["step", "epoch"])
+def test_a_callback_that_stops_training_is_not_overtaken_by_earlier_results(hook: str, permits: threading.Semaphore):
+    class StopTraining(hl.Callback):
+        """Stops in epoch 3, and lets the results of all earlier epochs come only afterwards."""
+
+        def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
+            if hook == "step" and step.epoch == 3:
+                self.stop(trainer)
+
+        def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.extend.EpochEnd) -> None:
+            if hook == "epoch" and epoch.epoch == 3:
+                self.stop(trainer)
+
+        def stop(self, trainer: hl.Trainer) -> None:
+            trainer.stop("enough")
+            permits.release(100)
+
+    data = small()
+    outcomes = []
+    for how in ("blocking", "async"):
+        model = model_of("sage", data)
+        run = fit(data, model, epochs=5, evaluate=how, callbacks=[StopTraining()])
+        outcomes.append(outcome(run, model))
+        assert (run.epochs, run.dropped, run.reason) == (3, 0, "enough")
+        while permits.acquire(blocking=False):  # none is left for the next run
+            pass
+    assert outcomes[0] == outcomes[1]
+
+
 class StopAt(hl.Callback):
     """Interrupts a run at the end of an epoch's first step, once `after` evaluations have ended."""
 

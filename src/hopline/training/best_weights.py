@@ -62,7 +62,9 @@ class KeepWeights(Callback):
     def restore(self, trainer: Trainer, last_epoch: int) -> int:
         """Load the best weights into the model. Returns their epoch.
 
-        last_epoch: the epoch of the weights that the model has, which are the best without validation.
+        Without validation the weights that the model has are the best, and become best.pt.
+
+        last_epoch: the epoch of the weights that the model has.
         """
         if self.best is None:
             self._save("best.pt", trainer.model.state_dict())

@@ -136,7 +136,7 @@ class Run:
 
     def __str__(self) -> str:
         """The result as a table: metrics, time by part, peak memory and the run folder."""
-        # Without validation no epoch is known to be the best, so only their number is shown.
+        # Without validation no epoch is known to be the best, so only the number of epochs is shown.
         rows = [("epochs", str(self.epochs))]
         if not math.isnan(self.valid):
             rows = [("best epoch", f"{self.best_epoch} of {self.epochs}")]

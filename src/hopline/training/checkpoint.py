@@ -66,7 +66,7 @@ class Position:
     epoch: int = 1
     """The current epoch, counted from 1. One more than the last epoch: all are trained."""
     units: int = 0
-    """Units of this epoch that this rank has trained, empty ones included (`rank_steps.NoUnit`)."""
+    """Units, such as batches, that this rank has trained in this epoch. `rank_steps.NoUnit` counts too."""
     seeds: float = 0
     """Seeds of this epoch that all ranks have trained. May be a fraction, as `StepEnd.size`."""
     loss_sum: Tensor | float = 0.0
@@ -129,6 +129,7 @@ def _gather_rank_states(state: dict[str, Any], trainer: Trainer) -> list[dict[st
     An empty list on other ranks, and if all are empty.
     """
     world = trainer.world
+    # The usual sum, `Gradients` itself, has no state on any rank. Then no collective call is needed.
     if type(trainer.gradients) is Gradients or not world.any(bool(state)):
         return []
     buffer = io.BytesIO()
@@ -197,14 +198,12 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
     restore_random_states(state["rng"])
 
 
-def _rank_loss_sum(sums: Tensor, world: World) -> Tensor | float:
+def _rank_loss_sum(sums: Tensor, world: World) -> float:
     """This rank's part of the loss sum of the epoch so far.
 
     sums: [] or [num_ranks], one number per rank that wrote the checkpoint. If the number of ranks has
     changed, the first rank gets all of it.
     """
-    if sums.dim() == 0 and world.size == 1:
-        return sums
     if sums.numel() == world.size:
         return float(sums.view(-1)[world.rank])
     return float(sums.sum()) if world.rank == 0 else 0.0
@@ -530,9 +529,14 @@ class Checkpoints:
 
     @property
     def interval_s(self) -> float:
-        """Seconds between checkpoints: as set, or more if writing one takes too large a share of them."""
+        """Seconds between checkpoints: as set, or more if writing one takes too large a share of them.
+
+        0: one after every step.
+        """
         requested_s = self.settings.checkpoint_s
-        return max(requested_s, self.write_duration_s / MAX_TIME_SHARE) if requested_s else 0.0
+        if requested_s == 0:
+            return 0.0
+        return max(requested_s, self.write_duration_s / MAX_TIME_SHARE)
 
     def write_if_due(self, trainer: Trainer, run: Run, *, at_end: bool = False, in_epoch: bool = False) -> None:
         """Write a checkpoint if one is due by time, or if some rank has received a signal.

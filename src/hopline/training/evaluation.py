@@ -1,7 +1,7 @@
 """Metrics of a split: by exact inference, by sampled inference, or by the user's function.
 
-`Measure` is a value that says how to measure. It is called with a job, so that the same one serves the
-trainer's model and the copy of it that asynchronous evaluation uses.
+`Measure` is a value that says how to measure. It is called with a job, which has the model, the data and the
+device. So the same one serves the trainer's model and the copy of it that asynchronous evaluation uses.
 
 The functions below `Measure` are about modules that are not made of layers (`Whole`). Exact evaluation may
 run such a module on the neighbourhood of the nodes, some hops wide. A trial must have shown that this gives
@@ -78,6 +78,7 @@ class Measure:
 
         # None if inference is exact, by request or because the method has no other.
         batches = None if self.exact else self.method.inference_batches(job, ids)
+        # On a CPU, fused convs use hopline's threads, as in training.
         with own_threads(job):
             if isinstance(data, ShardedData):
                 return shard_infer.evaluate(job.model, data, self.split, batches, job.device)
@@ -144,7 +145,7 @@ class Measure:
         return y[ids.to(y.device)].cpu()
 
     def captured_inference(self, job: Job) -> CapturedInference | None:
-        """The evaluation as one that is captured as a CUDA graph. None if it cannot be.
+        """Exact inference on the split, which later calls replay as a CUDA graph. None if it cannot be captured.
 
         Nothing is captured with a budget, on shards, for sampled inference, or for the user's function.
         """

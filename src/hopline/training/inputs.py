@@ -66,8 +66,8 @@ def unwrap_model(model: nn.Module, world: World) -> nn.Module:
 def check_hooks(job: Job) -> None:
     """Refuse hooks that were put on a model after the Trainer was made.
 
-    The Trainer has decided before whether to run the model layer by layer, which does not call hooks. So a
-    PyG model with hooks no longer counts as layered.
+    A PyG model with hooks must run as a whole: running it layer by layer would not call them. The Trainer
+    decided which of the two to do when it was made.
     """
     if is_layered(job.module) != isinstance(job.model, GNN):
         raise ValueError(

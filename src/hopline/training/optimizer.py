@@ -154,8 +154,12 @@ class Update:
         """
         groups = self.optimizer.param_groups
         gradients = [0 if p.grad is None else p.grad.data_ptr() for group in groups for p in group["params"]]
-        settings = [value for group in groups for name, value in group.items() if name != "params"]
-        return *gradients, *(value.data_ptr() if isinstance(value, Tensor) else value for value in settings)
+        key: list[Hashable] = [*gradients]
+        for group in groups:
+            for name, value in group.items():
+                if name != "params":
+                    key.append(value.data_ptr() if isinstance(value, Tensor) else value)
+        return tuple(key)
 
     def _captured_call(self, key: Hashable) -> CapturedCall[None]:
         """The step with this key, captured or not. A new one if the key was not met before."""

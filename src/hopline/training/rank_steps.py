@@ -1,12 +1,14 @@
 """Steps of several ranks: the number of examples of a step, and equally many steps on every rank.
 
+A step runs a group of units. A unit is work that ends in gradients, such as a batch.
+
 Gradients are summed over the ranks. So each rank divides its summed loss by the number of examples that a
 step has on all ranks. A unit may know its part of that number: `Unit.total_size`, the examples of this unit
 and of the other ranks' units at the same place of the step. The function `total_size` adds up the units of
 a step.
 
-With several ranks, an epoch begins with one collective call: does the first group of any rank have a unit
-without a total?
+With several ranks, an epoch begins with one collective call. It tells whether the units of the first groups
+know their total:
 
     all units know their total     no further call; every rank must have the same number of units
     no unit knows its total        two calls per step, a maximum and a sum, and at the end one more maximum;

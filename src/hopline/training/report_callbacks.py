@@ -40,7 +40,8 @@ LONG_S = 10.0
 """Seconds of training from which on a bottleneck is worth a line. A shorter run has little to gain. A rule
 of thumb."""
 SUMMED = ("split", "pieces", "resampled", "cut", "edges_cut", "over", "oom")
-"""Fields of a guard's record that are counts, and so are summed over ranks and epochs."""
+"""Counts in the record of the guard, which keeps steps within the budget. They are summed over ranks and
+epochs."""
 
 
 class WatchBudget(Callback):
@@ -249,8 +250,8 @@ class _EpochLine:
     """An epoch whose line is not printed yet."""
 
     epoch: EpochEnd
-    is_evaluated: bool
-    """Whether the line waits for an evaluation. An asynchronous one ends during a later epoch."""
+    waits_for_evaluation: bool
+    """Whether the line shows an evaluation. An asynchronous one ends during a later epoch."""
 
 
 class ShowProgress(Callback):
@@ -312,7 +313,7 @@ class ShowProgress(Callback):
         """Print the lines that wait for nothing, in the order of the epochs."""
         while self.waiting:
             line = self.waiting[0]
-            if line.is_evaluated and line.epoch.epoch not in self.results:
+            if line.waits_for_evaluation and line.epoch.epoch not in self.results:
                 return
             self._print(trainer, self._format_line(trainer, line.epoch))
             self.waiting.popleft()
@@ -372,7 +373,7 @@ class WriteReport(Callback):
         self.report.log(record)
 
     def drop_after(self, epoch: int) -> None:
-        """Remove the records of epochs after `epoch`, which ended the run."""
+        """Remove the records of the epochs after `epoch`, the one that ended the run."""
         path = self.report.folder / "metrics.jsonl"
         lines = []
         for record in read_records(path):

@@ -141,7 +141,8 @@ class RunLock:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            # FileExistsError: `mkdir` met the folder, which was gone when `mkdir` looked whether it is one.
+            # FileExistsError: the folder existed when `mkdir` tried to make it, and was gone when `mkdir` then
+            # checked that it is a folder.
             except (FileNotFoundError, FileExistsError):
                 num_failures += 1
                 if num_failures == MAX_OPENS:

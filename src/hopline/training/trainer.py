@@ -457,6 +457,7 @@ class Trainer:
         mean_loss = self.world.sum([float(self.position.loss_sum)])[0] / num_seeds
         trace.end_device_spans()
         ops.check_device_errors()
+        # Tables report counters of this epoch, so this comes before `_counters.next_epoch`.
         for table in self.data.tables.values():
             table.end_epoch()
         if not math.isfinite(mean_loss):
@@ -509,6 +510,7 @@ class Trainer:
             captured=self.captured_inferences,
             **self.measure_options,
         )
+        # keep: `Historical` may refresh its tables with the embeddings of exact evaluation.
         return measure(self.job, keep=self.work.keep_rows)
 
     def evaluate_now(self, epoch: int, split: str, *, exact: bool) -> Evaluation:
@@ -535,8 +537,7 @@ class Trainer:
         for result in results:
             self._act_on_one(result)
             evaluations.append(result.evaluation)
-            if self.stop_reason is not None and result.is_late:
-                self._ending_result = result
+            if self._ending_result is not None:
                 break
         return evaluations
 
@@ -544,8 +545,8 @@ class Trainer:
         """Let callbacks see a result, and add it to the run.
 
         While they do, `stop_reason` and `evaluated_weights` are those of the epoch that was evaluated.
-        Training may be further by now, and may have found a later reason to stop. That reason stands unless
-        the result ends the run.
+        Training may be further by now, and may have found a later reason to stop. That reason stands, unless
+        callbacks stop at this result.
         """
         evaluation = result.evaluation
         reason_now = self.stop_reason
@@ -563,8 +564,12 @@ class Trainer:
         finally:
             self._evaluated_weights = None
         self.run.evaluations.append(evaluation)
-        if self.stop_reason is None and result.is_late:
+        if not result.is_late:
+            return
+        if self.stop_reason is None:
             self.stop_reason = reason_now
+        else:
+            self._ending_result = result
 
     def _await_evaluations(self) -> None:
         """Wait for the results of all epochs. Drop what was trained after one that ends the run.
@@ -837,7 +842,7 @@ class Trainer:
         self.world.broadcast_tensors(self.model.state_dict().values())
 
     def _begin_training(self, state: dict[str, Any] | None) -> None:
-        """Make the optimizer, say what is trained, and resume from the checkpoint.
+        """Make the optimizer, describe the run to the user, and resume from the checkpoint.
 
         state: the checkpoint. None for a new run.
         """

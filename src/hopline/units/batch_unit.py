@@ -108,9 +108,10 @@ single thread works. The number is a rule of thumb."""
 
 
 def own_threads(job: Job) -> AbstractContextManager[None]:
-    """A context for the steps of a job: on a CPU, if all convs are fused, hopline's threads do the long operations.
+    """A context for the steps of a job on the CPU: if all convs are fused, hopline's threads do the long operations.
 
-    Torch's threads would compete with them for the cores. For other models and devices nothing changes.
+    Torch's other operations run in the calling thread alone, since torch's threads would compete for the
+    cores. For other models and devices nothing changes.
     """
     return _threads_for(job.model, job.device, job.world.num_cores)
 

@@ -31,9 +31,9 @@ def make_job(
 ) -> Job:
     """The job of a user's module on a dataset.
 
-    model: `as_walkable(module)`, if the caller has made it already. train_ids: None for the training split.
-    train_step: None for the usual loss of the task. device: None for the CPU. world: None for a single
-    process.
+    model: the module as the library runs it, called with a batch; None to make it here. train_ids: None for
+    the training split. train_step: None for the usual loss of the task. device: None for the CPU. world:
+    None for a single process.
     """
     step = supervised_loss(data.task, data.num_classes) if train_step is None else check_loss_of(train_step)
     device = torch.device("cpu") if device is None else device

@@ -154,15 +154,12 @@ def _kinds(annotation: Any) -> dict[str, type]:
     return {kind_of(member): member for member in _members(annotation) if _is_settings(member)}
 
 
-def _own_base(annotation: Any) -> type | None:
-    """The class of which an annotation admits any subclass, the user's too; None if there is none.
+def _admits_own_classes(member: Any) -> bool:
+    """Whether one alternative of an annotation admits any class derived from it, the user's too.
 
     Such a class has an attribute `OWN`, the name by which messages call it.
     """
-    for member in _members(annotation):
-        if isinstance(member, type) and "OWN" in vars(member):
-            return member
-    return None
+    return isinstance(member, type) and "OWN" in vars(member)
 
 
 def _kind_in(cls: type, annotation: Any) -> str:
@@ -223,7 +220,7 @@ def _describe(annotation: Any) -> str:
             parts.append("keyword arguments by name")
         elif _is_settings(member):
             parts.append(kind_of(member))
-        elif member is _own_base(annotation):
+        elif _admits_own_classes(member):
             parts.append("package.module:Class or file.py:Class of your own")
         else:
             parts.append(words.get(member) or getattr(member, "__name__", str(member)))
@@ -322,7 +319,7 @@ def _json_as(value: Any, member: Any, key: str) -> Any:
         if value["kind"] != kind_of(member):
             raise _Mismatch(nearest(str(value["kind"]), [kind_of(member)]))
         return _from_dict(member, _without_kind(value), f"{key}.")
-    if member is _own_base(member) and isinstance(value, Mapping) and ":" in str(value["kind"]):
+    if _admits_own_classes(member) and isinstance(value, Mapping) and ":" in str(value["kind"]):
         cls = own_settings(key, str(value["kind"]), member)
         return _from_dict(cls, _without_kind(value), f"{key}.")
     if typing.get_origin(member) is Literal:
@@ -357,7 +354,8 @@ def _read(value: Any, annotation: Any, key: str, read_as: _Reader) -> Any:
         hint = str(mismatch)
     kinds = _kinds(annotation)
     if len(kinds) == 1:
-        inner_keys = [f"{key}.{name}" for name in _settable(*kinds.values())]
+        (only_class,) = kinds.values()
+        inner_keys = [f"{key}.{name}" for name in _settable(only_class)]
         hint = f" Its own settings are {', '.join(inner_keys)}."
     raise ValueError(f"{key}={value} is not valid: expected {_describe(annotation)}.{hint}")
 
@@ -456,7 +454,8 @@ def _field_value(annotation: Any, current: Any, group: Sequence[_Assignment], ke
         return _keywords(current, group, key)
     kinds = list(_kinds(annotation).values())
     is_listed = type(current) in kinds
-    is_own = not is_listed and _own_base(annotation) is not None and current is not None
+    admits_own = any(map(_admits_own_classes, _members(annotation)))
+    is_own = not is_listed and admits_own and current is not None
     # The class whose fields are assigned. Where the current value is None, it is the first dataclass of the
     # union.
     cls = type(current) if is_listed or is_own else next(iter(kinds), None)
@@ -568,7 +567,7 @@ def _text_as(text: str, member: Any) -> Any:
         if text == kind_of(member):
             return member
         raise _Mismatch(nearest(text, [kind_of(member)]))
-    if member is _own_base(member) and ":" in text:
+    if _admits_own_classes(member) and ":" in text:
         return own_settings(kind_of(member), text, member)
     if member is bool and text.lower() in _TRUE + _FALSE:
         return text.lower() in _TRUE

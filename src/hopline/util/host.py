@@ -32,9 +32,7 @@ def num_cores(cgroup: Path = CGROUP) -> int:
 
 
 def host_identity() -> str:
-    """Return a text that is equal in two processes if they can share memory.
-
-    They can on one machine, in one container.
+    """Return a text that is equal in two processes if they can share memory: on one machine, in one container.
 
     Two hosts may have the same name, so the boot id is part of the text. Containers on one machine share
     the boot id, but each has its own process namespace and its own /dev/shm, so the text names these too.

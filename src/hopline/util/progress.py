@@ -196,8 +196,8 @@ class _Display:
         elif remove:
             self.rich.remove_task(task_id)
         else:
-            # Printed above the live bars, where it scrolls away. So the live part of the screen stays
-            # small, however many bars have ended.
+            # The bar that ended is printed above the live ones, and scrolls away. So the live part of the
+            # screen stays small, however many bars have ended.
             task = self.task(task_id)
             self.rich.remove_task(task_id)
             self._console.print(self.rich.make_tasks_table([task]))
