@@ -168,6 +168,27 @@ def test_more_epochs_continue_from_the_last(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("evaluate", ["blocking", "async"])
+def test_an_epoch_in_which_a_callback_stops_the_run_is_resumed_to_its_end(evaluate: str, tmp_path: Path) -> None:
+    class StopAtStep(Callback):
+        def on_step_end(self, trainer: hl.Trainer, step: StepEnd) -> None:
+            if step.step == 4:  # the first of three steps of epoch 2
+                trainer.stop("enough for me")
+
+    uninterrupted = make_trainer(tmp_path / "whole", evaluate=evaluate)
+    uninterrupted.callbacks.append(StopAtStep())
+    expected = uninterrupted.fit()
+    interrupted = make_trainer(tmp_path / "cut", stop=5, evaluate=evaluate)
+    interrupted.callbacks.append(StopAtStep())
+    with pytest.raises(RuntimeError, match="enough"):
+        interrupted.fit()
+    resumed = make_trainer(tmp_path / "cut", resume=True, evaluate=evaluate)
+    ours = resumed.fit()
+    assert (ours.epochs, ours.reason) == (expected.epochs, expected.reason) == (2, "enough for me")
+    assert [e.loss for e in ours.history] == [e.loss for e in expected.history]
+    assert have_same_weights(uninterrupted, resumed)
+
+
 def test_early_stopping_remembers_how_long_it_waited(tmp_path: Path) -> None:
     options = {"patience": 2, "lr": 1e-12, "epochs": 9}  # nothing improves
     expected = make_trainer(tmp_path / "whole", **options).fit()

@@ -322,8 +322,7 @@ class AsyncEvaluator(Evaluator):
     def begin(self) -> Iterator[Result]:
         trainer = self.trainer
         restored = self.waiting.pop_restored()
-        will_train = trainer.stop_reason is None and trainer.position.epoch <= trainer.settings.epochs
-        if trainer.world.rank == 0 and trainer.has("valid") and (will_train or restored):
+        if trainer.world.rank == 0 and trainer.has("valid") and (trainer.has_steps_left or restored):
             self.thread = EvaluationThread(self.measure, trainer.job)
         for state in restored:
             self._take_snapshot(state["epoch"], state["weights"], state["reason"])

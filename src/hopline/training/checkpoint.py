@@ -304,7 +304,9 @@ def is_over(state: Mapping[str, Any], epochs: int) -> bool:
     must_validate = any(
         callback_state.get("waiting") for name, callback_state in state["callbacks"] if name == "Waiting"
     )
-    is_trained = state["stop_reason"] is not None or state["position"]["epoch"] > epochs
+    # A run that was stopped within an epoch trains that epoch to its end, as in `Trainer.has_steps_left`.
+    is_stopped = state["stop_reason"] is not None and state["position"]["units"] == 0
+    is_trained = is_stopped or state["position"]["epoch"] > epochs
     return is_trained and not must_validate
 
 
@@ -499,7 +501,7 @@ class Checkpoints:
         """Restore the state of a checkpoint, and say where the run resumes."""
         restore(trainer, state)
         position = trainer.position
-        if trainer.stop_reason is not None:
+        if trainer.stop_reason is not None and not trainer.has_steps_left:
             progress = f"training has ended after epoch {run.epochs}: {trainer.stop_reason}"
         elif position.epoch > self.settings.epochs:
             progress = f"all {run.epochs} epochs were trained"

@@ -282,8 +282,7 @@ class Trainer:
             resume_state = self._open_run(stack)
             try:
                 self._begin_training(resume_state)
-                has_epochs_left = self.position.epoch <= self.settings.epochs
-                if self.stop_reason is None and has_epochs_left:
+                if self.has_steps_left:
                     with self.checkpoints.hold_signals():
                         self._train_epochs()
                 self._await_evaluations()
@@ -308,6 +307,14 @@ class Trainer:
                     for callback in reversed(self.active):
                         ends.callback(callback.on_fit_end, self, run)
         return run
+
+    @property
+    def has_steps_left(self) -> bool:
+        """Whether anything is left to train. A resumed run may have been stopped, or have trained all epochs."""
+        if self._ending_result is not None or self.position.epoch > self.settings.epochs:
+            return False
+        # A run that was stopped within an epoch is trained to the end of that epoch.
+        return self.stop_reason is None or self.position.units > 0
 
     def _train_epochs(self) -> None:
         """Train and validate epoch by epoch: up to the last one, or until something stops the run."""
