@@ -370,7 +370,7 @@ class _ShardWriter:
         part_ptr = _starts(halo.edge_counts)
         out.add("indptr", indptr)
         out.add("part_ptr", part_ptr)
-        # int32 if the numbers fit. The + 1 makes a difference at 2**31 - 1 edges alone.
+        # int32 if the numbers fit. The + 1 is not needed: it matters at 2**31 - 1 edges alone.
         out.array("at", index_dtype(int(indptr[-1]) + 1))
         # Degrees within each group, shifted by one. Their cumulative sum is the indptr of each group.
         counts = torch.zeros(self.num_shards, indptr.numel(), dtype=torch.int64)

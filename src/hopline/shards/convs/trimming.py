@@ -122,6 +122,7 @@ def _trim_layout(layout: ShardLayout, is_needed: Tensor, transport: Transport) -
         halos.append(halo)
         halo_masks.append(is_used)
 
+    # By round: which of the rows in `layout.sends` the receiver still reads.
     send_masks = transport.exchange_masks(halo_masks)
     is_read = torch.zeros_like(is_needed)
     sends = list(layout.sends)
