@@ -245,7 +245,8 @@ def find_rule(conv: nn.Module, width: int, convs: ShardConvs, x0: Tensor | None)
             with torch.random.fork_rng([]):
                 run_by_rule(trial.train(conv.training), rule, x, probe_convs, *x0_argument)
                 plain = trial_of(conv).train(conv.training)
-                if any(True for _ in plain.buffers()):
+                has_buffers = next(plain.buffers(), None) is not None
+                if has_buffers:
                     plain(x, *x0_argument, graph.edge_index(), **arguments)
             if not all(map(torch.allclose, trial.buffers(), plain.buffers())):
                 raise CannotSplit("it changes its buffers in each call of message, which runs once per chunk")
