@@ -49,7 +49,7 @@ def shard_name(rank: int) -> str:
 
 
 def node_ranges(indptr: Tensor, limit: int) -> Iterator[tuple[int, int]]:
-    """Split the nodes into ranges (first, stop) of at most `limit` nodes and about as many edges.
+    """Split the nodes into ranges (first, stop) of at most `limit` nodes and about `limit` edges.
 
     indptr: [num_nodes + 1] int64. A node with more than `limit` edges makes a range larger.
     """
