@@ -14,8 +14,8 @@ are its *halo*. A rank opens its own shard and gets rows of the halo from the ra
                 convs/               PyG's convs over shards, for full-batch training
 
 Read `layout`, then `shard` and `write`; for full-batch training `transports` and `convs/`. The format of
-the folders is a contract: a later version opens them, or refuses them by name. The package stands on
-`budget` and below.
+the folders is a contract: a later version opens them, or refuses them by name. The package may import
+`budget` and the folders below it.
 """
 
 from typing import TYPE_CHECKING

@@ -123,7 +123,10 @@ def join_shards(folder: str | os.PathLike[str], *, split: int = 0) -> Dataset:
 
 
 def _join_graphs(shards: Sequence[Shard], order: Tensor, num_edges: int) -> Graph:
-    """The graph of all shards. order: [num_nodes] int64, the id of the node at each position."""
+    """The graph of all shards. order: [num_nodes] int64, the id of the node at each position.
+
+    A shard's edge arrays are indexed by edge number (`Shard`), those of the graph by edge id.
+    """
     num_nodes = order.numel()
     indptr = torch.zeros(num_nodes + 1, dtype=torch.int64)
     indices = torch.empty(num_edges, dtype=index_dtype(num_nodes))

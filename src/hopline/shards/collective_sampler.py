@@ -11,7 +11,7 @@ and degrees, and later, by `fetch`, with rows of tables.
 
 Nodes are addressed by *position* (`Shard`), from which the owner follows. A node's draws depend on the key
 of the hop and the node id alone, not on who asks. So the batch is the one that a single process with the
-whole graph draws.
+whole graph draws. An edge's *number* is its index in the edge arrays of its shard.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ class CollectiveSampler:
             counts = starts.diff()
             edge_numbers = ops.gather_rows(shard.edge_numbers, edges).long()
         else:
-            # Draws are keyed by the node's id, which does not depend on the partition. `at` takes the place of
-            # the source ids, so the "children" are numbers of edges (see `Shard`).
+            # Draws are keyed by the node's id, which does not depend on the partition. Edge numbers stand where
+            # `sample_children` expects source ids, so the "children" are edge numbers.
             nodes = ops.gather_rows(shard.nodes, rows)
             children = sample_children(shard.indptr, shard.edge_numbers, rows, nodes, fanout, key, self.replace)
             counts = children.counts.long()
@@ -216,6 +216,7 @@ def weights_of_shard(shard: Shard) -> Tensor:
         is_inside = (sources >= 0) & (sources < num_nodes)
         edge = {"weight": shard.edge["weight"][edge_numbers]} if "weight" in shard.edge else {}
         subgraph = Graph(shard.indptr[first : last + 1] - start, torch.where(is_inside, sources, num_nodes), edge)
+        # With `add_loops`, `total` leaves the graph's own self-loops out, and `loop` has their weights.
         with_loops = weights_of(subgraph, add_loops=False, fill=0.0)
         without_loops = weights_of(subgraph, add_loops=True, fill=float("nan"))
         weights[first:last] = torch.stack([with_loops.total, without_loops.total, without_loops.loop], 1)

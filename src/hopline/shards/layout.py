@@ -11,8 +11,6 @@ sources. The parts are in the order of the *rounds* in which the source rows arr
                sends[k]: the own rows that shard (p + k) % P reads, in the order of its halos[k]
     round 0    p's edges among its own nodes; halos[0] is all own rows
 
-The halo of p in round k is what shard (p - k) % P has in its own sends[k].
-
 In one process, all shards may be *virtual*. Then one layout has all nodes as destinations, and part k has
 the edges whose sources shard k owns. Nothing is sent, but rows are still read one part at a time.
 """
@@ -56,7 +54,9 @@ class ShardLayout:
     virtual: bool = False
     """Whether all shards are in this process: all nodes are own nodes, part k has shard k's sources."""
     reads: tuple[int, ...] | None = None
-    """By round: how many rows of halos[k] the edges read; None means all. Only traffic counters use it."""
+    """By round: how many rows of halos[k] the edges read; None means all. Only traffic counters use it.
+
+    In a trimmed layer, halos of own rows keep rows that no edge reads."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.num_shards:

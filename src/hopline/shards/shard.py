@@ -10,7 +10,8 @@ A rank opens its own shard and needs no other. The folder of a shard holds array
     send_*                     rows that each other shard reads from this one
     table.*, y, split.*        rows, labels and splits of the own nodes
 
-Edges are stored once, in groups. `at` leads from the dataset's order to the groups.
+Edges are stored once, in groups. `at`, here `Shard.edge_numbers`, leads from the dataset's order to the
+groups.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def shard_name(rank: int) -> str:
 
 
 def node_ranges(indptr: Tensor, limit: int) -> Iterator[tuple[int, int]]:
-    """Split the nodes into ranges (first, stop) of at most `limit` nodes and about as many edges.
+    """Split the nodes into ranges (first, stop) of at most `limit` nodes and about `limit` edges.
 
     indptr: [num_nodes + 1] int64. A node with more than `limit` edges makes a range larger.
     """
@@ -183,7 +184,7 @@ class Shard:
     def sources(self, positions: Tensor) -> Tensor:
         """[n] int64: the positions of the source nodes of some edges.
 
-        positions: [n] int64, the numbers of the edges: their positions in the arrays of this shard.
+        positions: [n] int64, the numbers of the edges. They are no positions of nodes.
         """
         owner = torch.bucketize(positions, self.part_ptr[1:-1], right=True)
         idx = ops.gather_rows(self.src_idx, positions).long()

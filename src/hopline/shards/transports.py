@@ -154,7 +154,7 @@ class Transport(ABC):
     def end_step(self) -> None:  # noqa: B027 - most transports keep no figures of a step
         """Called when the step's last gradient has arrived.
 
-        A transport that adds up figures over a step begins anew: `HalfPrecisionTransport`, rounding errors.
+        `HalfPrecisionTransport` reports the step's rounding errors, and begins a new sum.
         """
 
     def with_layout(self, layout: ShardLayout) -> Self:
@@ -173,7 +173,7 @@ class Transport(ABC):
 class LocalTransport(Transport):
     """Virtual shards in one process: the rows of a part are a slice of all rows, and nothing is copied.
 
-    `traffic` counts the rows of each part once, those that its edges read. Ranks count a row once for each
+    `traffic` counts, for each part, the rows that its edges read. Ranks count a row once for each
     other shard that receives it, and no own rows. So the two figures cannot be compared.
     """
 

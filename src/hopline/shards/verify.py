@@ -57,7 +57,7 @@ def verify_shards(folder: str | os.PathLike[str]) -> list[str]:
     num_edges = about["num_edges"]
 
     shards = open_shards(folder)
-    map_arrays(path, manifest)
+    map_arrays(path, manifest)  # refuses wrong sizes and headers
     check_checksums(path, manifest)
     for shard in shards:
         shard_path = path / shard_name(shard.rank)
@@ -119,7 +119,7 @@ def _check_nodes(shards: list[Shard], num_nodes: int, num_edges: int) -> Tensor:
 def _check_edges(shard: Shard, first_edges: Tensor, advance: Callable[[int], None]) -> None:
     """Check that every in-edge of the own nodes is there once, in the right group.
 
-    In the dataset's order, by `at`, the edges of a node must have consecutive ids from first_edges[node] on.
+    In the order of `edge_numbers`, the edges of a node must have consecutive ids from first_edges[node] on.
     Each edge must lie in the part of its source's owner, within the range of its destination.
 
     first_edges: of `_check_nodes`. advance: called with the number of edges that were checked.
@@ -157,7 +157,7 @@ def _round_of(shard: Shard, sender: int) -> int:
 
 
 def _check_halo(shard: Shard, shards: list[Shard]) -> None:
-    """Check that the rows that a shard reads are those that the others send, and have the ids it knows."""
+    """Check that the rows that a shard reads are those that the others send, and that it knows their ids."""
     for peer in shards:
         if peer.rank == shard.rank:
             continue

@@ -251,12 +251,12 @@ class _ShardWriter:
             for first, last in node_ranges(graph.indptr, CHUNK):
                 self._deal_edges(graph, first, last)
                 bar.advance(int(graph.indptr[last] - graph.indptr[first]))
-        sources: dict[str, Table | Tensor] = {f"table.{name}": table for name, table in data.tables.items()}
+        rows_by_name: dict[str, Table | Tensor] = {f"table.{name}": table for name, table in data.tables.items()}
         if data.y is not None:
-            sources["y"] = data.y
-        with progress("dealing rows", len(sources) * data.num_nodes, "rows", enabled=self.show) as bar:
-            for name, source in sources.items():
-                self._deal_rows(name, source, bar)
+            rows_by_name["y"] = data.y
+        with progress("dealing rows", len(rows_by_name) * data.num_nodes, "rows", enabled=self.show) as bar:
+            for name, all_rows in rows_by_name.items():
+                self._deal_rows(name, all_rows, bar)
         for k, split in enumerate(data.all_splits):
             for name, ids in split.items():
                 # group_edges sorts by any keys, stably. In `deal` it groups nodes by their shard.
@@ -278,21 +278,21 @@ class _ShardWriter:
         for name, array in graph.edge.items():
             self.row_files.deal(f"edge.{name}", ops.gather_rows(array, edge_ids), edge_ptr)
 
-    def _deal_rows(self, name: str, source: Table | Tensor, bar: Progress) -> None:
+    def _deal_rows(self, name: str, all_rows: Table | Tensor, bar: Progress) -> None:
         """Deal the rows of a table, or the labels, of all nodes."""
         # An upper bound: 8 bytes per element, and 8 for the node's id.
-        row_bytes = 8 * (1 + math.prod(source.shape[1:]))
+        row_bytes = 8 * (1 + math.prod(all_rows.shape[1:]))
         num_rows = max(1, min(CHUNK, BYTES_AT_ONCE // row_bytes))
         for ids in torch.arange(self.data.num_nodes).split(num_rows):
             ptr, order = ops.group_edges(self.part_of[int(ids[0]) : int(ids[-1]) + 1], self.num_shards)
             nodes = ids[order]
-            if isinstance(source, SparseTable):
-                starts, columns, values = source.read_csr(nodes)
+            if isinstance(all_rows, SparseTable):
+                starts, columns, values = all_rows.read_csr(nodes)
                 self.row_files.deal(f"{name}.counts", starts.diff(), ptr)
                 self.row_files.deal(f"{name}.columns", columns, starts[ptr])
                 self.row_files.deal(f"{name}.values", values, starts[ptr])
             else:
-                rows = ops.gather_rows(source, nodes) if isinstance(source, Tensor) else source.read(nodes)
+                rows = ops.gather_rows(all_rows, nodes) if isinstance(all_rows, Tensor) else all_rows.read(nodes)
                 self.row_files.deal(name, rows, ptr)
             bar.advance(ids.numel())
 
@@ -370,7 +370,7 @@ class _ShardWriter:
         part_ptr = _starts(halo.edge_counts)
         out.add("indptr", indptr)
         out.add("part_ptr", part_ptr)
-        # int32 if the numbers fit. The + 1 makes a difference at 2**31 - 1 edges alone.
+        # int32 if the numbers fit. The + 1 is not needed: it matters at 2**31 - 1 edges alone.
         out.array("at", index_dtype(int(indptr[-1]) + 1))
         # Degrees within each group, shifted by one. Their cumulative sum is the indptr of each group.
         counts = torch.zeros(self.num_shards, indptr.numel(), dtype=torch.int64)

@@ -16,7 +16,7 @@ Read `base` first: the contract of a table (`read`, `write`, `tiers`). A table o
     shareable       sends tables to other processes as handles
 
 A table owns no thread and no stream. A `device.RowMover` moves the rows of histories, and belongs to the
-work of the training method. The package stands on `pipeline` and below.
+training method that uses them. The package may import `pipeline` and the folders below it.
 """
 
 from hopline.tables.base import Table, Tiers

@@ -201,7 +201,7 @@ def choose_where(num_bytes: int, device: torch.device, wanted: str, folder: Path
 def allocator_at(where: Where, device: torch.device, folder: Path | None) -> Allocator:
     """The allocator for a place.
 
-    "host" is host memory, or with a folder mapped files. So is "pinned" without a GPU.
+    Without a GPU, "pinned" is the same as "host": host memory, or with a folder mapped files.
     """
     if where == "device":
         return DeviceMemory(device)

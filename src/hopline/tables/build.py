@@ -86,7 +86,7 @@ def table(
     if host_cache == "all":
         below = TensorTable(_in_memory(below))
     if devices is not None and len(devices) > 1 and isinstance(below, TensorTable):
-        below.share_arrays("rows")  # before they are pinned, since pinned memory cannot move
+        below.share_arrays("rows")  # moves the rows, so before they are pinned
     num_rows = len(below)
     row_bytes = _row_bytes(below)
     num_device_rows = _num_rows("device_cache", device_cache, num_rows, row_bytes)

@@ -71,7 +71,8 @@ class RowReader(ABC):
     def read_subset(self, l: int, positions: Tensor, idx: Tensor, like: Tensor) -> Tensor:
         """The rows at `positions[idx]` after layer `l`, on the device and in the dtype of `like`.
 
-        positions: all positions that a batch reads: the tensor itself, by which prefetched rows are found.
+        positions: all positions that a batch reads. Prefetched rows are found by this tensor itself, not by
+            its values.
         idx: [k] int64 on the host.
         """
         return self.read(l, positions[idx], like)
@@ -96,8 +97,8 @@ def report_ages(ages: Tensor) -> None:
 class Histories(LayerTables, RowReader):
     """Embeddings of earlier steps: a table per layer, and the step that wrote each row.
 
-    Histories own their tables. The mover belongs to the work that trains, and only the thread that trains
-    may call it. So with a mover, only that thread may read and write.
+    Histories own their tables, but not the mover. Only the thread that trains may call the mover. So with
+    one, only that thread may read and write.
 
     Args:
         num_rows: Rows of every table.

@@ -1,6 +1,6 @@
 """`SparseTable`: rows in CSR form, for features that are mostly zeros, such as bags of words.
 
-Row i has the entries indptr[i] .. indptr[i + 1]: entry e has the value values[e] in the column columns[e].
+Row i has the entries indptr[i] .. indptr[i + 1] - 1: entry e has the value values[e] in the column columns[e].
 `read_csr` gives rows in this form to kernels that multiply by them; `read` makes them dense.
 """
 
@@ -19,7 +19,7 @@ class SparseTable(Shareable, Table):
     """Rows [num_rows, num_columns] of which only the non-zero entries are stored.
 
     Args:
-        indptr: [num_rows + 1] int64: row i has the entries indptr[i] .. indptr[i + 1].
+        indptr: [num_rows + 1] int64: row i has the entries indptr[i] .. indptr[i + 1] - 1.
         columns: [nnz] int32 or int64: the column of each entry.
         values: [nnz]: the value of each entry.
         num_columns: Width of a row.

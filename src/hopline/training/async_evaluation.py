@@ -220,7 +220,8 @@ class EvaluationThread:
             ops.serial_here()
         is_fused = isinstance(self._job.model, GNN) and self._job.model.is_fused
         if on_gpu or not is_fused:
-            # Torch keeps this number per thread. `serial_here` has set it to 1.
+            # Torch keeps this number per thread. On a CPU, `serial_here` has set it to 1. On a GPU, the thread
+            # begins with the number that any thread set last.
             torch.set_num_threads(self._num_torch_threads)
         give_way()
 

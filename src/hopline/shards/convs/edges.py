@@ -123,9 +123,10 @@ class Edges:
         """[num_edges] bool: whether an edge's source is its destination."""
         masks = []
         for k, part in enumerate(self.parts):
+            # The part's sources are the own rows first .. stop - 1. If that is no row, another shard owns the
+            # sources, and equal numbers are different nodes.
             first, stop = self.layout.own_range(k)
             is_same = part.src_idx + first == _destinations(part)
-            # In a part whose sources belong to another shard, equal numbers are different nodes.
             has_own_sources = stop > first
             masks.append(is_same if has_own_sources else torch.zeros_like(is_same))
         return torch.cat(masks)
@@ -364,7 +365,7 @@ class _GatherSources(torch.autograd.Function):
         ctx.shape = rows.shape
         rows = rows.detach()
         if depth is None:
-            # Virtual shards get the rows themselves. A Function must not return its input, hence the copy.
+            # If all shards are in one process, `fetch_all` returns its input. A Function must not, hence the copy.
             return transport.fetch_all(rows, kind).clone()
         return torch.cat([part_rows for (part_rows,) in transport.fetch([rows], kind, depth)])
 
@@ -374,6 +375,7 @@ class _GatherSources(torch.autograd.Function):
         transport = ctx.transport
         if ctx.depth is None:
             return transport.return_all(gradient), None, None, None
+        # The empty tensor tells shape and dtype alone.
         gradient_return = transport.start_return([gradient.new_empty(ctx.shape)], ctx.depth)
         halo_sizes = [halo.numel() for halo in transport.layout.halos]
         for k, part_gradient in enumerate(gradient.split(halo_sizes)):

@@ -112,7 +112,7 @@ def plan(
     As in PyG, an argument `x_j` is `kwargs["x"]` at the sources, `x_i` at the destinations, and any other
     name is taken as it is.
 
-    function: "message"; "aggregate" where it runs on all edges at once (modes "stored" and "one_shot");
+    function: "message"; "aggregate" where it runs on all edges at once (`FetchMode` "stored" and "one_shot");
         "update", which runs after the aggregation. "edge_update" is planned within these.
     kwargs: the arguments of `propagate`, or of `edge_updater` for "edge_update".
     num_own: the number of the shard's own nodes.
@@ -273,7 +273,7 @@ def finish(
         return out
 
     # The aggregation needs some messages as its input. They have no rows, since it gets its results from
-    # `reduce`.
+    # `reduce`. So its softmax has no rows either, and may return them as they are.
     first_reduced = reduced[reduce_order[0]]
     no_messages = first_reduced.new_zeros(0, *first_reduced.shape[1:])
     no_index = torch.zeros(0, dtype=torch.int64, device=no_messages.device)

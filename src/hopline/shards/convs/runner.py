@@ -199,8 +199,8 @@ def run_by_rule(conv: nn.Module, rule: Rule, h: Handle | Tensor, convs: ShardCon
         without_caches(conv),
         patch_convs(conv, edges, convs.transport, convs.mode, convs.depth, convs.chunk_bytes),
     ):
-        # `convs` stands where the conv expects `edge_index`. It is neither a Tensor nor a SparseTensor, so
-        # that the conv leaves its edges alone and hands it to `propagate`, which ignores it.
+        # `convs` stands where the conv expects `edge_index`. The conv leaves it alone, because it is
+        # neither a Tensor nor a SparseTensor, and hands it to `propagate`, which ignores it.
         return conv(rows, *x0_argument, convs, **arguments)
 
 
@@ -240,12 +240,13 @@ def find_rule(conv: nn.Module, width: int, convs: ShardConvs, x0: Tensor | None)
             if not isinstance(convs.transport, LocalTransport):
                 _check_row_wise(trial, rule, graph, convs.mode, x, *x0_argument)
 
-            # Until here in evaluation mode. In the conv's own mode it may do more, such as update running
-            # statistics, and must end with the buffers of plain PyG.
+            # Until here in evaluation mode. In the conv's own mode, the run may raise `CannotSplit`. Buffers that
+            # it changes, such as running statistics, must end as in plain PyG.
             with torch.random.fork_rng([]):
                 run_by_rule(trial.train(conv.training), rule, x, probe_convs, *x0_argument)
                 plain = trial_of(conv).train(conv.training)
-                if any(True for _ in plain.buffers()):
+                has_buffers = next(plain.buffers(), None) is not None
+                if has_buffers:
                     plain(x, *x0_argument, graph.edge_index(), **arguments)
             if not all(map(torch.allclose, trial.buffers(), plain.buffers())):
                 raise CannotSplit("it changes its buffers in each call of message, which runs once per chunk")

@@ -192,7 +192,8 @@ def profile_messages(conv: MessagePassing, call: Call, inputs: Inputs) -> Messag
     saved_the_same = len(first_saved) == len(second_saved) and all(map(torch.equal, first_saved, second_saved))
     has_only_sums = all(spec.how == "sum" for spec in specs)
 
-    per_edge = [t for t in [*second_saved, *(r.rows for r in reductions)] if t.dim() and t.size(0) == PROBE_EDGES]
+    saved_or_reduced = [*second_saved, *(r.rows for r in reductions)]
+    per_edge = [t for t in saved_or_reduced if t.dim() and t.size(0) == PROBE_EDGES]
     per_edge += edge_inputs["source"] + edge_inputs["destination"] + edge_inputs["edge"]
     # By address, because several of them may be one tensor.
     bytes_by_address = {t.data_ptr(): t.numel() * t.element_size() for t in per_edge}
@@ -333,9 +334,8 @@ class _Aggregate(torch.autograd.Function):
         ctx.source_specs = [_SourceSpec(t.shape, t.dtype) for t in inputs["source"]]
         num_sources = len(inputs["source"])
         saved_inputs = tensors if profile.needs_sources else (*[None] * num_sources, *tensors[num_sources:])
-        extremes = [
-            None if ties is None else total for total, ties in zip(accumulators.reduced, accumulators.ties, strict=True)
-        ]
+        with_ties = zip(accumulators.reduced, accumulators.ties, strict=True)
+        extremes = [None if ties is None else reduced for reduced, ties in with_ties]
         ctx.save_for_backward(*saved_inputs, *extremes, *accumulators.ties, accumulators.max_logit)
         weight_sum = [] if accumulators.weight_sum is None else [accumulators.weight_sum]
         return (*accumulators.reduced, *weight_sum)

@@ -122,6 +122,7 @@ def _trim_layout(layout: ShardLayout, is_needed: Tensor, transport: Transport) -
         halos.append(halo)
         halo_masks.append(is_used)
 
+    # By round: which of the rows in `layout.sends` the receiver still reads.
     send_masks = transport.exchange_masks(halo_masks)
     is_read = torch.zeros_like(is_needed)
     sends = list(layout.sends)
@@ -189,11 +190,12 @@ def check_one_hop(conv: nn.Module, width: int, convs: ShardConvs, x0: Tensor | N
         x0_argument = (random_rows(graph.num_nodes, x0.size(1)),)
     whole = ShardConvs.of(contiguous_layout(graph, torch.tensor([0, 5, 8, 12])), mode=convs.mode)
     is_needed = torch.arange(graph.num_nodes) % 3 == 0
-    (trimmed,) = trimmed_convs(whole, is_needed, 1, mode=convs.mode)
+    (trimmed,) = trimmed_convs(whole, is_needed, num_layers=1, mode=convs.mode)
 
     # Rows that the layer does not read may hold anything: the layer before has not computed them.
     is_read = is_needed.clone()
-    is_read[graph.indices[is_needed.repeat_interleave(graph.in_degrees())]] = True
+    is_layer_edge = is_needed.repeat_interleave(graph.in_degrees())
+    is_read[graph.indices[is_layer_edge]] = True
     changed_x = torch.where(is_read[:, None], x, 1 + x)
     with torch.no_grad():
         expected = run_by_rule(trial, rule, x, whole, *x0_argument)[is_needed]
