@@ -16,14 +16,14 @@ def train(world: hl.extend.World, name: str, epochs: int) -> dict[str, Any]:
     data = hl.open(name)
     torch.manual_seed(0)  # all ranks begin with the same weights
     model, losses = GraphSAGE(data.num_features, 64, num_layers=2, out_channels=data.num_classes), []
-    walk = hl.nn.as_walkable(model)  # PyG's model, called with a batch
+    batch_model = hl.nn.as_batch_model(model)  # PyG's model, called with a batch
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     batches: Any = hl.FullBatch(trim=True).loader(data, "train", model=model, world=world)
     with hl.extend.own_threads(model):
         for _ in range(epochs):
             for batch in batches:
                 optimizer.zero_grad()
-                scores = walk(batch)
+                scores = batch_model(batch)
                 loss = torch.nn.functional.cross_entropy(scores, batch.labels, reduction="sum") / batch.total_seeds
                 loss.backward()
                 world.sum_gradients(model.parameters())

@@ -17,11 +17,11 @@ def predict(world: hl.extend.World, name: str, folder: str, weights: str, out: s
     data = hl.shards.open(folder, world)
     model = GraphSAGE(data.num_features, 64, num_layers=2, out_channels=data.num_classes)
     model.load_state_dict(torch.load(weights, weights_only=True))
-    walk = hl.nn.as_walkable(model).eval()
+    batch_model = hl.nn.as_batch_model(model).eval()
     batches = hl.FullBatch().loader(data, torch.arange(data.num_nodes), model=model, world=world)
     with torch.no_grad():
         for batch in batches:  # one, of this rank's nodes: batch.seeds
-            torch.save({"ids": batch.seeds, "scores": walk(batch)}, f"{out}-{world.rank}.pt")
+            torch.save({"ids": batch.seeds, "scores": batch_model(batch)}, f"{out}-{world.rank}.pt")
 
 
 def main(

@@ -32,7 +32,7 @@ from hopline.core.sampler import NeighborSampler
 from hopline.core.sizes import Sizes
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
-from hopline.nn.whole_module import as_walkable
+from hopline.nn.whole_module import as_batch_model
 from hopline.training.trainer import Trainer
 from hopline.units.batch_unit import BatchUnit, supervised_loss
 from hopline.util import trace
@@ -51,7 +51,7 @@ def job_of(model: torch.nn.Module, loss: TrainStep | None = None) -> Job:
     """A job on the host; without `loss`, the loss is that of the task."""
     return Job(
         data=DATA,
-        model=as_walkable(model),
+        model=as_batch_model(model),
         module=model,
         train_ids=DATA.splits["train"],
         train_step=supervised_loss("single", 3) if loss is None else loss,

@@ -28,7 +28,7 @@ from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.settings import Sampled
 from hopline.methods.sampled.work import SampledWork
 from hopline.nn import GNN
-from hopline.nn.whole_module import as_walkable
+from hopline.nn.whole_module import as_batch_model
 from hopline.training.callbacks import Callback, Run, StepEnd
 from hopline.training.trainer import Trainer
 from hopline.units.batch_unit import BatchUnit, supervised_loss
@@ -176,7 +176,7 @@ def test_a_gpu_that_is_out_of_memory_splits_the_batch_and_has_the_same_gradients
     seeds = 4096
     step = supervised_loss("single", 16)
     ids = data.splits["train"]
-    job = Job(data=data, model=as_walkable(model), module=model, train_ids=ids, train_step=step, device=device)
+    job = Job(data=data, model=as_batch_model(model), module=model, train_ids=ids, train_step=step, device=device)
     method = Sampled(fanouts=(10, 10), batch_size=seeds, workers=0)
     loader = method.loader(data, ids, model=model, device=device).with_budget(None, batches_on_host=on_host)
     loaded = next(iter(loader))
@@ -214,7 +214,7 @@ def test_a_batch_that_does_not_fit_on_the_gpu_stays_on_the_host_and_is_split():
     device = torch.device("cuda", 0)
     ids = data.splits["train"]
     step = supervised_loss("single", 16)
-    job = Job(data=data, model=as_walkable(model), module=model, train_ids=ids, train_step=step, device=device)
+    job = Job(data=data, model=as_batch_model(model), module=model, train_ids=ids, train_step=step, device=device)
     method = Sampled(fanouts=(10, 10), batch_size=4096, workers=2)
     work = method.bind(job)
     assert isinstance(work, SampledWork)

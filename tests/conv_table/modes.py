@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import hopline as hl
 from hopline.contract import Method
 from hopline.core.batch import Batch
-from hopline.nn.whole_module import Whole, as_walkable
+from hopline.nn.whole_module import Whole, as_batch_model
 from hopline.units.batch_unit import supervised_loss
 from tests.conv_table.cases import Case
 from tests.conv_table.graph import BATCH_SIZE, HUB, NUM_CLASSES, NUM_PARTS, SEEDS, SOME_IDS, max_degree
@@ -247,7 +247,7 @@ def inference(case: Case, expected: Expected, device: str, model: nn.Module | No
     runs: list[tuple[Tensor | None, int | None]] = [
         (isolated, None), (None, None), (None, 7), (SOME_IDS, None), (SOME_IDS, 3), (hub, None)
     ]  # fmt: skip
-    is_whole = isinstance(as_walkable(model), Whole)
+    is_whole = isinstance(as_batch_model(model), Whole)
     # A model without parameters, such as LabelPropagation, makes the weights of GCN in float32.
     tolerance = TOLERANCE if any(True for _ in model.parameters()) else 1e-5
     for ids, chunk_edges in runs:

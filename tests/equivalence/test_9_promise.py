@@ -23,7 +23,7 @@ from hopline.methods.plan_within import plan_of
 from hopline.methods.sampled.memory_plan import draw_batches
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
-from hopline.nn.whole_module import as_walkable
+from hopline.nn.whole_module import as_batch_model
 from hopline.units.batch_unit import BatchUnit, own_threads, supervised_loss
 from tests.helpers import dataset_of, randn, random_graph, stack_of
 
@@ -69,7 +69,9 @@ def outline_of(triple: Triple) -> RunOutline:
     model = GNN(stack_of(triple.conv, *widths), dropout=0.5).float()
     train_step = supervised_loss("single", 3)
     ids = data.splits["train"]
-    return RunOutline(job=Job(data=data, model=as_walkable(model), module=model, train_ids=ids, train_step=train_step))
+    return RunOutline(
+        job=Job(data=data, model=as_batch_model(model), module=model, train_ids=ids, train_step=train_step)
+    )
 
 
 def one_seed_bytes(outline: RunOutline, method: Sampled) -> int:

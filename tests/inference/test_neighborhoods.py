@@ -238,10 +238,10 @@ def test_the_peak_of_a_chunk_keeps_to_chunk_bytes(make: Callable[[int, int], nn.
 def test_whole_bytes_bounds_the_peak_of_a_pass_over_the_whole_graph():
     data = dataset_of(graph_of(randint(0, 4000, 30000, 1), randint(0, 4000, 30000, 2), 4000), randn(4000, NUM_FEATURES))
     for make in (pyg.GCNConv, pyg.GATConv, pyg.SAGEConv):
-        walk = Whole(Net(make).double().eval())
+        batch_model = Whole(Net(make).double().eval())
         with torch.no_grad(), TensorMeter() as meter:
-            local.run_whole(walk, data, torch.device("cpu"))
-        assert meter.peak_bytes <= local.whole_bytes(walk, data) <= 20 * meter.peak_bytes
+            local.run_whole(batch_model, data, torch.device("cpu"))
+        assert meter.peak_bytes <= local.whole_bytes(batch_model, data) <= 20 * meter.peak_bytes
 
 
 def test_a_neighbourhood_of_two_hops_has_all_in_edges_of_the_first_hop():

@@ -24,7 +24,7 @@ from hopline.methods.partitioned.memory_plan import table_items
 from hopline.methods.plan_within import learn, plan_of
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
-from hopline.nn.whole_module import as_walkable
+from hopline.nn.whole_module import as_batch_model
 from hopline.units.batch_unit import BatchUnit, supervised_loss
 from hopline.util.config import parse_size
 from tests.helpers import dataset_of, randn, random_graph, stack_of
@@ -41,7 +41,7 @@ def outline_of(**options: Any) -> RunOutline:
     data = dataset_of(random_graph(1000, 8000), randn(1000, 6))
     model = GNN(stack_of("sage-mean", 6, 32, 3), **options).double()
     step = supervised_loss("single", 3)
-    job = Job(data=data, model=as_walkable(model), module=model, train_ids=data.splits["train"], train_step=step)
+    job = Job(data=data, model=as_batch_model(model), module=model, train_ids=data.splits["train"], train_step=step)
     return RunOutline(job=job)
 
 
@@ -135,7 +135,7 @@ def test_a_custom_method_without_a_plan_is_refused_with_what_to_define():
 def test_historical_refuses_a_model_without_layers_and_sampled_plans_it():
     outline = outline_of()
     module = GCNConv(6, 3).double()
-    module_outline = RunOutline(job=Job(**{**vars(outline.job), "model": as_walkable(module), "module": module}))
+    module_outline = RunOutline(job=Job(**{**vars(outline.job), "model": as_batch_model(module), "module": module}))
     with pytest.raises(ValueError, match="made of layers, and GCNConv is not"):
         plan_of(METHODS[1], module_outline, Budget())
     assert plan_of(METHODS[0], module_outline, Budget()).check().hidden_bytes == 0

@@ -11,7 +11,7 @@ import torch_geometric.nn as pyg
 from torch import nn
 
 from hopline.core.row_handles import Rows
-from hopline.nn import GNN, as_walkable
+from hopline.nn import GNN, as_batch_model
 from hopline.nn.gnn import out_width
 from hopline.tables import SparseTable, TensorTable
 from tests.helpers import (
@@ -123,7 +123,7 @@ def basic(name: str) -> nn.Module:
 def test_a_pyg_model_equals_its_own_forward(name: str) -> None:
     model = basic(name).eval()
     other = twin(model)
-    ours = as_walkable(model)(batch_of(GRAPH, X, (-1, -1, -1), SEEDS))
+    ours = as_batch_model(model)(batch_of(GRAPH, X, (-1, -1, -1), SEEDS))
     expected = other(X, GRAPH.edge_index())[SEEDS]
     assert_close(ours, expected)
     backward(ours)
@@ -134,21 +134,21 @@ def test_a_pyg_model_equals_its_own_forward(name: str) -> None:
 @pytest.mark.parametrize("name", ["sage-max-batch-norm", "gcn-jk-lstm", "gat", "gin", "pna"])
 def test_a_pyg_model_shares_its_parameters_and_their_names(name: str) -> None:
     model = basic(name)
-    walk = as_walkable(model)
-    assert {n: id(p) for n, p in walk.named_parameters()} == {n: id(p) for n, p in model.named_parameters()}
-    assert walk.state_dict().keys() == model.state_dict().keys()
-    assert isinstance(walk, GNN)
-    assert walk.dropout == 0.5
-    assert as_walkable(walk) is walk
+    batch_model = as_batch_model(model)
+    assert {n: id(p) for n, p in batch_model.named_parameters()} == {n: id(p) for n, p in model.named_parameters()}
+    assert batch_model.state_dict().keys() == model.state_dict().keys()
+    assert isinstance(batch_model, GNN)
+    assert batch_model.dropout == 0.5
+    assert as_batch_model(batch_model) is batch_model
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_pyg_model_keeps_its_mode(training: bool) -> None:
     model = basic("sage").train(training)
-    walk = as_walkable(model)
+    batch_model = as_batch_model(model)
     batch = batch_of(GRAPH, X, (-1, -1, -1), SEEDS)
-    assert walk.training == training
-    assert torch.equal(walk(batch), as_walkable(model.eval())(batch)) != training
+    assert batch_model.training == training
+    assert torch.equal(batch_model(batch), as_batch_model(model.eval())(batch)) != training
 
 
 @pytest.mark.parametrize("weight", [False, True])
@@ -156,14 +156,14 @@ def test_a_pyg_gcn_uses_the_graphs_edge_weights(weight: bool) -> None:
     graph = random_graph(weight=weight, loops=True)
     model = basic("gcn").eval()
     expected = model(X, graph.edge_index(), edge_weight=graph.edge.get("weight"))
-    assert_close(as_walkable(model)(batch_of(graph, X, (-1, -1, -1))), expected)
+    assert_close(as_batch_model(model)(batch_of(graph, X, (-1, -1, -1))), expected)
 
 
 @pytest.mark.parametrize("norm", ["graph_norm", "pair_norm", "layer_norm"])
 def test_a_pyg_model_with_a_norm_over_all_nodes_is_refused(norm: str) -> None:
-    walk = as_walkable(pyg.models.GraphSAGE(6, 8, 2, 3, norm=norm))
+    batch_model = as_batch_model(pyg.models.GraphSAGE(6, 8, 2, 3, norm=norm))
     with pytest.raises(ValueError, match="averages over all nodes"):
-        walk.check_blocks(6, {})
+        batch_model.check_blocks(6, {})
 
 
 # ---- dropout
@@ -264,9 +264,9 @@ def test_the_rest_is_encoder_and_head_or_the_last_conv() -> None:
     assert {n.rpartition(".lin_")[0] for n in names(gnn_of("plain"))} == {"convs.2"}
     assert names(gnn_of("gcn2")) == {"encoder.weight", "encoder.bias", "lin.weight", "lin.bias"}
     assert names(gnn_of("appnp")) == {"encoder.2.weight", "encoder.2.bias"}
-    walkable = as_walkable(pyg.GCN(6, 8, 2, 3))
-    assert isinstance(walkable, GNN)
-    assert names(walkable) == {"convs.1.bias", "convs.1.lin.weight"}
+    batch_model = as_batch_model(pyg.GCN(6, 8, 2, 3))
+    assert isinstance(batch_model, GNN)
+    assert names(batch_model) == {"convs.1.bias", "convs.1.lin.weight"}
 
 
 def test_parameter_names_are_pygs_own() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import hopline as hl
 from hopline.core.batch import Batch
-from hopline.nn import GNN, Whole, as_walkable
+from hopline.nn import GNN, Whole, as_batch_model
 from tests.helpers import (
     assert_close,
     assert_same_gradients,
@@ -46,7 +46,7 @@ def test_a_module_sees_every_sampled_edge_at_once() -> None:
     square = batch.union()
     expected = module(X[batch.input_ids], square.edge_index, square.edge["weight"])[:4]
     for handle in (True, False):
-        ours = as_walkable(module)(batch_of(GRAPH, X, (3, 2), SEEDS, handle=handle))
+        ours = as_batch_model(module)(batch_of(GRAPH, X, (3, 2), SEEDS, handle=handle))
         assert_close(ours, expected, 1e-14)
 
 
@@ -63,35 +63,35 @@ def test_on_all_edges_a_module_equals_itself_on_the_whole_graph() -> None:
 
 def test_a_conv_alone_is_a_module_too() -> None:
     conv = pyg.GATConv(6, 3, edge_dim=2).double()
-    ours = as_walkable(conv)(batch_of(GRAPH, X, (-1,), SEEDS))
+    ours = as_batch_model(conv)(batch_of(GRAPH, X, (-1,), SEEDS))
     assert_close(ours, conv(X, GRAPH.edge_index(), GRAPH.edge["attr"])[SEEDS])
 
 
 def test_features_are_brought_to_the_precision_of_the_module() -> None:
     module = TwoHops()
-    out = as_walkable(module)(batch_of(GRAPH, X.float(), (2, 2), SEEDS))
+    out = as_batch_model(module)(batch_of(GRAPH, X.float(), (2, 2), SEEDS))
     assert out.dtype == torch.float64
 
 
 def test_parameters_and_mode_are_shared() -> None:
     module = TwoHops().eval()
-    walk = as_walkable(module)
-    assert isinstance(walk, Whole)
-    assert not walk.training
-    assert [id(p) for p in walk.parameters()] == [id(p) for p in module.parameters()]
-    assert as_walkable(walk) is walk
+    batch_model = as_batch_model(module)
+    assert isinstance(batch_model, Whole)
+    assert not batch_model.training
+    assert [id(p) for p in batch_model.parameters()] == [id(p) for p in module.parameters()]
+    assert as_batch_model(batch_model) is batch_model
 
 
 def test_a_gnn_and_a_pyg_model_are_walked_layer_by_layer() -> None:
     gnn = GNN([pyg.SAGEConv(6, 3)])
-    assert as_walkable(gnn) is gnn
-    assert isinstance(as_walkable(pyg.models.GCN(6, 8, 2, 3)), GNN)
+    assert as_batch_model(gnn) is gnn
+    assert isinstance(as_batch_model(pyg.models.GCN(6, 8, 2, 3)), GNN)
 
 
 @pytest.mark.parametrize("module", [nn.Linear(6, 3), nn.Bilinear(6, 6, 3)], ids=lambda m: type(m).__name__)
 def test_another_signature_is_refused_with_what_to_write(module: nn.Module) -> None:
     with pytest.raises(ValueError, match=rf"{type(module).__name__}.forward takes .*: write forward\(x, edge_index"):
-        as_walkable(module)
+        as_batch_model(module)
 
 
 def test_a_batch_without_features_is_refused() -> None:
@@ -106,32 +106,32 @@ class Doubled(pyg.GraphSAGE):
 
 def test_a_pyg_model_with_a_forward_of_its_own_is_run_by_that_forward():
     model = Doubled(8, 4, 2, 3)
-    walk = as_walkable(model)
-    assert isinstance(walk, Whole)
-    assert walk.module is model
+    batch_model = as_batch_model(model)
+    assert isinstance(batch_model, Whole)
+    assert batch_model.module is model
 
 
 def test_a_pyg_model_with_hooks_is_run_by_its_own_forward():
     model = pyg.GraphSAGE(8, 4, 2, 3)
     model.register_forward_hook(lambda *_: None)
-    assert isinstance(as_walkable(model), Whole)
+    assert isinstance(as_batch_model(model), Whole)
 
 
 def test_a_gnn_with_hooks_or_a_forward_put_on_it_is_refused():
     model = GNN([pyg.SAGEConv(6, 3)])
     model.register_forward_hook(lambda module, inputs, out: -out)
     with pytest.raises(ValueError, match="GNN has hooks, which exact inference does not go through"):
-        as_walkable(model)
+        as_batch_model(model)
     patched = GNN([pyg.SAGEConv(6, 3)])
     patched.forward = lambda batch: torch.zeros(1)  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="GNN overrides forward"):
-        as_walkable(patched)
+        as_batch_model(patched)
 
 
 def test_a_pyg_model_with_a_forward_put_on_it_runs_as_a_whole():
     model = pyg.GraphSAGE(6, 8, 2, 3)
     model.forward = lambda x, edge_index: x[:, :3]  # type: ignore[method-assign]
-    assert isinstance(as_walkable(model), Whole)
+    assert isinstance(as_batch_model(model), Whole)
 
 
 def test_a_gnn_with_a_forward_of_its_own_is_refused():
@@ -140,7 +140,7 @@ def test_a_gnn_with_a_forward_of_its_own_is_refused():
             return -super().forward(batch)
 
     with pytest.raises(ValueError, match=r"Negated overrides forward.*override encode, layer or decode"):
-        as_walkable(Negated([pyg.SAGEConv(8, 3)]))
+        as_batch_model(Negated([pyg.SAGEConv(8, 3)]))
 
 
 def test_a_module_that_runs_on_all_edges_at_once_has_one_list_per_node() -> None:

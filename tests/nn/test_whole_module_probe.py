@@ -69,14 +69,14 @@ def test_a_conv_that_caches_edges_is_refused_by_name_in_batches(name: str):
         fit(data, model)
     batch = next(iter(method().loader(data, data.splits["train"])))
     with pytest.raises(ValueError, match=sentence):
-        hl.nn.as_walkable(model)(batch)
+        hl.nn.as_batch_model(model)(batch)
 
 
 def test_a_model_that_is_itself_a_caching_conv_is_refused_by_its_name_alone():
     data = small()
     batch = next(iter(method().loader(data, data.splits["train"])))
     with pytest.raises(ValueError, match="of the first batch for all others: build it with cached=False"):
-        hl.nn.as_walkable(pyg.GCNConv(data.num_features, 2, cached=True))(batch)
+        hl.nn.as_batch_model(pyg.GCNConv(data.num_features, 2, cached=True))(batch)
 
 
 @pytest.mark.parametrize("name", [*CACHED, "APPNP"])
@@ -115,7 +115,7 @@ def test_a_cache_that_is_switched_off_but_full_is_not_used_in_batches():
     for net in (model, fresh):
         net.first.cached = net.second.cached = False  # type: ignore[assignment]
     batch = next(iter(method().loader(data, data.splits["train"])))
-    torch.testing.assert_close(hl.nn.as_walkable(model)(batch), hl.nn.as_walkable(fresh)(batch))
+    torch.testing.assert_close(hl.nn.as_batch_model(model)(batch), hl.nn.as_batch_model(fresh)(batch))
 
 
 # ---- modules whose outputs or arguments are others
@@ -155,7 +155,7 @@ def test_an_output_that_is_not_a_row_per_node_is_refused_before_training(end: Ca
     with pytest.raises(ValueError, match=sentence):
         infer.exact(model, data)
     with pytest.raises(ValueError, match=sentence):
-        hl.nn.as_walkable(model)(next(iter(method().loader(data, data.splits["train"]))))
+        hl.nn.as_batch_model(model)(next(iter(method().loader(data, data.splits["train"]))))
 
 
 class NeedsMore(nn.Module):
@@ -297,6 +297,6 @@ def test_the_message_about_approximation_is_true():
     for make, is_equal in ((pyg.SAGEConv, True), (pyg.GCNConv, False)):
         model = Net(make, data).double().eval()
         (batch,) = hl.Sampled(fanouts=(-1, -1), batch_size=20, shuffle=False).loader(data, ids)
-        ours = hl.nn.as_walkable(model)(batch)
+        ours = hl.nn.as_batch_model(model)(batch)
         expected = model(features_of(data).double(), pyg_data.edge_index)[ids]
         assert torch.allclose(ours, expected, rtol=1e-8) == is_equal

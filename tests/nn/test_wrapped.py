@@ -52,16 +52,18 @@ def test_ddp_is_taken_off_for_loaders_and_inference(ranks: int):
 def test_what_was_taken_out_of_ddp_does_not_train_ranks_apart(ranks: int):
     data = small()
     model = GraphSAGE(data.num_features, 8, 2, data.num_classes)
-    walk = hl.nn.as_walkable(DistributedDataParallel(model))
+    batch_model = hl.nn.as_batch_model(DistributedDataParallel(model))
     batch = batch_for(model)
     if ranks == 1:
-        assert torch.equal(walk(batch), hl.nn.as_walkable(model)(batch))
+        assert torch.equal(batch_model(batch), hl.nn.as_batch_model(model)(batch))
         return
-    with pytest.raises(RuntimeError, match=r"not summed over ranks: train DistributedDataParallel\(hl.nn.as_walkable"):
-        walk(batch)
+    with pytest.raises(
+        RuntimeError, match=r"not summed over ranks: train DistributedDataParallel\(hl.nn.as_batch_model"
+    ):
+        batch_model(batch)
     with torch.no_grad():
-        assert torch.equal(walk(batch), hl.nn.as_walkable(model)(batch))
-    around = DistributedDataParallel(hl.nn.as_walkable(model))
+        assert torch.equal(batch_model(batch), hl.nn.as_batch_model(model)(batch))
+    around = DistributedDataParallel(hl.nn.as_batch_model(model))
     assert around(batch).requires_grad
 
 
@@ -83,7 +85,7 @@ def test_compiled_ddp_is_refused_as_ddp_is(ranks: int):
     compiled = torch.compile(DistributedDataParallel(model))
     assert isinstance(compiled, nn.Module)
     with pytest.raises(RuntimeError, match="not summed over ranks"):
-        hl.nn.as_walkable(compiled)(batch)
+        hl.nn.as_batch_model(compiled)(batch)
     with pytest.raises(ValueError, match="wrapped for 2 ranks, and the Trainer knows of 1"):
         hl.Trainer(compiled, data, world=hl.World.alone(), epochs=1, show=False)
 
@@ -97,7 +99,7 @@ def test_fabric_and_compiled_models_are_taken_out(package: str, monkeypatch: pyt
     model = sage(small())
     for wrapped in (_FabricModule(model), torch.compile(model), _FabricModule(_FabricModule(model))):
         assert isinstance(wrapped, nn.Module)
-        assert hl.nn.as_walkable(wrapped) is model
+        assert hl.nn.as_batch_model(wrapped) is model
         assert torch.equal(hl.infer.exact(wrapped, data), hl.infer.exact(model, data))
 
 
@@ -105,7 +107,7 @@ def test_fabric_and_compiled_models_are_taken_out(package: str, monkeypatch: pyt
 def test_a_model_set_up_by_lightning_fabric_is_unwrapped():
     fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
     model = sage(small())
-    assert hl.nn.as_walkable(fabric.setup(model)) is model
+    assert hl.nn.as_batch_model(fabric.setup(model)) is model
 
 
 def test_a_pyg_model_that_is_called_with_a_batch_says_what_to_call():
@@ -115,18 +117,20 @@ def test_a_pyg_model_that_is_called_with_a_batch_says_what_to_call():
     for _ in range(2):  # a second loader adds nothing
         batch_for(model)
     assert len(model._forward_pre_hooks) == 1
-    with pytest.raises(TypeError, match=r"GraphSAGE takes \(x, edge_index\).*hl.nn.as_walkable\(model\)\(batch\)"):
+    with pytest.raises(TypeError, match=r"GraphSAGE takes \(x, edge_index\).*hl.nn.as_batch_model\(model\)\(batch\)"):
         model(batch)
     for name in ("edge_index", "batch_size", "n_id"):
-        with pytest.raises(AttributeError, match=rf"no '{name}'.*hl.nn.as_walkable\(model\)\(batch\).*NeighborLoader"):
+        with pytest.raises(
+            AttributeError, match=rf"no '{name}'.*hl.nn.as_batch_model\(model\)\(batch\).*NeighborLoader"
+        ):
             getattr(batch, name)
     with pytest.raises(AttributeError, match="'Batch' object has no attribute 'zzz'"):
         _ = batch.zzz
-    assert isinstance(hl.nn.as_walkable(model), hl.nn.GNN), "the answer does not change how the model is run"
+    assert isinstance(hl.nn.as_batch_model(model), hl.nn.GNN), "the answer does not change how the model is run"
     x = torch.randn(4, data.num_features)
     edges = torch.tensor([[0, 1], [1, 2]])
     assert isinstance(model(x, edges), Tensor)
-    assert hl.nn.as_walkable(model)(batch).shape == (batch.num_seeds, data.num_classes)
+    assert hl.nn.as_batch_model(model)(batch).shape == (batch.num_seeds, data.num_classes)
 
 
 def test_reprs_fit_in_a_few_lines():

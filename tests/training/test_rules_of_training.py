@@ -247,8 +247,8 @@ def test_hooks_that_layers_would_pass_by_are_refused_or_run(listen: str):
     getattr(ours, listen)(lambda *_: None)
     getattr(theirs.dropout, listen)(lambda *_: None)
     with pytest.raises(ValueError, match="GNN has hooks"):
-        hl.nn.as_walkable(ours)
-    assert not isinstance(hl.nn.as_walkable(theirs), hl.nn.GNN)  # the model's own forward runs
+        hl.nn.as_batch_model(ours)
+    assert not isinstance(hl.nn.as_batch_model(theirs), hl.nn.GNN)  # the model's own forward runs
 
 
 def test_a_hook_on_the_dropout_of_a_pyg_model_acts_in_training_and_in_evaluation():

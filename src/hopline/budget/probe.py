@@ -21,7 +21,7 @@ from hopline.core.batch import Batch
 from hopline.core.sizes import Sizes
 from hopline.device.meter import meter_of
 from hopline.device.out_of_memory import free_memory, is_out_of_memory
-from hopline.nn.whole_module import as_walkable
+from hopline.nn.whole_module import as_batch_model
 from hopline.units.batch_unit import BatchUnit, own_threads
 
 # ---- ends of the probe, once the predictor is sure
@@ -78,4 +78,4 @@ def measure_steps(
 def job_of(outline: Outline) -> Job:
     """The job with a copy of the model, so that the probe does not change the model, and without messages."""
     module: nn.Module = copy.deepcopy(outline.job.module)
-    return replace(outline.job, model=as_walkable(module), module=module.train(), say=lambda text: None)
+    return replace(outline.job, model=as_batch_model(module), module=module.train(), say=lambda text: None)

@@ -310,7 +310,7 @@ class Batch:
     """Seeds, the blocks that compute their outputs, and handles to the input rows of these blocks.
 
     A `GNN` is called with one: `model(batch)` gives [num_seeds, num_outputs]. Any other model is called by
-    `hl.nn.as_walkable(model)(batch)`. Batches are immutable; `to(device)` makes another one.
+    `hl.nn.as_batch_model(model)(batch)`. Batches are immutable; `to(device)` makes another one.
 
     Example:
         >>> data = hl.from_edges(
@@ -354,7 +354,7 @@ class Batch:
         if name in PYG_NAMES:
             raise AttributeError(
                 f"a hopline Batch has no {name!r}, since each layer has edges of its own (batch.blocks): call "
-                "hl.nn.as_walkable(model)(batch), or take PyG's batches from hl.NeighborLoader"
+                "hl.nn.as_batch_model(model)(batch), or take PyG's batches from hl.NeighborLoader"
             )
         raise AttributeError(f"'Batch' object has no attribute {name!r}")
 

@@ -41,7 +41,7 @@ from hopline.inference.layerwise_chunks import CHUNK_EDGES, CPU, Chunks
 from hopline.inference.neighborhoods import LocalInference, run_whole, whole_bytes
 from hopline.inference.resumable import LayerFiles, weights_checksum
 from hopline.nn.structure import structure_of
-from hopline.nn.whole_module import Whole, as_walkable
+from hopline.nn.whole_module import Whole, as_batch_model
 from hopline.nn.whole_module_probe import find_hops, find_reach, initialise
 from hopline.units.batch_unit import narrow_output_error
 from hopline.util.config import format_size, parse_chunk_bytes
@@ -154,36 +154,37 @@ def exact_rows(
     """
     check_node_ids(ids, data.num_nodes)
     max_bytes = parse_chunk_bytes(chunk_bytes)
-    walk = as_walkable(model)
-    with evaluating(walk):
-        if isinstance(walk, Whole):
+    batch_model = as_batch_model(model)
+    with evaluating(batch_model):
+        if isinstance(batch_model, Whole):
             if folder is not None:
                 raise ValueError(
-                    f"{type(walk.module).__name__} has no layers to resume from: leave out folder=, or use hl.nn.GNN"
+                    f"{type(batch_model.module).__name__} has no layers to resume from: leave out folder=, or use "
+                    "hl.nn.GNN"
                 )
             if keep is not None:
                 raise ValueError(
-                    f"{type(walk.module).__name__} has no layers whose rows keep= could be given: leave out keep=, or "
-                    "use hl.nn.GNN"
+                    f"{type(batch_model.module).__name__} has no layers whose rows keep= could be given: leave out "
+                    "keep=, or use hl.nn.GNN"
                 )
-            initialise(walk, data.x, data.graph.edge)
+            initialise(batch_model, data.x, data.graph.edge)
             limits = {"chunk_edges": chunk_edges, "chunk_bytes": max_bytes}
             limit_names = [name for name, limit in limits.items() if limit is not None]
-            part_hops = part_hops_of(walk, data, hops, limit_names)
+            part_hops = part_hops_of(batch_model, data, hops, limit_names)
             if part_hops is None and show:
-                logger.info(describe_whole(walk, data))
-            return whole_rows(walk, data, ids, part_hops, device=torch.device(device), show=show, **limits)
+                logger.info(describe_whole(batch_model, data))
+            return whole_rows(batch_model, data, ids, part_hops, device=torch.device(device), show=show, **limits)
         if hops is not None:
             raise ValueError(
                 f"hops= is for a module that is not made of layers, and {type(model).__name__} is: leave it out"
             )
-        walk.check_blocks(data.num_features, data.graph.edge)
+        batch_model.check_blocks(data.num_features, data.graph.edge)
         files = None
         if folder is not None:
             if keep is not None:
                 raise ValueError("rows that are in folder= already would not come to keep=: give one of them")
             files = LayerFiles(Path(folder), identity(model, contents_of(data), ids, chunk_edges, max_bytes))
-        work = Chunks(walk, data, chunk_edges, torch.device(device), keep, chunk_bytes=max_bytes, files=files)
+        work = Chunks(batch_model, data, chunk_edges, torch.device(device), keep, chunk_bytes=max_bytes, files=files)
         outputs = work.outputs(ids, show)
         return lambda node_ids: Rows(outputs, node_ids).read_on(CPU)
 
@@ -207,7 +208,7 @@ def identity(
     chunks = f"{chunk_edges or CHUNK_EDGES} edges" if chunk_bytes is None else f"{chunk_bytes} bytes"
     return {
         **contents,
-        "model": structure_of(as_walkable(model)),
+        "model": structure_of(as_batch_model(model)),
         "weights": weights_checksum(model),
         "nodes": "all" if ids is None else checksum_of(ids),
         "chunks": chunks,
@@ -246,14 +247,14 @@ def sampled(
         >>> hl.infer.sampled(hl.nn.GNN([SAGEConv(2, 3)]), batches).shape
         torch.Size([2, 3])
     """
-    walk = as_walkable(model)
+    batch_model = as_batch_model(model)
     outputs = []
     with (
-        evaluating(walk),
+        evaluating(batch_model),
         progress("inference", num_nodes, "nodes", enabled=show, brief=True) as bar,
     ):
         for batch in batches:
-            outputs.append(walk(batch).cpu() if guard is None else guard.outputs(walk, batch))
+            outputs.append(batch_model(batch).cpu() if guard is None else guard.outputs(batch_model, batch))
             bar.advance(batch.num_seeds)
     return torch.cat(outputs)
 
@@ -280,7 +281,7 @@ def measure(data: Dataset, scores: Tensor, labels: Tensor) -> dict[str, float]:
 
 
 def whole_rows(
-    walk: Whole,
+    batch_model: Whole,
     data: Dataset,
     ids: Tensor | None,
     part_hops: int | None,
@@ -297,18 +298,18 @@ def whole_rows(
     """
     if part_hops is None:
         if is_too_large(data):
-            enough_hops = find_hops(walk, data.x, data.graph.edge)
+            enough_hops = find_hops(batch_model, data.x, data.graph.edge)
             advice = "" if enough_hops is None else f"give hops={enough_hops}, "
             raise ValueError(
-                f"{type(walk.module).__name__} has no layers that could be computed one by one, and the whole graph is "
-                f"too large for it: {advice}build it as hl.nn.GNN([...convs...]), or set inference=sampled"
+                f"{type(batch_model.module).__name__} has no layers that could be computed one by one, and the whole "
+                f"graph is too large for it: {advice}build it as hl.nn.GNN([...convs...]), or set inference=sampled"
             )
-        return run_whole(walk, data, device).__getitem__
+        return run_whole(batch_model, data, device).__getitem__
     seeds = torch.arange(data.num_nodes) if ids is None else torch.unique(ids.cpu().long())
-    local = LocalInference(walk, data, part_hops, device, chunk_edges=chunk_edges, chunk_bytes=chunk_bytes)
+    local = LocalInference(batch_model, data, part_hops, device, chunk_edges=chunk_edges, chunk_bytes=chunk_bytes)
     has_limit = chunk_edges is not None or chunk_bytes is not None
     if not has_limit and not is_too_large(data) and local.is_dearer_than_whole(seeds):
-        return run_whole(walk, data, device).__getitem__
+        return run_whole(batch_model, data, device).__getitem__
     rows = local.rows(seeds, show)
 
     def read(node_ids: Tensor) -> Tensor:
@@ -317,7 +318,7 @@ def whole_rows(
     return read
 
 
-def part_hops_of(walk: Whole, data: Dataset, hops: int | None, limits: list[str]) -> int | None:
+def part_hops_of(batch_model: Whole, data: Dataset, hops: int | None, limits: list[str]) -> int | None:
     """The hops of the parts that a module runs on. None for the whole graph.
 
     They are `hops`, or one more if the module also needs all in-edges of the nodes that are `hops` away.
@@ -327,9 +328,9 @@ def part_hops_of(walk: Whole, data: Dataset, hops: int | None, limits: list[str]
     hops: the hops around a node that the module reads, says the user; None if the user does not say.
     limits: the names of the arguments that the user set to limit the size of parts.
     """
-    name = type(walk.module).__name__
+    name = type(batch_model.module).__name__
     if hops is None and limits:
-        enough_hops = find_hops(walk, data.x, data.graph.edge)
+        enough_hops = find_hops(batch_model, data.x, data.graph.edge)
         advice = "leave it out" if enough_hops is None else f"add hops={enough_hops}"
         raise ValueError(
             f"{limits[0]}= needs the number of hops around a node that {name} reads, since it has no layers to compute "
@@ -339,9 +340,9 @@ def part_hops_of(walk: Whole, data: Dataset, hops: int | None, limits: list[str]
         return None
     if isinstance(hops, bool) or not isinstance(hops, int) or hops < 0:
         raise ValueError(f"hops must be a number from 0, not {hops!r}")
-    reach = find_reach(walk, hops, data.x, data.graph.edge)
+    reach = find_reach(batch_model, hops, data.x, data.graph.edge)
     if reach.part_hops is None:
-        enough_hops = find_hops(walk, data.x, data.graph.edge)
+        enough_hops = find_hops(batch_model, data.x, data.graph.edge)
         advice = "" if enough_hops is None or enough_hops <= hops else f"hops={enough_hops}, or "
         raise ValueError(
             f"{name} with hops={hops} would not give its outputs on the whole graph: {reach.reason or reach.refusal}. "
@@ -350,11 +351,11 @@ def part_hops_of(walk: Whole, data: Dataset, hops: int | None, limits: list[str]
     return reach.part_hops
 
 
-def describe_whole(walk: Whole, data: Dataset) -> str:
+def describe_whole(batch_model: Whole, data: Dataset) -> str:
     """A sentence for the log: the memory of one forward pass over the whole graph."""
     return (
-        f"exact inference runs {type(walk.module).__name__} on the whole graph at once, which takes about "
-        f"{format_size(whole_bytes(walk, data))}"
+        f"exact inference runs {type(batch_model.module).__name__} on the whole graph at once, which takes about "
+        f"{format_size(whole_bytes(batch_model, data))}"
     )
 
 

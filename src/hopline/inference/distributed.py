@@ -32,7 +32,7 @@ from hopline.distributed.all_to_all import Channel, RowRequest
 from hopline.inference import evaluating, measure
 from hopline.inference.layerwise_chunks import CHUNK_EDGES, Chunks
 from hopline.nn.gnn import GNN
-from hopline.nn.whole_module import as_walkable
+from hopline.nn.whole_module import as_batch_model
 from hopline.shards.collective_sampler import CollectiveSampler, fetch
 from hopline.shards.data import ShardedData
 from hopline.shards.shard import Shard
@@ -95,12 +95,12 @@ def exact(
     """
     max_bytes = parse_chunk_bytes(chunk_bytes)
     channel = Channel() if channel is None else channel
-    walk = as_walkable(model)
-    if not isinstance(walk, GNN):
+    batch_model = as_batch_model(model)
+    if not isinstance(batch_model, GNN):
         raise ValueError(f"{type(model).__name__} has no layers to compute one by one: build it as hl.nn.GNN([...])")
-    walk.check_blocks(shard.num_features, shard.edge)
-    with evaluating(walk):
-        work = RankChunks(walk, shard, channel, chunk_edges, torch.device(device), chunk_bytes=max_bytes)
+    batch_model.check_blocks(shard.num_features, shard.edge)
+    with evaluating(batch_model):
+        work = RankChunks(batch_model, shard, channel, chunk_edges, torch.device(device), chunk_bytes=max_bytes)
         rows = torch.arange(shard.num_own) if rows is None else rows
         # A rank without rows computes one all the same, to learn the width of each layer's rows.
         computed_rows = rows if rows.numel() else torch.zeros(1, dtype=torch.int64)
@@ -257,14 +257,14 @@ def sampled(model: nn.Module, channel: Channel, batches: Iterable[Batch]) -> tup
     Collective. A rank without seeds learns the width of the outputs from the others: its own output has no
     rows and no columns until then.
     """
-    walk = as_walkable(model)
+    batch_model = as_batch_model(model)
     ids: list[Tensor] = []
     outputs: list[Tensor] = []
     labels: list[Tensor] = []
-    with evaluating(walk):
+    with evaluating(batch_model):
         for batch in batches:
             ids.append(batch.seeds.cpu())
-            outputs.append(walk(batch).float().cpu() if batch.num_seeds else torch.empty(0, 0))
+            outputs.append(batch_model(batch).float().cpu() if batch.num_seeds else torch.empty(0, 0))
             if batch.y is not None:
                 labels.append(batch.y.cpu())
     width = int(channel.max(torch.tensor([max(rows.size(1) for rows in outputs)])))

@@ -34,23 +34,23 @@ from hopline.util.progress import progress
 CPU = torch.device("cpu")
 
 
-def whole_bytes(walk: Whole, data: Dataset) -> int:
+def whole_bytes(batch_model: Whole, data: Dataset) -> int:
     """The bytes of a module's forward pass over the whole graph, by the widths of its parameters.
 
     An upper bound for modules of convs. Too little for a module that compares all pairs of nodes.
     """
-    costs = costs_of(walk, data.x, num_blocks=1).forward_only()
+    costs = costs_of(batch_model, data.x, num_blocks=1).forward_only()
     # One block, whose sources and destinations are all nodes.
     sizes = Sizes(nodes=(data.num_nodes, data.num_nodes), edges=(data.num_edges,))
     return int(costs.bound(sizes))
 
 
-def run_whole(walk: Whole, data: Dataset, device: torch.device) -> Tensor:
+def run_whole(batch_model: Whole, data: Dataset, device: torch.device) -> Tensor:
     """The outputs of all nodes by one forward pass over the whole graph: [num_nodes, ...] on the host."""
     graph = data.graph
     part = Part(graph.indptr, graph.indices, graph.edge).to(device)
     block = Block(torch.arange(graph.num_nodes, device=device), graph.num_nodes, (part,), graph)
-    return walk.on_block(Rows(data.x, block.src_ids).read_on(device), block).cpu()
+    return batch_model.on_block(Rows(data.x, block.src_ids).read_on(device), block).cpu()
 
 
 class LocalInference:
@@ -62,7 +62,7 @@ class LocalInference:
 
     def __init__(
         self,
-        walk: Whole,
+        batch_model: Whole,
         data: Dataset,
         part_hops: int,
         device: torch.device,
@@ -70,7 +70,7 @@ class LocalInference:
         chunk_edges: int | None = None,
         chunk_bytes: int | None = None,
     ) -> None:
-        self.walk = walk
+        self.batch_model = batch_model
         self.data = data
         self.part_hops = part_hops
         self.device = with_index(device)
@@ -78,7 +78,7 @@ class LocalInference:
         if chunk_bytes is not None:
             # The bound is far above the bytes of a chunk. It serves until the first chunk was measured. Entry 0 is
             # the module's only block.
-            costs = costs_of(walk, data.x, num_blocks=1).forward_only()
+            costs = costs_of(batch_model, data.x, num_blocks=1).forward_only()
             self.limit = max(1, int(chunk_bytes / max(costs.per_node[0], costs.per_edge[0])))
         else:
             self.limit = chunk_edges or default_chunk_edges(self.device, data)
@@ -143,7 +143,9 @@ class LocalInference:
         """
 
         def run() -> Tensor:
-            return self.walk.on_block(Rows(self.data.x, block.src_ids).read_on(self.device), block.to(self.device))
+            return self.batch_model.on_block(
+                Rows(self.data.x, block.src_ids).read_on(self.device), block.to(self.device)
+            )
 
         if self.chunk_bytes is None:
             return run()

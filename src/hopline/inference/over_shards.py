@@ -33,7 +33,7 @@ from hopline.inference import ReadRows, check_node_ids, evaluating, identity
 from hopline.inference.layerwise_chunks import CPU, Chunks
 from hopline.inference.resumable import LayerFiles
 from hopline.nn.gnn import GNN
-from hopline.nn.whole_module import as_walkable
+from hopline.nn.whole_module import as_batch_model
 from hopline.shards.collective_sampler import weights_of_shard
 from hopline.shards.shard import ADVICE, Shard, open_shard, read_shard_record
 from hopline.tables import Table
@@ -326,15 +326,15 @@ def exact_rows(
     """
     check_node_ids(ids, data.num_nodes)
     max_bytes = parse_chunk_bytes(chunk_bytes)
-    walk = as_walkable(model)
-    if not isinstance(walk, GNN):
+    batch_model = as_batch_model(model)
+    if not isinstance(batch_model, GNN):
         raise ValueError(f"{type(model).__name__} has no layers to compute one by one: build it as hl.nn.GNN([...])")
-    walk.check_blocks(data.num_features, data.shard(0).edge)
+    batch_model.check_blocks(data.num_features, data.shard(0).edge)
     files = None
     if folder is not None:
         contents = {"cut of the dataset": data.cut}
         files = LayerFiles(Path(folder), identity(model, contents, ids, chunk_edges, max_bytes))
-    with evaluating(walk):
-        work = ShardChunks(walk, data, chunk_edges, torch.device(device), chunk_bytes=max_bytes, files=files)
+    with evaluating(batch_model):
+        work = ShardChunks(batch_model, data, chunk_edges, torch.device(device), chunk_bytes=max_bytes, files=files)
         outputs = work.outputs(None if ids is None else data.position[ids], show)
     return lambda node_ids: Rows(outputs, data.position[node_ids]).read_on(CPU)

@@ -21,6 +21,6 @@ State of the process: `probe.findings` owns the findings about each module, and 
 
 from hopline.nn.conv_adapter import convolve
 from hopline.nn.gnn import GNN, State
-from hopline.nn.whole_module import Whole, as_walkable
+from hopline.nn.whole_module import Whole, as_batch_model
 
-__all__ = ["GNN", "State", "Whole", "as_walkable", "convolve"]
+__all__ = ["GNN", "State", "Whole", "as_batch_model", "convolve"]

@@ -6,7 +6,7 @@ Every model that hopline runs is one of two classes, both called with a `Batch`:
     Whole    any module with `forward(x, edge_index)`. It runs on the union of a batch's blocks, so every conv in it
              sees every sampled edge. That costs more, but needs to know nothing about the module.
 
-`as_walkable` turns a user's model into one of them, called `walk` in the code. `is_layered` decides which. A
+`as_batch_model` turns a user's model into one of them, called `batch_model` in the code. `is_layered` decides which. A
 model inside of a wrapper such as DDP is taken out of it. Two hooks raise an error with advice: one if a model
 that was taken out of DDP is trained, the other if a user's own model is called with a `Batch`.
 """
@@ -165,7 +165,7 @@ def depth_of(model: nn.Module) -> int:
     return num_convs
 
 
-def as_walkable(model: nn.Module) -> GNN | Whole:
+def as_batch_model(model: nn.Module) -> GNN | Whole:
     """Return a model that can be called with a batch, and shares its parameters with the given one.
 
     A GNN is returned as it is. A PyG model becomes a GNN, which runs layer by layer. Any other module with
@@ -186,23 +186,23 @@ def as_walkable(model: nn.Module) -> GNN | Whole:
     Example:
         >>> from torch_geometric.nn import GraphSAGE
         >>> model = GraphSAGE(2, 8, num_layers=2, out_channels=3)
-        >>> walk = hl.nn.as_walkable(model)
-        >>> type(walk).__name__, next(walk.parameters()) is next(model.parameters())
+        >>> batch_model = hl.nn.as_batch_model(model)
+        >>> type(batch_model).__name__, next(batch_model.parameters()) is next(model.parameters())
         ('GNN', True)
     """
     inner = unwrap(model)
     if inner is not model:
-        walk = as_walkable(inner)
-        if walk is not inner and num_wrapped_ranks(model) > 1:
+        batch_model = as_batch_model(inner)
+        if batch_model is not inner and num_wrapped_ranks(model) > 1:
             # A new object, which DDP does not know: training it would not sum gradients over ranks.
-            walk.register_forward_pre_hook(_refuse_gradients)
-        return walk
+            batch_model.register_forward_pre_hook(_refuse_gradients)
+        return batch_model
     has_layers = is_layered(model)  # also refuses a GNN whose layers do not tell what it computes
     if isinstance(model, GNN | Whole):
         return model
-    walk = GNN.from_pyg(model) if has_layers else Whole(model)  # type: ignore[arg-type]
-    walk.training = model.training  # of the new object alone: its layers are the model's own
-    return walk
+    batch_model = GNN.from_pyg(model) if has_layers else Whole(model)  # type: ignore[arg-type]
+    batch_model.training = model.training  # of the new object alone: its layers are the model's own
+    return batch_model
 
 
 def is_layered(model: nn.Module) -> bool:
@@ -270,15 +270,15 @@ def num_wrapped_ranks(model: nn.Module) -> int:
     return torch.distributed.get_world_size(model.process_group)
 
 
-def _refuse_gradients(walk: nn.Module, arguments: tuple[Any, ...]) -> None:
+def _refuse_gradients(batch_model: nn.Module, arguments: tuple[Any, ...]) -> None:
     """A pre-forward hook: raise RuntimeError if a model that was taken out of DDP is trained.
 
     Its gradients would not be summed over ranks, so every rank would train by itself.
     """
-    if walk.training and torch.is_grad_enabled():
+    if batch_model.training and torch.is_grad_enabled():
         raise RuntimeError(
             "this model was taken out of DistributedDataParallel, so its gradients are not summed over ranks: train "
-            "DistributedDataParallel(hl.nn.as_walkable(model)) instead"
+            "DistributedDataParallel(hl.nn.as_batch_model(model)) instead"
         )
 
 
@@ -297,5 +297,5 @@ def _refuse_batch(model: nn.Module, arguments: tuple[Any, ...]) -> None:
         name = type(model).__name__
         raise TypeError(
             f"{name} takes (x, edge_index), and a hopline Batch has the edges of each layer: call "
-            f"hl.nn.as_walkable(model)(batch), or take PyG's batches from hl.NeighborLoader"
+            f"hl.nn.as_batch_model(model)(batch), or take PyG's batches from hl.NeighborLoader"
         )

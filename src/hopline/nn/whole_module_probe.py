@@ -76,7 +76,7 @@ class Reach:
     """The exception that the module raised on the tiny graph."""
 
 
-def find_reach(walk: Whole, hops: int, x: Readable, edge: Mapping[str, Tensor]) -> Reach:
+def find_reach(batch_model: Whole, hops: int, x: Readable, edge: Mapping[str, Tensor]) -> Reach:
     """Find out whether `hops` hops around a node are enough for the module's output at the node.
 
     The finding is cached for the module. It does not depend on the weights, which the trial draws itself.
@@ -85,45 +85,45 @@ def find_reach(walk: Whole, hops: int, x: Readable, edge: Mapping[str, Tensor]) 
     """
     kinds = tuple((name, array.dtype, array.shape[1:]) for name, array in edge.items())
     question = ("reach", hops, x.shape[1:], x.dtype, kinds)
-    reach: Reach | None = findings.get(walk.module, question, settings=None)
+    reach: Reach | None = findings.get(batch_model.module, question, settings=None)
     if reach is None:
         # The generator is restored afterwards: a trial must not change what training draws.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            reach = _find(walk.module, hops, x, edge)
-        findings.put(walk.module, question, settings=None, answer=reach)
+            reach = _find(batch_model.module, hops, x, edge)
+        findings.put(batch_model.module, question, settings=None, answer=reach)
     return reach
 
 
-def find_hops(walk: Whole, x: Readable, edge: Mapping[str, Tensor]) -> int | None:
+def find_hops(batch_model: Whole, x: Readable, edge: Mapping[str, Tensor]) -> int | None:
     """A number of hops around a node that is enough for the module's output.
 
     The number of the module's PyG convs is tried first, then 0, 1, ... `FURTHER`. None if none of them is enough.
     """
-    num_convs = sum(isinstance(part, MessagePassing) for part in walk.module.modules())
+    num_convs = sum(isinstance(part, MessagePassing) for part in batch_model.module.modules())
     for hops in (num_convs, *range(FURTHER + 1)):
-        if find_reach(walk, hops, x, edge).part_hops is not None:
+        if find_reach(batch_model, hops, x, edge).part_hops is not None:
             return hops
     return None
 
 
-def initialise(walk: Whole, x: Readable, edge: Mapping[str, Tensor]) -> None:
+def initialise(batch_model: Whole, x: Readable, edge: Mapping[str, Tensor]) -> None:
     """Give convs built with in_channels=-1 their parameters, by a forward pass on the tiny graph."""
-    parameters = list(walk.module.parameters())
+    parameters = list(batch_model.module.parameters())
     if any(map(is_lazy, parameters)):
         tiny = _TinyGraph(hops=1, x=x, edge=edge)  # any number of hops would do
         device = parameters[0].device
         with torch.no_grad():
-            walk.on_block(tiny.x.to(device), tiny.block.to(device))
+            batch_model.on_block(tiny.x.to(device), tiny.block.to(device))
 
 
-def check_batches(walk: Whole, fanouts: Sequence[int], graph: Graph, x: Readable, seeds: Tensor) -> None:
+def check_batches(batch_model: Whole, fanouts: Sequence[int], graph: Graph, x: Readable, seeds: Tensor) -> None:
     """Raise ValueError if the module's outputs mean nothing in sampled batches, or cannot be computed.
 
     fanouts, graph, x, seeds: settings and data of the run. If the module fails on the tiny graph, a copy of
     it runs on a batch of the first few seeds.
     """
-    name = type(walk.module).__name__
-    reach = find_reach(walk, len(fanouts), x, graph.edge)
+    name = type(batch_model.module).__name__
+    reach = find_reach(batch_model, len(fanouts), x, graph.edge)
     if reach.refusal:
         raise ValueError(
             f"{name} cannot be trained in batches: {reach.refusal}. Use convs such as SAGEConv, GCNConv or GATConv, "
@@ -136,7 +136,7 @@ def check_batches(walk: Whole, fanouts: Sequence[int], graph: Graph, x: Readable
     blocks = NeighborSampler(graph, tuple(fanouts)).sample(seeds[:WIDTH], 0)
     union = Batch(seeds[:WIDTH], blocks, None, None).union()
     try:
-        trial = Whole(copy.deepcopy(walk.module).eval())
+        trial = Whole(copy.deepcopy(batch_model.module).eval())
         device = next((p.device for p in trial.parameters()), torch.device("cpu"))
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             trial.on_block(_read(x, union.src_ids).to(device), union.to(device))
@@ -244,17 +244,17 @@ class _Trial:
         self._dtype = dtype
         self._seed = seed
         self._draws = True
-        self._walk = self._copy_module(tiny)
+        self._batch_model = self._copy_module(tiny)
         self.outputs = self.run(tiny.x, tiny.block)
         if not bool(self.outputs.isfinite().all()):
             # The drawn weights lead to inf or nan. Try the module's own.
             self._draws = False
-            self._walk = self._copy_module(tiny)
+            self._batch_model = self._copy_module(tiny)
             self.outputs = self.run(tiny.x, tiny.block)
 
     def run(self, x: Tensor, block: Block) -> Tensor:
         """Outputs at all nodes of a square block."""
-        return self._walk.on_block(x, block)
+        return self._batch_model.on_block(x, block)
 
     def remembers(self, tiny: _TinyGraph) -> bool:
         """Whether the output on a neighbourhood differs from that of a new copy, which has seen no graph."""
@@ -273,12 +273,12 @@ class _Trial:
         Copies of one trial have the same weights: the generator is seeded for each.
         """
         module = copy.deepcopy(self._module).cpu().eval()
-        walk = Whole(module if self._dtype is None else module.to(self._dtype))
-        if any(map(is_lazy, walk.parameters())):
+        batch_model = Whole(module if self._dtype is None else module.to(self._dtype))
+        if any(map(is_lazy, batch_model.parameters())):
             torch.manual_seed(0)
-            walk.on_block(tiny.x, tiny.block)
+            batch_model.on_block(tiny.x, tiny.block)
         generator = torch.Generator().manual_seed(self._seed)
-        for p in walk.parameters():
+        for p in batch_model.parameters():
             if self._draws and p.is_floating_point():
                 noise = torch.randn(p.shape, generator=generator).to(p.dtype)
                 # Matrices are drawn again. Vectors and numbers, such as a temperature or a power, stay near
@@ -287,7 +287,7 @@ class _Trial:
                     p.copy_(noise / p.size(-1) ** 0.5)
                 else:
                     p.add_(0.1 * noise)
-        return walk
+        return batch_model
 
 
 def _is_informative(out: Tensor) -> bool:

@@ -35,7 +35,7 @@ from hopline.inference import distributed as shard_infer
 from hopline.inference import over_shards as shard_by_shard
 from hopline.inference.over_shards import AllShards
 from hopline.methods.sampled.settings import Sampled
-from hopline.nn.whole_module import as_walkable
+from hopline.nn.whole_module import as_batch_model
 from hopline.run.models import make_model
 from hopline.run.settings import InferConfig, RunConfig, load_trusted
 from hopline.run.train import launch_settings_of, load_weights, open_data
@@ -167,9 +167,9 @@ def _predict_chunks(
             )
         read_scores = shard_by_shard.exact_rows(model, data, split_ids, show=True, **options)
     else:
-        walk = as_walkable(model)  # a `GNN`, or a `Whole` for a module that is not made of layers
-        hops = hops_by_fanouts(walk, data, settings.method) if config.hops is None else config.hops
-        read_scores = infer.exact_rows(walk, data, split_ids, hops=hops, show=True, **options)
+        batch_model = as_batch_model(model)  # a `GNN`, or a `Whole` for a module that is not made of layers
+        hops = hops_by_fanouts(batch_model, data, settings.method) if config.hops is None else config.hops
+        read_scores = infer.exact_rows(batch_model, data, split_ids, hops=hops, show=True, **options)
     for chunk_ids in ids.split(CHUNK_NODES):
         yield _select(read_scores(chunk_ids), data, config)
 

@@ -35,7 +35,7 @@ from hopline.distributed import launch
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
 from hopline.methods.sampled.settings import Auto, Sampled
-from hopline.nn.whole_module import as_walkable
+from hopline.nn.whole_module import as_batch_model
 from hopline.run.compare_methods import Candidate, choose, compare, outline_of_run
 from hopline.run.models import make_model
 from hopline.run.settings import RunConfig, load_config
@@ -138,7 +138,7 @@ def _for_model(config: RunConfig, model: nn.Module, data: Dataset) -> RunConfig:
     `method.fanouts=auto` becomes 15,10,5 for a model of three layers, for example. config.json stores the
     numbers.
     """
-    method = config.method.for_model(as_walkable(model)).for_graph(data.num_nodes)
+    method = config.method.for_model(as_batch_model(model)).for_graph(data.num_nodes)
     return dataclasses.replace(config, method=method)  # type: ignore[arg-type]
 
 

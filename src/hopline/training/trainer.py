@@ -56,7 +56,7 @@ from hopline.inference.captured_forward import CapturedInferences
 from hopline.methods.plan_within import plan_within
 from hopline.metrics import Mode, mode_of
 from hopline.nn.gnn import GNN
-from hopline.nn.whole_module import Whole, as_walkable
+from hopline.nn.whole_module import Whole, as_batch_model
 from hopline.nn.whole_module_probe import initialise
 from hopline.report.bottleneck import PREPARING_STAGES, TRAINING_STAGES
 from hopline.report.writer import Report, is_complete
@@ -175,9 +175,9 @@ class Trainer:
 
         self.model = unwrap_model(model, self.world).to(self.device)
         # The model as the library runs it, called with a batch. It shares its parameters with `self.model`.
-        walk = as_walkable(self.model)
+        batch_model = as_batch_model(self.model)
         # As the user asked for it. A plan for a budget may replace `method`.
-        self.requested_method = check_method(method).for_model(walk).for_graph(data.num_nodes)
+        self.requested_method = check_method(method).for_model(batch_model).for_graph(data.num_nodes)
         self.method = self.requested_method
         self.gradients = check_gradients(gradients, self.method, self.world)
         self.test_step = test_step
@@ -217,7 +217,7 @@ class Trainer:
         self.job = make_job(
             self.model,
             data,
-            model=walk,
+            model=batch_model,
             train_step=train_step,
             seed=self.settings.seed,
             device=self.device,

@@ -17,7 +17,7 @@ from hopline import ops
 from hopline.contract import Job, TrainStep, Unit
 from hopline.core.batch import Batch
 from hopline.nn.gnn import GNN
-from hopline.nn.whole_module import as_walkable, is_layered, unwrap
+from hopline.nn.whole_module import as_batch_model, is_layered, unwrap
 from hopline.util import trace
 from hopline.util.host import num_cores
 
@@ -136,8 +136,8 @@ def own_threads_for(model: nn.Module) -> AbstractContextManager[None]:
         ...         print(model(batch).shape)
         torch.Size([4, 3])
     """
-    walk = as_walkable(model) if is_layered(unwrap(model)) else model
-    return _threads_for(walk, next(model.parameters()).device, num_cores())
+    batch_model = as_batch_model(model) if is_layered(unwrap(model)) else model
+    return _threads_for(batch_model, next(model.parameters()).device, num_cores())
 
 
 def _threads_for(model: nn.Module, device: torch.device, max_threads: int) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from hopline.contract import Job, TrainStep
 from hopline.data.dataset import Dataset
 from hopline.distributed.world import World
 from hopline.nn.gnn import GNN
-from hopline.nn.whole_module import Whole, as_walkable
+from hopline.nn.whole_module import Whole, as_batch_model
 from hopline.units.batch_unit import check_loss_of, supervised_loss
 
 
@@ -39,7 +39,7 @@ def make_job(
     device = torch.device("cpu") if device is None else device
     return Job(
         data=data,
-        model=as_walkable(module) if model is None else model,
+        model=as_batch_model(module) if model is None else model,
         module=module,
         train_ids=data.train_ids if train_ids is None else train_ids,
         train_step=step,
@@ -55,4 +55,4 @@ def make_job(
 def for_copy(job: Job, module: nn.Module, data: Dataset | None = None) -> Job:
     """A job like `job` for a copy of its module, which prints no messages. data: None for the dataset of `job`."""
     data = job.data if data is None else data
-    return replace(job, model=as_walkable(module), module=module, data=data, say=lambda text: None)
+    return replace(job, model=as_batch_model(module), module=module, data=data, say=lambda text: None)

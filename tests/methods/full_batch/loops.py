@@ -66,7 +66,7 @@ def own_loop(world: World, kind: str, folder: str | None = None, **settings: Any
     world.broadcast_tensors(model.state_dict().values())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = DATA if folder is None else hl.shards.open(Path(folder), world)
-    walk = model if kind == "own" else hl.nn.as_walkable(model)
+    batch_model = model if kind == "own" else hl.nn.as_batch_model(model)
     depth: dict[str, Any] = {"num_layers": 3} if kind == "own" else {"model": model}
     loader = method_of(settings).loader(data, seed=4, device=world.device, world=world, **depth)
     steps = []
@@ -74,7 +74,7 @@ def own_loop(world: World, kind: str, folder: str | None = None, **settings: Any
         for batch in loader:
             optimizer.zero_grad()
             with hl.shards.norms_over_ranks(world) if kind == "own" else torch.enable_grad():
-                scores = walk(batch)
+                scores = batch_model(batch)
             assert batch.total_seeds is not None
             (nn.functional.cross_entropy(scores, batch.labels, reduction="sum") / batch.total_seeds).backward()
             world.sum_gradients(model.parameters())
@@ -117,5 +117,5 @@ def predict(world: World, folder: str, weights: dict[str, Any]) -> list[list[flo
     (batch,) = hl.FullBatch().loader(data, torch.arange(data.num_nodes), model=model, world=world)
     with torch.no_grad():
         outputs = torch.zeros(data.num_nodes, 3, dtype=torch.float64)
-        outputs[batch.seeds] = hl.nn.as_walkable(model)(batch)
+        outputs[batch.seeds] = hl.nn.as_batch_model(model)(batch)
     return [world.sum(column.tolist()) for column in outputs.t()]

@@ -41,7 +41,7 @@ def gradients_of(model: nn.Module) -> list[Tensor]:
 def own_loop(world: World, kind: str, accumulate: int = 1, **settings: Any) -> list[list[Tensor]]:
     """The gradients of every step of a custom loop, summed over ranks."""
     model = model_of(kind).to(world.device)
-    walk = hl.nn.as_walkable(model)
+    batch_model = hl.nn.as_batch_model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = method_of(**settings).loader(DATA, model=model, seed=4, device=world.device, world=world)
     steps = []
@@ -51,7 +51,7 @@ def own_loop(world: World, kind: str, accumulate: int = 1, **settings: Any) -> l
             total = sum(batch.total_seeds or 0 for batch in group)
             optimizer.zero_grad()
             for batch in group:
-                (nn.functional.cross_entropy(walk(batch), batch.labels, reduction="sum") / total).backward()
+                (nn.functional.cross_entropy(batch_model(batch), batch.labels, reduction="sum") / total).backward()
             world.sum_gradients(model.parameters())
             steps.append(gradients_of(model))
             optimizer.step()

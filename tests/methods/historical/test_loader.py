@@ -155,5 +155,5 @@ def test_a_model_without_layers_and_one_called_with_a_batch_are_told():
     with pytest.raises(ValueError, match="OneModule is not made of layers"):
         loader_of(OneModule())
     model = model_of("pyg")
-    with pytest.raises(TypeError, match=r"call hl.nn.as_walkable\(model\)\(batch\)"):
+    with pytest.raises(TypeError, match=r"call hl.nn.as_batch_model\(model\)\(batch\)"):
         model(next(iter(loader_of(model))))

@@ -22,7 +22,7 @@ from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.memory_plan import SampledForms, draw_batches, largest_seed_sizes, tree_sizes
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
-from hopline.nn.whole_module import as_walkable
+from hopline.nn.whole_module import as_batch_model
 from hopline.units.batch_unit import supervised_loss
 from tests.helpers import dataset_of, graph_of, randn, random_graph, stack_of
 
@@ -35,7 +35,7 @@ def outline_of(num_nodes: int = 1000, num_edges: int = 8000, **options: Any) -> 
     model = GNN(stack_of("sage-mean", 6, 32, 3)).double()
     step = supervised_loss("single", 3)
     ids = data.splits["train"]
-    job = Job(data=data, model=as_walkable(model), module=model, train_ids=ids, train_step=step)
+    job = Job(data=data, model=as_batch_model(model), module=model, train_ids=ids, train_step=step)
     return RunOutline(job=job, **options)
 
 

@@ -22,7 +22,7 @@ from hopline.core.batch import Batch
 from hopline.core.row_handles import Rows
 from hopline.distributed.world import RankSpec, World
 from hopline.methods.sampled.settings import Sampled
-from hopline.nn import GNN, as_walkable
+from hopline.nn import GNN, as_batch_model
 from hopline.tables import SparseTable, TensorTable
 from hopline.units.batch_unit import BatchUnit
 from hopline.util.errors import StageError
@@ -49,9 +49,9 @@ def model_of(num_layers: int = 2, **options: Any) -> GNN:
 
 def job_of(model: nn.Module, **changes: Any) -> Job:
     """A job on the CPU; changes: of its fields."""
-    walk = as_walkable(model)
+    batch_model = as_batch_model(model)
     ids = DATA.splits["train"]
-    return replace(Job(data=DATA, model=walk, module=model, train_ids=ids, train_step=mean_loss), **changes)
+    return replace(Job(data=DATA, model=batch_model, module=model, train_ids=ids, train_step=mean_loss), **changes)
 
 
 # ---- settings
@@ -279,7 +279,7 @@ def test_a_method_without_bind_cannot_be_made() -> None:
 
 
 def test_sums_cannot_be_scaled_in_a_model_that_is_not_made_of_layers() -> None:
-    model = as_walkable(SAGEConv(6, 4))
+    model = as_batch_model(SAGEConv(6, 4))
     job = Job(data=DATA, model=model, module=model, train_ids=torch.arange(5), train_step=mean_loss)
     with pytest.raises(ValueError, match="scale_sums=true needs a model made of layers"):
         Sampled(fanouts=(3,), scale_sums=True).bind(job)

@@ -15,7 +15,7 @@ from hopline.methods.full_batch.batches import ShardBatches, check_model, check_
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.partitioned.seeds import find_seeds
 from hopline.nn.gnn import GNN
-from hopline.nn.whole_module import as_walkable, is_layered, refuse_batches, unwrap
+from hopline.nn.whole_module import as_batch_model, is_layered, refuse_batches, unwrap
 from hopline.shards.convs.patch_message_passing import FetchMode
 from hopline.shards.data import ShardedData
 from hopline.shards.shard import Shard
@@ -140,10 +140,10 @@ def make_loader(
                 "in place of model=, and run its convs by hl.nn.convolve(conv, h, block)"
             )
         refuse_batches(inner)  # a PyG model that is called with a batch will raise an error with advice
-        walkable = as_walkable(inner)
-        assert isinstance(walkable, GNN)
-        check_model(method, walkable, data, World.alone(device) if world is None else world)
-        num_layers = walkable.num_layers
+        batch_model = as_batch_model(inner)
+        assert isinstance(batch_model, GNN)
+        check_model(method, batch_model, data, World.alone(device) if world is None else world)
+        num_layers = batch_model.num_layers
     assert num_layers is not None
     return FullBatchLoader(
         data=data,

@@ -31,7 +31,7 @@ from hopline.methods.sampled.captured_step import CapturedWork
 from hopline.methods.sampled.collective_loader import CollectiveLoader
 from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.settings import Sampled
-from hopline.nn.whole_module import Whole, as_walkable, refuse_batches, unwrap
+from hopline.nn.whole_module import Whole, as_batch_model, refuse_batches, unwrap
 from hopline.nn.whole_module_probe import check_batches
 from hopline.shards.data import ShardedData
 from hopline.shards.shard import Shard
@@ -108,27 +108,27 @@ def make_loader(
         data = data.shard
     if isinstance(data, Shard):
         # A Whole runs on the union of the blocks, so a node must draw the same neighbours in all layers.
-        one_list = model is not None and isinstance(as_walkable(model), Whole)
+        one_list = model is not None and isinstance(as_batch_model(model), Whole)
         return CollectiveLoader(data, ids, method, seed=seed, device=device, world=world, one_list=one_list)
 
     if isinstance(ids, str) and ids not in data.splits:
         raise ValueError(f"there is no split {ids!r}: choose one of {', '.join(data.splits)}")
     seeds = data.splits[ids] if isinstance(ids, str) else torch.as_tensor(ids)
 
-    walkable = None
+    batch_model = None
     if model is not None:
         # The user's own module cannot read a batch. If it is called with one, it raises an error with advice.
         refuse_batches(unwrap(model))
         # A GNN or Whole can read a batch. It shares its parameters with the user's module.
-        walkable = as_walkable(model)
-        method = method.for_model(walkable)
+        batch_model = as_batch_model(model)
+        method = method.for_model(batch_model)
     return Loader(
         data=data,
         ids=seeds,
         method=method,
         seed=seed,
         device=torch.device(device),
-        model=walkable,
+        model=batch_model,
         world=world,
     )
 

@@ -27,7 +27,7 @@ from hopline.nn.norms import OwnStatistics
 def norms_over_ranks(world: World) -> AbstractContextManager[Any]:
     """A context in which batch norms in training take their statistics from the rows of all ranks.
 
-    Norms inside convs are included. The Trainer, `hl.nn.GNN` and `hl.nn.as_walkable(model)` enter it by
+    Norms inside convs are included. The Trainer, `hl.nn.GNN` and `hl.nn.as_batch_model(model)` enter it by
     themselves. Enter it yourself around a module of your own that is called with the batches of
     `hl.FullBatch(...).loader(...)`. Every rank must run the same norms in the same order, forward and
     backward. In evaluation, and in a single process, nothing changes.
