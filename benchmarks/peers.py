@@ -42,7 +42,7 @@ def rmat_folder(folder: Path, num_nodes: int = 500_000, num_edges: int = 12_000_
         dst = (dst << 1) | (((draw >= 0.5) & (draw < 0.7)) | (draw >= 0.9))
     src, dst = src % num_nodes, dst % num_nodes
     keys = torch.from_numpy(np.concatenate([dst, src]))
-    indptr, order = ops.group_edges(keys, num_nodes)
+    indptr, order = ops.group_by_key(keys, num_nodes)
     arrays = {
         "indptr": indptr.numpy(),
         "indices": np.concatenate([src, dst])[order.numpy()].astype(np.int32),

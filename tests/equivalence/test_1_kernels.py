@@ -73,7 +73,7 @@ def test_sampled_neighbours_and_row_positions(
         for replace in (False, True) if fanout > 0 else (False,):
             arguments = (indptr, indices, nodes, fanout, key, replace)
             assert_same(cpu_sampling.sample_neighbors(*arguments), reference.sample_neighbors(*arguments))
-    assert_same(cpu_sampling.row_positions(indptr, nodes), reference.row_positions(indptr, nodes))
+    assert_same(cpu_sampling.row_entries(indptr, nodes), reference.row_entries(indptr, nodes))
 
 
 @parametrize_pairwise(top=[3, 100, 10**6, 2**40], num_seeds=[0, 1, 50], num_neighbors=[0, 1, 700], dtype=INDEX_DTYPES)
@@ -98,7 +98,7 @@ def test_gathered_rows(dtype: torch.dtype, width: int, count: int) -> None:
 def test_grouped_edges_and_self_loops(num_nodes: int, hub_edges: int, dtype: torch.dtype, num_keys: int) -> None:
     keys = randint(0, 9, num_keys, seed=num_nodes)
     for num_groups in (9, 11):
-        assert_same(cpu_sampling.group_edges(keys, num_groups), reference.group_edges(keys, num_groups))
+        assert_same(cpu_sampling.group_by_key(keys, num_groups), reference.group_by_key(keys, num_groups))
     indptr, indices = csr_of(num_nodes, hub_edges, dtype, random.Random(num_nodes))
     assert_same((cpu_sampling.self_loops(indptr, indices),), (reference.self_loops(indptr, indices),))
 
@@ -163,7 +163,7 @@ def test_sampled_neighbours_and_row_positions_on_the_gpu(seed: int) -> None:
             assert_same_from_gpu(
                 gpu_sampling.sample_neighbors(*on_gpu(*arguments)), cpu_sampling.sample_neighbors(*arguments)
             )
-    assert_same_from_gpu(gpu_sampling.row_positions(*on_gpu(indptr, nodes)), cpu_sampling.row_positions(indptr, nodes))
+    assert_same_from_gpu(gpu_sampling.row_entries(*on_gpu(indptr, nodes)), cpu_sampling.row_entries(indptr, nodes))
 
 
 @parametrize_kernel([(0,), (1,), (2,), (3,), (4,)], seed=ROUNDS)
@@ -181,7 +181,7 @@ def test_relabelled_ids_gathered_rows_and_grouped_edges_on_the_gpu(seed: int) ->
 
     keys = randint(0, 9, draw.choice([0, 1, 300]), seed=seed)
     groups = 9 + draw.randrange(3)
-    assert_same_from_gpu(gpu_sampling.group_edges(*on_gpu(keys, groups)), cpu_sampling.group_edges(keys, groups))
+    assert_same_from_gpu(gpu_sampling.group_by_key(*on_gpu(keys, groups)), cpu_sampling.group_by_key(keys, groups))
 
     indptr, indices = random_csr(draw)
     assert_same_from_gpu(

@@ -22,10 +22,10 @@ ROWS = torch.ones(1, 2)
 SAMPLE = (torch.tensor([0, 9]), torch.arange(9), ONE, 3)
 CALLS: dict[str, tuple[Callable[..., Any], Any, tuple]] = {
     "sample_neighbors": (ops.sample_neighbors, cpu_sampling, (POINTERS, ONE, ONE, 1, 5)),
-    "row_positions": (ops.row_positions, cpu_sampling, (POINTERS, ONE)),
+    "row_entries": (ops.row_entries, cpu_sampling, (POINTERS, ONE)),
     "relabel": (ops.relabel, cpu_sampling, (ONE, ONE)),
     "gather_rows": (ops.gather_rows, cpu_sampling, (ROWS, ONE)),
-    "group_edges": (ops.group_edges, cpu_sampling, (ONE, 1)),
+    "group_by_key": (ops.group_by_key, cpu_sampling, (ONE, 1)),
     "self_loops": (ops.self_loops, cpu_sampling, (POINTERS, ONE)),
     "reduce_edges": (ops.reduce_edges, cpu_reduce, (ROWS, POINTERS, ONE, "sum")),
     "keyed_dropout": (ops.keyed_dropout, cpu_reduce, (ROWS, 0.5, 3, ONE)),

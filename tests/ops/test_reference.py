@@ -52,7 +52,7 @@ def test_sample_with_replacement_is_one_bounded_draw_after_the_other() -> None:
 def test_row_positions_lists_every_entry_row_after_row() -> None:
     graph = random_graph()
     nodes = torch.tensor([4, 0, 49, 4])
-    indptr, positions = reference.row_positions(graph.indptr, nodes)
+    indptr, positions = reference.row_entries(graph.indptr, nodes)
     rows = [range(int(graph.indptr[v]), int(graph.indptr[v + 1])) for v in nodes.tolist()]
     assert positions.tolist() == [p for row in rows for p in row]
     assert indptr.diff().tolist() == [len(row) for row in rows]
@@ -66,7 +66,7 @@ def test_relabel_numbers_seeds_first_then_by_first_occurrence() -> None:
 
 def test_group_edges_is_a_stable_grouping() -> None:
     keys = torch.tensor([2, 0, 2, 1, 0])
-    indptr, order = reference.group_edges(keys, 4)
+    indptr, order = reference.group_by_key(keys, 4)
     assert indptr.tolist() == [0, 2, 3, 5, 5]
     assert order.tolist() == [1, 4, 3, 0, 2]
 

@@ -11,7 +11,7 @@ import torch
 
 from hopline.core.partition import make_partition
 from hopline.data import manifest as manifests
-from hopline.ops.reference import row_positions
+from hopline.ops.reference import row_entries
 from hopline.shards.shard import is_shards, open_shard
 from hopline.shards.write import cut
 from tests.shards.test_write import rich
@@ -48,7 +48,7 @@ def test_in_edges_are_found_in_the_datasets_order(folder: Path) -> None:
     order = torch.cat([open_shard(folder, rank).nodes for rank in range(3)])
     shard = open_shard(folder, 2)
     at = shard.edge_numbers.long()
-    _, expected = row_positions(data.graph.indptr, shard.nodes)
+    _, expected = row_entries(data.graph.indptr, shard.nodes)
     assert torch.equal(shard.edge_ids[at], expected)
     assert torch.equal(order[shard.sources(at)], data.graph.indices[expected].long())
     assert torch.equal(shard.edge["attr"][at], data.graph.edge["attr"][expected])

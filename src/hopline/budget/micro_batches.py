@@ -144,7 +144,7 @@ def _edges_to(
     """
     if dst.device.type == "cpu":
         return cpu_cut_batches.take(part.indptr, part.src_idx, num_src, dst, with_positions)
-    indptr, edge_idx = ops.row_positions(part.indptr, dst)
+    indptr, edge_idx = ops.row_entries(part.indptr, dst)
     sources, src_idx = ops.relabel(dst, ops.gather_rows(part.src_idx, edge_idx))
     return indptr, src_idx, sources, edge_idx
 

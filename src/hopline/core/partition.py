@@ -201,7 +201,7 @@ class Partition:
     @cached_property
     def order(self) -> Tensor:
         """[N] int64: the node at each position; part after part, nodes ascending in each."""
-        return ops.group_edges(self.part_of, self.num_parts)[1]
+        return ops.group_by_key(self.part_of, self.num_parts)[1]
 
     @cached_property
     def position(self) -> Tensor:

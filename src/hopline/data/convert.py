@@ -263,7 +263,7 @@ class Runs:
         check_same_arrays(self.sample, edges)
         for name, array in edges.edge.items():
             self._widen(name, array.dtype)
-        starts, order = ops.group_edges(edges.dst // self.width, self.num_buckets)
+        starts, order = ops.group_by_key(edges.dst // self.width, self.num_buckets)
         # By name: the arrays of a chunk may come in another order.
         arrays = [exactly(edges.edge[name], sample.dtype, name) for name, sample in self.sample.edge.items()]
         for file, column in zip(self._files, [edges.src, edges.dst, *arrays], strict=True):

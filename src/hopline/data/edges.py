@@ -159,7 +159,7 @@ def group(edges: Edges, low: int, high: int, options: EdgeOptions) -> tuple[Tens
         first = torch.ones(key.numel(), dtype=torch.bool)
         first[1:] = key[1:] != key[:-1]
         edges = edges.select(order[first].sort().values)
-    indptr, order = ops.group_edges(edges.dst - low, high - low)
+    indptr, order = ops.group_by_key(edges.dst - low, high - low)
     return indptr.diff(), edges.select(order)
 
 

@@ -11,7 +11,8 @@ Read `world` first: a `World` is one rank's view of all ranks, with the collecti
     all_to_all       fetches rows from the ranks that own them
     shared_memory    arrays that all processes of a host map
 
-All ranks must make their collective calls in the same order. The folder stands on `core` and below.
+All ranks must make their collective calls in the same order. The folder imports from `core` and the
+packages below it.
 
 State of the process: `shared_memory` keeps arrays whose handles were sent.
 """

@@ -136,7 +136,7 @@ class RowRequest:
 
     def __init__(self, channel: Channel, ptr: Tensor, positions: Tensor) -> None:
         owners = torch.bucketize(positions, ptr[1:-1], right=True)
-        owner_ptr, order = ops.group_edges(owners, channel.size)
+        owner_ptr, order = ops.group_by_key(owners, channel.size)
         num_asked = owner_ptr.diff()
         self.channel = channel
         self._num_asked = num_asked.tolist()
@@ -171,7 +171,7 @@ class RowRequest:
         receive_counts = [int(rank_counts.sum()) for rank_counts in answer_counts.split(self._num_asked)]
 
         starts = torch.cat([answer_counts.new_zeros(1), answer_counts.cumsum(0)])
-        indptr, entry_positions = ops.row_positions(starts, self._inverse)
+        indptr, entry_positions = ops.row_entries(starts, self._inverse)
         entries: list[Tensor] = []
         for array in values:
             answers = self.channel.send(array, send_counts, receive_counts)

@@ -175,7 +175,7 @@ class RankChunks(Chunks):
         cost = (graph.in_degrees(nodes) + 1).cumsum(0)  # in-edges and nodes up to each node
         num_nodes_by_chunk = torch.bincount(cost // CHUNK).tolist()
         for chunk in nodes.split(num_nodes_by_chunk):
-            _, edges = ops.row_positions(graph.indptr, chunk)
+            _, edges = ops.row_entries(graph.indptr, chunk)
             is_source[graph.indices[edges].long()] = True
         return is_source.nonzero().view(-1)
 

@@ -61,7 +61,7 @@ class StackedTable(Table):
     def _by_table(self, ids: Tensor) -> list[_TableRows]:
         """The rows `ids`, grouped by table. Tables without any of them are left out."""
         table_of = torch.bucketize(ids, self.ptr[1:-1], right=True)
-        group_ptr, order = ops.group_edges(table_of, len(self.tables))
+        group_ptr, order = ops.group_by_key(table_of, len(self.tables))
         group_sizes = group_ptr.diff().tolist()
         row_groups = (ids - self.ptr[table_of])[order].split(group_sizes)
         position_groups = order.split(group_sizes)
@@ -95,7 +95,7 @@ class StackedTable(Table):
         inverse[order] = torch.arange(order.numel())
         grouped_counts = torch.cat(counts)
         grouped_indptr = torch.cat([grouped_counts.new_zeros(1), grouped_counts.cumsum(0)])
-        indptr, positions = ops.row_positions(grouped_indptr, inverse)
+        indptr, positions = ops.row_entries(grouped_indptr, inverse)
         return indptr, torch.cat(columns)[positions], torch.cat(values)[positions]
 
 
@@ -271,7 +271,7 @@ class ShardChunks(Chunks):
         """(indptr, positions of the sources, edge arrays) of the in-edges of nodes of one shard."""
         # `shard.edge_numbers` lists the numbers of the shard's edges by destination. `entries` are indices into it.
         shard = self._shard_of(positions)
-        indptr, entries = ops.row_positions(shard.indptr, positions - shard.ptr[shard.rank])
+        indptr, entries = ops.row_entries(shard.indptr, positions - shard.ptr[shard.rank])
         edges = ops.gather_rows(shard.edge_numbers, entries).long()
         edge_arrays = {name: ops.gather_rows(rows, edges) for name, rows in shard.edge.items()}
         return indptr, shard.sources(edges), edge_arrays

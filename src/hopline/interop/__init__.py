@@ -414,7 +414,7 @@ def graph_from_edges(edge_index: Any, num_nodes: int | None = None, edge: Mappin
     if num_nodes is None:
         num_nodes = int(edges.max()) + 1 if edges.numel() else 0
     check_ids(edges.reshape(-1), num_nodes)
-    indptr, order = ops.group_edges(edges[1].contiguous(), num_nodes)
+    indptr, order = ops.group_by_key(edges[1].contiguous(), num_nodes)
     arrays = {name: from_any(rows).cpu()[order] for name, rows in (edge or {}).items()}
     return Graph(indptr, edges[0][order].to(torch.int32 if num_nodes < 2**31 else torch.int64), arrays)
 

@@ -140,7 +140,7 @@ def is_close(outputs: Tensor, expected: Tensor) -> bool:
 
 def block_of(graph: Graph, nodes: Sequence[int]) -> Block:
     """A block with all in-edges of some nodes. The nodes are its destinations, and so its first sources."""
-    indptr, positions = ops.row_positions(graph.indptr, torch.tensor(nodes))
+    indptr, positions = ops.row_entries(graph.indptr, torch.tensor(nodes))
     sources = graph.indices[positions].tolist()
     src_ids = list(dict.fromkeys([*nodes, *sources]))
     src_idx = torch.tensor([src_ids.index(source) for source in sources], dtype=torch.int32)

@@ -3,7 +3,7 @@
 Read `reference` first: every operation in plain torch, which is the definition and the oracle of the tests.
 `random` is the keyed generator, the same in Python, torch, Numba and Triton. `cpu/` and `gpu/` hold the
 kernels. `tree_slots` numbers the slots of the tree layout. `gather_tiers` reads rows from fast and slow
-memory. This folder stands on nothing else of the library.
+memory. This folder imports nothing else of the library.
 
     ids on the CPU                  ->  Numba kernels of `cpu/`
     ids on a GPU, with Triton       ->  Triton kernels of `gpu/`, imported by the first call
@@ -52,7 +52,7 @@ __all__ = [
     "derive_key",
     "gather_rows",
     "gpu_kernels",
-    "group_edges",
+    "group_by_key",
     "is_cold",
     "is_first_time",
     "kernel_cache",
@@ -68,7 +68,7 @@ __all__ = [
     "reduce_edges",
     "relabel",
     "relu_dropout",
-    "row_positions",
+    "row_entries",
     "sample_neighbors",
     "sample_tree",
     "self_loops",
@@ -112,12 +112,12 @@ def sample_tree(
     return module.sample_tree(indptr, indices, seeds, slots, _key(seeds, key), replace, with_edges)
 
 
-def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+def row_entries(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
     """(indptr, positions) of all entries of the rows `nodes` of a CSR structure, row after row.
 
     Both are int64.
     """
-    return _twin(nodes, cpu_sampling, "sampling").row_positions(indptr, nodes)
+    return _twin(nodes, cpu_sampling, "sampling").row_entries(indptr, nodes)
 
 
 def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,14 +192,14 @@ def is_cold(rows: Tensor, ids: Tensor) -> bool:
     return _is_on_cpu(ids) and rows.is_contiguous() and cpu_page_cache.is_cold(rows, ids.numpy())
 
 
-def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+def group_by_key(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     """(indptr, order): the edges grouped by key, in their old order within a group.
 
     keys: [num_edges] in 0 .. num_groups - 1. indptr: [num_groups + 1] int64, offsets of the groups in
     `order`.
     order: [num_edges] int64, edge positions.
     """
-    return _twin(keys, cpu_sampling, "sampling").group_edges(keys, num_groups)
+    return _twin(keys, cpu_sampling, "sampling").group_by_key(keys, num_groups)
 
 
 def self_loops(indptr: Tensor, indices: Tensor) -> Tensor:

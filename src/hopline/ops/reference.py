@@ -37,7 +37,7 @@ class Neighbors(NamedTuple):
     """[num_edges] int64: the position of each edge in the graph's edge arrays."""
 
 
-def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+def row_entries(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
     """(indptr, positions) of all entries of the rows `nodes` of a CSR structure, row after row.
 
     indptr: [n + 1] int64, the offsets of the n rows in `positions`. positions: int64, in the structure's
@@ -61,7 +61,7 @@ def sample_neighbors(
     in-edges gets exactly `fanout` of them.
     """
     if fanout < 0:
-        out_indptr, edge_ids = row_positions(indptr, nodes)
+        out_indptr, edge_ids = row_entries(indptr, nodes)
         return Neighbors(out_indptr, indices[edge_ids], edge_ids)
     starts = indptr[nodes]
     degrees = indptr[nodes + 1] - starts
@@ -184,7 +184,7 @@ def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
     return rows[ids.long()]
 
 
-def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+def group_by_key(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     """(indptr, order): the edges grouped by key, in their old order within a group.
 
     indptr: [num_groups + 1] int64, the offsets of the groups in `order`. order: [num_edges] int64, edge

@@ -2,5 +2,5 @@
 
 `stages` runs the functions in threads and delivers their results in order. `transfer` brings batches to a
 GPU, through pinned buffers and on a stream of its own. `tuning` changes the number of threads between
-epochs. No result depends on the threads. The folder stands on `distributed` and below.
+epochs. No result depends on the threads. The folder imports from `distributed` and the packages below it.
 """

@@ -2,7 +2,7 @@
 
 The docstring of a recipe has the command, the model, the dataset and the result to expect. `standard` has
 demo, cora, arxiv, products and papers100m. `gas` has the settings of GNNAutoScale's runs, as tables. The
-folder stands on `run`.
+folder imports from `run`.
 """
 
 from collections.abc import Callable

@@ -8,5 +8,6 @@
     settings     tells changed settings from defaults
     bottleneck   says why an epoch takes as long as it does, and what to change
 
-Other programs read the records: add keys, do not rename them. The folder stands on `tables` and below.
+Other programs read the records: add keys, do not rename them. The folder imports from `tables` and the
+packages below it.
 """

@@ -10,5 +10,5 @@
 | `models` | Builds models by name. |
 | `doctor` | Checks a machine. |
 
-The folder stands on `training` and the folders below it. `cli.py` calls it.
+The folder imports from `training` and the packages below it. `cli.py` calls it.
 """

@@ -165,7 +165,7 @@ class CollectiveSampler:
         shard = self.shard
         rows = request.rows
         if fanout < 0:
-            starts, edges = ops.row_positions(shard.indptr, rows)
+            starts, edges = ops.row_entries(shard.indptr, rows)
             counts = starts.diff()
             edge_numbers = ops.gather_rows(shard.edge_numbers, edges).long()
         else:

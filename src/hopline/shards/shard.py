@@ -181,13 +181,13 @@ class Shard:
             raise ValueError(f"a node is not of shard {self.rank}: give ids that are in shard.nodes")
         return rows
 
-    def sources(self, positions: Tensor) -> Tensor:
+    def sources(self, edge_numbers: Tensor) -> Tensor:
         """[n] int64: the positions of the source nodes of some edges.
 
-        positions: [n] int64, the numbers of the edges. They are no positions of nodes.
+        edge_numbers: [n] int64, the numbers of the edges in this shard.
         """
-        owner = torch.bucketize(positions, self.part_ptr[1:-1], right=True)
-        idx = ops.gather_rows(self.src_idx, positions).long()
+        owner = torch.bucketize(edge_numbers, self.part_ptr[1:-1], right=True)
+        idx = ops.gather_rows(self.src_idx, edge_numbers).long()
         own_positions = idx + self.ptr[self.rank]
         if not self.halo_positions.numel():
             return own_positions

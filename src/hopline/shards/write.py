@@ -259,16 +259,15 @@ class _ShardWriter:
                 self._deal_rows(name, all_rows, bar)
         for k, split in enumerate(data.all_splits):
             for name, ids in split.items():
-                # group_edges sorts by any keys, stably. In `deal` it groups nodes by their shard.
-                ptr, order = ops.group_edges(self.part_of[ids], self.num_shards)
+                ptr, order = ops.group_by_key(self.part_of[ids], self.num_shards)
                 self.row_files.deal(f"split.{k}.{name}", ids[order], ptr)
 
     def _deal_edges(self, graph: Graph, first: int, last: int) -> None:
         """Deal the nodes first .. last - 1 and their in-edges."""
-        node_ptr, order = ops.group_edges(self.part_of[first:last], self.num_shards)
+        node_ptr, order = ops.group_by_key(self.part_of[first:last], self.num_shards)
         nodes = order + first
-        # edge_ids index the dataset's edge arrays. In spite of the op's name, they are no positions of nodes.
-        starts, edge_ids = ops.row_positions(graph.indptr, nodes)
+        # edge_ids index the dataset's edge arrays.
+        starts, edge_ids = ops.row_entries(graph.indptr, nodes)
         edge_ptr = starts[node_ptr]
         self.row_files.deal("nodes", nodes, node_ptr)
         self.row_files.deal("degrees", starts.diff(), node_ptr)
@@ -284,7 +283,7 @@ class _ShardWriter:
         row_bytes = 8 * (1 + math.prod(all_rows.shape[1:]))
         num_rows = max(1, min(CHUNK, BYTES_AT_ONCE // row_bytes))
         for ids in torch.arange(self.data.num_nodes).split(num_rows):
-            ptr, order = ops.group_edges(self.part_of[int(ids[0]) : int(ids[-1]) + 1], self.num_shards)
+            ptr, order = ops.group_by_key(self.part_of[int(ids[0]) : int(ids[-1]) + 1], self.num_shards)
             nodes = ids[order]
             if isinstance(all_rows, SparseTable):
                 starts, columns, values = all_rows.read_csr(nodes)
@@ -414,7 +413,7 @@ class _ShardWriter:
         stop = int(indptr[last])
         sources = self.row_files.read("sources", rank)[start:stop]
         owners = self._owners(sources)
-        group_ptr, order = ops.group_edges(owners, self.num_shards)
+        group_ptr, order = ops.group_by_key(owners, self.num_shards)
         degrees = indptr[first : last + 1].diff()
         rows = torch.repeat_interleave(torch.arange(last - first), degrees)
         counts += torch.bincount(owners * (last - first) + rows, minlength=counts.numel()).view(counts.shape)
@@ -448,7 +447,7 @@ def _positions(partition: Partition) -> Tensor:
     `partition.position` has the same values, but is a cached property. It would stay in memory as long as the
     partition does, and so would `partition.order`, from which it is computed.
     """
-    _, order = ops.group_edges(partition.part_of, partition.num_parts)
+    _, order = ops.group_by_key(partition.part_of, partition.num_parts)
     position = torch.empty(order.numel(), dtype=index_dtype(order.numel()))
     position[order] = torch.arange(order.numel(), dtype=position.dtype)
     return position

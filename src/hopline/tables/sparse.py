@@ -75,7 +75,7 @@ class SparseTable(Shareable, Table):
         The result is on the device of the table, not of the ids: no kernel reads these arrays from another
         device.
         """
-        indptr, entries = ops.row_positions(self.indptr, ids.to(self.indptr.device))
+        indptr, entries = ops.row_entries(self.indptr, ids.to(self.indptr.device))
         return indptr, self.columns[entries], self.values[entries]
 
     def read(self, ids: Tensor) -> Tensor:

@@ -5,5 +5,5 @@
     loss_at_outputs   computes a user's own loss over all seeds at once where the model ran in micro-batches
     measured_unit     measures a step that cannot be split
 
-The folder stands on `contract` and the modules below it.
+The folder imports from `contract` and the packages below it.
 """

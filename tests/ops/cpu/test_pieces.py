@@ -43,7 +43,7 @@ def test_take_gives_the_edges_of_some_destinations():
     part = block.part
     for size in (0, 1, 20):
         dst_idx = ops.permutation(2, block.num_dst)[:size]
-        indptr, edges = ops.row_positions(part.indptr, dst_idx)
+        indptr, edges = ops.row_entries(part.indptr, dst_idx)
         nodes, src_idx = ops.relabel(dst_idx, part.src_idx[edges])
         edges_taken = cpu_cut_batches.take(part.indptr, part.src_idx, block.num_src, dst_idx, with_positions=True)
         for ours, expected in zip(edges_taken, (indptr, src_idx, nodes, edges), strict=True):

@@ -336,14 +336,14 @@ def test_gather_rows_keeps_gradients() -> None:
 @pytest.mark.parametrize("size", [0, 1, 500])
 def test_group_edges_equals_the_reference(size: int, dtype: torch.dtype) -> None:
     keys = randint(0, 20, size).to(dtype)
-    for ours, expected in zip(cpu_sampling.group_edges(keys, 23), reference.group_edges(keys, 23), strict=True):
+    for ours, expected in zip(cpu_sampling.group_by_key(keys, 23), reference.group_by_key(keys, 23), strict=True):
         assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("bad", [-1, 5])
 def test_group_edges_refuses_a_group_that_is_not_there(bad: int) -> None:
     with pytest.raises(IndexError, match=r"outside 0 \.\. 4"):
-        cpu_sampling.group_edges(torch.tensor([0, bad]), 5)
+        cpu_sampling.group_by_key(torch.tensor([0, bad]), 5)
 
 
 @pytest.mark.parametrize("loops", [False, True])

@@ -76,7 +76,7 @@ def test_all_neighbours_come_in_order(dtype: torch.dtype) -> None:
     nodes = torch.tensor([7, 0, 3, 59, 7, 58])
     ours = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), -1, 0)
     assert_same(ours, reference.sample_neighbors(indptr, indices, nodes, -1, 0))
-    assert_same(gpu_sampling.row_positions(*on_device(indptr, nodes)), reference.row_positions(indptr, nodes))
+    assert_same(gpu_sampling.row_entries(*on_device(indptr, nodes)), reference.row_entries(indptr, nodes))
 
 
 @pytest.mark.parametrize("fanout", [-1, 3, 40])
@@ -247,7 +247,7 @@ def test_gathering_does_not_wait_for_the_device() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         ours = gpu_sampling.gather_rows(rows, ids)
-        _, order = gpu_sampling.group_edges(ids, 100)
+        _, order = gpu_sampling.group_by_key(ids, 100)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(ours, rows[ids])
@@ -261,12 +261,12 @@ def test_gathering_does_not_wait_for_the_device() -> None:
 @pytest.mark.parametrize("size", [0, 1, 300])
 def test_groups_are_those_of_the_reference(dtype: torch.dtype, size: int) -> None:
     keys = randint(0, 9, size).to(dtype)
-    assert_same(gpu_sampling.group_edges(*on_device(keys), 11), reference.group_edges(keys, 11))
+    assert_same(gpu_sampling.group_by_key(*on_device(keys), 11), reference.group_by_key(keys, 11))
 
 
 @pytest.mark.parametrize("bad", [-1, 9])
 def test_a_group_that_is_not_there_is_reported(bad: int) -> None:
-    gpu_sampling.group_edges(torch.tensor([0, bad], device=KERNEL_DEVICE), 9)
+    gpu_sampling.group_by_key(torch.tensor([0, bad], device=KERNEL_DEVICE), 9)
     with pytest.raises(IndexError, match="group"):
         gpu_runtime.check_device_errors()
 

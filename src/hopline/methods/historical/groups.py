@@ -130,7 +130,7 @@ class Groups(Parts):
     def _find_out_neighbors(self, nodes: Tensor) -> Tensor:
         """[n] int64, ascending: the nodes outside the batch that have an in-edge from one of `nodes`."""
         indptr, destinations = self._out_edges
-        _, out_edges = ops.row_positions(indptr, nodes)
+        _, out_edges = ops.row_entries(indptr, nodes)
         is_out_neighbor = torch.zeros(self.graph.num_nodes, dtype=torch.bool)
         is_out_neighbor[destinations[out_edges]] = True
         is_out_neighbor[nodes] = False
@@ -142,5 +142,5 @@ class Groups(Parts):
 
         Built when compensation first asks, since the graph itself is stored by in-edges.
         """
-        indptr, edges = ops.group_edges(self.graph.indices, self.graph.num_nodes)
+        indptr, edges = ops.group_by_key(self.graph.indices, self.graph.num_nodes)
         return indptr, torch.searchsorted(self.graph.indptr, edges, right=True) - 1

@@ -291,7 +291,7 @@ def _group(edge_index: Tensor, num_nodes: int) -> Edges:
         raise ValueError(f"edge_index must be [2, E], sources first, not {list(plain.shape)}")
     check_ids(plain.reshape(-1), num_nodes)
     src, dst = plain
-    indptr, order = ops.group_edges(dst.contiguous(), num_nodes)
+    indptr, order = ops.group_by_key(dst.contiguous(), num_nodes)
     is_sorted = bool((dst[1:] >= dst[:-1]).all())
     indices = src.to(torch.int32 if num_nodes < 2**31 else torch.int64).contiguous()
     if is_sorted:

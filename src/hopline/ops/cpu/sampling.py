@@ -230,7 +230,7 @@ def sample_neighbors(
     return Neighbors(torch.from_numpy(out_indptr), gather_rows(indices, edge_ids), edge_ids)
 
 
-def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+def row_entries(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
     """(indptr [n + 1], positions [num_entries]), int64: all entries of the given rows of a CSR structure."""
     graph_indptr = indptr.numpy()
     node_ids = nodes.numpy()
@@ -484,7 +484,7 @@ def _histogram(keys, counts):
         counts[keys[e]] += 1
 
 
-def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+def group_by_key(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     """(indptr [num_groups + 1], order [num_edges]), int64: a stable counting sort of edges by their keys.
 
     Group g has the edges order[indptr[g] : indptr[g + 1]]. Raises IndexError if a key is outside

@@ -71,7 +71,7 @@ from hopline.ops.gpu.runtime import (
     mix,
     report,
 )
-from hopline.ops.gpu.sampling import group_edges
+from hopline.ops.gpu.sampling import group_by_key
 from hopline.ops.tree_slots import Slots
 
 
@@ -679,7 +679,7 @@ def _gather(
     x: Tensor, own: Tensor, att: Tensor, edges: Edges, plan: _Plan, per_edge: Tensor, grad: Tensor, grad_x: Tensor
 ) -> None:
     """Launch `gather_kernel`: add all edges' gradients to grad_x, which has those of destinations already."""
-    src_indptr, order = group_edges(edges.sources, edges.num_src)
+    src_indptr, order = group_by_key(edges.sources, edges.num_src)
     # `repeat_interleave` would synchronise with the device to learn its output's size. This search does
     # not, and the clamp keeps its result in range for any indptr.
     positions = torch.arange(edges.sources.numel(), device=x.device)

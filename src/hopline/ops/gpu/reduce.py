@@ -62,7 +62,7 @@ from hopline.ops.gpu.runtime import (
     mix,
     report,
 )
-from hopline.ops.gpu.sampling import gather_rows, group_edges
+from hopline.ops.gpu.sampling import gather_rows, group_by_key
 
 COLUMNS_AT_ONCE = 256
 """Most columns per program; wider rows are divided among programs. A rule of thumb."""
@@ -358,7 +358,7 @@ def _sum_backward(
 
     grad: [num_dst, width]. dst_idx, src_idx: [num_edges] in any order; they are sorted by source first.
     """
-    src_indptr, order = group_edges(src_idx, num_rows)
+    src_indptr, order = group_by_key(src_idx, num_rows)
     grad_rows = torch.empty(num_rows, grad.size(1), dtype=dtype, device=grad.device)
     scale = None if weight is None else weight[order]
     _run_sum(grad, src_indptr, dst_idx[order], scale, None, False, grad_rows)
@@ -376,7 +376,7 @@ def _max_backward(rows: Tensor, indptr: Tensor, src_idx: Tensor, dst_idx: Tensor
     sum_dtype, triton_sum_dtype = _accumulator(rows.dtype)
     shares = torch.empty(num_dst, width, dtype=sum_dtype, device=grad.device)
     grad_rows = torch.empty(rows.shape, dtype=rows.dtype, device=grad.device)
-    src_indptr, order = group_edges(src_idx, rows.size(0))
+    src_indptr, order = group_by_key(src_idx, rows.size(0))
     flags = error_flags(grad.device)
     sizes = {"WIDTH": width, "STRIDE": stride, "ACC": triton_sum_dtype}
 

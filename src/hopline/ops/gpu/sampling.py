@@ -269,8 +269,8 @@ def sample_neighbors(
     return Neighbors(out_indptr, ids, edge_ids)
 
 
-def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """`reference.row_positions` on the device. Synchronises once, to learn the number of entries."""
+def row_entries(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+    """`reference.row_entries` on the device. Synchronises once, to learn the number of entries."""
     indptr = indptr.contiguous()
     nodes = nodes.contiguous()
     check_readable("the graph", indptr)
@@ -387,8 +387,8 @@ def _words(tensor: Tensor, word: torch.dtype) -> Tensor:
 # ---- edges
 
 
-def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """`reference.group_edges` on the device, without synchronising.
+def group_by_key(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """`reference.group_by_key` on the device, without synchronising.
 
     A key out of range raises GROUP_ERROR later.
     """
