@@ -45,6 +45,7 @@ def test_every_method_is_planned_and_timed():
     rows = table_of(choices)
     assert [len(row) for row in rows] == [7] * 3
     assert rows[0][-1] == "batches of 100 seeds, whole"
+    assert rows[2][-1] == "a graph in 1 shard, whole"
     assert all(p.grad is None for p in outline.job.module.parameters())
 
 

@@ -129,6 +129,13 @@ def test_aggregation_auto_logs_its_choice(caplog: pytest.LogCaptureFixture):
         caplog.clear()
 
 
+@pytest.mark.parametrize(("num_shards", "message"), [(1, "(one process), 1 shard"), (2, "(one process), 2 shards")])
+def test_the_logged_choice_counts_the_shards(num_shards: int, message: str, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, logger="hopline")
+    hl.Trainer(model_of("gcn"), DATA, hl.FullBatch(num_shards=num_shards), epochs=1)
+    assert any(line.endswith(message) for line in caplog.messages)
+
+
 def test_batch_norms_are_those_of_all_rows():
     runs = [train(World.alone(), "gin", {"aggregation": a}, norm="batch") for a in ("sequential", "one_shot")]
     assert runs[0]["weights"] == pytest.approx(runs[1]["weights"], rel=1e-8)

@@ -64,7 +64,7 @@ def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
             min_step_bytes=step_bytes,  # a step is not split any further
             steps=1,
             count=num_shards,
-            covers="a graph in {} shards",
+            covers="a graph in {} shard" if num_shards == 1 else "a graph in {} shards",
             num_blocks=model.num_layers,
         )
 

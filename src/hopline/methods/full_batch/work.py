@@ -75,7 +75,8 @@ def _choose_aggregation(
             aggregation = "sweep"
             reason = "one process"
         num_shards = job.world.size if job.world.size > 1 else method.num_shards
-        job.say(f"full batch by aggregation={aggregation} ({reason}), {num_shards} shards")
+        plural = "" if num_shards == 1 else "s"
+        job.say(f"full batch by aggregation={aggregation} ({reason}), {num_shards} shard{plural}")
         return aggregation
     if method.aggregation == "sweep" and has_ranks:
         raise ValueError("aggregation=sweep is for one process: set aggregation=sequential, or devices=1")
