@@ -85,7 +85,8 @@ def _loading() -> Iterator[None]:
     all of them several times during the imports, 0.7 s together, and once more in the middle of an epoch.
     `gc.freeze` excludes them from later scans.
     """
-    # A program that calls `main` has objects of its own, which must not be frozen.
+    # torch is there already after an earlier `_loading`, or if a program that imported it calls `main`. The
+    # program has objects of its own, which must not be frozen.
     if "torch" in sys.modules:
         yield
         return
@@ -187,7 +188,8 @@ def infer(
 ) -> None:
     """Predict with a run's weights and write an .npy file."""
     config = override(InferConfig(), overrides or [])
-    # Called for its refusals alone, before torch is imported. So are `load_trusted` and `locate` below.
+    # Called for its refusals alone, before torch is imported. So are `load_trusted` and `locate` in other
+    # commands.
     load_trusted(folder, config.trust)
     with _loading():
         from hopline.run.infer import predict
@@ -242,6 +244,7 @@ def convert(
         print(f"split: {data.meta['split']}")
 
 
+# typer leaves unknown options such as --shards 4 among the `overrides`.
 @app.command(context_settings={"ignore_unknown_options": True})
 def partition(
     source: Annotated[str, typer.Argument(metavar="DATASET", help="A dataset's folder, file or name.")],
@@ -362,7 +365,7 @@ def _print_keys(command: str, before: list[str], groups: list[str]) -> None:
 
     before: words that were typed before --keys. If the first one is a recipe, its values are shown in place
         of the defaults.
-    groups: words that were typed after --keys. None: all groups, in short.
+    groups: words that were typed after --keys. If there are none, all groups are printed, in short.
 
     A method of the user, in either list, is listed with the other methods.
     """
