@@ -131,10 +131,10 @@ def train(
     """Train, evaluate and test a model, and write a run folder."""
     config = _run_config(name, overrides)
     with _loading():
-        from hopline.run import train as commands
+        from hopline.run.train import train as train_model
 
     try:
-        run = commands.train(config)
+        run = train_model(config)
     except Interrupted as signal:
         # `Interrupted` is a KeyboardInterrupt, for which typer would exit with one status, whatever the
         # signal.
@@ -153,10 +153,10 @@ def plan(
     config = _run_config(name, overrides)
 
     with _loading():
-        from hopline.run import train as commands
         from hopline.run.compare_methods import recommend, table_of
+        from hopline.run.train import plan as plan_methods
 
-    candidates = commands.plan(config)
+    candidates = plan_methods(config)
     _print_table(("method", "device", "host", "disk", "epoch", "steps", "how"), table_of(candidates))
     for candidate in candidates:
         if candidate.plan is not None:
@@ -376,7 +376,7 @@ def _print_keys(command: str, before: list[str], groups: list[str]) -> None:
     recipe = RECIPES.get(before[0]) if is_run and before else None
     recipe_values = None if recipe is None else recipe()
     own_methods = [word for word in [*before, *groups] if is_run and _names_own_method(word)]
-    own_classes = {word: own_settings("method", word.partition("=")[2], Method) for word in own_methods}
+    own_classes = {word: own_settings("method", word.removeprefix("method="), Method) for word in own_methods}
     settings = settings_of(SETTINGS[command], recipe_values, own_classes)
     titles = list(dict.fromkeys(setting.group for setting in settings))
     for group in groups:

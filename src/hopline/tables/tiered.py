@@ -204,8 +204,8 @@ class TieredTable(Shareable, Table):
         num_rows = int(is_row.sum())
         num_misses = 0
         if hot_slot is not None:
-            is_cold = hot_slot[ids.long().clamp(min=0)] < 0
-            misses = (is_row & is_cold).nonzero().view(-1)
+            is_cold_or_staged = hot_slot[ids.long().clamp(min=0)] < 0
+            misses = (is_row & is_cold_or_staged).nonzero().view(-1)
             num_misses = misses.numel()
             if num_misses:
                 rows[misses] = self.below.read(ids[misses].cpu()).to(ids.device)

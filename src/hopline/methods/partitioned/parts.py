@@ -80,8 +80,10 @@ class Parts:
 
     def _caches_block(self, group: Group) -> bool:
         """Whether the group's block is cached."""
-        is_small_sweep = group in self._sweep_groups and self.graph.num_edges <= MAX_CACHED_EDGES
-        return self.keeps_blocks or is_small_sweep
+        # Groups of a sweep come again in the next sweep. Those that a subclass draws for an epoch may not.
+        comes_again = group in self._sweep_groups
+        is_small = self.graph.num_edges <= MAX_CACHED_EDGES
+        return self.keeps_blocks or (comes_again and is_small)
 
 
 def without_halo(block: Block) -> Block:

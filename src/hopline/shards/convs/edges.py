@@ -138,6 +138,7 @@ class Edges:
 
         Self-loops of the graph are left out, as by PyG's `remove_self_loops` and `add_self_loops`.
         """
+        assert self.origins is None  # so these edges are the layout's
         is_loop = self.is_loop()
         parts = []
         origins = []
@@ -149,7 +150,7 @@ class Edges:
             first, stop = self.layout.own_range(k)
             nodes = torch.arange(first, stop, device=dst.device)
             src = torch.cat([part.src_idx[non_loops], (nodes - first).int()])
-            origin = torch.cat([non_loops + self.starts[k], nodes + self.num_edges])
+            origin = torch.cat([non_loops + self.starts[k], nodes + self.layout.num_edges])
 
             # Stable, so that a node's edges keep their order and the loop, appended last, comes after them.
             dst, order = torch.sort(torch.cat([dst, nodes]), stable=True)
