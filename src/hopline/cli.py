@@ -85,7 +85,8 @@ def _loading() -> Iterator[None]:
     all of them several times during the imports, 0.7 s together, and once more in the middle of an epoch.
     `gc.freeze` excludes them from later scans.
     """
-    # A program that calls `main` has objects of its own, which must not be frozen.
+    # torch is there already after an earlier `_loading`, or if a program that imported it calls `main`. The
+    # program has objects of its own, which must not be frozen.
     if "torch" in sys.modules:
         yield
         return
@@ -130,10 +131,10 @@ def train(
     """Train, evaluate and test a model, and write a run folder."""
     config = _run_config(name, overrides)
     with _loading():
-        from hopline.run import train as commands
+        from hopline.run.train import train as train_model
 
     try:
-        run = commands.train(config)
+        run = train_model(config)
     except Interrupted as signal:
         # `Interrupted` is a KeyboardInterrupt, for which typer would exit with one status, whatever the
         # signal.
@@ -152,10 +153,10 @@ def plan(
     config = _run_config(name, overrides)
 
     with _loading():
-        from hopline.run import train as commands
         from hopline.run.compare_methods import recommend, table_of
+        from hopline.run.train import plan as plan_methods
 
-    candidates = commands.plan(config)
+    candidates = plan_methods(config)
     _print_table(("method", "device", "host", "disk", "epoch", "steps", "how"), table_of(candidates))
     for candidate in candidates:
         if candidate.plan is not None:
@@ -187,7 +188,8 @@ def infer(
 ) -> None:
     """Predict with a run's weights and write an .npy file."""
     config = override(InferConfig(), overrides or [])
-    # Called for its refusals alone, before torch is imported. So are `load_trusted` and `locate` below.
+    # Called for its refusals alone, before torch is imported. So are `load_trusted` and `locate` in other
+    # commands.
     load_trusted(folder, config.trust)
     with _loading():
         from hopline.run.infer import predict
@@ -242,6 +244,7 @@ def convert(
         print(f"split: {data.meta['split']}")
 
 
+# typer leaves unknown options such as --shards 4 among the `overrides`.
 @app.command(context_settings={"ignore_unknown_options": True})
 def partition(
     source: Annotated[str, typer.Argument(metavar="DATASET", help="A dataset's folder, file or name.")],
@@ -362,7 +365,7 @@ def _print_keys(command: str, before: list[str], groups: list[str]) -> None:
 
     before: words that were typed before --keys. If the first one is a recipe, its values are shown in place
         of the defaults.
-    groups: words that were typed after --keys. None: all groups, in short.
+    groups: words that were typed after --keys. If there are none, all groups are printed, in short.
 
     A method of the user, in either list, is listed with the other methods.
     """
@@ -373,7 +376,7 @@ def _print_keys(command: str, before: list[str], groups: list[str]) -> None:
     recipe = RECIPES.get(before[0]) if is_run and before else None
     recipe_values = None if recipe is None else recipe()
     own_methods = [word for word in [*before, *groups] if is_run and _names_own_method(word)]
-    own_classes = {word: own_settings("method", word.partition("=")[2], Method) for word in own_methods}
+    own_classes = {word: own_settings("method", word.removeprefix("method="), Method) for word in own_methods}
     settings = settings_of(SETTINGS[command], recipe_values, own_classes)
     titles = list(dict.fromkeys(setting.group for setting in settings))
     for group in groups:

@@ -6,8 +6,9 @@ looks every id up in `hot_slot`:
 
     ids --> hot_slot[id] --+-- slot >= 0 --> hot[slot], on the device
                            +-- slot < -1 --> hot[-2 - slot], a staged row (see below)
-                           +-- slot = -1 --> cold[id]: zero-copy read of pinned host memory by the kernel,
-                                             or `below.read` by the host if the kernel cannot read it
+                           +-- slot = -1 --> cold[id]: zero-copy read of pinned host memory by a GPU's kernel,
+                                             or `below.read` by the host: for ids on a CPU, or for rows that
+                                             the kernel cannot read
 
 A *staged* row is a cold row that was brought to the device for the next steps only. Staged rows stand
 behind the hot ones in the same tensor. `methods/sampled/prefetch_rows.py` brings them and takes them away;
@@ -74,14 +75,20 @@ class _DeviceTiers:
     tiers: Tiers
     """Hot and cold rows, as kernels on this device read them."""
     counts: Tensor
-    """[COUNTERS, 3] int64 on the device: reads of hot, cold and staged rows, to be summed over axis 0."""
+    """[n, 3] int64 on the device. Its sum over axis 0: reads of hot, cold and staged rows.
+
+    Programs of a kernel add to different rows, so that they do not wait for each other.
+    """
     seen: Tensor | None
     """[num_rows] int32 on the device: how often each row was read.
 
     None if the table does not observe reads.
     """
     fetched: Tensor
-    """[1] int64 on the device: number of rows that were staged so far."""
+    """[1] int64 on the device: number of rows that were fetched from below to be staged.
+
+    The kernel that stages adds to it (`ops.gpu.tiers.stage`).
+    """
     reported: _ReadCounts = field(default_factory=_ReadCounts)
     """The reads that the last report had counted."""
 
@@ -161,8 +168,7 @@ class TieredTable(Shareable, Table):
             raise ValueError(f"row ids must be a 1-D int32 or int64 tensor, not {list(ids.shape)} {ids.dtype}")
         if ids.device.type != self.device.type:
             return self.below.read(ids)
-        # On a GPU an id of -1 is an empty slot of the tree layout, and reads as zeros. The CPU has no tree
-        # layout, so a negative id is a mistake of the caller.
+        # On a GPU a check would synchronise, and an id of -1 reads as zeros. On a CPU it is refused.
         if ids.device.type == "cpu" and ids.numel():
             lowest = int(ids.min())
             if lowest < 0:
@@ -172,6 +178,7 @@ class TieredTable(Shareable, Table):
         if device_tiers.seen is not None and self.observing:
             with self._lock:  # several threads may add to the same counters
                 count_ids(device_tiers.seen, ids)
+        # The kernel is for GPUs alone.
         if ids.device.type != "cpu" and _has_all_rows(tiers):
             # Host memory answers ascending ids faster (docs/measurements/gpu.md: 48 instead of 28 GB/s).
             # With half of the rows hot, hardly any read goes to the host, and the sort is not worth its
@@ -192,13 +199,13 @@ class TieredTable(Shareable, Table):
     def _read_by_host(self, device_tiers: _DeviceTiers, ids: Tensor) -> Tensor:
         """The rows of `ids`, where the host reads the misses from `below`. Synchronises with a GPU."""
         hot, _cold, hot_slot = device_tiers.tiers
-        rows = gather_tiers(hot, cold=None, hot_slot=hot_slot, ids=ids)  # zeros at cold rows
+        rows = gather_tiers(hot, cold=None, hot_slot=hot_slot, ids=ids)  # right at hot rows
         is_row = ids >= 0
         num_rows = int(is_row.sum())
         num_misses = 0
         if hot_slot is not None:
-            is_cold = hot_slot[ids.long().clamp(min=0)] < 0
-            misses = (is_row & is_cold).nonzero().view(-1)
+            is_cold_or_staged = hot_slot[ids.long().clamp(min=0)] < 0
+            misses = (is_row & is_cold_or_staged).nonzero().view(-1)
             num_misses = misses.numel()
             if num_misses:
                 rows[misses] = self.below.read(ids[misses].cpu()).to(ids.device)
@@ -242,9 +249,9 @@ class TieredTable(Shareable, Table):
         return _ConcurrentView(self)
 
     def counts(self, device: torch.device | str | None = None) -> Tensor:
-        """[COUNTERS, 3] int64: the counter of a device, for kernels that read the tiers themselves.
+        """[n, 3] int64: the counts of one device, for kernels that read the tiers themselves and add to them.
 
-        `ops.gather_tiers.new_counts` says what its columns count.
+        Their sum over axis 0: reads of hot, cold and staged rows. `counters` adds up those of all devices.
         """
         return self._on(self.device if device is None else torch.device(device)).counts
 
@@ -290,8 +297,8 @@ class TieredTable(Shareable, Table):
         """Make the rows hot that were read most since the table was made, and stop observing.
 
         Each device keeps the rows that it read most itself. Call it between epochs: nothing may read the
-        table meanwhile, because the hot rows are overwritten in place. `hot_ids` is then that of the last
-        device.
+        table meanwhile, because the hot rows are overwritten in place. Afterwards `hot_ids` has the rows of
+        the last device. A device that reads for the first time later copies these.
         """
         for device_tiers in self._device_tiers.values():
             hot, _, hot_slot = device_tiers.tiers
@@ -421,7 +428,8 @@ class _ConcurrentView(Table):
         return self.tiered.storage()
 
     def tiers(self, device: torch.device | str | None = None) -> Tiers | None:
-        # All rows from `cold`: kernels that are given `hot_slot` would follow it to staged rows.
+        # Kernels that are given `hot_slot` would follow it to staged rows. Without it they read all rows from
+        # `hot`. So `cold`, which has all rows, takes its place.
         tiers = self.tiered.tiers(device)
         return tiers if tiers is None or tiers.cold is None else Tiers(hot=tiers.cold, cold=None, hot_slot=None)
 

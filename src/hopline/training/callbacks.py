@@ -30,11 +30,12 @@ class StepEnd:
     step: int
     """The number of the step, counted from 1 over the whole run."""
     loss: Tensor
-    """[]: mean loss over the step's seeds, detached. With several ranks, this rank's share of it: the sum
-    over the ranks is the mean. Reading it on a GPU synchronises."""
+    """[]: mean loss over the step's seeds, detached. With several ranks, it is the summed loss of this rank's
+    seeds divided by `size`. These values add up to the mean. Reading it on a GPU synchronises."""
     size: float
-    """Number of seeds in the step, over all ranks. With `Historical(compensate=True)` every batch counts as
-    an equal share of all seeds, so this may be a fraction."""
+    """Number of seeds in the step, over all ranks. A fraction is possible with `Historical(compensate=True)`:
+    a batch then gives its part of the full gradient, however many seeds it has. So each batch counts as an
+    equal share of all seeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,8 @@ class EpochEnd:
     slowest_stage: str
     """The stage with the most seconds in `work`."""
     stages: dict[str, float] = field(default_factory=dict)
-    """Seconds from start to end of each stage, summed over threads. `wait`: training waited for batches."""
+    """Seconds from start to end of each stage, summed over threads. The key "wait" has the seconds
+    in which training waited for batches."""
     work: dict[str, float] = field(default_factory=dict)
     """Seconds of each stage's own work, without the time in which it waited for batches or for a core."""
     counters: dict[str, float] = field(default_factory=dict)
@@ -103,7 +105,7 @@ class Run:
     valid: float = math.nan
     """The metric on the validation split, at the best epoch. NaN without such a split."""
     test: float = math.nan
-    """The metric on the test split, at the best epoch, exact. NaN without such a split."""
+    """The metric on the test split, at the best epoch, computed over every edge. NaN without such a split."""
     metric: str = ""
     """Name of the metric of `valid` and `test`."""
     history: list[EpochEnd] = field(default_factory=list)
@@ -117,8 +119,9 @@ class Run:
     rank: int = 0
     """The rank of the process that returned this object. All ranks have the same numbers."""
     dropped: int = 0
-    """Number of epochs that were trained during the evaluation that ended the run, and dropped. The last of
-    them may be incomplete."""
+    """Number of epochs that were dropped. With asynchronous evaluation, training continues while an epoch is
+    evaluated. If that evaluation ends the run, the epochs trained meanwhile are dropped. The last of them may
+    be incomplete."""
     seconds: float = 0.0
     """Seconds of the whole run, with those before it was resumed."""
     peak_bytes: dict[str, int] = field(default_factory=dict)
@@ -267,7 +270,7 @@ class EarlyStop(Callback):
         self.patience = patience
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        # Scores, which are negated metrics if lower is better (`Trainer.score`).
+        # The best score: the metric, negated if lower is better (`Trainer.score`).
         self.best = -math.inf
         self.best_epoch = 0
         # Evaluations since the best one.

@@ -14,7 +14,7 @@ from hopline.core.sampler import NeighborSampler, full_block
 from hopline.tables.history_ranks import PartAssignment
 
 MAX_CACHED_EDGES = 1 << 25
-"""Most edges of a graph whose blocks are cached from one sweep over all parts to the next. A rule of thumb."""
+"""Blocks of a graph with at most this many edges are cached from one sweep to the next. A rule of thumb."""
 
 Group = tuple[int, ...]
 """Numbers of the parts that are computed together, ascending. () if a rank has none."""
@@ -62,7 +62,7 @@ class Parts:
     def block_of(self, group: Group, nodes: Tensor, key: int | None) -> Block:
         """All in-edges of the group's nodes. Sources are the group's nodes, then the halo.
 
-        nodes: those of `nodes_of`. key: of random draws, in a subclass that drops edges.
+        nodes: those of `nodes_of`. key: unused here; a subclass draws the edges that it drops by it.
         """
         if group in self._cached_blocks:
             return self._cached_blocks[group]
@@ -75,13 +75,15 @@ class Parts:
         return full_block(self.sampler, nodes)
 
     def has_fixed_edges(self, group: Group) -> bool:
-        """Whether `block_of` returns the same edges every time, so that callers may cache what they derive."""
+        """Whether `block_of` returns the same tensors every time. Callers then pin them, or cache what they derive."""
         return self._caches_block(group)
 
     def _caches_block(self, group: Group) -> bool:
-        """Whether the group's block is cached. A subclass may drop some of its edges in every step."""
-        is_small_sweep = group in self._sweep_groups and self.graph.num_edges <= MAX_CACHED_EDGES
-        return self.keeps_blocks or is_small_sweep
+        """Whether the group's block is cached."""
+        # Groups of a sweep come again in the next sweep. Those that a subclass draws for an epoch may not.
+        comes_again = group in self._sweep_groups
+        is_small = self.graph.num_edges <= MAX_CACHED_EDGES
+        return self.keeps_blocks or (comes_again and is_small)
 
 
 def without_halo(block: Block) -> Block:

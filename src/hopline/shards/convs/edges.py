@@ -11,7 +11,8 @@ is given none. So this file adds them, with the degrees of the whole graph:
     `whole`                 all parts as one chunk: for aggregations that need all edges of a node at once
 
 The edges of all parts are numbered part after part. Tensors with a row per edge are in that order. Part k has
-the edges whose source rows arrive in *round* k (`ShardLayout`), from one shard per round.
+the edges whose source rows arrive in *round* k (`ShardLayout`), from one shard per round. These rows are the
+part's *halo*, also where they are the shard's own.
 """
 
 from __future__ import annotations
@@ -123,8 +124,9 @@ class Edges:
         """[num_edges] bool: whether an edge's source is its destination."""
         masks = []
         for k, part in enumerate(self.parts):
-            # The part's sources are the own rows first .. stop - 1. If that is no row, another shard owns the
-            # sources, and equal numbers are different nodes.
+            # The part reads the own rows first .. stop - 1: all of them or, with all shards in one process,
+            # those of shard k. The range is empty if another shard owns the sources. Then equal numbers are
+            # different nodes.
             first, stop = self.layout.own_range(k)
             is_same = part.src_idx + first == _destinations(part)
             has_own_sources = stop > first
@@ -136,6 +138,7 @@ class Edges:
 
         Self-loops of the graph are left out, as by PyG's `remove_self_loops` and `add_self_loops`.
         """
+        assert self.origins is None  # so these edges are the layout's
         is_loop = self.is_loop()
         parts = []
         origins = []
@@ -147,7 +150,7 @@ class Edges:
             first, stop = self.layout.own_range(k)
             nodes = torch.arange(first, stop, device=dst.device)
             src = torch.cat([part.src_idx[non_loops], (nodes - first).int()])
-            origin = torch.cat([non_loops + self.starts[k], nodes + self.num_edges])
+            origin = torch.cat([non_loops + self.starts[k], nodes + self.layout.num_edges])
 
             # Stable, so that a node's edges keep their order and the loop, appended last, comes after them.
             dst, order = torch.sort(torch.cat([dst, nodes]), stable=True)
@@ -282,17 +285,18 @@ def gcn_norm(
     improved: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """[num_edges]: PyG's symmetric degree norm, differentiable in `weight`.
+    """[num_edges]: PyG's symmetric degree norm of `edges_with_loops`, or of `edges` if that is None.
 
-    Collective: all ranks fetch each other's degrees.
+    Differentiable in `weight`. Collective: all ranks fetch each other's degrees.
 
     For an edge e = (j, i) of weight w_e, with D_i the sum of the weights of i's in-edges:
 
         norm_e = D_j^(-1/2)  w_e  D_i^(-1/2)
 
-    edges_with_loops: if not None, the norm is that of these edges.
+    edges: the graph's own edges, those of `weight`.
+    edges_with_loops: `edges.with_loops()`; None if the conv adds no self-loops.
     weight: [num_edges] of `edges`; None means 1 for every edge.
-    improved: whether new self-loops have the weight 2 instead of 1. Without weights it has no effect.
+    improved: whether new self-loops have the weight 2 instead of 1. As in PyG, this needs weights.
     """
     normed_edges = edges if edges_with_loops is None else edges_with_loops
     if weight is None:
@@ -301,10 +305,11 @@ def gcn_norm(
     else:
         values = weight.to(dtype)
         if edges_with_loops is not None:
-            # As in PyG, a loop of the graph keeps its weight, and the last one counts if a node has
-            # several. By torch's rule for several writes to one element, all of them get the gradient of
-            # that weight. On a GPU it is undefined which write comes last. So all loops of a node write the
-            # same number: the value of the last loop, plus a 0 that carries the gradient of each loop.
+            # As in PyG, a loop of the graph keeps its weight. If a node has several loops, `index_put` keeps
+            # the weight of the last one, and backward gives its gradient to each of them.
+            #
+            # On a GPU it is undefined which write comes last. So all loops of a node write the same number:
+            # the value of the last loop, plus a 0 that carries the gradient of each loop.
             loops = edges.is_loop().nonzero().view(-1)
             loop_values = values[loops]
             dst = edges.destinations()[loops]
@@ -318,7 +323,7 @@ def gcn_norm(
     inverse_root = inverse_root.masked_fill(inverse_root == float("inf"), 0)  # a node without in-edges
 
     # Rows of all halos lie one after the other. Each part reads the range of its own halo.
-    halo_inverse_root = gather_sources(inverse_root, transport, depth=0, kind=DEGREES)
+    halo_inverse_root = gather_sources(inverse_root, transport, depth=0, kind=DEGREES)  # no round is prefetched
     first_row = 0
     src_inverse_root = []
     for part, halo in zip(normed_edges.parts, normed_edges.layout.halos, strict=True):
