@@ -36,7 +36,8 @@ from hopline.util.progress import progress
 HOW = ("metis", "streaming", "random", "range")
 """The values of `how` in `make_partition`. Labels are given by an argument of their own."""
 METIS_BYTES = 110
-"""Bytes of memory that METIS needs per direction of an edge, as measured (docs/shards.md)."""
+"""Bytes of memory that METIS needs per edge of the undirected copy of the graph, which has every edge in both
+directions. Measured (docs/shards.md)."""
 SNAP = 0.05
 """The most by which `by_labels` moves the end of a part to the end of a label, as a share of the mean part size. A
 rule of thumb."""
@@ -123,6 +124,7 @@ def by_labels(labels: Tensor, num_parts: int) -> Tensor:
     label_ends = torch.bincount(label_number).cumsum(0)
     next_label = torch.searchsorted(label_ends, part_ends).clamp(max=label_ends.numel() - 1)
     end_after = label_ends[next_label]
+    # No label ends before the first one. Its own end stands in, so that both ends are the same.
     end_before = label_ends[(next_label - 1).clamp(min=0)]
     is_before_nearer = (part_ends - end_before).abs() < (end_after - part_ends).abs()
     nearest_end = torch.where(is_before_nearer, end_before, end_after)
@@ -152,7 +154,8 @@ def without_empty(part_of: Tensor, num_parts: int) -> Tensor:
 VERSION = 1
 """Version of the cached files. It is part of their key, so partitions of another version are not found."""
 HASH_BYTES = 1 << 24
-"""Bytes that one task hashes. It is part of what a hash means: another value gives other hashes. A rule of thumb."""
+"""Bytes that one task hashes. Another value changes the hash of larger arrays, so that partitions cached under it are
+no longer found. A rule of thumb."""
 LARGEST_SHOWN = 16
 """The most parts for which `describe` shows the matrix of edge counts. A rule of thumb."""
 
@@ -235,9 +238,10 @@ def make_partition(
 ) -> Partition:
     """Divide a graph into parts.
 
-    how: "metis" leaves fewest edges between parts, and needs about 110 bytes of memory per direction of an edge.
-        "streaming" needs 32 bytes per node and no copy of the edges, which it reads some ten times. "random" and
-        "range" (by node id) do not read the edges.
+    how: "metis" leaves fewest edges between parts. It needs about 110 bytes of memory per edge if the graph has every
+        edge in both directions, else up to twice as many. "streaming" needs 32 bytes per node and no copy of the
+        edges. It reads them until few nodes move, often some ten times (see `passes`). "random" and "range" (by node
+        id) do not read the edges.
     labels: [N] integers, a community per node, used in place of `how`. If there are num_parts labels, each is a part.
         Otherwise the nodes, sorted by label, are divided into parts of nearly equal size, which end where a label
         ends if possible.
@@ -245,8 +249,8 @@ def make_partition(
     cache: a folder for the result. A later call with the same edges and settings reads it from there.
     show: whether to show progress on standard error.
     slack: for "streaming", the most by which the size of a part may differ from the mean, as a share of the mean.
-    passes: for "streaming", the most times that the edges are read to find clusters. Afterwards nodes move between
-        the parts, which reads the edges at most max(2, passes // 2) times more.
+    passes: for "streaming", the most passes over the edges that find clusters. At most max(2, passes // 2) more passes
+        then move nodes between the parts. Both stages end early if few nodes move.
     """
     check_num_parts(num_parts, graph.num_nodes)
     if labels is None and how not in HOW:
@@ -255,8 +259,8 @@ def make_partition(
         raise ValueError(f"labels must be whole numbers, one for each of the {graph.num_nodes} nodes")
     if not 0 <= slack < 1 or passes < 1:
         raise ValueError(f"slack={slack}, passes={passes}: give a share below 1, and at least one pass")
-    # Only the settings that the result depends on. They are part of the cache key: with another setting in it, a
-    # valid entry would not be found.
+    # Only the settings that the result depends on. They are part of the cache key, where a setting without effect would
+    # hide a valid entry.
     if labels is not None:
         how = "labels"
         settings = {"labels": _hash([labels.cpu().numpy()])}
@@ -354,9 +358,9 @@ def cut_fraction(graph: Graph, partition: Partition) -> float:
 
 
 def halo_sizes(graph: Graph, partition: Partition, groups: Sequence[Sequence[int] | Tensor] | None = None) -> Tensor:
-    """[P] int64: the number of nodes in the halo of each part, that is outside it with an edge into it.
+    """[P] int64: the size of each part's halo, the nodes outside the part that have an edge into it.
 
-    groups: part numbers that count as one part together. The result then has an entry per group.
+    groups: lists of parts. Each list counts as one part, and the result has an entry per list.
     """
     if groups is None:
         groups = [[part] for part in range(partition.num_parts)]

@@ -8,8 +8,9 @@ allows:
 
     seeds -> neighborhood(part_hops) -> features -> module -> rows of the seeds
 
-Parts of different chunks overlap, so that many chunks together compute more than the whole graph once.
-Without a limit from the user, the module runs on the whole graph if that is less work and not too large.
+Parts of different chunks overlap, so that many chunks together may cost more than the whole graph once.
+Then `inference.whole_rows` runs the module on the whole graph instead, unless the graph is too large or the
+user has set a limit.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def whole_bytes(batch_model: Whole, data: Dataset) -> int:
 def run_whole(batch_model: Whole, data: Dataset, device: torch.device) -> Tensor:
     """The outputs of all nodes by one forward pass over the whole graph: [num_nodes, ...] on the host."""
     graph = data.graph
+    # `Part` is the class of a block's edges, and not a part as above.
     part = Part(graph.indptr, graph.indices, graph.edge).to(device)
     block = Block(torch.arange(graph.num_nodes, device=device), graph.num_nodes, (part,), graph)
     return batch_model.on_block(Rows(data.x, block.src_ids).read_on(device), block).cpu()
@@ -56,8 +58,9 @@ def run_whole(batch_model: Whole, data: Dataset, device: torch.device) -> Tensor
 class LocalInference:
     """The outputs of some nodes, by forward passes over the hops around chunks of them. For one thread.
 
-    chunk_edges: the most nodes and edges of a part, by default a million, more on a GPU. chunk_bytes: the
-    most bytes of a chunk, in place of `chunk_edges`. A node whose own part is larger is a chunk of its own.
+    chunk_edges: the most nodes and edges, together, of a chunk's part. By default a million, or more on a
+    GPU. chunk_bytes: the most bytes of a chunk's forward pass, in place of `chunk_edges`. A node whose own part
+    exceeds the limit is a chunk of its own.
     """
 
     def __init__(
@@ -76,8 +79,8 @@ class LocalInference:
         self.device = with_index(device)
         self.chunk_bytes = chunk_bytes
         if chunk_bytes is not None:
-            # The bound is far above the bytes of a chunk. It serves until the first chunk was measured. Entry 0 is
-            # the module's only block.
+            # A first limit, until a chunk is measured: by an upper bound on the bytes per node or edge, far above
+            # the real ones. Entry 0 is that of the module's only block.
             costs = costs_of(batch_model, data.x, num_blocks=1).forward_only()
             self.limit = max(1, int(chunk_bytes / max(costs.per_node[0], costs.per_edge[0])))
         else:
@@ -85,20 +88,23 @@ class LocalInference:
         graph = data.graph
         self._id_map = ops.new_id_map(graph.num_nodes, graph.device)
         self._max_bytes_per_size = 0.0
-        """The most bytes per node and edge of the chunks so far."""
+        """The bytes of a chunk, divided by the nodes and edges of its part: the most so far."""
 
     def is_dearer_than_whole(self, seeds: Tensor) -> bool:
         """Whether parts would cost more than the whole graph.
 
         The part of the first chunk stands for all. Parts count as dearer if they together have at least
-        `WHOLE_GRAPH_FRACTION` of the whole graph's nodes and edges.
+        `WHOLE_GRAPH_FRACTION` of the whole graph's nodes and edges. A rule of thumb.
         """
         chunk, block = next(self._chunks(seeds))
         whole_size = self.data.num_nodes + self.data.num_edges
         return _size(block) * seeds.numel() / chunk.numel() >= WHOLE_GRAPH_FRACTION * whole_size
 
     def rows(self, seeds: Tensor, show: bool = False) -> Tensor:
-        """The outputs of distinct nodes, in their order: [n, ...] on the host."""
+        """The outputs of `seeds`, in their order: [n, ...] on the host.
+
+        seeds: [n] int64, distinct, at least one.
+        """
         rows: Tensor | None = None
         num_done = 0
         with progress("inference", seeds.numel(), "nodes", enabled=show, brief=True) as bar:
@@ -128,7 +134,7 @@ class LocalInference:
             # A single seed cannot be halved, so its part may be of any size.
             limit = self.limit if chunk.numel() > 1 else None
             block = neighborhood(graph, chunk, self.part_hops, limit, self._id_map)
-            if block is None:
+            if block is None:  # it would exceed the limit
                 num_seeds = chunk.numel() // 2
                 continue
             yield chunk, block

@@ -21,7 +21,8 @@ SAME_DEVICE = "set evaluate=async or evaluate=blocking, which evaluate on the de
 class Schedule:
     """How the learning rate changes over the epochs: `Trainer(schedule=hl.Schedule(...))`.
 
-    A run that is resumed with another number of epochs continues with the rates of a run of that number.
+    A run may be resumed with another number of epochs. From there on, its rates are those of a run that had
+    this number from the start.
 
     Raises:
         ValueError: A field has a value that is not allowed. The message says which are.
@@ -60,11 +61,15 @@ class Schedule:
 
 
 def upgrade_schedule(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored schedule in the fields of this version: `patience` of `plateau` is now called `every`."""
+    """A schedule from a checkpoint, in the fields of this version.
+
+    Earlier versions had `patience` for `plateau`, and `every` for `step` alone.
+    """
     if "patience" not in stored:
         return dict(stored)
     name = stored.get("name")
     every = stored["patience"] if name == "plateau" else stored.get("every")
+    # Now None is the default. A schedule that does not read `every` counts as one with the default.
     is_default = name not in EVERY or every == EVERY[name]
     upgraded = {key: value for key, value in stored.items() if key != "patience"}
     return upgraded | {"every": None if is_default else every}
@@ -82,6 +87,7 @@ class TrainSettings:
         'adam'
     """
 
+    # "name=value" is a value that was removed. It has no default.
     REMOVED: ClassVar = {
         "evaluate_on": RemovedSetting("device", SAME_DEVICE),
         "evaluate=async_cpu": RemovedSetting(None, SAME_DEVICE),
@@ -93,8 +99,8 @@ class TrainSettings:
     weight_decay: float = 0.0
     """Weight decay of the optimizer."""
     weight_decay_rest: float | None = None
-    """Weight decay of the last conv, or of encoder and head if the model has any. Default:
-    `weight_decay`."""
+    """Weight decay of encoder and head, or of the last conv in a model without them. If no conv has
+    parameters: of the last layer that has some. Default: `weight_decay`, as of all other parameters."""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     """Optimizer: `adam`, `adamw` or `sgd`."""
     schedule: Schedule = Schedule()
@@ -102,7 +108,8 @@ class TrainSettings:
     clip_norm: float | None = None
     """Largest norm of the gradient. A larger gradient is scaled down to it. Default: no limit."""
     accumulate: int = 1
-    """Number of units, such as batches, per optimizer step. Gradients are weighted by their seeds."""
+    """Number of batches, or other units of work that the method yields, per optimizer step. The gradient is
+    that of the mean loss over all their training examples."""
     precision: Literal["float32", "bf16"] = "float32"
     """Precision of the forward pass: `bf16` runs it under bfloat16 autocast, and parameters stay
     float32."""
@@ -118,15 +125,16 @@ class TrainSettings:
     """Edges of validation: `exact` uses every edge, `sampled` the method's fan-outs. The final test is
     always exact."""
     seed: int = 0
-    """Seed of all random draws of the run. In Python, the caller has drawn the model's weights before."""
+    """Seed of all random draws of the run. In Python, the model's initial weights are not among them: the
+    caller has drawn them before."""
     device: str = "cpu"
     """Device that trains, such as cuda or cuda:1."""
     resume: bool = False
     """Whether to resume from the checkpoint in the run folder, if there is one. Without out=: in the folder
     of the newest run with these settings."""
     checkpoint_s: float = 60.0
-    """Interval between checkpoints, in seconds, but at least 50 times as long as writing one takes. 0: one
-    after every step. The end of training always writes one."""
+    """Interval between checkpoints, in seconds. It is at least 50 times as long as writing one takes, except
+    with 0: then every step writes one. The end of training always writes one."""
     show: bool = True
     """Whether to show progress."""
 

@@ -3,7 +3,7 @@
 The loss of a batch reaches only the nodes of the batch. In a full batch, every out-neighbour of a batch node would
 send a gradient back too. Compensation computes that missing gradient from two kinds of tables: historical embeddings,
 and gradients of the loss at them, stored by earlier steps. With exact tables, the gradients of all batches add up to
-that of the full batch. The idea is that of LMC.
+that of the full batch. The idea is that of LMC (local message compensation, ICLR 2023).
 
 The price is a table of gradients for every layer. In each step, every layer but the first also runs forward and
 backward over all in-edges of the out-neighbours.
@@ -36,7 +36,7 @@ class OutNeighbors:
     own_idx: Tensor
     """[k] int64: the local id, among the batch's own nodes, of each source that `batch_src_idx` names."""
     src_positions: Tensor
-    """[num_src] int64 on the host: positions of all sources in the tables of rows."""
+    """[num_src] int64 on the host: positions of all sources in the tables of historical embeddings."""
     dst_positions: Tensor
     """[num_dst] int64 on the host: positions of all destinations in the tables of gradients."""
 
@@ -88,6 +88,7 @@ def compensation_loss(work: HistoricalWork, hist_batch: HistoricalBatch) -> Tens
     if out_neighbors is None or not out_neighbors.block.num_dst:
         return loss
     for l in range(work.model.num_layers - 1):
+        # `halo` appends the halo's rows between layers, and records the batch's own.
         own_rows = hist_batch.halo.rows[l]
         gradient = compensation_gradient(work, hist_batch, out_neighbors, l, own_rows)
         loss = loss + (own_rows * gradient).sum()
@@ -114,8 +115,7 @@ def compensation_gradient(
 
     # The batch's key, so that dropout is drawn as in the batch's own layers.
     block = replace(out_neighbors.block, key=hist_batch.batch.key)
-    # Norms use running statistics, in every step (`enabled=True`): nodes outside the batch must not enter the
-    # statistics of this step.
+    # Batch norms use their running statistics: a step's own statistics must not include nodes outside its batch.
     norm_modules = [work.model.convs[l + 1], work.model.norms[l + 1]]
     with torch.enable_grad(), running_statistics(norm_modules, enabled=True):
         outputs = work.layer_at(l + 1, block, inputs)

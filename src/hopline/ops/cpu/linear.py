@@ -1,8 +1,8 @@
 """Linear layers on the CPU, divided by rows over hopline's own threads.
 
-Inside `runtime.own_threads`, torch's own operations run in one thread. A linear layer is too long for that,
-so its rows are divided into ranges of `ROWS`, and hopline's threads take the ranges. Each range is one call
-of torch's `mm` or `addmm`:
+Inside `runtime.own_threads`, torch's own operations run in one thread. A linear layer would take too long in
+one thread. So its rows are divided into ranges of `ROWS`, and hopline's threads take the ranges. Each range
+is one call of torch's `mm` or `addmm`:
 
     forward    out[a:b]    = x[a:b] @ weight.T + bias
     backward   grad_x[a:b] = grad[a:b] @ weight
@@ -87,9 +87,9 @@ def _in_ranges(run: Callable[[int, int], object], size: int) -> None:
 
     def run_range(number: int) -> None:
         # Autograd must not record these products: `_Linear` has the gradient. Inference mode is a state of
-        # a thread, so each thread enters it. Dispatch modes that watch what torch's operations allocate,
-        # such as hopline's memory meter, are off: the products write into tensors that are allocated
-        # already.
+        # a thread, so each thread enters it.
+        # Dispatch modes, such as hopline's memory meter, need not see the products: these allocate no
+        # tensor, but write into given ones. So the modes are off.
         with torch.inference_mode(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             run(number * ROWS, min((number + 1) * ROWS, size))
 
@@ -105,6 +105,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
     is_large_matrix = x.dim() == 2 and x.size(0) > ROWS
     if not is_large_matrix or len(dtypes) > 1 or x.is_cuda or torch.is_autocast_enabled("cpu"):
+        # No endless recursion under `SpreadLinear`: torch turns a mode off while its `__torch_function__` runs.
         return torch.nn.functional.linear(x, weight, bias)
     out = _Linear.apply(x, weight, bias)
     assert isinstance(out, Tensor)
