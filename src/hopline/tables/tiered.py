@@ -199,7 +199,7 @@ class TieredTable(Shareable, Table):
     def _read_by_host(self, device_tiers: _DeviceTiers, ids: Tensor) -> Tensor:
         """The rows of `ids`, where the host reads the misses from `below`. Synchronises with a GPU."""
         hot, _cold, hot_slot = device_tiers.tiers
-        rows = gather_tiers(hot, cold=None, hot_slot=hot_slot, ids=ids)  # right at hot rows
+        rows = gather_tiers(hot, cold=None, hot_slot=hot_slot, ids=ids)  # right at hot rows; misses follow
         is_row = ids >= 0
         num_rows = int(is_row.sum())
         num_misses = 0

@@ -62,7 +62,7 @@ class Parts:
     def block_of(self, group: Group, nodes: Tensor, key: int | None) -> Block:
         """All in-edges of the group's nodes. Sources are the group's nodes, then the halo.
 
-        nodes: those of `nodes_of`. key: unused here; a subclass draws the edges that it drops by it.
+        nodes: those of `nodes_of`. key: unused here; by it, a subclass draws the edges that it drops.
         """
         if group in self._cached_blocks:
             return self._cached_blocks[group]
