@@ -99,7 +99,7 @@ def by_metis(graph: Graph, num_parts: int, seed: int, show: bool) -> Tensor:
         starts, neighbors = cpu_partition.undirected(graph.indptr.numpy(), graph.indices.numpy(), dtype)
         _check_memory(METIS_BYTES * neighbors.shape[0])
         options = pymetis.Options()
-        options.seed = seed % 2**31
+        options.seed = seed % 2**31  # METIS may be built with int32
         adjacency = pymetis.CSRAdjacency(cast(Any, starts), cast(Any, neighbors))
         result = pymetis.part_graph(num_parts, adjacency, options=options, recursive=False)
         shown.advance(graph.num_nodes)

@@ -58,7 +58,7 @@ class _Linear(torch.autograd.Function):
         wants_bias = wants_bias and ctx.has_bias
         # Each range writes a gradient of its own, and these are added up at the end. If threads added to
         # one sum, the result would depend on which range is finished first.
-        num_ranges = -(-x.size(0) // ROWS)
+        num_ranges = -(-x.size(0) // ROWS)  # rounded up
         grad_x = torch.empty_like(x) if wants_x else None
         weight_parts = torch.empty(num_ranges, *weight.shape, dtype=weight.dtype) if wants_weight else None
         bias_parts = torch.empty(num_ranges, weight.size(0), dtype=weight.dtype) if wants_bias else None
