@@ -41,6 +41,13 @@ directions. Measured (docs/shards.md)."""
 SNAP = 0.05
 """The most by which `by_labels` moves the end of a part to the end of a label, as a share of the mean part size. A
 rule of thumb."""
+VERSION = 1
+"""Version of the cached files. It is part of their key, so partitions of another version are not found."""
+HASH_BYTES = 1 << 24
+"""Bytes that one task hashes. Another value changes the hash of larger arrays, so that partitions cached under it are
+no longer found. A rule of thumb."""
+LARGEST_SHOWN = 16
+"""The most parts for which `describe` shows the matrix of edge counts. A rule of thumb."""
 
 
 def check_edges(graph: Graph) -> None:
@@ -92,7 +99,7 @@ def by_metis(graph: Graph, num_parts: int, seed: int, show: bool) -> Tensor:
         starts, neighbors = cpu_partition.undirected(graph.indptr.numpy(), graph.indices.numpy(), dtype)
         _check_memory(METIS_BYTES * neighbors.shape[0])
         options = pymetis.Options()
-        options.seed = seed % 2**31
+        options.seed = seed % 2**31  # METIS may be built with int32
         adjacency = pymetis.CSRAdjacency(cast(Any, starts), cast(Any, neighbors))
         result = pymetis.part_graph(num_parts, adjacency, options=options, recursive=False)
         shown.advance(graph.num_nodes)
@@ -122,11 +129,11 @@ def by_labels(labels: Tensor, num_parts: int) -> Tensor:
     num_nodes = labels.numel()
     part_ends = torch.arange(1, num_parts) * num_nodes // num_parts
     label_ends = torch.bincount(label_number).cumsum(0)
-    next_label = torch.searchsorted(label_ends, part_ends).clamp(max=label_ends.numel() - 1)
+    next_label = torch.searchsorted(label_ends, part_ends)
     end_after = label_ends[next_label]
     # No label ends before the first one. Its own end stands in, so that both ends are the same.
     end_before = label_ends[(next_label - 1).clamp(min=0)]
-    is_before_nearer = (part_ends - end_before).abs() < (end_after - part_ends).abs()
+    is_before_nearer = part_ends - end_before < end_after - part_ends
     nearest_end = torch.where(is_before_nearer, end_before, end_after)
     is_near = (nearest_end - part_ends).abs() <= int(SNAP * num_nodes / num_parts)
     part_ends = torch.where(is_near, nearest_end, part_ends)
@@ -149,15 +156,6 @@ def without_empty(part_of: Tensor, num_parts: int) -> Tensor:
         sizes[largest] -= 1
         sizes[part] += 1
     return part_of
-
-
-VERSION = 1
-"""Version of the cached files. It is part of their key, so partitions of another version are not found."""
-HASH_BYTES = 1 << 24
-"""Bytes that one task hashes. Another value changes the hash of larger arrays, so that partitions cached under it are
-no longer found. A rule of thumb."""
-LARGEST_SHOWN = 16
-"""The most parts for which `describe` shows the matrix of edge counts. A rule of thumb."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -204,7 +202,8 @@ class Partition:
     @cached_property
     def order(self) -> Tensor:
         """[N] int64: the node at each position; part after part, nodes ascending in each."""
-        return ops.group_by_key(self.part_of, self.num_parts)[1]
+        _, order = ops.group_by_key(self.part_of, self.num_parts)
+        return order
 
     @cached_property
     def position(self) -> Tensor:
@@ -272,15 +271,15 @@ def make_partition(
         settings = {}
     graph = _on_host(graph)
 
-    def find() -> Partition:
+    def make() -> Partition:
         part_of = divide(graph, num_parts, how, labels, seed, slack, passes, show)
         return Partition(part_of, num_parts, how, settings)
 
     if cache is None:
-        return find()
+        return make()
     key = json.dumps([VERSION, graph_hash(graph), num_parts, how, settings])
     digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-    return _read_or_write(Path(cache), digest, graph.num_nodes, find)
+    return _read_or_write(Path(cache), digest, graph.num_nodes, make)
 
 
 def _on_host(graph: Graph) -> Graph:
@@ -312,8 +311,8 @@ def _hash(arrays: Sequence[np.ndarray]) -> str:
     return total.hexdigest()
 
 
-def _read_or_write(folder: Path, key: str, num_nodes: int, find: Callable[[], Partition]) -> Partition:
-    """The cached partition of that key. If its files are missing or damaged, it is made by `find` and written.
+def _read_or_write(folder: Path, key: str, num_nodes: int, make: Callable[[], Partition]) -> Partition:
+    """The cached partition of that key. If its files are missing or damaged, it is made by `make` and written.
 
     A folder that cannot be written to is a warning and no error.
     """
@@ -328,7 +327,7 @@ def _read_or_write(folder: Path, key: str, num_nodes: int, find: Callable[[], Pa
             return Partition(torch.from_numpy(part_of), header["num_parts"], header["how"], header["settings"])
         except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
             logger.warning(f"{array_path} is damaged ({' '.join(str(error).split())}): the partition is made again")
-    partition = find()
+    partition = make()
     header = {
         "how": partition.how,
         "settings": dict(partition.settings),

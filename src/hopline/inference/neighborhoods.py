@@ -50,8 +50,8 @@ def run_whole(batch_model: Whole, data: Dataset, device: torch.device) -> Tensor
     """The outputs of all nodes by one forward pass over the whole graph: [num_nodes, ...] on the host."""
     graph = data.graph
     # `Part` is the class of a block's edges, and not a part as above.
-    part = Part(graph.indptr, graph.indices, graph.edge).to(device)
-    block = Block(torch.arange(graph.num_nodes, device=device), graph.num_nodes, (part,), graph)
+    all_edges = Part(graph.indptr, graph.indices, graph.edge).to(device)
+    block = Block(torch.arange(graph.num_nodes, device=device), graph.num_nodes, (all_edges,), graph)
     return batch_model.on_block(Rows(data.x, block.src_ids).read_on(device), block).cpu()
 
 
@@ -80,9 +80,10 @@ class LocalInference:
         self.chunk_bytes = chunk_bytes
         if chunk_bytes is not None:
             # A first limit, until a chunk is measured: by an upper bound on the bytes per node or edge, far above
-            # the real ones. Entry 0 is that of the module's only block.
+            # the real ones.
             costs = costs_of(batch_model, data.x, num_blocks=1).forward_only()
-            self.limit = max(1, int(chunk_bytes / max(costs.per_node[0], costs.per_edge[0])))
+            bound_per_size = max(costs.per_node[0], costs.per_edge[0])  # 0: the module's only block
+            self.limit = max(1, int(chunk_bytes / bound_per_size))
         else:
             self.limit = chunk_edges or default_chunk_edges(self.device, data)
         graph = data.graph

@@ -33,7 +33,9 @@ class Schedule:
         0.0
     """
 
-    REMOVED: ClassVar = {"patience": RemovedSetting(5, "set schedule.every= with schedule.name=plateau")}
+    REMOVED: ClassVar = {
+        "patience": RemovedSetting(default=5, instead="set schedule.every= with schedule.name=plateau")
+    }
     name: Literal["constant", "cosine", "plateau", "step"] = "constant"
     """Learning rate over the epochs: `constant`, `cosine` down to `floor` after the last epoch, `plateau`
     (lower when the validation metric stalls) or `step` (lower every few epochs)."""
@@ -49,7 +51,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not self.floor >= 0:
+        if self.floor < 0:
             raise ValueError(f"schedule.floor must be at least 0, not {self.floor}")
         if not 0 < self.factor < 1:
             raise ValueError(f"schedule.factor must be between 0 and 1, not {self.factor}")
@@ -89,8 +91,8 @@ class TrainSettings:
 
     # "name=value" is a value that was removed. It has no default.
     REMOVED: ClassVar = {
-        "evaluate_on": RemovedSetting("device", SAME_DEVICE),
-        "evaluate=async_cpu": RemovedSetting(None, SAME_DEVICE),
+        "evaluate_on": RemovedSetting(default="device", instead=SAME_DEVICE),
+        "evaluate=async_cpu": RemovedSetting(default=None, instead=SAME_DEVICE),
     }
     epochs: int = 10
     """Number of epochs to train, unless training stops early."""
@@ -144,20 +146,20 @@ class TrainSettings:
             count = getattr(self, name)
             if count < 1:
                 raise ValueError(f"{name} must be at least 1, not {count}")
-        if not self.lr > 0:
+        if self.lr <= 0:
             raise ValueError(f"lr must be above 0, not {self.lr}")
         for name in ("weight_decay", "weight_decay_rest"):
             decay = getattr(self, name)
-            if decay is not None and not decay >= 0:
+            if decay is not None and decay < 0:
                 raise ValueError(f"{name} must be at least 0, not {decay}")
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed must be between 0 and 2**63 - 1, not {self.seed}")
-        if not self.checkpoint_s >= 0:
+        if self.checkpoint_s < 0:
             raise ValueError(f"checkpoint_s must be at least 0 seconds, not {self.checkpoint_s}")
         if self.evaluate != "blocking" and self.schedule.name == "plateau":
             raise ValueError(
                 "schedule.name=plateau needs each evaluation before the next epoch: set evaluate=blocking, or "
                 "schedule.name=cosine"
             )
-        if self.clip_norm is not None and not self.clip_norm > 0:
+        if self.clip_norm is not None and self.clip_norm <= 0:
             raise ValueError(f"clip_norm must be above 0 or none, not {self.clip_norm}")

@@ -109,7 +109,7 @@ def compensation_gradient(
     # A leaf, cut off from the graph of the loss: this backward pass must end at the own rows.
     leaf = own_rows.detach().requires_grad_()
     # One expression, so that the rows from the tables are freed before the layer runs.
-    inputs = hist_batch.row_reader.read(l, out_neighbors.src_positions, leaf).index_put(
+    inputs = hist_batch.row_reader.read(l, out_neighbors.src_positions, like=leaf).index_put(
         (out_neighbors.batch_src_idx,), leaf[out_neighbors.own_idx]
     )
 
@@ -120,7 +120,7 @@ def compensation_gradient(
     with torch.enable_grad(), running_statistics(norm_modules, enabled=True):
         outputs = work.layer_at(l + 1, block, inputs)
 
-    output_gradients = hist_batch.gradient_reader.read(l + 1, out_neighbors.dst_positions, outputs)
+    output_gradients = hist_batch.gradient_reader.read(l + 1, out_neighbors.dst_positions, like=outputs)
     # A layer may let no gradient through at all, or not read these rows.
     if not outputs.requires_grad:
         return torch.zeros_like(leaf)

@@ -38,16 +38,14 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        rows = x.detach()
-        weight_t = weight.detach().t()
-        bias_row = None if bias is None else bias.detach()
+        weight_t = weight.t()
         out = torch.empty(x.size(0), weight.size(0), dtype=x.dtype)
 
         def run(a: int, b: int) -> None:
-            if bias_row is None:
-                torch.mm(rows[a:b], weight_t, out=out[a:b])
+            if bias is None:
+                torch.mm(x[a:b], weight_t, out=out[a:b])
             else:
-                torch.addmm(bias_row, rows[a:b], weight_t, out=out[a:b])
+                torch.addmm(bias, x[a:b], weight_t, out=out[a:b])
 
         _in_ranges(run, x.size(0))
         return out
@@ -60,19 +58,16 @@ class _Linear(torch.autograd.Function):
         wants_bias = wants_bias and ctx.has_bias
         # Each range writes a gradient of its own, and these are added up at the end. If threads added to
         # one sum, the result would depend on which range is finished first.
-        num_ranges = -(-x.size(0) // ROWS)
+        num_ranges = -(-x.size(0) // ROWS)  # rounded up
         grad_x = torch.empty_like(x) if wants_x else None
         weight_parts = torch.empty(num_ranges, *weight.shape, dtype=weight.dtype) if wants_weight else None
         bias_parts = torch.empty(num_ranges, weight.size(0), dtype=weight.dtype) if wants_bias else None
-        rows = x.detach()
-        weight = weight.detach()
-        grad = grad.detach()
 
         def run(a: int, b: int) -> None:
             if grad_x is not None:
                 torch.mm(grad[a:b], weight, out=grad_x[a:b])
             if weight_parts is not None:
-                torch.mm(grad[a:b].t(), rows[a:b], out=weight_parts[a // ROWS])
+                torch.mm(grad[a:b].t(), x[a:b], out=weight_parts[a // ROWS])
             if bias_parts is not None:
                 torch.sum(grad[a:b], 0, out=bias_parts[a // ROWS])
 
