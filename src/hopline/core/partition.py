@@ -39,8 +39,8 @@ METIS_BYTES = 110
 """Bytes of memory that METIS needs per edge of the undirected copy of the graph, which has every edge in both
 directions. Measured (docs/shards.md)."""
 SNAP = 0.05
-"""The most by which `by_labels` moves the end of a part to the end of a label, as a share of the mean part size. A
-rule of thumb."""
+"""The most by which `by_labels` moves the end of a part to the end of a label, as a share of the mean part size.
+Ends are about one mean size apart, so two of them never meet. A rule of thumb."""
 VERSION = 1
 """Version of the cached files. It is part of their key, so partitions of another version are not found."""
 HASH_BYTES = 1 << 24

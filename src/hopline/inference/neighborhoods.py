@@ -56,7 +56,9 @@ def run_whole(batch_model: Whole, data: Dataset, device: torch.device) -> Tensor
 
 
 class LocalInference:
-    """The outputs of some nodes, by forward passes over the hops around chunks of them. For one thread.
+    """The outputs of some nodes, by forward passes over the hops around chunks of them.
+
+    For one thread: every chunk changes `_id_map` and, with chunk_bytes, `limit`.
 
     chunk_edges: the most nodes and edges, together, of a chunk's part. By default a million, or more on a
     GPU. chunk_bytes: the most bytes of a chunk's forward pass, in place of `chunk_edges`. A node whose own part
