@@ -10,7 +10,16 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 from hopline.nn.conv_adapter import NeedsWholeGraph, calling_convention
-from hopline.nn.probe import Findings, block_of, options_of, probe_graph, reverse_edges_of_nodes, tree_of, trial_of
+from hopline.nn.probe import (
+    Findings,
+    block_of,
+    copy_module,
+    options_of,
+    probe_graph,
+    reverse_edges_of_nodes,
+    tree_of,
+    trial_of,
+)
 from tests.helpers import randn
 
 
@@ -85,6 +94,12 @@ def test_a_module_with_computed_weights_can_be_copied() -> None:
     conv = pyg.GINConv(nn.utils.weight_norm(nn.Linear(4, 3)))
     conv(randn(5, 4).float(), torch.tensor([[0, 1], [1, 2]]))
     assert calling_convention(conv, 4, {}).convention == "fused"
+    computed = conv.nn.weight
+    copied = copy_module(conv)
+    assert conv.nn.weight is computed
+    assert torch.equal(copied.nn.weight, computed)
+    assert copied.nn.weight.is_leaf
+    assert copied.nn.weight.data_ptr() != computed.data_ptr()
 
 
 def test_what_was_found_out_is_forgotten_when_a_setting_changes() -> None:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import GAT
+from torch_geometric.nn import GAT, GINConv
 
 import hopline as hl
 from hopline.contract import Job
@@ -95,6 +95,19 @@ def test_asynchronous_evaluation_ends_with_the_blocking_run(
 ):
     monkeypatch.setattr(AsyncEvaluator, "can_help", helps)
     compare_with_blocking(*RUNS[name], tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_model_with_computed_weights_is_evaluated_asynchronously():
+    """`weight_norm` stores a weight that torch's deepcopy refuses."""
+    data = small()
+    outcomes = []
+    for how in ("blocking", "async"):
+        torch.manual_seed(0)
+        layers = [nn.utils.weight_norm(nn.Linear(sizes[0], sizes[1])) for sizes in ((8, 8), (8, data.num_classes))]
+        model = hl.nn.GNN([GINConv(layer) for layer in layers])
+        outcomes.append([e.metrics for e in fit(data, model, evaluate=how, epochs=3).evaluations])
+    assert outcomes[0] == outcomes[1]
 
 
 @pytest.mark.parametrize("name", ["patience", "every third"])

@@ -7,13 +7,11 @@ predictor.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from hopline.budget.predictor import Predictor
 from hopline.contract import Job, Outline
@@ -21,6 +19,7 @@ from hopline.core.batch import Batch
 from hopline.core.sizes import Sizes
 from hopline.device.meter import meter_of
 from hopline.device.out_of_memory import free_memory, is_out_of_memory
+from hopline.nn.probe import copy_module
 from hopline.nn.whole_module import as_batch_model
 from hopline.units.batch_unit import BatchUnit, own_threads
 
@@ -77,5 +76,5 @@ def measure_steps(
 
 def job_of(outline: Outline) -> Job:
     """The job with a copy of the model, so that the probe does not change the model, and without messages."""
-    module: nn.Module = copy.deepcopy(outline.job.module)
+    module = copy_module(outline.job.module)
     return replace(outline.job, model=as_batch_model(module), module=module.train(), say=lambda text: None)

@@ -199,8 +199,7 @@ def fresh_copy(module: Module) -> Module:
         ValueError: The module holds tensors of an earlier call that torch cannot copy.
     """
     try:
-        with _detach_caches(module):
-            trial = copy.deepcopy(module)
+        trial = copy_module(module)
     except RuntimeError as error:  # torch copies no tensor that is the result of a computation with gradients
         raise ValueError(
             f"{type(module).__name__} keeps tensors of an earlier call: build it anew ({error})"
@@ -210,24 +209,19 @@ def fresh_copy(module: Module) -> Module:
     return trial
 
 
-@contextmanager
-def _detach_caches(module: nn.Module) -> Iterator[None]:
-    """Make a module copyable while the context lasts: tensors that it has computed and stored are detached.
+def copy_module(module: Module) -> Module:
+    """A deep copy of a module, also if it stores tensors that it has computed with gradients.
 
-    The weight that `weight_norm` computes is such a tensor. Afterwards the module has its own tensors again.
+    The weight that `weight_norm` computes is such a tensor. Torch refuses to copy it, so the copy gets its value
+    without the gradient.
     """
-    computed: list[tuple[nn.Module, str, Tensor]] = []
-    for part in module.modules():
-        for name, value in vars(part).items():
-            if isinstance(value, Tensor) and not value.is_leaf:
-                computed.append((part, name, value))
-    for part, name, value in computed:
-        vars(part)[name] = value.detach()
-    try:
-        yield
-    finally:
-        for part, name, value in computed:
-            vars(part)[name] = value
+    computed = {
+        id(value): value.detach().clone()
+        for part in module.modules()
+        for value in vars(part).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    }
+    return copy.deepcopy(module, computed)  # takes what is listed by its id as copied already
 
 
 def options_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:

@@ -25,7 +25,6 @@ A finding is stored in `probe.findings`, so a module is tried once for each numb
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -39,7 +38,7 @@ from hopline.core.graph import Graph
 from hopline.core.neighborhood import neighborhood
 from hopline.core.row_handles import Readable
 from hopline.core.sampler import NeighborSampler
-from hopline.nn.probe import findings
+from hopline.nn.probe import copy_module, findings
 from hopline.nn.whole_module import Whole
 
 WIDTH = 4
@@ -136,7 +135,7 @@ def check_batches(batch_model: Whole, fanouts: Sequence[int], graph: Graph, x: R
     blocks = NeighborSampler(graph, tuple(fanouts)).sample(seeds[:WIDTH], 0)
     union = Batch(seeds[:WIDTH], blocks, None, None).union()
     try:
-        trial = Whole(copy.deepcopy(batch_model.module).eval())
+        trial = Whole(copy_module(batch_model.module).eval())
         device = next((p.device for p in trial.parameters()), torch.device("cpu"))
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             trial.on_block(_read(x, union.src_ids).to(device), union.to(device))
@@ -272,7 +271,7 @@ class _Trial:
 
         Copies of one trial have the same weights: the generator is seeded for each.
         """
-        module = copy.deepcopy(self._module).cpu().eval()
+        module = copy_module(self._module).cpu().eval()
         batch_model = Whole(module if self._dtype is None else module.to(self._dtype))
         if any(map(is_lazy, batch_model.parameters())):
             torch.manual_seed(0)

@@ -19,7 +19,6 @@ The price is memory: a copy of the model, and of the weights of up to `BACKLOG` 
 from __future__ import annotations
 
 import contextlib
-import copy
 import queue
 import threading
 import time
@@ -38,6 +37,7 @@ from hopline.device import streams
 from hopline.device.snapshots import preserve_weights
 from hopline.inference.captured_forward import PendingInference
 from hopline.nn.gnn import GNN
+from hopline.nn.probe import copy_module
 from hopline.pipeline.stages import give_way
 from hopline.shards.data import ShardedData
 from hopline.training.callbacks import Evaluation
@@ -106,7 +106,7 @@ class EvaluationThread:
     """
 
     def __init__(self, measure: Measure, job: Job) -> None:
-        module = copy.deepcopy(job.module)
+        module = copy_module(job.module)
         module.requires_grad_(False)
         # Views of the tables that may be read while training reads them too.
         tables = {name: table.concurrent_view() for name, table in job.data.tables.items()}
