@@ -15,15 +15,14 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels then run here, on CPU tensors
 
+from hopline.util.host import num_cores
 from tests import warm
 from tests.fake_cuda import FakeCuda
 
 # Workers that run side by side share the cores. Without a limit, 15 workers on 16 cores would start 240 threads, and
 # a suite on a GPU would mostly wait for them. At least two, so that code with threads is still tested as such.
-_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-if torch.get_num_threads() > max(2, _cores // _workers):
-    torch.set_num_threads(max(2, _cores // _workers))
+_num_threads = max(2, num_cores() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+torch.set_num_threads(min(torch.get_num_threads(), _num_threads))
 
 # `nohup make test &` starts everything with these signals ignored, and processes that tests start would inherit that.
 for _number in (signal.SIGINT, signal.SIGQUIT):

@@ -308,10 +308,8 @@ def tree_sizes(num_seeds: int, fanouts: Sequence[int]) -> Sizes:
     each of these but the seeds.
     """
     slots = Slots(num_seeds, tuple(fanouts))
-    hops = reversed(range(slots.num_hops))
-    edges = tuple(slots.up_to(hop + 1) - num_seeds for hop in hops)
     nodes = tuple(slots.up_to(hop) for hop in reversed(range(slots.num_hops + 1)))
-    return Sizes(nodes, edges)
+    return Sizes(nodes, edges=tuple(num_src - num_seeds for num_src in nodes[:-1]))
 
 
 def _halvings(count: int) -> Iterator[int]:

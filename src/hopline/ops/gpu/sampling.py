@@ -244,7 +244,7 @@ def sample_neighbors(
     nodes = nodes.contiguous()
     check_readable("the graph", indptr, indices)
     if fanout < 0:
-        out_indptr, edge_ids = _row_positions(indptr, nodes, indices.numel())
+        out_indptr, edge_ids = _row_entries(indptr, nodes, indices.numel())
         return Neighbors(out_indptr, gather_rows(indices, edge_ids), edge_ids)
 
     num = nodes.numel()
@@ -276,10 +276,10 @@ def row_entries(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
     check_readable("the graph", indptr)
     # No array is read at these positions, so there is no number of edges to check against. A row still
     # raises an error if its end lies before its start.
-    return _row_positions(indptr, nodes, (1 << 63) - 1)
+    return _row_entries(indptr, nodes, (1 << 63) - 1)
 
 
-def _row_positions(indptr: Tensor, nodes: Tensor, num_edges: int) -> tuple[Tensor, Tensor]:
+def _row_entries(indptr: Tensor, nodes: Tensor, num_edges: int) -> tuple[Tensor, Tensor]:
     """(out_indptr, positions) of all entries of these rows. A row that ends beyond num_edges is an error."""
     starts, _, out_indptr, total = _count(indptr, nodes, num_edges, -1, False)
     # Entry k of the result belongs to a node i and lies at starts[i] + (k - out_indptr[i]).
