@@ -47,7 +47,7 @@ class DrawTrees:
             self.work.batches.start(1, 0, 0)
 
     def __call__(self) -> tuple[TreeBlock, ...]:
-        sampler = self.loader.sampler
+        sampler = self.loader.neighbor_sampler
         assert isinstance(sampler, TreeSampler)
         if isinstance(self.work, CapturedWork):
             batches = self.work.batches

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +27,7 @@ _num_threads = max(2, num_cores() // int(os.environ.get("PYTEST_XDIST_WORKER_COU
 torch.set_num_threads(min(torch.get_num_threads(), _num_threads))
 
 # `nohup make test &` starts everything with these signals ignored, and processes that tests start would inherit that.
-for _number in (signal.SIGINT, signal.SIGQUIT):
+for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
@@ -56,6 +58,19 @@ def _leaves_nothing_behind() -> Iterator[None]:
     ignored = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR"}
     changed = {k for k in environment.keys() | os.environ.keys() if environment.get(k) != os.environ.get(k)}
     assert not changed - ignored, f"environment variables left behind: {changed - ignored}"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB, where this process may mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    command = [str(mount), "-t", "tmpfs", "-o", "size=64k", "none", str(folder)]
+    if mount is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture

@@ -47,6 +47,7 @@ FAULTS: dict[str, tuple[int, Fault]] = {
     "`kill -9`": (1, send(signal.SIGKILL)),
     "Ctrl-C": (1, send(signal.SIGINT)),
     "SIGTERM": (1, send(signal.SIGTERM)),
+    "SIGHUP (a closed terminal)": (1, send(signal.SIGHUP)),
     "SIGUSR1 (Slurm's notice)": (1, send(signal.SIGUSR1)),
     "`kill -9` of one of 2 ranks": (2, kill_a_rank),
     "`kill -9` of the parent of 2 ranks": (2, send(signal.SIGKILL)),

@@ -27,6 +27,7 @@ from hopline.distributed import existing_group
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.util.errors import PeerError
+from tests import different_ranks
 from tests.launched import everything
 from tests.methods.full_batch import ranks as full_batch
 from tests.methods.historical import ranks as historical
@@ -175,6 +176,15 @@ class NoClone:
     """A store of a user's own making, which cannot be cloned."""
 
 
+def differ(folder: Path) -> dict[str, Any]:
+    """The ranks are given different things, one after the other, and the group stays usable."""
+    owner = dist.distributed_c10d._get_default_group()
+    outcomes = different_ranks.try_all(folder)
+    assert not heartbeat_threads()
+    check_owner(owner, dist.get_world_size())
+    return outcomes
+
+
 SCENARIOS: tuple[Callable[[Path], dict[str, Any]], ...] = (
     train_everything,
     fail_and_train_again,
@@ -182,6 +192,7 @@ SCENARIOS: tuple[Callable[[Path], dict[str, Any]], ...] = (
     train_on_uneven_hosts,
     come_alone,
     die,
+    differ,
     train_cpu_model_in_nccl_group,
     train_gpu_model_in_gloo_group,
 )

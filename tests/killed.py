@@ -1,9 +1,10 @@
 """Training in child processes that are killed at random moments and resumed, until enough kills have happened.
 
-    python -m tests.killed FOLDER KIND NUMBER_OF_KILLS
+    python -m tests.killed FOLDER KIND NUMBER_OF_KILLS [SIGKILL|SIGINT|SIGTERM|SIGHUP]
 
 `test_8_resumed.py` starts it as a process of its own. The parent only imports, so it has no threads, and a child that
-is forked from it starts at once. Results of every resumed run must equal those of one never interrupted.
+is forked from it starts at once. Results of every resumed run must equal those of one never interrupted, and no
+process may be left.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import torch
 from torch_geometric.nn import GATConv, SAGEConv
 
@@ -24,6 +26,7 @@ import hopline as hl
 from hopline.distributed import launch
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
+from hopline.util.signals import Interrupted
 from tests.helpers import random_graph
 
 KINDS = ("sage", "gat", "historical", "ranks")
@@ -64,9 +67,13 @@ def train_rank(world: World, folder: str, kind: str) -> None:
 
 
 def train_in_child(
-    folder: Path, kind: str, kill_after_s: float | None, train: Callable[[Path, str], None] = train
+    folder: Path,
+    kind: str,
+    kill_after_s: float | None,
+    train: Callable[[Path, str], None] = train,
+    number: int = signal.SIGKILL,
 ) -> bool:
-    """Train in a forked child, and kill it after some seconds; None: never.
+    """Train in a forked child, and send it a signal after some seconds; None: never.
 
     Returns whether the child reached the end of training.
     """
@@ -74,20 +81,36 @@ def train_in_child(
     if child == 0:
         status = 1
         try:
-            os.setsid()  # a session of its own: killpg also kills the ranks
+            os.setsid()  # a session of its own, by which its ranks are found
             train(folder, kind)
             status = 0
+        except Interrupted as interruption:
+            status = 128 + interruption.number
+        except KeyboardInterrupt:  # before the trainer handles signals
+            status = 128 + signal.SIGINT
         finally:
             os._exit(status)
     if kill_after_s is not None:
         if kind == "ranks":  # starting ranks takes longer than training: count from the first checkpoint
             _wait_for_checkpoint(folder / "checkpoint.pt", child)
         time.sleep(kill_after_s)
-        os.killpg(child, signal.SIGKILL)
+        os.kill(child, number)
     _, status = os.waitpid(child, 0)
-    if os.WIFEXITED(status) and os.WEXITSTATUS(status):
-        raise SystemExit(f"training failed in {folder}: see above")
-    return os.WIFEXITED(status)
+    code = os.waitstatus_to_exitcode(status)
+    if code not in (0, -number, 128 + number):
+        raise SystemExit(f"training failed in {folder} with {code}: see above")
+    family = [process for process in psutil.process_iter() if _session_of(process.pid) == child]
+    if psutil.wait_procs(family, timeout=20)[1]:
+        raise SystemExit(f"left behind: {family}")
+    return code == 0
+
+
+def _session_of(pid: int) -> int:
+    """The session of a process; -1 if it has ended."""
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return -1
 
 
 def _wait_for_checkpoint(path: Path, child: int) -> None:
@@ -113,11 +136,12 @@ def results(folder: Path) -> dict[str, object]:
 
 def main() -> None:
     """Train once without a kill, then with kills, and compare."""
-    if len(sys.argv) != 4 or sys.argv[2] not in KINDS or not sys.argv[3].isdigit():
-        raise SystemExit(f"usage: python -m tests.killed FOLDER {'|'.join(KINDS)} NUMBER_OF_KILLS")
+    if len(sys.argv) not in (4, 5) or sys.argv[2] not in KINDS or not sys.argv[3].isdigit():
+        raise SystemExit(f"usage: python -m tests.killed FOLDER {'|'.join(KINDS)} NUMBER_OF_KILLS [SIGNAL]")
     home = Path(sys.argv[1])
     kind = sys.argv[2]
     num_wanted = int(sys.argv[3])
+    number = signal.Signals[sys.argv[4]] if len(sys.argv) == 5 else signal.SIGKILL
     start_s = time.perf_counter()
     train_in_child(home / "whole", kind, None)
     whole_s = time.perf_counter() - start_s
@@ -128,7 +152,8 @@ def main() -> None:
     while num_kills < num_wanted:
         num_runs += 1
         longest_s = 0.3 if kind == "ranks" else 0.8 * whole_s
-        while not train_in_child(home / f"run{num_runs}", kind, random_times.uniform(0.05, 1) * longest_s):
+        run = home / f"run{num_runs}"
+        while not train_in_child(run, kind, random_times.uniform(0.05, 1) * longest_s, number=number):
             num_kills += 1
         if results(home / f"run{num_runs}") != expected:
             raise SystemExit(f"run {num_runs} differs from the one that was never interrupted")

@@ -74,6 +74,22 @@ FAULTS: tuple[Fault, ...] = (
         tests=("tests/ops/cpu/test_sampling.py",),
     ),
     Fault(
+        name="nodes with a self-loop draw once for both layers of a pair",
+        area="layer keys",
+        file="src/hopline/core/sampler.py",
+        old="loops_apart=layer % 2 == 1",
+        new="loops_apart=False",
+        tests=("tests/nn/test_gcn_norm.py",),
+    ),
+    Fault(
+        name="an owner draws for nodes with a self-loop as for others",
+        area="layer keys over shards",
+        file="src/hopline/shards/collective_sampler.py",
+        old="if hop_key.loops_apart:",
+        new="if False:",
+        tests=("tests/shards/test_collective_sampler.py",),
+    ),
+    Fault(
         name="id map keeps the last node of the batch before",
         area="CPU relabel",
         file="src/hopline/ops/cpu/sampling.py",
@@ -96,6 +112,22 @@ FAULTS: tuple[Fault, ...] = (
         old="ties[c] = 1 if maximum[c] == 0 else 0",
         new="ties[c] = 0",
         tests=("tests/ops/cpu/test_reduce.py",),
+    ),
+    Fault(
+        name="compiled kernel for another signature is run",
+        area="CPU kernel cache",
+        file="src/hopline/ops/cpu/kernel_cache.py",
+        old="if not content[:-HASH_BYTES].endswith(self._identity(key)):",
+        new="if not content:",
+        tests=("tests/ops/cpu/test_kernel_cache.py",),
+    ),
+    Fault(
+        name="flipped bit of a compiled kernel is run",
+        area="CPU kernel cache",
+        file="src/hopline/ops/cpu/kernel_cache.py",
+        old="if hashlib.sha256(content[:-HASH_BYTES]).digest() != content[-HASH_BYTES:]:",
+        new="if not content:",
+        tests=("tests/ops/cpu/test_kernel_cache.py",),
     ),
     Fault(
         name="bias gradient loses the last range of rows",
@@ -315,6 +347,46 @@ FAULTS: tuple[Fault, ...] = (
         new="self.hot[slot[is_hit]] = self.hot[slot[is_hit]]",
         tests=("tests/tables/test_cache.py",),
     ),
+    Fault(
+        name="a loader does not follow its sampler",
+        area="batches over ranks",
+        file="src/hopline/methods/sampled/seed_loader.py",
+        old="self._follows_sampler = sampler is not None or batch_sampler is not None",
+        new="self._follows_sampler = batch_sampler is not None",
+        tests=("tests/methods/sampled/test_seed_loader.py",),
+    ),
+    Fault(
+        name="edges are shared though they were changed by NumPy",
+        area="batches of PyG",
+        file="src/hopline/methods/sampled/pyg_loader.py",
+        old="checksum(edge_index.as_subclass(Tensor))",
+        new="0",
+        tests=("tests/methods/sampled/test_pyg_loader.py",),
+    ),
+    Fault(
+        name="arrays made in inference mode never change",
+        area="cached values",
+        file="src/hopline/core/graph.py",
+        old="checksum(tensor) if tensor.is_inference()",
+        new="0 if tensor.is_inference()",
+        tests=("tests/core/test_graph.py",),
+    ),
+    Fault(
+        name="edge ids count the edges sorted by destination",
+        area="other frameworks",
+        file="src/hopline/interop/__init__.py",
+        old="part.edge.get(EDGE_IDS, part.edge_ids)",
+        new="part.edge_ids",
+        tests=("tests/interop/test_interop.py",),
+    ),
+    Fault(
+        name="rows of repeated seeds shift all others",
+        area="other frameworks",
+        file="src/hopline/core/sampler.py",
+        old='return new_ids.scatter_reduce(0, seed_idx.long(), rows, "amin", include_self=False)',
+        new="return new_ids",
+        tests=("tests/interop/test_interop.py",),
+    ),
     # ---- models
     Fault(
         name="loops of the graph count beside the loops that are added",
@@ -423,6 +495,38 @@ FAULTS: tuple[Fault, ...] = (
         tests=("tests/distributed/test_world.py",),
     ),
     Fault(
+        name="damaged weights are read",
+        area="checkpoints",
+        file="src/hopline/util/files.py",
+        old="hexdigest() not in listed:",
+        new="hexdigest() not in listed and not content:",
+        tests=("tests/run/test_damaged.py",),
+    ),
+    Fault(
+        name="a kill between the checksum and the weights makes them unreadable",
+        area="checkpoints",
+        file="src/hopline/util/files.py",
+        old="(*self._current, checksum)",
+        new="(checksum,)",
+        tests=("tests/util/test_files.py",),
+    ),
+    Fault(
+        name="ranks with other training nodes train together",
+        area="ranks",
+        file="src/hopline/units/rank_facts.py",
+        old="facts |= {name: ids_fact(ids) for name, ids in seeds.items()}",
+        new="pass",
+        tests=("tests/distributed/test_agreement.py",),
+    ),
+    Fault(
+        name="arrays with a stored checksum are compared by some rows",
+        area="ranks",
+        file="src/hopline/distributed/agreement.py",
+        old="    if checksum and other_checksum:",
+        new="    if False:",
+        tests=("tests/distributed/test_agreement.py",),
+    ),
+    Fault(
         name="a rank that steps apart resumes with the first one's weights",
         area="checkpoints",
         file="src/hopline/training/checkpoint.py",
@@ -472,9 +576,25 @@ FAULTS: tuple[Fault, ...] = (
         name="snapshot of the weights is not a copy",
         area="evaluation beside training",
         file="src/hopline/training/async_evaluation.py",
-        old="torch._foreach_copy_(buffers, [state[name] for name in self.weights])",
+        old="torch._foreach_copy_(buffers, [state[name] for name in names])",
         new="self.weights = {name: state[name] for name in self.weights}",
         tests=("tests/training/test_evaluation.py",),
+    ),
+    Fault(
+        name="asynchronous evaluation does not see the attributes of its epoch",
+        area="evaluation beside training",
+        file="src/hopline/training/async_evaluation.py",
+        old="set_attributes(self._job.module, buffer.attributes)",
+        new="buffer.attributes",
+        tests=("tests/training/test_changing_models.py",),
+    ),
+    Fault(
+        name="a closure is no part of a model's fingerprint",
+        area="checkpoints",
+        file="src/hopline/nn/structure.py",
+        old='self.add(f"{path}.{name}", cell.cell_contents)',
+        new='self.add(f"{path}.{name}", type(cell.cell_contents))',
+        tests=("tests/nn/test_structure.py",),
     ),
     Fault(
         name="each piece of a batch weighs as a whole batch",
@@ -483,6 +603,14 @@ FAULTS: tuple[Fault, ...] = (
         old="BatchUnit(self.job, micro_batch).forward_backward(total)",
         new="BatchUnit(self.job, micro_batch).forward_backward(micro_batch.num_seeds)",
         tests=("tests/budget/test_guard.py",),
+    ),
+    Fault(
+        name="plan of a sweep keeps a part that is too large",
+        area="budget",
+        file="src/hopline/methods/full_batch/memory_plan.py",
+        old="(part_bytes / target_bytes).ceil()",
+        new="(part_bytes.mean() / target_bytes).ceil().expand_as(part_bytes)",
+        tests=("tests/methods/test_plan_within.py",),
     ),
     Fault(
         name="promise does not grow with a larger step",
@@ -534,6 +662,30 @@ FAULTS: tuple[Fault, ...] = (
         tests=("tests/data/formats/test_npz.py",),
     ),
     Fault(
+        name="ends of edges by destination are not swapped back",
+        area="data, DGL",
+        file="src/hopline/data/formats/dgl_stream.py",
+        old="(columns, rows) if bit == 4",
+        new="(rows, columns) if bit == 4",
+        tests=("tests/data/formats/test_dgl.py",),
+    ),
+    Fault(
+        name="edge ids of a sparse format are not followed",
+        area="data, DGL",
+        file="src/hopline/data/formats/dgl_stream.py",
+        old="rows, columns = rows[order], columns[order]",
+        new="pass",
+        tests=("tests/data/formats/test_dgl.py",),
+    ),
+    Fault(
+        name="two processes may write one folder",
+        area="data, conversion",
+        file="src/hopline/data/writer.py",
+        old="fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        new="pass",
+        tests=("tests/data/test_writer.py",),
+    ),
+    Fault(
         name="equal scores do not share their ranks",
         area="metrics",
         file="src/hopline/metrics.py",
@@ -572,6 +724,31 @@ FAULTS: tuple[Fault, ...] = (
         old="            outer.wait_stream(stream)",
         new="            pass",
         tests=("tests/device/test_cuda_graph.py",),
+    ),
+    # ---- predictions on new data
+    Fault(
+        name="new data are standardised by their own numbers",
+        area="predictions",
+        file="src/hopline/data/inputs.py",
+        old="return _Standardized(ordered, mean, deviation)",
+        new="return data.with_fields(tables={**data.tables, 'x': ordered}).standardized().x",
+        tests=("tests/run/test_saved.py",),
+    ),
+    Fault(
+        name="columns of new data are read in their own order",
+        area="predictions",
+        file="src/hopline/data/inputs.py",
+        old="return torch.cat(parts)",
+        new="return None",
+        tests=("tests/run/test_saved.py",),
+    ),
+    Fault(
+        name="labels of new data keep their own class numbers",
+        area="predictions",
+        file="src/hopline/data/inputs.py",
+        old="return number_of[y]",
+        new="return y",
+        tests=("tests/run/test_saved.py",),
     ),
     # ---- on a GPU only
     Fault(
@@ -656,7 +833,7 @@ class Project:
 
         Numba notices that the file of a kernel has changed, but not a file whose kernels it calls.
         """
-        folders = {path.parent for path in (self.root / "src").rglob("*.nbi")}
+        folders = {path.parent for path in (self.root / "src").rglob("*.nbc")}
         kept = [path for folder in folders for path in folder.iterdir() if _is_kernel_of(path, stems)]
         contents = [(path, path.read_bytes(), path.stat()) for path in kept]
         for path in kept:
@@ -724,7 +901,7 @@ def _imported(path: Path) -> set[str]:
 
 def _is_kernel_of(path: Path, stems: set[str]) -> bool:
     """Whether a file is a compiled kernel of one of these modules: Numba names it `module.function-line.…`."""
-    return path.suffix in (".nbi", ".nbc") and path.name.partition(".")[0] in stems
+    return path.suffix == ".nbc" and path.name.partition(".")[0] in stems
 
 
 # ---- what the tests say

@@ -17,7 +17,7 @@ import hopline as hl
 from hopline.distributed.all_to_all import rank_and_size
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
-from hopline.distributed.world import World
+from hopline.distributed.world import RankSpec, World
 from hopline.training.callbacks import Callback, StepEnd
 from tests.runs import small
 
@@ -36,6 +36,19 @@ class KillRank(Callback):
         again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         if trainer.world.rank == self.rank and step.step == self.step and not again:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class AgreeingWorld(World):
+    """The world of a rank without other processes: each of them would say what this one says."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(RankSpec(rank=rank, size=size))
+
+    def gather_bytes(self, content: bytes) -> list[bytes]:
+        return [content] * self.size
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        return value
 
 
 def train(world: World | None, kind: str, out: str | None = None, **changes: Any) -> dict[str, Any]:

@@ -26,7 +26,19 @@ from hopline.run import train as run
 from hopline.run.settings import load_config
 from tests.runs import assert_refused, command, labels, overrides, records, small, without
 
-COMMANDS = ("train", "plan", "infer", "convert", "partition", "verify", "datasets", "report", "doctor")
+COMMANDS = (
+    "train",
+    "plan",
+    "infer",
+    "test",
+    "export",
+    "convert",
+    "partition",
+    "verify",
+    "datasets",
+    "report",
+    "doctor",
+)
 
 
 @pytest.fixture
@@ -57,9 +69,14 @@ def test_train_infer_and_report_run_one_after_the_other(graph: Path, tmp_path: P
     assert text.count("seeds/s") == 2
 
     status, text, err = command("infer", out, "nodes=test")
-    assert (status, text, err) == (0, f"predictions: {out / 'predictions.npy'}\n", "")
-    right = np.load(out / "predictions.npy") == labels(small(), "test").numpy()
+    num_rows = small().splits["test"].numel()
+    metric = f"accuracy: {end['test']['accuracy']:.4f}\n"
+    written = f"predictions: {out / 'predictions.csv'} ({num_rows} rows; columns id, class, probability)\n"
+    assert (status, text, err) == (0, written + metric, "")
+    rows = (out / "predictions.csv").read_text().splitlines()[1:]
+    right = np.array([int(row.split(",")[1]) for row in rows]) == labels(small(), "test").numpy()
     assert right.mean() == pytest.approx(end["test"]["accuracy"])
+    assert [int(row.split(",")[0]) for row in rows] == small().splits["test"].tolist()
 
     (out / "report.html").unlink()
     status, text, err = command("report", out)
@@ -73,7 +90,7 @@ def test_convert_and_verify(tmp_path: Path):
     source.write_text("src,dst\n0,1\n1,2\n2,0\n")
     status, text, _ = command("convert", source, folder, "symmetrize=true", "num_nodes=4")
     assert status == 0
-    assert "4 nodes, 6 edges" in text
+    assert "4 nodes, 6 symmetric edges" in text
     status, text, err = command("verify", folder)
     assert (status, err) == (0, "")
     assert text.splitlines()[-1] == f"{folder} is intact"
@@ -151,9 +168,11 @@ def test_training_on_shards_is_training_on_the_dataset(graph: Path, tmp_path: Pa
     assert [e["loss"] for e in cut] == pytest.approx([e["loss"] for e in whole], abs=1e-5)
     scores = []
     for name, folder in (("whole", ()), ("cut", (f"folder={tmp_path / 'hidden'}",))):
-        outcome = command("infer", tmp_path / name, "write=scores", "nodes=test", *folder)  # one process, all shards
+        file = tmp_path / f"{name}.npy"
+        # One process, all shards.
+        outcome = command("infer", tmp_path / name, "write=scores", "nodes=test", f"out={file}", *folder)
         assert outcome.status == 0, outcome.err
-        scores.append(np.load(tmp_path / name / "predictions.npy"))
+        scores.append(np.load(file))
         outcome = command("export", tmp_path / name, tmp_path / f"{name}.pt")
         assert outcome.status == 0, outcome.err
     weights = [torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("whole", "cut")]
@@ -320,13 +339,16 @@ def test_settings_with_values_of_two_kinds_are_read_and_stored(graph: Path, tmp_
         (("convert", "demo", "out", "split=1"), ["split=1 is not valid: expected 3 numbers"]),
         (("train", "demo", "method.fanouts=0,1"), ["a fan-out is a positive number or -1"]),
         (("train", "demo", "method=sample"), ["method=sample is not valid"]),
+        (("train", "demo", "method=cluster"), ["method=cluster is not valid", "method=historical method.halo=drop"]),
+        (("train", "demo", "method=Cluster-GCN"), ["Cluster-GCN is method=historical method.halo=drop"]),
+        (("train", "demo", "method=GAS"), ["GAS is method=historical."]),
         (("train", "demmo"), ["no dataset 'demmo'", "Did you mean 'demo'?"]),
         (("train", "cora", "data=prodcts"), ["no dataset 'prodcts'", "Did you mean 'products'?"]),
         (("train", "no/such/folder"), ["no dataset folder no/such/folder"]),
         (("train", "missing.npz"), ["no file missing.npz"]),
         (("infer",), ["Missing argument 'RUN'"]),
         (("infer", "no/run"), ["no/run is not a run folder"]),
-        (("infer", "no/run", "nodes=some"), ["nodes=some is not valid: expected 'all' or 'train'"]),
+        (("infer", "no/run", "write=some"), ["write=some is not valid: expected 'classes' or 'probabilities'"]),
         (("report", "no/run"), ["give the folder of a run"]),
         (("verify", "no/folder"), ["no dataset folder no/folder"]),
         (("convert", "edges.csv"), ["say where to write the dataset: hopline convert edges.csv FOLDER"]),
@@ -465,12 +487,16 @@ def test_a_folder_that_holds_a_run_is_refused(graph: Path, tmp_path: Path):
     assert_refused(command("train", graph, *overrides(out=tmp_path / "run")), "already holds a run")
 
 
-def test_a_full_disk_while_predicting_is_named(graph: Path, tmp_path: Path):
-    if not Path("/dev/full").exists():
-        pytest.skip("there is no /dev/full here")
+def test_a_full_disk_while_predicting_is_named(graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert command("train", graph, *overrides(out=tmp_path / "run")).status == 0
-    outcome = command("infer", tmp_path / "run", "out=/dev/full")
-    assert_refused(outcome, "cannot write /dev/full (No space left on device)")
+
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("hopline.util.files.os.fsync", full)
+    outcome = command("infer", tmp_path / "run", f"out={tmp_path / 'p.csv'}")
+    assert_refused(outcome, f"cannot write {tmp_path / 'p.csv'} (No space left on device)")
+    assert not list(tmp_path.glob("p.csv*"))
 
 
 def test_a_full_disk_while_training_is_named(graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

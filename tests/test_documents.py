@@ -10,10 +10,13 @@ A page for users is run as a reader would run it, from top to bottom, in an empt
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import runpy
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,6 +147,80 @@ def test_links_between_files_lead_somewhere(page: Path):
         heads = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if title else []
         heads = [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads]
         assert not title or title in heads, f"{target} has no section {title}"
+
+
+def calls_in_tables(page: Path) -> Iterator[tuple[str, ast.Module]]:
+    """(the code, its parsed form) of each inline code in a table cell that calls something of `hl`."""
+    for line in page.read_text().splitlines():
+        for code in re.findall(r"`([^`]*\bhl\.[\w.]+\([^`]*)`", line) if line.startswith("|") else []:
+            try:
+                yield code, ast.parse(code)
+            except SyntaxError:
+                pytest.fail(f"{page.name}: `{code}` in a table is no Python: write ... for what is left out")
+
+
+def resolve(node: ast.expr) -> Any:
+    """What an expression that begins with `hl` names; for the call of a class the class. None if that is not known."""
+    if isinstance(node, ast.Name):
+        return hl if node.id == "hl" else None
+    if isinstance(node, ast.Attribute):
+        owner = resolve(node.value)
+        return None if owner is None else getattr(owner, node.attr)
+    called = resolve(node.func) if isinstance(node, ast.Call) else None
+    return called if isinstance(called, type) else None
+
+
+def literals_of(values: dict[str, ast.expr]) -> dict[str, Any]:
+    """The values that are written out, by name."""
+    literals = {}
+    for name, value in values.items():
+        with suppress(ValueError):
+            literals[name] = ast.literal_eval(value)
+    return {name: value for name, value in literals.items() if value is not ...}
+
+
+def check_call(call: ast.Call) -> None:
+    """The function or class exists and takes these arguments. Settings are made of the values that are written out."""
+    called = resolve(call.func)
+    if called is None:
+        return
+    positional = [value for value in call.args if ast.unparse(value) != "..."]
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+    is_of_object = inspect.isfunction(called) and isinstance(resolve(call.func.value), type)  # type: ignore[attr-defined]
+    inspect.signature(called).bind_partial(*([None] if is_of_object else []), *positional, **keywords)
+    if is_dataclass(called) and all(field.kw_only for field in fields(called)):
+        called(**literals_of(keywords))  # type: ignore[operator]
+
+
+def check_calls(tree: ast.Module) -> None:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            check_call(node)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))], ids=lambda page: page.stem)
+def test_calls_in_tables_name_what_exists(page: Path):
+    for code, tree in calls_in_tables(page):
+        try:
+            check_calls(tree)
+        except (AttributeError, TypeError, ValueError) as error:
+            pytest.fail(f"{page.name}: `{code}` in a table: {error}")
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("hl.FulBatch()", AttributeError),
+        ("hl.FullBatch(...).lodaer(data)", AttributeError),
+        ("hl.FullBatch(...).loader(data, modl=model)", TypeError),
+        ("hl.Sampled(fanouts)", TypeError),
+        ("hl.Sampled(fanout=...)", TypeError),
+        ("hl.FullBatch(num_shards=0)", ValueError),
+    ],
+)
+def test_a_call_that_would_fail_is_noticed(code: str, error: type[Exception]):
+    with pytest.raises(error):
+        check_calls(ast.parse(code))
 
 
 def test_the_readme_lists_the_methods_that_exist():

@@ -62,10 +62,10 @@ def test_kernels_that_call_a_changed_file_are_compiled_anew_and_come_back(projec
     cache = source / "__pycache__"
     cache.mkdir()
     for name in ("made.f-1", "caller.g-1", "above.h-1", "other.i-1"):
-        (cache / f"{name}.py311.nbi").write_text(name)
+        (cache / f"{name}.py311.0.nbc").write_text(name)
     with project.planted(FAULT, 0):
-        assert [path.name for path in cache.iterdir()] == ["other.i-1.py311.nbi"]
-        (cache / "made.f-1.py311.nbi").write_text("of the fault")
+        assert [path.name for path in cache.iterdir()] == ["other.i-1.py311.0.nbc"]
+        (cache / "made.f-1.py311.0.nbc").write_text("of the fault")
         (cache / "made.f-1.py311.1.nbc").write_text("of the fault")
     contents = {path.name.partition("-")[0]: path.read_text() for path in cache.iterdir()}
     assert contents == {"made.f": "made.f-1", "caller.g": "caller.g-1", "above.h": "above.h-1", "other.i": "other.i-1"}

@@ -83,11 +83,13 @@ def test_nothing_is_unpickled():
 
 
 WRITES_INTO_OTHERS = {
+    "nn/attributes.py": "a snapshot of a model is put back into its modules",
     "shards/convs/": "PyG's convs run with another `propagate` while they run over shards",
     "nn/probe.py": "caches of PyG's convs are emptied for a call, and come back after it",
     "units/loss_at_outputs.py": "a train_step must get the model itself, which answers with outputs that are known",
     "device/pinned.py": "a tensor holds what keeps its memory registered, for as long as it lives",
     "util/lazy.py": "a package keeps the names that were imported on first use",
+    "util/output.py": "other standard streams take the place of those of `sys` during a run",
 }
 """Files that write into objects of others, and why. Everywhere else an object is complete when it is constructed."""
 

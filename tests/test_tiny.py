@@ -106,7 +106,7 @@ def test_the_command_trains_on_two_ranks_and_infers(tmp_path: Path):
     assert trained.status == 0, trained.err
     assert "test accuracy" in trained.out
     assert command("infer", tmp_path / "run").status == 0
-    assert (tmp_path / "run" / "predictions.npy").exists()
+    assert (tmp_path / "run" / "predictions.csv").exists()
     assert_refused(command("train", "demo", "epoch=3"), "Unknown key 'epoch'", "Did you mean 'epochs'?")
 
 

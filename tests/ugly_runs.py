@@ -76,13 +76,13 @@ CASES = [
     train("", "out=first", HOME="/nonexistent"),
     train("", "out=second", TMPDIR="/nonexistent"),
     train("", "out=third", COLUMNS="x"),
-    Case("is not valid: expected 'all'", ("infer", "held", "nodes=valid2")),
+    Case("is neither all, train, valid or test nor a file of ids", ("infer", "held", "nodes=valid2")),
     Case("file.txt is damaged", ("infer", "held", "weights=file.txt")),
     Case("hops= is for a module that is not made of layers", ("infer", "held", "hops=2")),
     Case("chunk_bytes must be at least 1", ("infer", "held", "chunk_bytes=0")),
     Case("badrun/config.json is damaged", ("infer", "badrun")),
     Case("the module os would be imported and run: add trust=true", ("infer", "received")),
-    Case("cannot write empty", ("export", "held", "empty")),
+    Case("empty must end in .pt or .safetensors", ("export", "held", "empty")),
 ]
 
 

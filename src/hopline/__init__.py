@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # type checkers and editors need real imports; at run time `_
     from hopline.methods.sampled.loader import Loader
     from hopline.methods.sampled.pyg_loader import NeighborLoader
     from hopline.methods.sampled.settings import Sampled
+    from hopline.run.saved import SavedRun, load
     from hopline.tables import table
     from hopline.training.callbacks import Callback, EarlyStop, Run
     from hopline.training.settings import Schedule
@@ -91,6 +92,7 @@ __getattr__, __dir__ = on_first_use(
         "hopline.methods.sampled.collective_loader": ("CollectiveLoader",),
         "hopline.methods.sampled.pyg_loader": ("NeighborLoader",),
         "hopline.methods.sampled.settings": ("Sampled",),
+        "hopline.run.saved": ("SavedRun", "load"),
         "hopline.tables": ("table",),
         "hopline.training.callbacks": ("Callback", "EarlyStop", "Run"),
         "hopline.training.settings": ("Schedule",),
@@ -119,6 +121,7 @@ __all__ = [
     "Placement",
     "Run",
     "Sampled",
+    "SavedRun",
     "Schedule",
     "Trainer",
     "World",
@@ -130,6 +133,7 @@ __all__ = [
     "from_scipy",
     "infer",
     "interop",
+    "load",
     "metrics",
     "nn",
     "open",

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,6 +31,7 @@ from hopline.data.registry import locate, names
 from hopline.recipes import RECIPES, find_recipe
 from hopline.run.settings import (
     ConvertConfig,
+    EvaluateConfig,
     ExportConfig,
     InferConfig,
     PartitionConfig,
@@ -43,6 +43,7 @@ from hopline.util.config import nearest, override, settings_of
 from hopline.util.errors import PeerError, RankError, StageError
 from hopline.util.host import keep_freed_memory
 from hopline.util.log import print_messages
+from hopline.util.output import outlive_output
 from hopline.util.own_code import own_settings
 from hopline.util.signals import Interrupted
 
@@ -70,6 +71,7 @@ SETTINGS = {
     "train": RunConfig,
     "plan": RunConfig,
     "infer": InferConfig,
+    "test": EvaluateConfig,
     "export": ExportConfig,
     "convert": ConvertConfig,
     "partition": PartitionConfig,
@@ -186,7 +188,7 @@ def infer(
     overrides: Overrides = None,
     keys: ShowKeys = False,
 ) -> None:
-    """Predict with a run's weights and write an .npy file."""
+    """Predict with a run's weights, on its own or on new data, and write a file."""
     config = override(InferConfig(), overrides or [])
     # Called for its refusals alone, before torch is imported. So are `load_trusted` and `locate` in other
     # commands.
@@ -194,24 +196,47 @@ def infer(
     with _loading():
         from hopline.run.infer import predict
 
-    file = predict(folder, config)
-    if file is not None:  # torchrun and srun start this command once per rank
-        print(f"predictions: {file}")
+    written = predict(folder, config)
+    if written is None:  # torchrun and srun start this command once per rank
+        return
+    columns = f"columns {', '.join(written.columns[:4])}{', ...' if len(written.columns) > 4 else ''}"
+    print(f"predictions: {written.file} ({written.num_rows:,} rows; {columns if written.columns else 'no ids'})")
+    for name, value in (written.metrics or {}).items():
+        print(f"{name}: {value:.4f}")
+
+
+@app.command("test")
+def print_metrics(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    overrides: Overrides = None,
+    keys: ShowKeys = False,
+) -> None:
+    """Print the metrics of a run's weights, on its own or on new data."""
+    config = override(EvaluateConfig(), overrides or [])
+    load_trusted(folder, config.trust)
+    with _loading():
+        from hopline.run.infer import evaluate
+
+    for name, value in evaluate(folder, config).items():
+        print(f"{config.split} {name}: {value:.4f}")
 
 
 @app.command()
 def export(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The .pt file to write.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write: .pt or .safetensors.")],
     overrides: Overrides = None,
     keys: ShowKeys = False,
 ) -> None:
-    """Write a run's weights as a state_dict file for PyG and torch."""
+    """Write a run's weights as a state_dict for PyG and torch, and the names of columns and classes beside them."""
     config = override(ExportConfig(), overrides or [])
+    if file.suffix not in (".pt", ".safetensors"):
+        raise ValueError(f"{file} must end in .pt or .safetensors: choose one of these formats")
     load_trusted(folder, config.trust)
     from hopline.run import commands
 
-    print(f"weights: {commands.export(folder, file, config)}")
+    weights, description = commands.export(folder, file, config)
+    print(f"weights: {weights}\ncolumns and classes: {description}")
 
 
 @app.command()
@@ -413,6 +438,12 @@ def _is_named(title: str, name: str) -> bool:
 
 def main() -> None:
     """Run the command line of this process, and exit. The module docstring has the exit statuses."""
+    with outlive_output():  # `hopline train | head` trains to the end
+        _main()
+
+
+def _main() -> None:
+    """`main`, where standard output and standard error never fail."""
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"] or ["--help"]
     if "" not in sys.path:
@@ -433,10 +464,6 @@ def main() -> None:
     except _SignalExit as interruption:
         print(interruption, file=sys.stderr)
         sys.exit(128 + interruption.number)
-    except BrokenPipeError:  # `hopline train --keys | head`
-        # Python flushes standard output again at exit, which would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 1
     except KeyboardInterrupt:
         status = INTERRUPTED
     except Exception as error:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # settings of methods derive from `Method`, and reading setti
     from torch import Tensor, nn
 
     from hopline.core.batch import Batch, Block
+    from hopline.core.partition import Partition
     from hopline.core.sizes import Sizes
     from hopline.data.dataset import Dataset
     from hopline.device.meter import Meter
@@ -405,6 +406,8 @@ class Outline(ABC):
     """The placement of the data that the user asked for."""
     async_evaluation: bool = False
     """Whether asynchronous evaluation takes memory at the place where steps are computed."""
+    learnt: dict[str, Any] = field(default_factory=dict)
+    """What a method has learnt from measured steps, by a name of its own."""
 
     @property
     def data(self) -> Dataset:
@@ -530,6 +533,11 @@ class Plan:
     steps do not improve the plan."""
     async_evaluation: bool = False
     """Whether asynchronous evaluation shares the memory with the steps."""
+    partition: Partition | None = None
+    """The parts that a sweep goes over one by one, for a method whose plan makes them small enough."""
+    process_bytes: int = 0
+    """Host memory that the process takes beside the run's tensors, measured before the plan: Python, torch and
+    whatever else it has loaded. No limit of a budget covers it. 0: not measured."""
 
     def budget_bytes(self, place: Place) -> int | None:
         """The most bytes that may be taken at a place. None for no limit."""
@@ -682,7 +690,24 @@ class Plan:
             limit = self.limits[place]
             of_limit = "" if limit is None else f" of {format_size(limit)}"
             lines.append(f"plan: {place} {format_size(self.peak_bytes(place))}{of_limit}: {', '.join(parts)}")
+        if self.process_bytes:
+            lines.append(f"plan: the process takes {format_size(self.process_bytes)} beside these tensors")
         return [*lines, f"plan: {self.step_summary}"]
+
+    def excess_warning(self, host_bytes: int) -> str:
+        """A sentence if the host's limit and the process together exceed the memory of the host, else "".
+
+        host_bytes: the memory of the host or of its container.
+        """
+        tensor_bytes = self.limits["host"] or self.peak_bytes("host")
+        left_bytes = host_bytes - self.process_bytes
+        if not self.process_bytes or tensor_bytes <= left_bytes:
+            return ""
+        return (
+            f"tensors may take {format_size(tensor_bytes)}, and the process takes {format_size(self.process_bytes)} "
+            f"beside them, more than the {format_size(host_bytes)} of this host or container, which may kill the run: "
+            f"set budget.host={_format_limit_down(max(0, left_bytes))} or less"
+        )
 
 
 def with_evaluation(step_bytes: float, async_evaluation: bool) -> float:
@@ -701,6 +726,11 @@ def _format_limit(num_bytes: int) -> str:
         if num_bytes >= scale:
             return f"{math.ceil(100 * num_bytes / scale) / 100:g}{unit}"
     return str(num_bytes)
+
+
+def _format_limit_down(num_bytes: int) -> str:
+    """A size in words, rounded down: `parse_size` reads it as no more than `num_bytes`."""
+    return f"{num_bytes >> 20}MiB"
 
 
 # ---- memory during a run: the guard that keeps steps within the plan

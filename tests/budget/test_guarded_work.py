@@ -19,7 +19,7 @@ from torch_geometric.nn import SAGEConv
 
 from hopline import contract
 from hopline.budget.guard import Guard, limit_cuda_memory
-from hopline.contract import Budget, Job, Method, Outline, Plan, Unit, Work
+from hopline.contract import Budget, DoesNotFit, Job, Method, Outline, Plan, Unit, Work
 from hopline.data import planted_partition
 from hopline.data.placement_settings import Placement
 from hopline.device.meter import meter_of
@@ -62,7 +62,9 @@ def test_a_run_within_a_budget_equals_the_run_without_one(method: Method, tmp_pa
     assert measured.plan is not None
     largest_step_bytes = max(record["peak_bytes"] for record in records(tmp_path / "measured", "budget"))
     peak_bytes = measured.plan.resident_bytes("host") + largest_step_bytes
-    limit = str(max(int(peak_bytes * 0.8), measured.plan.smallest_bytes("host")))
+    with pytest.raises(DoesNotFit) as refused:
+        trainer_of(method, budget="1KiB")
+    limit = str(max(int(peak_bytes * 0.8), refused.value.smallest_bytes["host"]))
 
     tight = trainer_of(method, budget=limit, out=tmp_path / "tight")
     run = tight.fit()

@@ -281,3 +281,20 @@ def test_predicted_peaks_of_micro_batches_hold_after_whole_batches_alone(name: s
         assert measure_step(model, piece) <= predictor.predict_peak(sizes)
         predictor.observe(sizes, measure_step(model, piece))
         assert predictor.predict_peak(sizes) < 1.2 * measure_step(model, piece)
+
+
+def test_many_small_steps_do_not_make_large_ones_look_small():
+    predictor = Predictor(Costs((64.0, 608.0, 888.0), (160.0, 160.0), 70_000.0))
+
+    def peak_of(num_seeds: int) -> int:
+        # The peak of a small step is at another moment, when only gradients of the weights are in memory.
+        return max(2300, 400 * num_seeds)
+
+    def sizes_of(num_seeds: int) -> Sizes:
+        return Sizes((4 * num_seeds, 2 * num_seeds, num_seeds), (4 * num_seeds, 2 * num_seeds))
+
+    for num_seeds in (1, 1, 2, 64, 128, 256):
+        predictor.observe(sizes_of(num_seeds), peak_of(num_seeds))
+    for step in range(1000):
+        predictor.observe(sizes_of(1 + step % 3), peak_of(1 + step % 3))
+    assert predictor.predict_peak(sizes_of(256)) >= peak_of(256)

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from hopline.core.graph import Graph
+from hopline.core.graph import Graph, checksum
 from tests.helpers import graph_of, random_graph
 
 
@@ -41,6 +41,11 @@ def test_self_loops_are_positions_of_edges() -> None:
     src, dst = graph.edge_index()
     assert torch.equal(graph.self_loops, (src == dst).nonzero().view(-1))
     assert graph.self_loops is graph.self_loops
+    assert graph.has_loop is not None
+    assert graph.has_loop.nonzero().view(-1).tolist() == sorted(set(src[src == dst].tolist()))
+    assert random_graph().has_loop is None
+    graph.indices[graph.self_loops] += 1
+    assert graph.has_loop is None
 
 
 def test_a_graph_without_edges_and_one_without_nodes() -> None:
@@ -94,6 +99,30 @@ def test_a_cached_value_is_computed_once_and_again_after_a_change_in_place() -> 
 
     assert graph.get_cached("total", total) == 2 * before
     assert len(calls) == 2
+
+
+def test_arrays_made_in_inference_mode_have_versions_too() -> None:
+    with torch.inference_mode():
+        graph = Graph(torch.tensor([0, 1, 2]), torch.tensor([1, 0]), {"weight": torch.ones(2)})
+        assert graph.to("cpu").indptr is graph.indptr
+    computed = [graph.get_cached("sum", lambda: float(graph.edge["weight"].sum())) for _ in range(2)]
+    assert graph.self_loops.numel() == 0
+    with torch.inference_mode():
+        graph.edge["weight"].mul_(3)
+        graph.indices[0] = 0
+    assert [*computed, graph.get_cached("sum", lambda: float(graph.edge["weight"].sum()))] == [2, 2, 6]
+    assert graph.self_loops.tolist() == [0]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.bfloat16, torch.float64])
+def test_a_checksum_is_that_of_all_values_in_their_order(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = (torch.arange(120) % 7).to(dtype).view(4, 30)
+    expected = checksum(values)
+    monkeypatch.setattr("hopline.core.graph.CHUNK_BYTES", 64)
+    assert checksum(values) == checksum(values.t().contiguous().t()) == expected
+    assert checksum(values[2:], checksum(values[:2])) == expected
+    assert checksum(values.flip(0)) != expected
+    assert checksum(values[:0]) == 0
 
 
 def test_a_pickled_graph_has_an_empty_cache() -> None:

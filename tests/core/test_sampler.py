@@ -18,7 +18,7 @@ from hopline.core.sampler import NeighborSampler, full_block, in_neighborhood
 from hopline.core.seed_order import seed_batches
 from hopline.ops import reference
 from hopline.util.config import check_fanouts
-from tests.helpers import assert_same_batches, edges_of, neighbors_of, randint, random_graph
+from tests.helpers import assert_same_batches, edges_of, graph_of, neighbors_of, randint, random_graph
 
 # ---- seeds
 
@@ -134,6 +134,36 @@ def test_a_node_reads_prefixes_of_one_list_in_two_layers_next_to_each_other() ->
 def test_one_list_is_read_by_all_layers() -> None:
     blocks = NeighborSampler(random_graph(), (2, 5, 7, 9), one_list=True).sample(torch.arange(20), 8)
     assert all(reads_prefixes(inner, outer) for outer, inner in itertools.pairwise(blocks))
+
+
+def test_a_node_with_a_self_loop_draws_anew_in_each_layer_and_others_as_without_loops() -> None:
+    plain = random_graph(400, 6000)
+    loops = torch.arange(0, 400, 2)
+    src, dst = plain.edge_index()
+    graph = graph_of(torch.cat([src, loops]), torch.cat([dst, loops]), 400)
+    nodes = torch.arange(400)
+    sampler, one_list = (NeighborSampler(graph, (3, 3, 3, 3), one_list=one) for one in (False, True))
+    blocks = sampler.sample(nodes, 8)
+    without_loops = NeighborSampler(plain, (3, 3, 3, 3)).sample(nodes, 8)
+    is_large = graph.in_degrees() > 3
+    for pair in (0, 2):
+        lists = [block.src_ids[block.part.src_idx].split(block.part.indptr.diff().tolist()) for block in blocks]
+        same = torch.tensor([torch.equal(a, b) for a, b in zip(lists[pair], lists[pair + 1], strict=True)])
+        assert same[1::2].all(), "nodes without a loop draw once for both layers"
+        assert float(same[0::2][is_large[0::2]].double().mean()) < 0.05
+    for ours, expected in zip(blocks, without_loops, strict=True):
+        edges = [e for e in edges_of(ours) if e[1] % 2]
+        assert edges == [e for e in edges_of(expected) if e[1] % 2]
+    blocks = one_list.sample(nodes[:40], 8)
+    assert all(reads_prefixes(inner, outer) for outer, inner in itertools.pairwise(blocks))
+
+
+def test_self_loops_are_searched_for_only_where_a_pair_of_layers_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "self_loops", lambda *_: pytest.fail("the graph was searched for loops"))
+    graph = random_graph(loops=True)
+    for fanouts, one_list in (((3,), False), ((-1, 3), False), ((3, 3), True)):
+        NeighborSampler(graph, fanouts, one_list=one_list).sample(torch.arange(4), 8)
+    NeighborSampler(graph, (3, 3)).sample_subgraph(torch.arange(4), 8)
 
 
 def test_layer_keys_of_a_key_in_a_tensor_equal_those_of_the_number() -> None:

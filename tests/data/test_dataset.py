@@ -14,7 +14,7 @@ from hopline.tables import SparseTable, TensorTable
 
 def test_the_repr_of_a_dataset_says_what_it_holds(tiny: Dataset) -> None:
     assert (tiny.num_nodes, tiny.num_edges, tiny.num_features, tiny.num_classes) == (40, 200, 5, 3)
-    assert repr(tiny).startswith("Dataset('tiny', 40 nodes, 200 edges, 5 features, 3 classes, ")
+    assert repr(tiny).startswith("Dataset('tiny', 40 nodes, 200 directed edges, 5 features, 3 classes, ")
     assert "\n" not in repr(tiny)
     text = tiny.describe()
     for part in (

@@ -78,12 +78,29 @@ def test_failures_are_one_sentence_that_names_the_place(
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "reddit").exists()
     monkeypatch.setattr(FakeDataset, "num_graphs", 5)
-    with pytest.raises(ValueError, match="holds 5 graphs"):
+    with pytest.raises(ValueError, match=r"holds 5 graphs.*hl\.from_pyg\(dataset\[i\]\)") as caught:
         download.SOURCES["amazon-photo"].fetch(tmp_path / "raw", tmp_path / "a", {})
-    unknown = download.find("pyg:Planetoit")
-    assert unknown is not None
-    with pytest.raises(ValueError, match=r"has no 'Planetoit'.*Did you mean 'Planetoid'"):
-        unknown.fetch(tmp_path / "raw", tmp_path / "a", {})
+    assert "network" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pyg:Planetoit", "has no 'Planetoit'.*Did you mean 'Planetoid'"),
+        ("pyg:os:system", "has no 'os': type pyg:CLASS or pyg:CLASS:NAME"),
+        ("pyg:planetoid:Cora", "has no 'planetoid'.*Did you mean 'Planetoid'"),
+        ("pyg:__builtins__", "has no '__builtins__'"),
+        ("pyg:Planetoid", "Planetoid cannot be made.*'name'.*type pyg:Planetoid:NAME"),
+        ("pyg:Reddit:large", r"Reddit cannot be made for 'pyg-reddit-large'.*hl\.from_pyg"),
+    ],
+)
+def test_a_name_that_is_no_dataset_of_pyg_is_refused_and_never_called(name: str, message: str, tmp_path: Path) -> None:
+    source = download.find(name)
+    assert source is not None
+    with pytest.raises(ValueError, match=message) as caught:
+        source.fetch(tmp_path / "raw", tmp_path / "a", {})
+    assert "network" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_graphs_of_ppi_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

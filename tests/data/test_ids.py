@@ -88,7 +88,6 @@ def test_an_id_is_found_in_whatever_form_the_other_file_has_it() -> None:
         (np.array([1.0, np.inf]), "row 8: node id inf is a floating-point number"),
         (np.array([1, 2**63], np.uint64), "row 8: node id 9223372036854775808 is too large for a node number"),
         (np.array([[1], [2]]), "row 7: the column holds lists"),
-        (np.array([True]), "row 7: the column holds true and false"),
     ],
 )
 def test_what_cannot_be_an_id_is_refused_with_its_row(values: np.ndarray, message: str) -> None:

@@ -293,6 +293,30 @@ def test_no_rank_outlives_a_parent_that_is_killed(tmp_path: Path):
     assert set(os.listdir("/dev/shm")) == shared
 
 
+@pytest.mark.spawn
+def test_no_rank_that_still_imports_outlives_a_parent_that_is_killed(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+import os, pathlib, time
+if __name__ != "__main__":  # in a rank, which imports this script first
+    pathlib.Path({str(tmp_path)!r}, f"importing-{{os.getpid()}}").touch()
+    time.sleep(60)
+from hopline.distributed.launch import LaunchSettings, run
+if __name__ == "__main__":
+    run(print, LaunchSettings(devices=2))
+"""
+    )
+    with started(([str(script)], environment())) as [process]:
+        assert wait_until(lambda: len(list(tmp_path.glob("importing-*"))) == 2, 40)
+        ranks = [psutil.Process(int(path.name.partition("-")[2])) for path in tmp_path.glob("importing-*")]
+        process.kill()
+        _, alive = psutil.wait_procs(ranks, timeout=12)
+        for rank in alive:
+            rank.kill()
+        assert not alive
+
+
 @pytest.mark.alone  # no other process may use shared memory
 def test_ctrl_c_ends_all_ranks(tmp_path: Path):
     shared = set(os.listdir("/dev/shm"))

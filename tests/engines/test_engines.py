@@ -78,6 +78,21 @@ def test_ranks_of_an_engine_train_fail_and_train_again(engine: str, tmp_path: Pa
     print(engine, "OMP_NUM_THREADS", found[0]["omp"], "set by the", found[0]["set_by"])
 
 
+@pytest.mark.engines
+@pytest.mark.parametrize("engine", ["lightning", "fabric", "accelerate", "torchrun"])
+def test_an_engine_divides_our_loaders_as_it_divides_pygs(engine: str):
+    skip_without("fabric" if engine == "lightning" else engine)
+    command = TORCHRUN if engine == "accelerate" else COMMANDS.get(engine, [sys.executable])
+    printed = run(*command, "-m", "tests.engines.loaders", engine)
+    print(engine, printed)
+    results = [json.loads(line.removeprefix("RESULT ")) for line in printed.splitlines() if line.startswith("RESULT ")]
+    seeds_per_rank = {"lightning": [920, 920], "fabric": [920, 920], "accelerate": [1000, 1000], "torchrun": [919, 920]}
+    assert len(results) == {"lightning": 6, "fabric": 3, "accelerate": 3, "torchrun": 4}[engine]
+    for name, numbers, num_distinct in results:
+        expected = [1839, 1839] if "without world" in name else seeds_per_rank[engine]
+        assert (numbers, num_distinct) == (expected, 1839), name
+
+
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Three steps of 512 seeds an epoch."""

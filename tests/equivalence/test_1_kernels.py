@@ -71,8 +71,9 @@ def test_sampled_neighbours_and_row_positions(
     nodes = randint(0, num_nodes, num_sampled, seed=num_nodes)
     for fanout in (-1, 1, 2, draw.randrange(3, 20), draw.choice([40, 100])):
         for replace in (False, True) if fanout > 0 else (False,):
-            arguments = (indptr, indices, nodes, fanout, key, replace)
-            assert_same(cpu_sampling.sample_neighbors(*arguments), reference.sample_neighbors(*arguments))
+            for draw_ids in (None, ops.draw_ids(nodes, nodes % 3 == 0)):
+                arguments = (indptr, indices, nodes, fanout, key, replace, draw_ids)
+                assert_same(cpu_sampling.sample_neighbors(*arguments), reference.sample_neighbors(*arguments))
     assert_same(cpu_sampling.row_entries(indptr, nodes), reference.row_entries(indptr, nodes))
 
 
@@ -159,7 +160,7 @@ def test_sampled_neighbours_and_row_positions_on_the_gpu(seed: int) -> None:
     nodes = randint(0, indptr.numel() - 1, draw.choice([0, 1, 5, 400]), seed=seed)
     for fanout in (-1, 1, draw.randrange(3, 20), draw.choice([40, 100])):
         for replace in (False, True) if fanout > 0 else (False,):
-            arguments = (indptr, indices, nodes, fanout, random_key(draw), replace)
+            arguments = (indptr, indices, nodes, fanout, random_key(draw), replace, ops.draw_ids(nodes, nodes % 3 == 0))
             assert_same_from_gpu(
                 gpu_sampling.sample_neighbors(*on_gpu(*arguments)), cpu_sampling.sample_neighbors(*arguments)
             )

@@ -2,10 +2,13 @@
 
 Random graphs, batches and budgets (`Triple`). Every plan that is made is run and measured. A plan is not refused for
 nothing: of the budgets in which single seeds fit, only some are refused.
+
+Whole runs of all methods, on graphs with hubs, are drawn by `tests/budget/random_budgets.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -14,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import hopline as hl
 from hopline.budget.guard import guard_of
 from hopline.budget.memory_plan import RunOutline
 from hopline.contract import Budget, DoesNotFit, Job, Plan
@@ -25,6 +29,7 @@ from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.nn.whole_module import as_batch_model
 from hopline.units.batch_unit import BatchUnit, own_threads, supervised_loss
+from tests.budget.random_budgets import draw_case, run_case, table_lines
 from tests.helpers import dataset_of, randn, random_graph, stack_of
 
 CONVS = ("sage-mean", "gcn", "gat", "gin")
@@ -155,6 +160,39 @@ def share_not_refused(number: int) -> float:
 
 def test_a_plan_holds_or_is_refused():
     assert share_not_refused(FEW) >= 0.65  # 25 triples do not tell more; a thousand reach 0.8
+
+
+# ---- whole runs of all methods, on graphs with hubs
+
+QUICK = (4, 8, 16, 18, 32, 47)
+"""Seeds of cases of all methods and models that take little time."""
+
+
+def broken_promises(seeds: Iterable[int]) -> list[str]:
+    """The cases in which a step took more than the limit or than predicted, or the least budget did not suffice.
+
+    `Historical` keeps to the limit only: its prediction may be missed by a little, and a run may still be refused when
+    its first batch is split, with a larger budget by name.
+    """
+    outcomes = [run_case(draw_case(seed)) for seed in seeds]
+    print("\n".join(table_lines(outcomes)))
+    assert len({type(outcome.case.method) for outcome in outcomes if not outcome.error}) == 3
+    return [
+        f"{outcome.line} {outcome.error}"
+        for outcome in outcomes
+        if outcome.verdict == "over"
+        or (outcome.verdict == "above" and not isinstance(outcome.case.method, hl.Historical))
+        or (outcome.error and outcome.case.share >= 1 and not isinstance(outcome.case.method, hl.Historical))
+    ]
+
+
+def test_random_budgets_are_kept_or_refused():
+    assert broken_promises(QUICK) == []
+
+
+@pytest.mark.extended
+def test_two_hundred_budgets_are_kept_or_refused():
+    assert broken_promises(range(200)) == []
 
 
 @pytest.mark.extended

@@ -366,7 +366,9 @@ def test_the_infer_command_takes_hops_from_the_fan_outs_or_from_its_setting(tmp_
     assert folder is not None
 
     def scores(**settings: Any) -> np.ndarray:
-        return np.load(predict(folder, InferConfig(write="scores", trust=True, **settings)) or "", allow_pickle=False)
+        out = tmp_path / "scores.npy"
+        predict(folder, InferConfig(write="scores", trust=True, out=out, **settings))
+        return np.load(out, allow_pickle=False)
 
     expected = scores()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import hopline as hl
 from hopline import interop
 from hopline.interop import Features, Sample, Sampler
-from tests.helpers import random_graph
+from tests.helpers import generator, random_graph
 from tests.runs import small
 
 
@@ -49,6 +49,76 @@ def test_a_sample_is_what_pygs_old_sampler_gave(data: hl.Dataset):
         assert torch.equal(data.graph.indices[e_id].long(), n_id[source])
         edge_target = torch.bucketize(e_id, data.graph.indptr, right=True) - 1
         assert torch.equal(edge_target, n_id[target])
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_e_id_indexes_the_edges_that_were_given(is_sorted: bool):
+    edge_index = random_graph(50, 300, loops=True).edge_index()
+    if not is_sorted:
+        edge_index = edge_index[:, torch.randperm(edge_index.size(1), generator=generator(5))]
+    graph = interop.graph_from_edges(edge_index, num_nodes=50, edge={"weight": torch.rand(edge_index.size(1))})
+    assert ("e_id" in graph.edge) is not is_sorted, "no array for what is known"
+    samplers = [Sampler(one, (4, -1), seed=2) for one in (graph, interop.shared(graph))]
+    for sampler in [*samplers, pickle.loads(pickle.dumps(samplers[0]))]:
+        n_id, _, adjs = sampler.sample(torch.arange(9))
+        for adj in adjs:
+            assert torch.equal(edge_index[:, adj.e_id], n_id[adj.edge_index])
+
+    batch = next(
+        iter(hl.Sampled(fanouts=(3,), batch_size=9).loader(hl.Dataset(name="edges", graph=graph), torch.arange(9)))
+    )
+    (block,) = interop.batch_to(batch, "torch")["blocks"]  # type: ignore[index]
+    assert list(block["edge"]) == ["weight"]
+    if not is_sorted:
+        assert torch.equal(edge_index[:, block["e_id"].long()], batch.input_ids[block["edge_index"]])
+        with pytest.raises(ValueError, match="another name"):
+            interop.graph_from_edges(edge_index, edge={"e_id": torch.arange(edge_index.size(1))})
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_repeated_seed_is_a_row_of_its_own_with_the_same_edges(data: hl.Dataset, replace: bool):
+    """As of PyG's old NeighborSampler and torch-quiver, whose n_id keep repeated seeds."""
+
+    def outputs(seeds: list[int]) -> Tensor:
+        """The seeds' rows after three layers that sum."""
+        n_id, batch_size, adjs = Sampler(data, (4, 3, 2), seed=1, replace=replace).sample(seeds)
+        assert n_id[:batch_size].tolist() == seeds
+        assert n_id[batch_size:].unique().numel() == n_id.numel() - batch_size
+        h = data.x.read(n_id).double()
+        for edge_index, e_id, (num_src, num_dst) in adjs:
+            assert h.size(0) == num_src
+            assert torch.equal(data.graph.indices[e_id].long(), n_id[edge_index[0]])
+            assert bool((edge_index[1].diff() >= 0).all()), "sorted by destination"
+            h = h[:num_dst] + torch.zeros(num_dst, h.size(1), dtype=h.dtype).index_add(
+                0, edge_index[1], h[edge_index[0]]
+            )
+        return h
+
+    distinct = [7, 3, 12, 30]
+    expected = outputs(distinct)
+    for seeds in ([7, 3, 7, 12, 30, 3, 3], [30, 30, 12, 7, 3, 30]):
+        torch.testing.assert_close(outputs(seeds), expected[[distinct.index(seed) for seed in seeds]])
+    assert outputs([5, 5]).size(0) == 2
+
+
+def test_the_edges_of_a_layer_move_to_a_device_as_in_pyg(data: hl.Dataset):
+    adjs = Sampler(data, (4, 3)).sample([1, 2]).adjs
+    moved = [adj.to("meta", non_blocking=True) for adj in adjs]
+    assert all(adj.edge_index.is_meta and adj.e_id.is_meta for adj in moved)
+    assert [adj.size for adj in moved] == [adj.size for adj in adjs]
+    with pytest.raises(ValueError, match="to='torch'"):
+        Sampler(data, (4,), to="numpy").sample([1]).adjs[0].to("cpu")
+
+
+def test_features_have_the_sizes_of_a_tensor():
+    features = interop.table(np.zeros((5, 3)))
+    assert (features.size(), features.size(0), features.size(-1), features.dim()) == (torch.Size([5, 3]), 5, 3, 2)
+
+
+def test_features_may_have_a_cache_on_a_device(data: hl.Dataset):
+    x = data.x.read(torch.arange(data.num_nodes))
+    features = interop.table(hl.table(x, device_cache="20%", graph=data.graph, device="cpu"), to="numpy")
+    assert np.array_equal(features[[5, 3, 5]], x[[5, 3, 5]])
 
 
 def test_every_call_draws_anew_and_equal_steps_draw_the_same(data: hl.Dataset):
@@ -117,7 +187,7 @@ def test_padded_samples_have_one_shape_and_the_same_edges(data: hl.Dataset):
 def test_what_a_sampler_cannot_take_says_so(data: hl.Dataset, monkeypatch: pytest.MonkeyPatch):
     sampler = Sampler(data, (4,))
     with pytest.raises(ValueError, match="distinct"):
-        sampler.sample([1, 1])
+        Sampler(data, (4,), pad=True).sample([1, 1])
     with pytest.raises(ValueError, match="not a node"):
         sampler.sample([400])
     with pytest.raises(ValueError, match="mask"):

@@ -109,11 +109,20 @@ def test_full_batch_takes_as_many_shards_as_it_needs():
     outline = outline_of()
     unlimited = plan_of(METHODS[2], outline, Budget())
     tight = plan_of(
-        METHODS[2], outline, Budget(host=str(unlimited.resident_bytes("host") + int(unlimited.step_bytes / 4)))
+        METHODS[2], outline, Budget(host=str(unlimited.resident_bytes("host") + int(0.9 * unlimited.step_bytes)))
     ).check()
-    assert isinstance(tight.method, FullBatch)
-    assert tight.method.num_shards > 2
+    assert tight.partition is not None
+    assert tight.partition.num_parts > 2
     assert tight.step_bytes <= tight.limit_bytes
+
+
+def test_full_batch_knows_the_part_with_the_hub():
+    outline = outline_of()
+    plan = plan_of(METHODS[2], outline, Budget(host="1KiB"))
+    assert plan.partition is not None
+    degree = int(outline.data.graph.in_degrees().max())
+    assert plan.partition.sizes[plan.partition.part_of[0]] == 1, "the hub is a part of its own"
+    assert plan.step_bytes > degree * 6 * 8, "and its sources' rows count"
 
 
 def test_tables_in_files_count_on_the_disk():

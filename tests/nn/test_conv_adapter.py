@@ -308,6 +308,13 @@ def test_a_conv_whose_output_depends_on_what_else_is_in_the_batch_is_refused(mak
         calling_convention(make(), 4, {})
 
 
+def test_a_batch_norm_without_running_statistics_is_the_reason_that_is_given() -> None:
+    norm = nn.BatchNorm1d(8, track_running_stats=False)
+    conv = pyg.GINConv(nn.Sequential(nn.Linear(6, 8), norm, nn.ReLU(), nn.Linear(8, 3)))
+    with pytest.raises(NeedsWholeGraph, match=r"BatchNorm1d\(track_running_stats=False\) \(nn\.1\)"):
+        calling_convention(conv, 6, {})
+
+
 def test_a_conv_that_keeps_its_first_edges_is_refused() -> None:
     with pytest.raises(ValueError, match="KeepsItsEdges keeps something of its first call"):
         calling_convention(KeepsItsEdges(4, 3), 4, {})

@@ -284,8 +284,9 @@ def test_parameter_names_are_pygs_own() -> None:
         (pyg.GATConv(4, 7, heads=3, concat=False), 7),
         (pyg.GCN2Conv(7, 0.1), 7),
         (pyg.GINConv(nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 7))), 7),
+        (pyg.GINConv(pyg.MLP([4, 9, 7])), 7),
     ],
-    ids=["sage", "gat-concat", "gat-mean", "gcn2", "gin"],
+    ids=["sage", "gat-concat", "gat-mean", "gcn2", "gin", "gin of PyG's MLP"],
 )
 def test_the_output_width_of_a_conv_is_found(conv: nn.Module, width: int) -> None:
     assert out_width(conv) == width

@@ -50,6 +50,27 @@ def test_a_module_sees_every_sampled_edge_at_once() -> None:
         assert_close(ours, expected, 1e-14)
 
 
+def test_a_second_argument_called_adj_t_is_given_edges() -> None:
+    """As in OGB's examples: PyG's convs take edges there too."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = conv_of("gcn", 6, 3)
+
+        def forward(self, x: Tensor, adj_t: Tensor) -> Tensor:
+            return self.conv(x, adj_t)
+
+    module = Net()
+    graph = random_graph(loops=True)
+    ours = as_batch_model(module)(batch_of(graph, X, (-1,), torch.arange(50)))
+    assert_close(ours, module(X, graph.edge_index()))
+    data = dataset_of(graph, X)
+    assert hl.Trainer(Net(), data, hl.Sampled(fanouts=(-1,), batch_size=50), epochs=1, show=False).fit().finished
+    with pytest.raises(ValueError, match=r"forward\(x, edge_index, edge_weight\)"):
+        as_batch_model(module)(batch_of(GRAPH, X, (-1,), SEEDS))
+
+
 def test_on_all_edges_a_module_equals_itself_on_the_whole_graph() -> None:
     module = TwoHops()
     other = twin(module)

@@ -1,6 +1,9 @@
 """The page of a run, rebuilt from files that are whole, damaged or missing."""
 
+import itertools
 import json
+import os
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -10,8 +13,10 @@ import pytest
 from hopline.methods.historical.settings import Historical
 from hopline.report.page import read_records, read_run, render
 from hopline.report.settings import changed_keys
+from hopline.report.writer import Report
 from hopline.run.settings import RunConfig
 from hopline.util.config import to_dict
+from tests.runs import assert_refused, command
 
 CONFIG = {"name": "cora-gcn", "method": {"kind": "sampled", "fanouts": [10, 5]}, "note": "<script>x</script>"}
 
@@ -298,6 +303,68 @@ def test_lines_that_are_not_records_are_left_out(tmp_path: Path):
     path.write_bytes(b'{"a": 1}\n[1]\n\xff\xfe\n{"a": 2}\n{"a"')
     assert read_records(path) == [{"a": 1}, {"a": 2}]
     assert read_records(tmp_path / "absent") == []
+
+
+PLAN = {"event": "plan", "totals": [{"place": "host", "promised_bytes": 9}], "items": []}
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        PLAN | {"totals": [{"promised_bytes": 9}]},
+        PLAN | {"totals": [{"place": "host"}]},
+        PLAN | {"totals": 3},
+        PLAN | {"items": [{"place": "host"}]},
+    ],
+)
+def test_a_record_that_lacks_something_is_named_by_file_and_line(tmp_path: Path, damaged: dict[str, Any]):
+    records = [epoch(1), PLAN, epoch(2), damaged, epoch(3), CLOSE]
+    with pytest.raises(ValueError, match=r"metrics\.jsonl', line 4 is damaged \("):
+        render(write(tmp_path, records))
+
+
+def test_damaged_records_give_a_page_or_name_a_line(tmp_path: Path):
+    draw = random.Random(0)
+    records = [*WHOLE, PLAN, {"event": "budget", "epoch": 1, "steps": 3}]
+    content = "".join(json.dumps(record) + "\n" for record in records)
+    wrong = ("null", "[]", "{}", '"x"', "-1", "1e999", "1" * 400, "[[[", "true", "\u2028", "\x00")
+    refusals: list[str] = []
+    for number in range(100):
+        start = draw.randrange(len(content))
+        damaged = content[:start] + draw.choice(wrong) + content[start + draw.choice((0, 1, 9, 200)) :]
+        write(tmp_path, [], tail=damaged)
+        try:
+            assert render(tmp_path).endswith("</html>\n")
+        except ValueError as error:
+            refusals.append(str(error))
+        if number % 10 == 0:  # a run that is resumed reads the same lines
+            Report(tmp_path, {}, resume=True, is_kept=lambda record: record.get("epoch") != 9)
+    assert len(refusals) < 50
+    assert all(re.search(r"metrics\.jsonl', line [0-9]+ is damaged", text) for text in refusals)
+
+
+def test_a_value_of_any_type_is_a_page_or_a_named_line(tmp_path: Path):
+    refusals: list[str] = []
+    for record in (*WHOLE[:2], END, CLOSE, PLAN):
+        for key, value in itertools.product(record, (None, "x", 10**400, [3])):
+            try:
+                render(write(tmp_path, [epoch(1), record | {key: value}, epoch(2)]))
+            except ValueError as error:
+                refusals.append(str(error))
+    assert refusals
+    assert all(re.search(r"metrics\.jsonl', line 2 is damaged", text) for text in refusals)
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl"])
+def test_a_pipe_or_a_folder_in_place_of_a_file_is_refused(tmp_path: Path, name: str):
+    write(tmp_path, WHOLE)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=f"{name} is a folder: give a file"):
+        render(tmp_path)
+    (tmp_path / name).rmdir()
+    os.mkfifo(tmp_path / name)  # to open it would wait for ever
+    assert_refused(command("report", tmp_path), f"{name} is a pipe or a device: give a file")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"config": 3}', "{}", ""])

@@ -15,12 +15,14 @@ import torch_geometric.nn
 import hopline as hl
 from hopline import infer
 from hopline.core.partition import make_partition
+from hopline.data.inputs import Inputs
 from hopline.distributed import launch
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
 from hopline.run import train as run
-from hopline.run.infer import _classes, predict, predict_rank
+from hopline.run.infer import predict, predict_rank
 from hopline.run.models import make_model
+from hopline.run.saved import bare_values
 from hopline.run.settings import InferConfig, RunConfig
 from hopline.shards.write import cut
 from hopline.util.config import to_dict
@@ -42,7 +44,11 @@ def run_folder(config: RunConfig) -> Path:
 
 
 def predictions(folder: Path, /, **settings: Any) -> np.ndarray:
-    return np.load(predict(folder, InferConfig(**settings)) or "", allow_pickle=False)
+    """The values alone, from an .npy file."""
+    settings = {"out": folder / "predictions.npy"} | settings
+    written = predict(folder, InferConfig(**settings))
+    assert written is not None
+    return np.load(written.file, allow_pickle=False)
 
 
 def test_predictions_are_those_of_the_best_weights(config: RunConfig, run_folder: Path):
@@ -84,7 +90,8 @@ def test_predictions_can_be_by_sampling_and_by_the_last_weights(run_folder: Path
     ],
 )
 def test_classes_follow_the_task(task: str, outputs: int, shape: tuple[int, ...], dtype: type):
-    classes = _classes(torch.randn(3, outputs), task).numpy()
+    inputs = dataclasses.replace(Inputs.of(small()), task=task, num_classes=max(2, outputs))
+    classes = bare_values(inputs, torch.randn(3, outputs), "classes")
     assert (classes.shape, classes.dtype) == (shape, dtype)
 
 
@@ -99,8 +106,8 @@ def test_a_split_that_the_data_lacks_is_named(run_folder: Path, tmp_path: Path):
 def test_predictions_that_cannot_be_written_name_the_file(run_folder: Path):
     with pytest.raises(ValueError, match=r"cannot write .*config.json/p.npy \(.+\): choose another file"):
         predictions(run_folder, out=run_folder / "config.json" / "p.npy")
-    with pytest.raises(ValueError, match=r"cannot write /dev/full \(No space left on device\): choose another file"):
-        predictions(run_folder, out=Path("/dev/full"))
+    with pytest.raises(ValueError, match=r"out=p.txt must end in .csv, .parquet, .npy"):
+        predictions(run_folder, out=Path("p.txt"))
 
 
 def test_chunks_and_a_folder_change_no_prediction(run_folder: Path, tmp_path: Path):
@@ -129,7 +136,7 @@ def test_rows_are_written_piece_by_piece(run_folder: Path, monkeypatch: pytest.M
     for write in ("scores", "classes"):
         expected = predictions(run_folder, write=write)
         with monkeypatch.context() as patched:
-            patched.setattr("hopline.run.infer.CHUNK_NODES", 77)
+            patched.setattr("hopline.run.saved.CHUNK_NODES", 77)
             ours = predictions(run_folder, write=write)
         assert (ours.dtype, ours.shape) == (expected.dtype, expected.shape)
         np.testing.assert_array_equal(ours, expected)
@@ -178,7 +185,7 @@ def test_shards_in_one_process_give_what_the_dataset_gives(config: RunConfig, ru
     np.testing.assert_allclose(*sampled, rtol=1e-5, atol=1e-6)
     scaled = run.train(dataclasses.replace(config, features="standardized", out=tmp_path / "scaled")).folder
     assert scaled is not None
-    with pytest.raises(ValueError, match=r"features=standardized, which cannot be made of shards: give data= the"):
+    with pytest.raises(ValueError, match=r"must be changed for this run, and it is in shards: give data= the"):
         predictions(scaled, data=shards)
     shutil.rmtree(tmp_path / "shards" / "shard-1")
     with pytest.raises(ValueError, match=r"there is no shard 1 in .*: it is missing: copy it there"):
@@ -189,8 +196,9 @@ def predict_on_ranks(world: World, folder: str, shards: str) -> list[Any]:
     """Predictions of several ranks for each of `SETTINGS`, as the first rank has written them."""
     by_settings = []
     for settings in SETTINGS:
-        written = predict_rank(world, folder, to_dict(InferConfig(data=shards, **settings)))
-        by_settings.append(None if written is None else np.load(written, allow_pickle=False).tolist())
+        out = Path(folder) / "ranks.npy"
+        written = predict_rank(world, folder, to_dict(InferConfig(data=shards, out=out, **settings)))
+        by_settings.append(None if written is None else np.load(written["file"], allow_pickle=False).tolist())
     with pytest.raises(ValueError, match=r"devices=2 is for a dataset in shards: .*shards=2` and give data=FOLDER"):
         predict_rank(world, folder, to_dict(InferConfig()))
     with pytest.raises(ValueError, match=r"folder= is for one process, which goes over all shards"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +33,38 @@ def test_a_dataset_of_the_data_root_is_found_from_another_folder(tmp_path: Path,
     assert again == folder
     folder = folder.resolve()
     monkeypatch.chdir(tmp_path / "there")
-    assert predict(folder, InferConfig()) == folder / "predictions.npy"
+    predict(folder, InferConfig())
+    assert (folder / "predictions.csv").exists()
     assert load_config(folder).data == "mine"
+
+
+def test_paths_that_are_not_utf8_serve_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    here = tmp_path / os.fsdecode(b"r\xff")
+    small().save(here / "small")
+    monkeypatch.chdir(here)
+    data = here / os.fsdecode(b"d\xff")
+    settings = list(overrides())
+    commands: list[list[object]] = [
+        ["convert", here / "small", data],
+        ["verify", data],
+        ["train", data, *settings, f"out={here / 'run'}"],
+        ["train", data, *settings, f"out={here / 'run'}", "resume=true"],
+        ["infer", here / "run", f"folder={here / 'tables'}"],
+        ["export", here / "run", here / "weights.pt"],
+        ["report", here / "run"],
+        ["train", data.name, "epochs=1", "model.layers=2", "method=historical", f"method.folder={here / 'tables'}"],
+        ["partition", data, here / "shards", "shards=2"],
+        ["train", here / "shards", *settings, f"out={here / 'sharded'}"],
+    ]
+    for words in commands:
+        outcome = command(*map(str, words))
+        assert outcome.status == 0, (words, outcome.err)
+    assert r"r\udcff" in (here / "run" / "report.html").read_text("utf-8")
+    assert hl.open(data).name == "d?"
+
+    (here / "edges.csv").write_text("src,dst\n0,1\n")
+    outcome = command("convert", str(here / "edges.csv"), str(here / "other"))
+    assert "is not in UTF-8, and pyarrow cannot open it: rename it" in outcome.err
 
 
 # ---- a folder with the name of a built-in graph

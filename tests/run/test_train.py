@@ -40,7 +40,9 @@ def run_folder(config: RunConfig) -> Path:
 
 def read_predictions(folder: Path, **settings: Any) -> np.ndarray:
     """Predict with a run's weights, and read the file that was written."""
-    return np.load(predict(folder, InferConfig(**settings)) or "", allow_pickle=False)
+    written = predict(folder, InferConfig(out=folder / "predictions.npy", **settings))
+    assert written is not None
+    return np.load(written.file, allow_pickle=False)
 
 
 # ---- settings
@@ -117,7 +119,7 @@ def test_a_run_draws_its_split_and_predicts_the_same_nodes(unsplit_config: RunCo
     assert is_right.mean() == pytest.approx(outcome.test)
     other_seed = run.open_data(dataclasses.replace(unsplit_config, seed=5))
     assert torch.equal(other_seed.splits["train"], data.splits["train"])
-    assert commands.export(outcome.folder, tmp_path / "weights.pt", ExportConfig()).exists()
+    assert commands.export(outcome.folder, tmp_path / "weights.pt", ExportConfig())[0].exists()
 
 
 def test_a_run_is_resumed_on_its_own_split_alone(unsplit_config: RunConfig, tmp_path: Path):
@@ -178,7 +180,7 @@ def test_damaged_settings_are_named(run_folder: Path, text: str, message: str):
 
 def test_a_run_of_the_library_is_not_one_of_the_command(tmp_path: Path):
     fit(small(), out=tmp_path)
-    with pytest.raises(ValueError, match=r"is a run of hl\.Trainer in Python.*load_state_dict\(.*hl\.infer\.exact"):
+    with pytest.raises(ValueError, match=r"is a run of hl\.Trainer in Python.*hl\.load\(.*model=model\)\.predict"):
         read_predictions(tmp_path)
 
 
@@ -225,8 +227,13 @@ def _write_module(path: Path) -> None:
 )
 def test_weights_that_do_not_fit_are_named(run_folder: Path, damage: Callable[[Path], None], message: str):
     damage(run_folder / "best.pt")
-    with pytest.raises(ValueError, match=rf"best.pt {message}"):
+    with pytest.raises(ValueError, match=r"best.pt is damaged .best.pt.sha256 has another checksum"):
         read_predictions(run_folder)
+    (run_folder / "best.pt.sha256").unlink()
+    with pytest.raises(ValueError, match=rf"there is no .*best.pt.sha256 .* weights={run_folder / 'best.pt'}"):
+        read_predictions(run_folder)
+    with pytest.raises(ValueError, match=rf"best.pt {message}"):
+        read_predictions(run_folder, weights=run_folder / "best.pt")
 
 
 # ---- conversion
@@ -297,7 +304,7 @@ def test_options_of_edge_lists_are_refused_for_other_sources(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["edges.csv", "graph.npz", "edges.npy", "edges.parquet"])
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, name: str):
-    with pytest.raises(ValueError, match=f"there is no file .*{name}: check the path"):
+    with pytest.raises(ValueError, match=f"There is no file .*{name}: check the path"):
         commands.convert(str(tmp_path / name), tmp_path / "out", ConvertConfig())
 
 
@@ -346,7 +353,7 @@ def test_without_out_resume_takes_the_newest_folder_of_the_same_settings(
 
 
 def test_exported_weights_begin_another_run_and_load_into_pyg(config: RunConfig, run_folder: Path, tmp_path: Path):
-    file = commands.export(run_folder, tmp_path / "out" / "weights.pt", ExportConfig())
+    file, _ = commands.export(run_folder, tmp_path / "out" / "weights.pt", ExportConfig())
     exported = torch.load(file, weights_only=True)
     best = torch.load(run_folder / "best.pt", weights_only=True)
     assert exported.keys() == best.keys()

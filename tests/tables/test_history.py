@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from hopline.tables.allocators import MappedFiles
+from hopline.distributed.world import World
+from hopline.tables.allocators import MappedFiles, SharedFiles
 from hopline.tables.history import Histories, report_ages
 from hopline.util import trace
 from tests.helpers import randn
@@ -37,6 +39,30 @@ def test_tables_can_be_kept_in_half_precision_and_in_files(tmp_path: Path):
     map_tensor.write(0, [slice(0, 10)], rows)
     assert (tmp_path / "tables" / "h.0.bin").stat().st_size == rows.nbytes
     assert torch.equal(map_tensor.read(0, torch.arange(10), rows), rows)
+
+
+def test_tables_that_the_disk_cannot_hold_are_refused_before_they_are_written(small_disk: Path):
+    """A page without space would end the process by SIGBUS."""
+    rows = randn(1000, 4).float()
+    Histories(1000, MappedFiles(small_disk / "tables")).write(0, [slice(0, 1000)], rows)
+    with pytest.raises(ValueError, match=r"cannot write .*h.1.bin \(No space left on device\): .* its 625 KiB"):
+        Histories(40_000, MappedFiles(small_disk / "tables")).write(1, [slice(0, 1000)], rows)
+    assert not (small_disk / "tables" / "h.1.bin").exists()
+
+
+def test_all_ranks_hear_of_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ValueError, match=r"h.0.bin \(No space left on device\)"):
+        SharedFiles(tmp_path, World.alone(), False).new("h", 0, (3, 4), torch.float32)
+
+    second_rank = World.alone()
+    monkeypatch.setattr(second_rank, "local_rank", 1)
+    monkeypatch.setattr(second_rank, "any", lambda flag: True)  # the first rank of the host has a problem
+    with pytest.raises(ValueError, match="another rank could not write a table"):
+        SharedFiles(tmp_path, second_rank, False).new("h", 0, (3, 4), torch.float32)
 
 
 def test_rows_of_another_width_raise_an_assertion():

@@ -15,6 +15,7 @@ from hopline import infer
 from hopline.contract import Job
 from hopline.inference.captured_forward import PendingInference
 from hopline.nn import GNN
+from hopline.nn.attributes import copy_attributes
 from hopline.training.async_evaluation import EvaluationError, EvaluationThread, WeightsBuffer
 from hopline.training.evaluation import Measure
 from hopline.util import trace
@@ -35,7 +36,7 @@ def fill_buffers(trainer: hl.Trainer, count: int) -> list[WeightsBuffer]:
         for p in trainer.model.parameters():
             p.data.add_(torch.randn_like(p))
         buffers.append(WeightsBuffer(trainer.model.state_dict()))
-        buffers[-1].fill(trainer.model.state_dict())
+        buffers[-1].fill(trainer.model.state_dict(), copy_attributes(trainer.model))
     return buffers
 
 
@@ -43,13 +44,13 @@ def test_a_weights_buffer_holds_a_copy_of_every_weight_and_buffer():
     state = {"a": torch.arange(3.0), "b": torch.tensor(7), "none": torch.empty(0, 2), "c": torch.ones(2, 2).bfloat16()}
     state["turned"] = torch.arange(6.0).view(2, 3).t()
     buffer = WeightsBuffer(state)
-    buffer.fill(state)
+    buffer.fill(state, {})
     before = {name: tensor.clone() for name, tensor in state.items()}
     for tensor in state.values():
         tensor.add_(1)
     assert same_weights(buffer.weights, before)
     assert [t.dtype for t in buffer.weights.values()] == [t.dtype for t in state.values()]
-    buffer.fill(state)
+    buffer.fill(state, {})
     assert same_weights(buffer.weights, state)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import hopline as hl
 from hopline.training.best_weights import KeepWeights
 from hopline.training.report_callbacks import peak_memory_bytes
+from hopline.util.files import CheckedFile
 from tests.runs import evaluated, fit, method, sage, small
 
 
@@ -122,7 +123,8 @@ def test_a_full_disk_is_named_and_leaves_the_old_weights(
     with pytest.raises(ValueError, match=r"cannot write .*last.pt \(.*\): free some space, or choose another folder"):
         keep.on_epoch_end(trainer, None)  # type: ignore[arg-type]
     assert (tmp_path / "last.pt").read_bytes() == before
-    assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["last.pt", "last.pt.sha256"]
+    assert CheckedFile(tmp_path / "last.pt").read() == before
 
 
 @pytest.mark.parametrize("evaluate", ["blocking", "async"])

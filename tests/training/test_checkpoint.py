@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch_geometric.nn import GATConv
 
 import hopline as hl
@@ -60,7 +61,7 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
             return os.system, (f"touch {tmp_path / 'executed'}",)
 
     buffer = io.BytesIO()
-    torch.save({"format": 1, "bad": Bad()}, buffer)
+    torch.save({"format": checkpoint.FORMAT, "bad": Bad()}, buffer)
     payload = buffer.getvalue()
     header = f"hopline-checkpoint {hashlib.sha256(payload).hexdigest()} {len(payload)}\n".encode()
     (tmp_path / "c").write_bytes(header + payload)
@@ -223,6 +224,69 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(changes: dict[str, Any],
     with pytest.raises(ValueError, match=named):
         make_trainer(tmp_path / "run", resume=True, **changes).fit()
     assert (tmp_path / "run" / checkpoint.FILE).read_bytes() == checkpoint_before
+
+
+def own_loss(model: Any, batch: Any) -> Tensor:
+    return torch.nn.functional.cross_entropy(model(batch), batch.y)
+
+
+def weighted_loss(weight: Tensor) -> Any:
+    return lambda model, batch: torch.nn.functional.cross_entropy(model(batch), batch.y, weight)
+
+
+def measure(name: str) -> Any:
+    def test_step(model: Any, data: Any, ids: Tensor) -> dict[str, float]:
+        return {name: float(len(ids))}
+
+    return test_step
+
+
+class OwnEvaluation(hl.Trainer):
+    """Another metric, by overriding a method."""
+
+    def evaluate(self, split: str, *, exact: bool = True) -> dict[str, float]:
+        return {"loss": 1.0}
+
+
+def _with_splits(**splits: Any) -> dict[str, Any]:
+    data = small(num_train=48)
+    kept = {name: ids for name, ids in {**data.splits, **splits}.items() if ids is not None}
+    return {"data": dataclasses.replace(data, splits=kept)}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "named"),
+    [
+        ({}, _with_splits(valid=torch.arange(300, 320)), r"validation nodes is '80 nodes, .* there and '20 nodes"),
+        ({}, _with_splits(valid=None), "validation nodes is '80 nodes, .* there and None here"),
+        (_with_splits(test=None), {}, "test nodes is None there and '272 nodes, .* here"),
+        ({}, {"train_step": own_loss}, "train_step is None there and own_loss here"),
+        ({"train_step": own_loss}, {}, "train_step is own_loss there and None here"),
+        (
+            {"train_step": weighted_loss(torch.ones(4))},
+            {"train_step": weighted_loss(torch.arange(4.0))},
+            r"train_step.weight is torch.float32 \[4\] .* there and torch.float32 \[4\] .* here",
+        ),
+        ({}, {"test_step": measure("loss")}, r"test_step is None there and measure.<locals>.test_step here"),
+        ({"test_step": measure("auc")}, {"test_step": measure("f1")}, "test_step.name is 'auc' there and 'f1' here"),
+        ({}, {"kind": OwnEvaluation}, r"Trainer is hopline\..*Trainer there and OwnEvaluation here"),
+        ({}, {"inference": "sampled"}, "inference is 'exact' there and 'sampled' here"),
+    ],
+)
+def test_a_run_that_learns_or_measures_something_else_is_refused(
+    before: dict[str, Any], after: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    def run(options: dict[str, Any], **settings: Any) -> hl.Run:
+        data = options.get("data") or small(num_train=48)
+        kind = options.get("kind", hl.Trainer)
+        rest = {key: value for key, value in options.items() if key not in ("data", "kind")}
+        method = hl.Sampled(fanouts=(3, 2), batch_size=16, workers=0)
+        return kind(sage(data), data, method, out=tmp_path / "run", show=False, **rest, **settings).fit()
+
+    run(before, epochs=1)
+    with pytest.raises(ValueError, match=named):
+        run(after, epochs=2, resume=True)
+    assert run(before, epochs=2, resume=True).epochs == 2
 
 
 def test_workers_and_look_ahead_may_change(tmp_path: Path) -> None:
@@ -399,7 +463,7 @@ def test_a_checkpoint_that_holds_something_else_is_named(payload: str, tmp_path:
     """With a checksum that is right, as of a file that another program or an earlier version has made."""
     make_trainer(tmp_path / "run", epochs=1).fit()
     buffer = io.BytesIO(b"neither zip nor pickle")
-    values = {"list": [1, 2], "no format": {"epoch": 1}, "no identity": {"format": 1, "epoch": 1}}
+    values = {"list": [1, 2], "no format": {"epoch": 1}, "no identity": {"format": checkpoint.FORMAT, "epoch": 1}}
     if payload in values:
         torch.save(values[payload], buffer)
     content = buffer.getvalue()

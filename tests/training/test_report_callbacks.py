@@ -60,11 +60,11 @@ def test_a_budgets_record_is_in_the_report_of_its_epoch(tmp_path: Path, caplog: 
     assert (record["num_steps"], record["steps_per_point"]) == (10 * MAX_POINTS, 10)
     assert len(record["before"]) == len(record["after"]) == MAX_POINTS
     assert max(record["before"]) == 10 * MAX_POINTS - 1
-    (line,) = messages_with(caplog, "promised")
+    (line,) = messages_with(caplog, "predicted")
     assert line.startswith("budget: ")
     for words in ("3 batches split into 7 micro-batches", "6 samples drawn anew", "5,000 edges cut from 4 batches"):
         assert words in line
-    assert "up to 80 B, promised 90 B, allowed 100 B" in line
+    assert "up to 80 B, predicted 90 B, allowed 100 B" in line
     (line,) = messages_with(caplog, "epoch 1: ")
     assert "memory ran out in 1 steps" in line
     assert "2 steps were over the limit" in line
@@ -74,7 +74,7 @@ def test_a_budgets_record_is_in_the_report_of_its_epoch(tmp_path: Path, caplog: 
 def test_an_epoch_that_fitted_says_nothing(caplog: pytest.LogCaptureFixture):
     trainer = hl.Trainer(sage(small()), small(), method(), callbacks=[InstallGuard(FakeGuard())], epochs=1)
     trainer.fit()
-    assert not messages_with(caplog, "promised")
+    assert not messages_with(caplog, "predicted")
 
 
 def test_the_budget_record_combines_all_ranks():

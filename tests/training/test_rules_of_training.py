@@ -13,6 +13,7 @@ from torch_geometric.nn import GCN, GCNConv, GraphConv
 import hopline as hl
 from hopline import infer
 from hopline.methods.historical.work import HistoricalWork
+from hopline.tables import TensorTable
 from tests.helpers import dataset_of, randn, random_graph
 from tests.runs import copied, fit, losses, method, sage, same_weights, small
 
@@ -233,6 +234,40 @@ def test_a_dataset_that_changes_under_a_trainer_is_refused(how: hl.extend.Method
     model = hl.nn.GNN([GCNConv(5, 4), GCNConv(4, 3)]).double()
     with pytest.raises(ValueError, match=f"{name} of the dataset was changed in place after the Trainer was made"):
         fit(data, model, how, callbacks=[Change()])
+
+
+@pytest.mark.parametrize("name", ["indices", "edge array 'weight'", "table 'x'", "labels"])
+@pytest.mark.parametrize("past", ["numpy", "inference_mode"])
+def test_changes_that_torch_does_not_count_are_refused_too(name: str, past: str):
+    data = weighted_dataset()
+    with torch.inference_mode(past == "inference_mode"):
+        arrays = {key: array.clone() for key, array in data.graph.edge.items()}
+        graph = hl.Graph(data.graph.indptr.clone(), data.graph.indices.clone(), arrays)
+        x = data.x.read(torch.arange(60)).clone()
+        assert data.y is not None
+        data = dataclasses.replace(data, graph=graph, tables={"x": TensorTable(x)}, y=data.y.clone())
+    trainer = hl.Trainer(hl.nn.GNN([GCNConv(5, 3)]).double(), data, hl.Sampled(fanouts=(4,)), epochs=1, show=False)
+    array = {"table 'x'": x, "labels": data.y, **data.graph.named_arrays}[name]
+    assert array is not None
+    with torch.inference_mode(past == "inference_mode"):
+        if past == "numpy":
+            array.numpy()[:] = array.numpy()[::-1].copy()
+        else:
+            array[1] = array[1] + 1 if array.is_floating_point() else 1 - array[1].clamp(max=1)
+    with pytest.raises(ValueError, match=f"{name} of the dataset was changed in place after the Trainer was made"):
+        trainer.fit()
+
+
+def test_exact_inference_takes_ids_made_in_inference_mode():
+    data = weighted_dataset()
+    model = hl.nn.GNN([GCNConv(5, 3)]).double().eval()
+    with torch.inference_mode():
+        ids = torch.arange(5, 20)
+    for _ in range(3):
+        outputs = infer.exact(model, data, ids)
+        torch.testing.assert_close(outputs, infer.exact(model, data, ids.clone()))
+        with torch.inference_mode():
+            ids += 1
 
 
 # ---- hooks

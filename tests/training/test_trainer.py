@@ -687,7 +687,9 @@ def test_a_run_folder_tells_what_was_done(tmp_path: Path):
     assert {p.name for p in tmp_path.iterdir()} == {
         *(
             "best.pt",
+            "best.pt.sha256",
             "last.pt",
+            "last.pt.sha256",
             "checkpoint.pt",
             "config.json",
             "metrics.jsonl",
@@ -779,6 +781,7 @@ def test_the_default_method_follows_the_models_depth():
         ("histrical", r"such as hl.Historical\(\), not the string"),
         (hl.FullBatch, r"such as hl.FullBatch\(\), not the class"),
         (17, r"such as hl.Sampled\(\), not the object 17"),
+        ("Cluster-GCN", r"such as hl.Historical\(halo='drop'\), not the string"),
     ],
 )
 def test_what_is_no_method_is_refused_with_what_to_write(method: Any, words: str):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -70,6 +70,28 @@ def test_values_of_the_right_type_are_taken(fine: dict[str, Any]):
 def test_other_values_are_refused_by_name(wrong: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         Settings(**wrong)
+
+
+@settings
+class SettingsWithPaths:
+    """Settings that name files."""
+
+    place: Path | None = None
+    weights: Literal["best", "last"] | Path = "best"
+    name: str | Path = "x"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def test_a_path_may_be_given_as_text_in_every_settings_class():
+    ours = SettingsWithPaths(place="a/b", weights="w.pt", name="y")  # type: ignore[arg-type]
+    assert ours == SettingsWithPaths(place=Path("a/b"), weights=Path("w.pt"), name="y")
+    assert SettingsWithPaths(weights="last").weights == "last"
+    assert replace(ours, place="c").place == Path("c")  # type: ignore[arg-type]
+    for wrong in (3, ""):
+        with pytest.raises(ValueError, match="place must be Path or None"):
+            SettingsWithPaths(place=wrong)  # type: ignore[arg-type]
 
 
 @settings

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hopline.util import files
-from hopline.util.files import remove_unfinished, replacing
+from hopline.util.files import CheckedFile, remove_unfinished, replacing
 
 
 def write(path: Path, content: bytes) -> None:
@@ -87,3 +87,55 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path):
     assert (tmp_path / "a").read_bytes() == b"old"
     remove_unfinished(tmp_path)
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_symbolic_link_stays_and_what_is_no_file_is_written_directly(tmp_path: Path):
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    write(tmp_path / "link", b"new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "a").read_bytes() == b"new"
+    with pytest.raises(OSError, match="No space left"):
+        write(Path("/dev/full"), b"new")
+    assert Path("/dev/full").is_char_device()
+
+
+# ---- files with a checksum beside them
+
+
+def write_checked(file: CheckedFile, content: bytes) -> None:
+    with file.replacing() as unfinished:
+        unfinished.write(content[:2])
+        unfinished.write(content[2:])
+
+
+def test_content_is_compared_with_the_checksum_beside_it(tmp_path: Path):
+    file = CheckedFile(tmp_path / "a")
+    for content in (b"first", b"second"):
+        write_checked(file, content)
+        assert CheckedFile(tmp_path / "a").read() == content
+    for other in (b"Second", b"secon", b"second\0", b""):
+        (tmp_path / "a").write_bytes(other)
+        with pytest.raises(ValueError, match=r"a\.sha256 has another checksum"):
+            CheckedFile(tmp_path / "a").read()
+    assert len((tmp_path / "a.sha256").read_text().split()) == 2, "old checksums do not pile up"
+
+
+def test_kills_between_the_checksum_and_the_file_leave_a_file_that_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write_checked(CheckedFile(tmp_path / "a"), b"first")
+    replace = os.replace
+
+    def replaced(old: Path, new: Path) -> None:
+        if new.name == "a":
+            raise KeyboardInterrupt
+        replace(old, new)
+
+    for content in (b"second", b"third", b"fourth"):  # each by a new process
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", replaced)
+            with pytest.raises(KeyboardInterrupt):
+                write_checked(CheckedFile(tmp_path / "a"), content)
+        assert CheckedFile(tmp_path / "a").read() == b"first"
+    write_checked(CheckedFile(tmp_path / "a"), b"fifth")
+    assert CheckedFile(tmp_path / "a").read() == b"fifth"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
+import select
 import signal
 import subprocess
+import sys
+import termios
 import threading
 import time
 from pathlib import Path
@@ -127,18 +132,19 @@ def test_a_signal_during_an_evaluation_waits_for_it_and_loses_nothing(evaluate: 
     stored = checkpoint.read(tmp_path / checkpoint.FILE)
     assert [epoch["epoch"] for epoch in stored["history"]] == [1, 2, 3]
     assert (stored["position"]["epoch"], stored["position"]["units"]) == (4, 0)
-    trainer = hl.Trainer(sage(data), data, method(), out=tmp_path, resume=True, **settings)
+    trainer = kind(sage(data), data, method(), out=tmp_path, resume=True, **settings)
     assert [epoch.loss for epoch in trainer.fit().history] == [epoch.loss for epoch in uninterrupted.history]
 
 
-def test_a_signal_that_was_ignored_stays_ignored() -> None:
-    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])  # SIGHUP: nohup
+def test_a_signal_that_was_ignored_stays_ignored(number: int) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
     try:
         with Signals() as signals:
-            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), number)
         assert signals.received is None
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(number, before)
 
 
 def test_outside_the_main_thread_no_handler_is_installed() -> None:
@@ -170,7 +176,7 @@ def wait_for_epochs(folder: Path, count: int, process: Process) -> None:
 
 def test_each_signal_leaves_a_checkpoint_and_the_same_command_goes_on(tmp_path: Path) -> None:
     epochs = reached = 0
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         process = start(tmp_path)
         try:
             wait_for_epochs(tmp_path, epochs + 2, process)
@@ -187,7 +193,7 @@ def test_each_signal_leaves_a_checkpoint_and_the_same_command_goes_on(tmp_path: 
         reached = position["epoch"]
         assert not list((tmp_path / "run").glob("*.unfinished"))
         epochs = (tmp_path / "run" / "metrics.jsonl").read_text().count('"event": "epoch"')
-    assert (tmp_path / "run" / "run.log").read_text().count("resuming from") == 2
+    assert (tmp_path / "run" / "run.log").read_text().count("resuming from") == 3
 
 
 @pytest.mark.parametrize(
@@ -214,6 +220,51 @@ def test_a_notice_sent_to_ranks_themselves_leaves_a_checkpoint_too(everyone: boo
     assert position["epoch"] >= 2
     assert position["loss_sum"].numel() == 2  # all ranks took part
     assert not list((tmp_path / "run").glob("*.unfinished"))
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.extended)])
+@pytest.mark.process
+@pytest.mark.spawn  # a process with a terminal of its own
+def test_a_closed_terminal_leaves_a_checkpoint(num_ranks: int, tmp_path: Path) -> None:
+    terminal, end = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hopline", *TRAIN, f"devices={num_ranks}", "timeout_s=20"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        stdin=end,
+        stdout=end,
+        stderr=end,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # the kernel hangs up those who have the terminal
+    )
+    os.close(end)
+    is_shown = threading.Event()
+
+    def show() -> None:
+        while not is_shown.wait(0.05):
+            if select.select([terminal], [], [], 0)[0]:
+                os.read(terminal, 1 << 16)
+
+    screen = threading.Thread(target=show)
+    screen.start()
+    try:
+        wait_for_epochs(tmp_path, 2, process)
+        family = psutil.Process(process.pid).children(recursive=True)
+    finally:
+        is_shown.set()
+        screen.join()
+        os.close(terminal)
+        try:
+            process.wait(timeout=90)
+        finally:
+            process.kill()
+    assert process.returncode == 128 + signal.SIGHUP
+    assert not psutil.wait_procs(family, timeout=20)[1]
+    position = checkpoint.read(tmp_path / "run" / checkpoint.FILE)["position"]
+    assert position["epoch"] >= 2
+    assert position["loss_sum"].numel() == num_ranks
+    assert "SIGHUP" in (tmp_path / "run" / "run.log").read_text()
 
 
 SLOW = """

@@ -13,14 +13,14 @@ values:
     expected(s), plus a margin from the residuals of the fit and from the distance of s to the measured steps
     the peak of a measured step, scaled up to sizes s (`_Fit.scale_up`), plus a margin
 
-CUDA's rounding comes on top. A prediction costs a few operations on small arrays; an observation costs a fit.
+The second is never below what a measured step, scaled down to sizes s, has taken (`_Fit.scale_down`). CUDA's rounding
+comes on top. A prediction costs a few operations on small arrays; an observation costs a fit.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -55,7 +55,7 @@ FORWARD = 0.5
 ENOUGH = 6
 """Steps that must have been measured before the predicted peak may be below the bound. A rule of thumb."""
 MAX_OBSERVED = 128
-"""Measured steps that the fit uses: the latest ones. A rule of thumb."""
+"""Measured steps that the fit uses: the latest ones, of all sizes. A rule of thumb."""
 RIDGE = 1e-4
 """Strength, per step, of the ridge penalty that pulls all factors of the fit towards one common factor.
 
@@ -227,9 +227,9 @@ class _Fit:
     deviation: float
     """The standard deviation of the relative residuals of the fit."""
     largest: np.ndarray
-    """[num_terms] float64: the largest value of each size over all steps."""
+    """[num_terms] float64: the largest value of each size over the steps that the fit uses."""
     shapes: np.ndarray
-    """[2, num_sizes] float64: the least and the largest value of each entry of `Sizes.shape` over all steps.
+    """[2, num_sizes] float64: the least and the largest value of each entry of `Sizes.shape` over these steps.
 
     `Sizes.shape` has the proportions of a step: the logarithms of its sizes, minus their mean.
     """
@@ -300,8 +300,8 @@ class Predictor:
             sizes=ones[None],
             peaks=np.array([np.inf]),
         )
-        self._sizes: deque[np.ndarray] = deque(maxlen=MAX_OBSERVED)
-        self._peaks: deque[float] = deque(maxlen=MAX_OBSERVED)
+        self._observed: list[tuple[Sizes, float]] = []
+        """Sizes and peak of the steps that the fit uses."""
         self._lock = threading.Lock()
 
     @property
@@ -320,22 +320,26 @@ class Predictor:
             if before.num_seen == 1:
                 # The second step replaces the first, which may have allocated memory that later steps find
                 # in place.
-                self._sizes.clear()
-                self._peaks.clear()
-            self._sizes.append(sizes.array)
-            self._peaks.append(float(max(peak_bytes, 1)))
+                self._observed.clear()
+            self._observed.append((sizes, float(max(peak_bytes, 1))))
+            if len(self._observed) > MAX_OBSERVED:
+                # Of the most common size, by powers of two, the oldest goes. If many small steps replaced the few
+                # large ones, the fit would not know how large steps grow.
+                octaves = [math.frexp(self.costs.bound(observed))[1] for observed, _ in self._observed]
+                del self._observed[octaves.index(max(octaves, key=octaves.count))]
 
             factors, spread, deviation = self._fit_factors()
-            least_shape = np.minimum(before.shapes[0], sizes.shape)
-            largest_shape = np.maximum(before.shapes[1], sizes.shape)
+            all_sizes = np.array([observed.array for observed, _ in self._observed])
+            # Of the steps that the fit uses: what it has forgotten, it must not count as seen.
+            shapes = np.array([observed.shape for observed, _ in self._observed])
             self._fit = _Fit(
                 factors=factors,
                 spread=spread,
                 deviation=deviation,
-                largest=np.maximum(before.largest, sizes.array),
-                shapes=np.stack([least_shape, largest_shape]),
-                sizes=np.array(self._sizes),
-                peaks=np.array(self._peaks),
+                largest=all_sizes.max(0),
+                shapes=np.stack([shapes.min(0), shapes.max(0)]),
+                sizes=all_sizes,
+                peaks=np.array([peak for _, peak in self._observed]),
                 num_seen=before.num_seen + 1,
                 over_bound=max(before.over_bound, peak_bytes / self.costs.bound(sizes)),
                 max_miss=max(before.max_miss, before.bytes_outside(sizes, peak_bytes)),
@@ -369,9 +373,15 @@ class Predictor:
         outside = np.maximum.reduce(np.maximum(sizes.shape - largest_shape, least_shape - sizes.shape))
         unlike_margin = UNLIKE * max(0.0, float(outside))
 
+        # Many small steps may draw the fit below the few large ones: steps at least half as large tell by how much.
+        is_alike = fit.sizes @ self.costs.array >= bound / 2
+        misses = fit.peaks[is_alike] / ((fit.sizes[is_alike] * self.costs.array) @ fit.factors)
+        expected *= max(1.0, float(misses.max(initial=1.0)))
+
         fitted_bytes = expected * (1 + max(margin, MIN_MARGIN) + beyond_margin + unlike_margin)
         scaled_bytes = fit.scale_up(sizes) * (1 + max(noise, MIN_MARGIN)) + fit.max_miss
-        return min(bound, min(fitted_bytes, scaled_bytes) + self.costs.rounding)
+        least_bytes = fit.scale_down(sizes) * (1 + MIN_MARGIN)
+        return min(bound, max(min(fitted_bytes, scaled_bytes), least_bytes) + self.costs.rounding)
 
     def _fit_factors(self) -> tuple[np.ndarray, np.ndarray, float]:
         """(factors, spread, deviation) of `_Fit`, by least squares of the relative errors with a ridge
@@ -384,8 +394,8 @@ class Predictor:
 
         with every f_i >= 0. Terms whose factor comes out negative are set to 0, and the rest is fitted again.
         """
-        peaks = np.array(self._peaks)
-        shares = self.costs.array * np.array(self._sizes) / peaks[:, None]
+        peaks = np.array([peak for _, peak in self._observed])
+        shares = self.costs.array * np.array([sizes.array for sizes, _ in self._observed]) / peaks[:, None]
         num_steps, num_terms = shares.shape
         total = shares.sum(1)
         common_factor = float(total.sum() / (total @ total))  # f0

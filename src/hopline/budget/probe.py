@@ -50,6 +50,7 @@ def measure_steps(
     num_train = outline.train_ids.numel()
     gpus = [outline.device] if outline.device.type == "cuda" else []
     num_seeds = 1
+    is_first = True
     with torch.random.fork_rng(gpus), own_threads(job):
         while True:
             try:
@@ -66,6 +67,9 @@ def measure_steps(
                     raise
                 break  # the expected bytes were too low; the predictor keeps the steps it has
             job.module.zero_grad(set_to_none=True)
+            if is_first:  # convs of the copy are tried out when they first run, so it does not count
+                is_first = False
+                continue
             predictor.observe(sizes, meter.peak_bytes)
             was_large = num_seeds >= min(MAX_PROBE_SEEDS, num_train) or meter.peak_bytes > LARGE_STEP_BYTES
             if predictor.is_sure and was_large:

@@ -7,12 +7,14 @@ The arrays of a graph are in one of three memories:
     pinned            indptr on the GPU; indices and edge arrays in pinned host memory, for zero-copy reads
 
 A graph also owns a cache of values computed from its edges (`Graph.get_cached`). Graphs are frozen, but a user may
-change their tensors in place. So each cached value is stored with the version counters of the tensors, and is
-computed again after a change.
+change their tensors in place. So each cached value is stored with the versions of the tensors, and is computed again
+after a change.
 """
 
 from __future__ import annotations
 
+import threading
+import zlib
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,13 +25,36 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.device import pinned
+from hopline.ops.random import mix
 
 T = TypeVar("T")
+EDGES_AT_ONCE = 1 << 22
+"""Edges that are hashed at a time, which limits the memory of temporary arrays. A rule of thumb."""
+_LOOPS_LOCK = threading.Lock()
+"""Guards the search for self-loops: threads that prepare batches ask at the same time, and one pass is enough."""
+
+
+CHUNK_BYTES = 1 << 24
+"""Bytes of which `checksum` is computed at once, so that a tensor elsewhere is not copied whole. A rule of thumb."""
+
+
+def checksum(tensor: Tensor, before: int = 0) -> int:
+    """CRC-32 of a tensor's values, in their order. It reads about 2 GB a second.
+
+    before: the checksum of the rows before these, to continue it.
+    """
+    row_bytes = tensor.dtype.itemsize * tensor.shape[1:].numel()
+    for rows in tensor.detach().split(max(1, CHUNK_BYTES // max(1, row_bytes))):
+        before = zlib.crc32(rows.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, before)
+    return before
 
 
 def version_of(tensor: Tensor) -> int:
-    """The version counter of a tensor: how often it was changed in place. Inference tensors have none, so 0."""
-    return 0 if tensor.is_inference() else tensor._version
+    """A number that changes if torch changes a tensor in place: its version counter.
+
+    Tensors made in `torch.inference_mode` have no counter. Theirs is a checksum, for which they are read whole.
+    """
+    return checksum(tensor) if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +125,9 @@ class Graph:
     def to(self, device: torch.device | str) -> Graph:
         """The graph with all its arrays on a device."""
         target = torch.device(device)
-        return Graph(self.indptr.to(target), self.indices.to(target), {n: a.to(target) for n, a in self.edge.items()})
+        with torch.inference_mode(False):  # so that copies have version counters
+            edge = {name: array.to(target) for name, array in self.edge.items()}
+            return Graph(self.indptr.to(target), self.indices.to(target), edge)
 
     def pinned(self, device: torch.device | str, *, copy: bool = False) -> Graph:
         """The graph for zero-copy reads by a GPU: edges and edge arrays are pinned on the host, `indptr` is copied.
@@ -130,11 +157,34 @@ class Graph:
         return torch.stack([self.indices.to(self.device).long(), dst])
 
     @property
+    def is_symmetric(self) -> bool:
+        """Whether every edge has its reverse, as often as itself. Reads all edges once; the answer is cached.
+
+        A hash of (source, destination) is summed over all edges, and one of (destination, source). The sums are
+        equal if the edges are symmetric. If they are not, the sums differ but for a chance of 2**-64.
+        """
+        return self.get_cached("is_symmetric", self._compare_directions)
+
+    def _compare_directions(self) -> bool:
+        difference = torch.zeros((), dtype=torch.int64, device=self.indices.device)
+        ends = self.indptr.to(self.indices.device)
+        for start in range(0, self.num_edges, EDGES_AT_ONCE):
+            edges = torch.arange(start, min(start + EDGES_AT_ONCE, self.num_edges), device=ends.device)
+            src = self.indices[edges].long()
+            dst = torch.searchsorted(ends, edges, right=True) - 1
+            difference += (mix(mix(src) + dst) - mix(mix(dst) + src)).sum()
+        return not difference.item()
+
+    @property
+    def named_arrays(self) -> dict[str, Tensor]:
+        """All arrays, by their names in messages."""
+        edge = {f"edge array {name!r}": array for name, array in self.edge.items()}
+        return {"indptr": self.indptr, "indices": self.indices, **edge}
+
+    @property
     def versions(self) -> dict[str, int]:
-        """The version counter of each array, by its name. A cached value is valid as long as none of them changes."""
-        arrays = {"indptr": self.indptr, "indices": self.indices}
-        arrays |= {f"edge array {name!r}": array for name, array in self.edge.items()}
-        return {name: version_of(array) for name, array in arrays.items()}
+        """The version of each array, by its name. A cached value is valid as long as none of them changes."""
+        return {name: version_of(array) for name, array in self.named_arrays.items()}
 
     def get_cached(self, name: Hashable, compute: Callable[[], T]) -> T:
         """The result of `compute()`, cached in the graph until one of its arrays is changed in place.
@@ -166,16 +216,30 @@ class Graph:
     @property
     def self_loops(self) -> Tensor:
         """[num_self_loops] int64: positions in `indices` of the edges from a node to itself; usually empty."""
+        return self._find_loops()[0]
+
+    @property
+    def has_loop(self) -> Tensor | None:
+        """[num_nodes] bool: whether each node has an edge to itself; None if no node has."""
+        return self._find_loops()[1]
+
+    def _find_loops(self) -> tuple[Tensor, Tensor | None]:
+        """(`self_loops`, `has_loop`), found in one or two passes over the edges and cached."""
         # The version leaves edge arrays out: self-loops do not depend on them.
         version = version_of(self.indptr), version_of(self.indices)
-        if self._loops.get("version") != version:
-            positions = ops.self_loops(self.indptr.to(self.indices.device), self.indices)
-            self._loops.update(version=version, positions=positions.to(self.device))
-        return self._loops["positions"]
+        with _LOOPS_LOCK:
+            if self._loops.get("version") != version:
+                positions = ops.self_loops(self.indptr.to(self.indices.device), self.indices)
+                has_loop = torch.zeros(self.num_nodes, dtype=torch.bool, device=self.indices.device)
+                has_loop[self.indices[positions].long()] = True
+                # `bool` synchronises, once per graph: threads read the result on streams of their own.
+                found = has_loop.to(self.device) if bool(has_loop.any()) else None
+                self._loops.update(version=version, found=(positions.to(self.device), found))
+            return self._loops["found"]
 
     @cached_property
     def _loops(self) -> dict[str, Any]:
-        """The cache of `self_loops`: "positions", and the "version" of `indptr` and `indices` that they belong to."""
+        """The cache of `_find_loops`: what was "found", and the "version" of `indptr` and `indices` that it is of."""
         return {}
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from hopline.ops.cpu import partition as cpu_partition
 from hopline.ops.cpu.runtime import in_threads
 from hopline.util.config import format_size
 from hopline.util.files import replacing
+from hopline.util.host import host_memory
 from hopline.util.log import logger
 from hopline.util.progress import progress
 
@@ -109,7 +109,7 @@ def by_metis(graph: Graph, num_parts: int, seed: int, show: bool) -> Tensor:
 
 def _check_memory(num_bytes: int) -> None:
     """Raise ValueError if fewer bytes are free on the host. Otherwise the system would kill the process silently."""
-    free = psutil.virtual_memory().available
+    free = host_memory().available
     if num_bytes > free:
         raise ValueError(
             f"METIS would take about {format_size(num_bytes)} and {format_size(free)} are free: use how='streaming'"
@@ -211,6 +211,24 @@ class Partition:
         position = torch.empty_like(self.order)
         position[self.order] = torch.arange(self.num_nodes)
         return position
+
+    def split(self, num_runs: Tensor, weight: Tensor) -> Partition:
+        """The partition with part p divided into up to num_runs[p] runs of consecutive nodes, of about equal weight.
+
+        A part of several nodes, of which at least two runs are wanted, becomes at least two parts.
+
+        num_runs: [P] int64, 1 for a part that stays as it is. weight: [N], above 0, the weight of each node.
+        """
+        part_at = self.part_of[self.order].long()
+        weight_at = weight[self.order].double()
+        ends = weight_at.cumsum(0)
+        part_weight = torch.zeros(self.num_parts, dtype=torch.float64).index_add_(0, part_at, weight_at)
+        middle = ends - weight_at / 2 - (part_weight.cumsum(0) - part_weight)[part_at]
+        run = (middle * num_runs[part_at] / part_weight[part_at]).long().minimum(num_runs[part_at] - 1)
+        _, numbers = torch.unique(part_at * (int(num_runs.max()) + 1) + run, return_inverse=True)
+        part_of = torch.empty_like(self.part_of)
+        part_of[self.order] = numbers.int()
+        return Partition(part_of, int(numbers.max()) + 1, self.how, self.settings)
 
     def __repr__(self) -> str:
         settings = "".join(f", {name}={value}" for name, value in self.settings.items())

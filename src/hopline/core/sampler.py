@@ -14,7 +14,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +51,8 @@ class NeighborSampler:
     are on the device of the seeds.
 
     The sample of a node depends on the key, the pair of layers and the node alone. `ops.layer_key` says why layers
-    come in pairs. The sample at a smaller fan-out is part of the sample at a larger one.
+    come in pairs. A node with a self-loop draws anew in each layer (`ops.draw_ids`). The sample at a smaller fan-out
+    is part of the sample at a larger one.
 
     Args:
         graph: The graph to sample from.
@@ -58,6 +60,7 @@ class NeighborSampler:
         replace: Whether to draw neighbours with replacement.
         edge_ids: Whether parts have `edge_ids`.
         one_list: Whether a node draws the same neighbours in all layers. For models on the union of the blocks.
+        repeats: Whether a seed may come several times, as in PyG. Each time it is a node with the same in-edges.
 
     Raises:
         ValueError: A fan-out is not allowed. From `sample`: seeds are not distinct nodes, [n] int64.
@@ -76,6 +79,7 @@ class NeighborSampler:
         replace: bool = False,
         edge_ids: bool = False,
         one_list: bool = False,
+        repeats: bool = False,
     ) -> None:
         check_fanouts(fanouts, replace)
         self.graph = graph
@@ -83,19 +87,21 @@ class NeighborSampler:
         self.replace = replace
         self.edge_ids = edge_ids
         self.one_list = one_list
+        self.repeats = repeats
         self._local = threading.local()
 
     def sample(self, seeds: Tensor, key: int | Tensor) -> tuple[Block, ...]:
         """One block per layer, in the order of computation: the destinations of the last one are the seeds.
 
-        seeds: [n] int64, distinct.
+        seeds: [n] int64, distinct unless `repeats` is set.
         """
         seeds = _on_graph_device(self.graph, seeds)
         check_ids(seeds, self.graph.num_nodes)
         id_map = self._id_map(seeds.device)
         hops: list[Block] = []
         try:
-            _add_seeds(id_map, seeds)
+            seed_idx = self._add_seeds(id_map, seeds)
+            num_distinct = id_map.size
             dst_ids = id_map.ids()
             keys = hop_keys(key, len(self.fanouts), self.one_list)
             for fanout, hop_key in zip(self.fanouts, keys, strict=True):
@@ -103,6 +109,8 @@ class NeighborSampler:
                 dst_ids = hops[-1].src_ids
         finally:
             id_map.clear()
+        if num_distinct < seeds.numel():
+            hops = [_repeat_seeds(block, seed_idx, num_distinct) for block in hops]
         return tuple(reversed(hops))
 
     def sample_subgraph(self, seeds: Tensor, key: int | Tensor) -> Subgraph:
@@ -121,7 +129,7 @@ class NeighborSampler:
 
         node_counts = [0]  # then the nodes in the id map: one entry before each hop, and one after the last
         try:
-            _add_seeds(id_map, seeds)
+            seed_idx = self._add_seeds(id_map, seeds)
             for fanout in self.fanouts:
                 # The nodes that the hop before has reached: local ids start .. stop - 1.
                 start = node_counts[-1]
@@ -139,29 +147,54 @@ class NeighborSampler:
         finally:
             id_map.clear()
         node_counts.append(node_ids.numel())
-        return Subgraph(
+        subgraph = Subgraph(
             node_ids=node_ids,
             edge_index=torch.stack([torch.cat(src_idx).long(), torch.cat(dst_idx)]),
             edge_ids=torch.cat(edge_ids),
             num_nodes=[after - before for before, after in itertools.pairwise(node_counts)],
             num_edges=[ids.numel() for ids in edge_ids],
         )
+        if subgraph.num_nodes[0] < seeds.numel():
+            return _repeat_seeds_of_subgraph(subgraph, seed_idx)
+        return subgraph
 
-    def _hop(
-        self, id_map: ops.AnyIdMap, dst_ids: Tensor, fanout: int, key: int | Tensor, hop_key: int | Tensor
-    ) -> Block:
+    def _add_seeds(self, id_map: ops.AnyIdMap, seeds: Tensor) -> Tensor:
+        """Add seeds to an empty id map. Returns [n] int32: the local id of each.
+
+        Raises:
+            ValueError: They are not distinct, and `repeats` is not set.
+        """
+        seed_idx = id_map.add(seeds)
+        # A repeated seed gets the local id that it has already, so the map stays smaller.
+        if id_map.size != seeds.numel() and not self.repeats:
+            raise ValueError("the seeds of a batch must be distinct: pass each node id once")
+        return seed_idx
+
+    def _hop(self, id_map: ops.AnyIdMap, dst_ids: Tensor, fanout: int, key: int | Tensor, hop_key: HopKey) -> Block:
         """The block of one hop. Adds the drawn neighbours to the id map.
 
         dst_ids: all nodes of the id map, in its order.
         key: the key that the block carries, for dropout.
-        hop_key: the key that decides the neighbours.
         """
         graph = self.graph
-        drawn = ops.sample_neighbors(graph.indptr, graph.indices, dst_ids, fanout, hop_key, self.replace)
+        draw_ids = None
+        # In this order: where all edges are taken, nobody need know the loops, which costs a pass over the graph.
+        if hop_key.loops_apart and fanout >= 0 and graph.has_loop is not None:
+            draw_ids = ops.draw_ids(dst_ids, ops.gather_rows(graph.has_loop.to(dst_ids.device), dst_ids))
+        drawn = ops.sample_neighbors(
+            graph.indptr, graph.indices, dst_ids, fanout, hop_key.key, self.replace, draw_ids=draw_ids
+        )
         src_idx = id_map.add(drawn.ids)
         edge = {name: ops.gather_rows(array, drawn.edge_ids) for name, array in graph.edge.items()}
         part = Part(drawn.indptr, src_idx, edge, drawn.edge_ids if self.edge_ids else None)
         return Block(id_map.ids(), dst_ids.numel(), (part,), graph, key, in_graph_order=fanout < 0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for pickling and copying, without the id maps of threads."""
+        return {name: value for name, value in vars(self).items() if name != "_local"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _local=threading.local())
 
     def _id_map(self, device: torch.device) -> ops.AnyIdMap:
         """The empty id map of this thread and device. Prefetching threads share no state, so they need no lock."""
@@ -171,17 +204,72 @@ class NeighborSampler:
         return maps[device]
 
 
-def hop_keys(key: int | Tensor, num_hops: int, one_list: bool) -> list[int | Tensor]:
-    """The keys that decide the neighbours of each hop, that of the seeds first. one_list: as in `NeighborSampler`."""
-    return [key if one_list else ops.layer_key(key, layer) for layer in reversed(range(num_hops))]
+class HopKey(NamedTuple):
+    """What decides the neighbours that a hop draws."""
+
+    key: int | Tensor
+    """The key of the draws."""
+    loops_apart: bool
+    """Whether nodes with a self-loop draw by `ops.draw_ids`: in the second layer of a pair."""
 
 
-def _add_seeds(id_map: ops.AnyIdMap, seeds: Tensor) -> None:
-    """Add seeds to an empty id map. Raises ValueError if they are not distinct."""
-    id_map.add(seeds)
-    # A repeated seed gets the local id that it has already, so the map stays smaller.
-    if id_map.size != seeds.numel():
-        raise ValueError("the seeds of a batch must be distinct: pass each node id once")
+def hop_keys(key: int | Tensor, num_hops: int, one_list: bool) -> list[HopKey]:
+    """The keys of each hop, that of the seeds first. one_list: as in `NeighborSampler`."""
+    if one_list:
+        return [HopKey(key, loops_apart=False)] * num_hops
+    return [HopKey(ops.layer_key(key, layer), loops_apart=layer % 2 == 1) for layer in reversed(range(num_hops))]
+
+
+def _repeat_seeds(block: Block, seed_idx: Tensor, num_distinct: int) -> Block:
+    """The block of distinct seeds, with each seed as often as it was given.
+
+    Rows of the distinct seeds, which are the first, are replaced by one row for every seed given. Each has the
+    in-edges of its node. An edge that starts at a repeated seed starts at one of its rows.
+
+    seed_idx: [num_seeds] the local id in `block` of every seed given.
+    """
+    part = block.part
+    rows = torch.cat([seed_idx.long(), torch.arange(num_distinct, block.num_dst, device=seed_idx.device)])
+    num_edges = part.indptr.diff()[rows]
+    indptr = torch.cat([num_edges.new_zeros(1), num_edges.cumsum(0)])
+    # For every new edge its position among the old ones.
+    edges = torch.repeat_interleave(part.indptr[rows] - indptr[:-1], num_edges)
+    edges += torch.arange(edges.numel(), device=edges.device)
+    new_part = Part(
+        indptr,
+        _new_local_ids(block.num_src, seed_idx, num_distinct)[part.src_idx[edges].long()].to(part.src_idx.dtype),
+        {name: array[edges] for name, array in part.edge.items()},
+        None if part.edge_ids is None else part.edge_ids[edges],
+    )
+    src_ids = torch.cat([block.src_ids[seed_idx.long()], block.src_ids[num_distinct:]])
+    return replace(block, src_ids=src_ids, num_dst=rows.numel(), parts=(new_part,))
+
+
+def _repeat_seeds_of_subgraph(subgraph: Subgraph, seed_idx: Tensor) -> Subgraph:
+    """The subgraph of distinct seeds, with each seed as often as it was given. The seeds' edges are its first hop."""
+    num_distinct = subgraph.num_nodes[0]
+    num_first = subgraph.num_edges[0]
+    dst = subgraph.edge_index[1, :num_first].contiguous()
+    indptr = torch.cat([dst.new_zeros(1), torch.bincount(dst, minlength=num_distinct).cumsum(0)])
+    first_hop = Part(indptr, subgraph.edge_index[0, :num_first], edge_ids=subgraph.edge_ids[:num_first])
+    block = _repeat_seeds(Block(subgraph.node_ids, num_distinct, (first_hop,)), seed_idx, num_distinct)
+    later = _new_local_ids(subgraph.node_ids.numel(), seed_idx, num_distinct)[subgraph.edge_index[:, num_first:]]
+    assert block.part.edge_ids is not None
+    return Subgraph(
+        node_ids=block.src_ids,
+        edge_index=torch.cat([block.edge_index, later], 1),
+        edge_ids=torch.cat([block.part.edge_ids, subgraph.edge_ids[num_first:]]),
+        num_nodes=[seed_idx.numel(), *subgraph.num_nodes[1:]],
+        num_edges=[block.num_edges, *subgraph.num_edges[1:]],
+    )
+
+
+def _new_local_ids(num_nodes: int, seed_idx: Tensor, num_distinct: int) -> Tensor:
+    """[num_nodes] int64: the local ids of the nodes once every seed given has a row."""
+    new_ids = torch.arange(num_nodes, device=seed_idx.device) + (seed_idx.numel() - num_distinct)
+    rows = torch.arange(seed_idx.numel(), device=seed_idx.device)
+    # The first row of a repeated seed. A plain assignment may choose another in every run.
+    return new_ids.scatter_reduce(0, seed_idx.long(), rows, "amin", include_self=False)
 
 
 def _on_graph_device(graph: Graph, nodes: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ Files on disk are a contract: `tests/formats` has folders that earlier versions 
 from `nn` and the layers below it.
 
 State of the process: `fingerprint` owns a cache of checksums, by tensor. An entry lives as long as its
-tensor.
+tensor. `writer` lists the locks that this process holds.
 """
 
 from typing import TYPE_CHECKING

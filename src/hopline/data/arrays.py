@@ -17,7 +17,7 @@ import zlib
 from contextlib import suppress
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 import torch
@@ -79,6 +79,13 @@ def npy_header(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
 def file_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """Size of the file of an array of this dtype and shape, header included."""
     return HEADER_BYTES + prod(shape) * dtype.itemsize
+
+
+def read_npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """(shape, whether it is in Fortran order, dtype) of an `.npy` file, which is then at its first number."""
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    return read(file)
 
 
 def as_tensor(array: Any, what: str = "an array") -> Tensor:

@@ -98,7 +98,7 @@ def from_edges(
         >>> edges = torch.tensor([[0, 1, 2], [1, 2, 3]])
         >>> data = hl.from_edges(edges, x=torch.ones(4, 2), y=torch.tensor([0, 1, 0, 1]), symmetrize=True)
         >>> data
-        Dataset('graph', 4 nodes, 6 edges, 2 features, 2 classes, ...)
+        Dataset('graph', 4 nodes, 6 symmetric edges, 2 features, 2 classes, ...)
     """
     how = edge_options(options)
     count = _count_nodes(edges, num_nodes, [x, *(tables or {}).values(), y], how)
@@ -106,6 +106,8 @@ def from_edges(
     nodes = node_data(count, x=x, tables=tables, y=y, splits=own_splits, task=task, num_classes=num_classes)
     name = name or default_name(folder, "graph")
     about = dict(meta or {})
+    if how.symmetrize:
+        about["symmetric"] = True
     if split_shares is not None:
         drawn, about["split"] = draw_split(nodes.y, split_shares)
         nodes = replace(nodes, all_splits=(drawn,))

@@ -7,6 +7,7 @@ number. The arrays are in memory, or mapped from a folder, whose pages are read 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,15 @@ from hopline.util.config import format_size
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
+    from hopline.distributed.agreement import Fact
+
 METRICS: dict[str, str] = {"single": "accuracy", "multi": "micro_f1", "binary": "roc_auc"}
 """Name of the metric that evaluates each task."""
+
+MAX_COMPARED_EDGES = 1 << 22
+"""Most edges that are read to find out whether the graph is symmetric: about a second. A rule of thumb."""
+MAX_SHOWN = 200
+"""Most characters of an entry of `meta` that `Dataset.describe` shows. A rule of thumb."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -159,6 +167,11 @@ class Dataset:
         return METRICS[self.task]
 
     @property
+    def edge_arrays(self) -> Mapping[str, Tensor]:
+        """The graph's edge arrays by name. Those of a dataset in shards are of one shard."""
+        return self.graph.edge
+
+    @property
     def all_splits(self) -> tuple[dict[str, Tensor], ...]:
         """Every published split, or the current split alone if there are no others."""
         return self.alternatives or ((self.splits,) if self.splits else ())
@@ -173,9 +186,17 @@ class Dataset:
         table_bytes = sum(table.num_bytes for table in self.tables.values())
         return array_bytes + self.graph.num_bytes + table_bytes
 
+    @property
+    def is_symmetric(self) -> bool | None:
+        """Whether every edge has its reverse. None if that is not known, and there are too many edges to look."""
+        if self.meta.get("symmetric") is True:  # as the conversion made it
+            return True
+        return self.graph.is_symmetric if self.num_edges <= MAX_COMPARED_EDGES else None
+
     def __repr__(self) -> str:
+        direction = {True: "symmetric ", False: "directed ", None: ""}[self.is_symmetric]
         return (
-            f"Dataset({self.name!r}, {self.num_nodes:,} nodes, {self.num_edges:,} edges, "
+            f"Dataset({self.name!r}, {self.num_nodes:,} nodes, {self.num_edges:,} {direction}edges, "
             f"{self.num_features} features, {self.num_classes} classes, {format_size(self.num_bytes)})"
         )
 
@@ -192,8 +213,12 @@ class Dataset:
         sizes = ", ".join(f"{name} {ids.numel():,}" for name, ids in self.splits.items())
         num_splits = f" (one of {len(self.alternatives)})" if len(self.alternatives) > 1 else ""
         lines.append(f"  split: {sizes or 'none'}{num_splits}")
-        lines += [f"  {key}: {value}" for key, value in self.meta.items()]
+        lines += [f"  {key}: {_shortened(value)}" for key, value in self.meta.items()]
         return "\n".join(lines)
+
+    def with_fields(self, **fields: Any) -> Dataset:
+        """A copy with other values of some fields."""
+        return replace(self, **fields)
 
     def with_split(self, k: int) -> Dataset:
         """A dataset with the k-th published split, counted from 0, as the current one."""
@@ -217,7 +242,7 @@ class Dataset:
         else:
             rows = old.read(torch.arange(len(old)))
             normalized = TensorTable(rows / rows.sum(-1, keepdim=True).clamp(min=1.0))
-        return replace(self, tables={**self.tables, table: normalized})
+        return self._with_features(table, normalized, {"kind": "normalized"})
 
     def one_hot(self, table: str = "x") -> Dataset:
         """A dataset whose features are the identity matrix [num_nodes, num_nodes], stored sparse.
@@ -230,7 +255,13 @@ class Dataset:
             values=torch.ones(self.num_nodes),
             num_columns=self.num_nodes,
         )
-        return replace(self, tables={**self.tables, table: identity})
+        return self._with_features(table, identity, {"kind": "one_hot", "nodes": self._nodes_checksum()})
+
+    def _nodes_checksum(self) -> str | None:
+        """A checksum of the ids that nodes had in their file, in their order. None without such ids."""
+        from hopline.data.fingerprint import table_checksum
+
+        return table_checksum(self.tables["node_ids"]) if "node_ids" in self.tables else None
 
     def standardized(self, table: str = "x") -> Dataset:
         """A dataset with a table whose columns have mean 0 and standard deviation 1, dense and in memory.
@@ -239,18 +270,28 @@ class Dataset:
         """
         rows = self.tables[table].read(torch.arange(self.num_nodes))
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        is_constant = (rows == rows[:1]).all(0)
-        centred = rows - rows.mean(0)
-        deviation = centred.std(0)
-        scaled = centred / torch.where(deviation > 0, deviation, 1)
-        # Constant columns are set to 0: the mean of equal numbers is rounded, and their difference from it
-        # is not 0.
-        standardized = TensorTable(scaled.masked_fill(is_constant, 0))
-        return replace(self, tables={**self.tables, table: standardized})
+        mean = rows.mean(0)
+        deviation = (rows - mean).std(0)
+        # The mean of equal numbers is rounded, and so is their deviation from it.
+        deviation[(rows == rows[:1]).all(0)] = 0
+        standardized = TensorTable(standardize(rows, mean, deviation))
+        features = {"kind": "standardized", "mean": mean.tolist(), "deviation": deviation.tolist()}
+        return self._with_features(table, standardized, features)
+
+    def _with_features(self, table: str, rows: Table, features: dict[str, Any]) -> Dataset:
+        """A dataset with another table. `meta` says how "x" was made, for predictions on other data."""
+        meta = {**self.meta, "features": features} if table == "x" else self.meta
+        return replace(self, tables={**self.tables, table: rows}, meta=meta)
 
     def validate(self) -> list[str]:
         """Check every number: ranges of indices and labels, NaN, splits. Returns a sentence per check."""
         return check_dataset(self, lambda array: f"Array {array!r} of dataset {self.name!r}")
+
+    def facts(self) -> dict[str, Fact]:
+        """The arrays by name, as ranks compare them before they train together. No array is read whole."""
+        from hopline.data.fingerprint import facts_of
+
+        return facts_of(self)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the dataset to a folder.
@@ -268,6 +309,18 @@ class Dataset:
         return to_pyg(self)
 
 
+def standardize(rows: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+    """Rows with the mean of each column subtracted, divided by its deviation. A deviation of 0 gives 0.
+
+    rows: [n, num_columns]. mean, deviation: [num_columns].
+    """
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    mean = mean.to(rows)
+    deviation = deviation.to(rows)
+    scaled = (rows - mean) / torch.where(deviation > 0, deviation, 1)
+    return scaled.masked_fill(deviation == 0, 0)
+
+
 def _check_label_shape(y: Tensor, task: str, num_nodes: int, num_classes: int) -> None:
     """Refuse labels whose shape or dtype does not fit the task."""
     if y.size(0) != num_nodes:
@@ -278,6 +331,12 @@ def _check_label_shape(y: Tensor, task: str, num_nodes: int, num_classes: int) -
     elif y.dim() != 1 or y.dtype != torch.int64:
         hint = f" It takes class numbers; {REGRESSION}." if y.is_floating_point() else ""
         raise ValueError(f"y must be a 1-D int64 tensor in the {task} task, not {list(y.shape)} {y.dtype}.{hint}")
+
+
+def _shortened(value: Any) -> str:
+    """A value of `meta` as text, without the end of a long list."""
+    text = str(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]} ..."
 
 
 def _shape_text(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> str:

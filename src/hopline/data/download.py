@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -55,7 +56,7 @@ class Source:
         from hopline.data.nodes import KNOWN_TASKS, normalize_labels, per_class_split
 
         folder = raw / self.kind
-        data = _attempt(self.name, folder, lambda: load_pyg(self.kind, folder, self.settings))
+        data = load_pyg(self.name, self.kind, folder, self.settings)
         task = KNOWN_TASKS.get(self.name)
         arguments: dict[str, Any] = {
             "name": self.name,
@@ -95,21 +96,35 @@ def _attempt(name: str, folder: Path, download: Callable[[], T]) -> T:
         ) from error
 
 
-def load_pyg(kind: str, folder: Path, settings: dict[str, Any]) -> Data:
+def load_pyg(name: str, kind: str, folder: Path, settings: dict[str, Any]) -> Data:
     """The only graph of a PyG dataset. A dataset of several graphs is refused.
 
     An exception is PPI: its graphs become one graph, without edges between them.
+    name: the dataset's, for messages. kind: its class. Nothing else of that module is called.
     """
     import torch_geometric.datasets as datasets
 
+    if kind not in datasets.__all__:
+        raise ValueError(
+            f"torch_geometric.datasets has no {kind!r}: type pyg:CLASS or pyg:CLASS:NAME, such as pyg:Planetoid:Cora."
+            f"{nearest(kind, datasets.__all__)}"
+        )
     if kind == "PPI":
-        return _load_ppi(folder)
-    dataset_class = getattr(datasets, kind, None)
-    if dataset_class is None:
-        raise ValueError(f"torch_geometric.datasets has no {kind!r}.{nearest(kind, datasets.__all__)}")
-    dataset = dataset_class(str(folder), **settings)
+        return _attempt(name, folder, lambda: _load_ppi(folder))
+    dataset_class = getattr(datasets, kind)
+    try:
+        inspect.signature(dataset_class).bind(root="", **settings)
+    except TypeError as error:
+        raise ValueError(
+            f"PyG's {kind} cannot be made for {name!r} ({error}): type pyg:{kind}:NAME if it takes a name, "
+            "or make it in Python and pass hl.from_pyg(dataset[0])."
+        ) from error
+    dataset = _attempt(name, folder, lambda: dataset_class(str(folder), **settings))
     if len(dataset) != 1:
-        raise ValueError(f"it holds {len(dataset)} graphs, and hopline trains on one")
+        raise ValueError(
+            f"{name!r} holds {len(dataset)} graphs, and hopline trains on one: "
+            "make it in Python and pass hl.from_pyg(dataset[i])."
+        )
     return dataset[0]
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.data.arrays import as_tensor
+from hopline.data.arrays import as_tensor, read_npy_header
 from hopline.data.checks import check_finite
 from hopline.data.options import EdgeOptions
+from hopline.util.files import check_file
 
 EdgeChunk = Any
 """Edges [2, n] (sources first) as a tensor or array, or (edges, {name: array with n rows})."""
@@ -93,14 +94,11 @@ def _wrong_length(name: str, array: Tensor, num_edges: int) -> ValueError:
 
 def npy_edges(path: str | Path, chunk_edges: int) -> Iterator[Tensor]:
     """Chunks [2, n] of an `.npy` file of edges [2, E] or [E, 2]."""
-    if not Path(path).is_file():
-        raise ValueError(f"There is no file {path}: check the path.")
+    check_file(Path(path))
     # By plain reads, not by a map: mapped pages count as resident memory.
     with Path(path).open("rb") as file:
         try:
-            version = np.lib.format.read_magic(file)
-            header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, fortran, dtype = header(file)
+            shape, fortran, dtype = read_npy_header(file)
         except ValueError as error:
             raise ValueError(f"{path} is damaged ({error}): write it again.") from error
         if len(shape) != 2 or 2 not in shape or fortran or dtype.kind not in "iu":

@@ -1,27 +1,38 @@
-"""Checksums of a dataset's arrays, by which a run that resumes notices that the data are others.
+"""Checksums of a dataset's arrays, by which resumed runs and other ranks notice that the data are others.
 
 Arrays of a dataset folder have their checksums in the manifest, so nothing is read. For arrays in memory, a
-checksum is computed at the first call. It is cached until torch changes the array in place. Changes past
-torch, such as by a NumPy array over the same memory, are not noticed once a checksum is cached.
+checksum is computed at the first call. It is cached until torch changes the array in place; for arrays made in
+`torch.inference_mode`, whose changes torch does not count, it is computed each time. Changes past torch, such as
+by a NumPy array over the same memory, are not noticed once a checksum is cached.
+
+Ranks compare their datasets before they train (`facts_of`). They read no array whole: of one without a cached
+checksum they compare `NUM_SAMPLED` rows.
 """
 
 from __future__ import annotations
 
 import hashlib
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hopline.core.graph import version_of
-from hopline.data.arrays import BYTES_AT_ONCE, as_bytes, checksum_text
+from hopline.core.graph import CHUNK_BYTES, checksum, version_of
+from hopline.data.arrays import checksum_text
+from hopline.distributed.agreement import Fact
 from hopline.tables import SparseTable, Table
 
 if TYPE_CHECKING:
     from hopline.data.dataset import Dataset
+
+
+NUM_SAMPLED = 1000
+"""Rows of an array that ranks compare if it has no cached checksum. A rule of thumb: some milliseconds."""
+
+MAX_IDS = 1_000_000
+"""Node ids of a split that ranks read whole to compare them: some 10 ms. A rule of thumb."""
 
 
 class _Entry(NamedTuple):
@@ -49,19 +60,22 @@ def remember(array: Tensor, checksum: str) -> None:
     _checksums[array] = _Entry(version_of(array), checksum)
 
 
+def _cached_checksum(array: Tensor) -> str | None:
+    """The checksum of an array if it is known and the array was not changed since. Else None."""
+    entry: _Entry | None = _checksums.get(array)
+    return entry.checksum if entry is not None and entry.version == version_of(array) else None
+
+
 def checksum_of(array: Tensor) -> str:
     """Dtype, shape and checksum of an array in one text, such as "int64 [3] crc32:0a1b2c3d".
 
     The checksum is the one that a manifest would have, so arrays in memory and in files can be compared.
     """
-    entry: _Entry | None = _checksums.get(array)
-    if entry is not None and entry.version == version_of(array):
-        checksum = entry.checksum
-    else:
-        chunks = array.split(_rows_at_once(array.shape, array.dtype))
-        checksum = checksum_text(_crc(chunks))
-        remember(array, checksum)
-    return f"{str(array.dtype).removeprefix('torch.')} {list(array.shape)} {checksum}"
+    text = _cached_checksum(array)
+    if text is None:
+        text = checksum_text(checksum(array))
+        remember(array, text)
+    return f"{_describe(array.shape, array.dtype)} {text}"
 
 
 def contents_of(data: Dataset) -> dict[str, str]:
@@ -75,7 +89,7 @@ def contents_of(data: Dataset) -> dict[str, str]:
     for name, array in graph.edge.items():
         contents[f"edge array {name!r}"] = checksum_of(array)
     for name, table in data.tables.items():
-        contents[f"table {name!r}"] = _table_checksum(table)
+        contents[f"table {name!r}"] = table_checksum(table)
     if data.y is not None:
         contents["labels"] = checksum_of(data.y)
     return contents
@@ -86,7 +100,7 @@ def fingerprint(data: Dataset) -> str:
     return hashlib.blake2b(repr(sorted(contents_of(data).items())).encode(), digest_size=16).hexdigest()
 
 
-def _table_checksum(table: Table) -> str:
+def table_checksum(table: Table) -> str:
     """Dtype, shape and checksum of all rows of a table.
 
     Some tables do not hold all rows in one tensor (`storage` is None). Their rows are read in chunks, and
@@ -97,20 +111,58 @@ def _table_checksum(table: Table) -> str:
     storage = table.storage()
     if storage is not None:
         return checksum_of(storage)
-    id_chunks = torch.arange(len(table)).split(_rows_at_once(table.shape, table.dtype))
-    crc = _crc(table.read(ids) for ids in id_chunks)
-    return f"{str(table.dtype).removeprefix('torch.')} {list(table.shape)} {checksum_text(crc)}"
-
-
-def _crc(chunks: Iterable[Tensor]) -> int:
-    """CRC-32 of the rows of all chunks, which may be on a GPU."""
+    row_bytes = table.dtype.itemsize * torch.Size(table.shape[1:]).numel()
     crc = 0
-    for rows in chunks:
-        crc = zlib.crc32(as_bytes(rows.detach().cpu().contiguous()), crc)
-    return crc
+    for ids in torch.arange(len(table)).split(max(1, CHUNK_BYTES // max(1, row_bytes))):
+        crc = checksum(table.read(ids), crc)
+    return f"{_describe(table.shape, table.dtype)} {checksum_text(crc)}"
 
 
-def _rows_at_once(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """The number of rows that take about `BYTES_AT_ONCE`, at least 1."""
-    row_bytes = dtype.itemsize * torch.Size(shape[1:]).numel()
-    return max(1, BYTES_AT_ONCE // max(1, row_bytes))
+def facts_of(data: Dataset) -> dict[str, Fact]:
+    """The arrays of `contents_of`, by which ranks notice that they were given different data."""
+    graph = data.graph
+    size = f"{graph.num_nodes:,} nodes, {graph.num_edges:,} edges"
+    facts = {"the edges": _fact(size, graph.indptr, graph.indices)}
+    for name, array in graph.edge.items():
+        facts[f"edge array {name!r}"] = _fact(_describe(array.shape, array.dtype), array)
+    for name, table in data.tables.items():
+        facts[f"table {name!r}"] = _fact(_describe(table.shape, table.dtype), *_arrays_of(table))
+    if data.y is not None:
+        facts["the labels"] = _fact(_describe(data.y.shape, data.y.dtype), data.y)
+    return facts
+
+
+def ids_fact(ids: Tensor) -> Fact:
+    """Node ids that all ranks must have been given. Up to a million of them are read, of more a sample."""
+    if ids.numel() <= MAX_IDS:
+        checksum_of(ids)  # caches the checksum, which `_fact` takes
+    advice = "give every rank all nodes, of which hopline gives each rank its share"
+    return _fact(f"{ids.numel():,} nodes", ids)._replace(advice=advice)
+
+
+def _fact(text: str, *arrays: Tensor | Table) -> Fact:
+    """The fact of arrays that belong together. Its checksum is "" unless those of all arrays are cached."""
+    cached = [_cached_checksum(array) if isinstance(array, Tensor) else None for array in arrays]
+    known = [text for text in cached if text is not None]
+    joined = ", ".join(known) if len(known) == len(arrays) else ""
+    return Fact(text, checksum=joined, sample=lambda: ", ".join(map(sample, arrays)))
+
+
+def _arrays_of(table: Table) -> list[Tensor | Table]:
+    """The arrays that hold the rows of a table. If there are none, the table itself, whose rows are read."""
+    if isinstance(table, SparseTable):
+        return [table.indptr, table.columns, table.values]
+    storage = table.storage()
+    return [table if storage is None else storage]
+
+
+def sample(rows: Tensor | Table, num_rows: int = NUM_SAMPLED) -> str:
+    """A checksum of some rows that are spread evenly over an array or table. num_rows: the most that are read."""
+    ids = torch.linspace(0, len(rows) - 1, min(len(rows), num_rows), dtype=torch.float64).round().long()
+    device = rows.device if isinstance(rows, Tensor) else "cpu"
+    return checksum_text(checksum(rows[ids.to(device)]))
+
+
+def _describe(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """Dtype and shape: "int64 [3]"."""
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

@@ -40,9 +40,8 @@ def checked_ids(ids: np.ndarray, where: str, first: int = 0, *, numbers: bool = 
     numbers: Whether ids are node numbers. Then unsigned ids beyond int64 are refused; else they become
         texts.
     """
-    if ids.ndim != 1 or ids.dtype.kind == "b":
-        what = "lists" if ids.ndim != 1 else "true and false"
-        raise ValueError(f"{where} {first}: the column holds {what}, and ids are whole numbers or texts: name another.")
+    if ids.ndim != 1:
+        raise ValueError(f"{where} {first}: the column holds lists, and ids are whole numbers or texts: name another.")
 
     if ids.dtype.kind == "i":
         return ids.astype(np.int64)

@@ -233,6 +233,9 @@ def normalize_labels(y: Any, task: Task | None) -> tuple[Tensor | None, Task]:
                 )
             if labels.numel() and float(labels.max()) > MAX_CLASSES:
                 raise _too_large(f"{float(labels.max()):g}")
+            logger.warning(
+                f"labels are floating-point numbers with whole values, and are taken for class numbers; {REGRESSION}"
+            )
         return labels.long(), task or "single"
     if task not in (None, "multi"):
         raise ValueError(f"y has shape {list(labels.shape)}, which only fits task='multi'.")

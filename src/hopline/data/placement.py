@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from hopline.tables import SparseTable, Table, TieredTable
 from hopline.tables.build import check_cuda
 from hopline.tables.build import table as make_table
 from hopline.util.config import format_size, parse_size
+from hopline.util.host import host_memory
 
 SHARE = 0.8
 """Share of the free device memory that data may take. The rest is for model and batches. A rule of thumb."""
@@ -230,7 +230,7 @@ def _host_cache(x: Table, device: torch.device) -> str | int | None:
     # `register` pins the memory. If it cannot, it returns the reason.
     if storage is not None and pinned.register(storage) is None:
         return None
-    max_bytes = int(HOST_SHARE * psutil.virtual_memory().available)
+    max_bytes = int(HOST_SHARE * host_memory().available)
     return "all" if _all_bytes(x) <= max_bytes else max_bytes
 
 

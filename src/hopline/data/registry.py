@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -153,7 +153,7 @@ def open_dataset(
         return _open_built_in(location.built_in, root, split, verify, options)
     if location.source is not None:
         target = root / _folder_name(location.source.name, options)
-        location.source.fetch(root / "raw", target, options)
+        _write_once(target, lambda source=location.source: source.fetch(root / "raw", target, options))
         return _open_path(target, split, verify, {})
     assert location.path is not None
     return _open_path(location.path, split, verify, {} if location.is_converted else options)
@@ -219,9 +219,19 @@ def _open_built_in(name: str, root: Path, split: int, check: bool, options: dict
         dataset = synthetic.planted_partition(settings, name=name, device=device)
         return _validate_if(check, dataset).with_split(split)
     target = root / _folder_name(name, options)
-    if not is_dataset(target):
-        synthetic.planted_partition(settings, name=name, folder=target)
+    _write_once(target, lambda: synthetic.planted_partition(settings, name=name, folder=target))
     return _open_path(target, split, check, {})
+
+
+def _write_once(target: Path, write: Callable[[], object]) -> None:
+    """Write a dataset under the data root, unless it is there. Of several processes one writes and the others wait."""
+    from hopline.data.writer import locked
+
+    if is_dataset(target):
+        return
+    with locked(target, wait=True):
+        if not is_dataset(target):
+            write()
 
 
 def _folder_name(name: str, options: Mapping[str, Any]) -> str:

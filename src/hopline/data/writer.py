@@ -8,6 +8,9 @@
 A writer that is killed before the second rename leaves the old dataset, under its name or as a backup,
 which readers find (`paths.existing`). The next writer of the same folder puts a backup back and deletes
 temporary folders of dead processes. The cost is disk space for both datasets until the end.
+
+One writer at a time: it holds the lock of the file .NAME.lock (`locked`), which the system releases when its
+process ends.
 """
 
 from __future__ import annotations
@@ -17,9 +20,10 @@ import os
 import platform
 import re
 import shutil
+import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,6 +37,12 @@ from hopline.data.arrays import ArrayWriter, checksum_text, dtype_name, file_byt
 from hopline.data.manifest import ArrayEntry, Manifest
 from hopline.data.paths import MANIFEST, backup_of
 from hopline.util.files import sync_folder
+from hopline.util.log import logger
+
+try:
+    import fcntl
+except ImportError:  # not on every system
+    fcntl = None
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of the system that mean: no space on the disk, quota exceeded, file too large."""
@@ -54,13 +64,78 @@ def writing(folder: Path) -> Iterator[None]:
         raise ValueError(text) from error
 
 
+_held: set[tuple[Path, int]] = set()
+"""(file, thread) of each lock that this process holds: a thread that has the lock may take it again."""
+
+
+@contextmanager
+def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
+    """Hold the lock of a dataset folder, so that no other process or thread writes it.
+
+    wait: Wait while another one writes it. Else it is refused.
+    """
+    folder = Path(os.path.abspath(folder.expanduser()))
+    path = folder.parent / f".{folder.name}.lock"
+    key = (path, threading.get_ident())
+    if key in _held or fcntl is None:
+        yield
+        return
+    new_folders = [parent for parent in folder.parents if not parent.exists()]
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        file = _take_lock(path, folder, wait)
+    _held.add(key)
+    try:
+        yield
+    finally:
+        _held.discard(key)
+        # Removed first: after its release, the file may be another writer's. The lock is released, not only closed:
+        # a process that was forked meanwhile has the file open, too.
+        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
+        os.close(file)
+        with suppress(OSError):  # of a writer that was refused nothing stays
+            for parent in new_folders:
+                parent.rmdir()
+
+
+def _take_lock(path: Path, folder: Path, wait: bool) -> int:
+    """Open and lock a file, whose text says who holds it. Returns its descriptor."""
+    assert fcntl is not None
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(file, 200, 0).decode(errors="replace").strip() or "another process"
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                logger.warning(f"{folder} cannot be locked ({error.strerror}): see to it that nobody else writes it")
+                return file
+            if not wait:
+                os.close(file)
+                raise ValueError(
+                    f"{folder} is being written by {holder}: wait for its end, or choose another folder."
+                ) from None
+            logger.info(f"waiting for {holder}, which writes {folder}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        # The holder may have removed the file after it was opened here. Then the lock protects nothing.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file), os.stat(path)):
+                os.ftruncate(file, 0)
+                os.pwrite(file, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
+                return file
+        os.close(file)
+
+
 class FolderWriter:
     """Writes a dataset folder: arrays go into a temporary folder, and `commit` puts it in place.
 
     A context manager. Leaving it without `commit` deletes the temporary folder and keeps the target.
 
     Raises:
-        ValueError: The target is neither a dataset nor an empty folder, or the system refuses to write.
+        ValueError: The target is neither a dataset nor an empty folder, or another process is writing it, or the
+            system refuses to write.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -68,13 +143,16 @@ class FolderWriter:
         name = f".{self.folder.name}.tmp-{_HOST}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.temporary = self.folder.parent / name
         self._arrays: dict[str, ArrayWriter] = {}
+        self._lock = ExitStack()
 
     def __enter__(self) -> FolderWriter:
         check_target(self.folder)
-        with writing(self.folder):
-            self.folder.parent.mkdir(parents=True, exist_ok=True)
-            _remove_stale(self.folder)
-            self.temporary.mkdir()
+        with ExitStack() as stack:
+            stack.enter_context(locked(self.folder))
+            with writing(self.folder):
+                _remove_stale(self.folder)
+                self.temporary.mkdir()
+            self._lock = stack.pop_all()
         return self
 
     def __exit__(
@@ -83,6 +161,7 @@ class FolderWriter:
         for array in self._arrays.values():
             array.abandon()
         shutil.rmtree(self.temporary, ignore_errors=True)
+        self._lock.close()
 
     def array(self, name: str, dtype: torch.dtype, row_shape: tuple[int, ...] = ()) -> ArrayWriter:
         """Start an array. `append` adds its rows, each of shape [*row_shape]."""

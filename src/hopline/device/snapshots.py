@@ -11,6 +11,7 @@ here do both:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -22,9 +23,15 @@ from torch import Tensor, nn
 # ---- weights
 
 
-def copy_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of the tensors of a `state_dict`, on their devices. Later training steps do not change them."""
-    return {name: tensor.detach().clone() for name, tensor in weights.items()}
+def copy_weights(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of the tensors of a `state_dict`, on their devices. Later training steps do not change them.
+
+    Values that modules add by `get_extra_state` need be no tensors.
+    """
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in weights.items()
+    }
 
 
 @contextmanager

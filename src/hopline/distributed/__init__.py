@@ -3,6 +3,7 @@
 Read `world` first: a `World` is one rank's view of all ranks, with the collective calls that hopline uses.
 
     world            the ranks, and sums, broadcasts and barriers over them
+    agreement        refuses ranks that were given different things
     gradients        how gradients of the ranks are combined
     launch           starts ranks, or joins those that torchrun or Slurm has started
     existing_group   joins the ranks of a process group that somebody else has made

@@ -13,7 +13,6 @@ process group of its own, so that a prefetching thread can use it while the main
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
@@ -101,14 +100,12 @@ class Channel:
                 dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
         return values
 
-    def check_same(self, value: bytes, what: str) -> None:
-        """Raise a ValueError if the ranks have different values. what: names the value in the error."""
-        digest = hashlib.blake2b(value, digest_size=8).digest()
-        # 8 bytes are one int64, so there is one number per rank.
-        digests = self.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.int64))
-        differing = (digests != digests[0]).nonzero().view(-1).tolist()
-        if differing:
-            raise ValueError(f"rank {differing[0]} and rank 0 differ in {what}: give all ranks the same")
+    def gather_bytes(self, content: bytes) -> list[bytes]:
+        """The bytes of every rank, by rank. Ranks may have different numbers of them."""
+        counts = self.exchange_counts(torch.full((self.size,), len(content))).tolist()
+        rows = torch.frombuffer(bytearray(content * self.size), dtype=torch.uint8)
+        received = self.send(rows, [len(content)] * self.size, counts)
+        return [piece.numpy().tobytes() for piece in received.split(counts)]
 
     @property
     def _group(self) -> dist.ProcessGroup:

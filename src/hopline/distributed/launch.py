@@ -13,7 +13,7 @@ caught signal n.
 
 Ranks end together. If one fails, the others get `END_S` seconds to notice and to end by themselves. After a
 signal they get `CHECKPOINT_S` seconds to write a checkpoint. Then the parent ends them. If the parent is
-killed, they end too.
+killed, they end too, even while they still import modules.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import RankSpec, World, device_of_rank, sentence, serve
 from hopline.util.errors import PeerError, RankError
 from hopline.util.host import keep_freed_memory
+from hopline.util.output import outlive_output
 from hopline.util.signals import SIGNALS, Interrupted
 
 END_S = 2.0
@@ -65,8 +66,8 @@ def run(function: Callable[..., Any], settings: LaunchSettings, *args: Any, devi
 
     If this process starts ranks, `run` returns what the function returned in the first of them, sent as
     JSON: tuples become lists. The first is rank 0, unless that is on another host. `function` must be
-    importable and `args` picklable. A rank that fails ends the others. A signal (Ctrl-C, SIGTERM, SIGUSR1)
-    is forwarded to the ranks once.
+    importable and `args` picklable. A rank that fails ends the others. A signal of
+    `util.signals.SIGNALS` is forwarded to the ranks once.
 
     Args:
         function: Runs in every rank. Its first argument is the `World` of the rank.
@@ -257,7 +258,7 @@ def _spawn(function: Callable[..., Any], args: Sequence[Any], first: RankSpec, n
                 parent_end, child_end = context.Pipe(duplex=False)
                 sends_result = k == 0
                 child_args = (function, tuple(args), spec, child_end, os.getpid(), sends_result)
-                process = context.Process(target=_run_child, args=child_args)
+                process = context.Process(target=_run_child, args=child_args, name=_RankName(f"rank-{spec.rank}"))
                 process.start()
                 child_end.close()  # so that reading ends when the child does
                 children.append(_Child(spec.rank, process, parent_end))
@@ -416,7 +417,8 @@ def _run_child(
     try:
         world = World.join(spec)
         _send_message(pipe, ready=True)
-        result = _run_rank(function, args, world)
+        with outlive_output():
+            result = _run_rank(function, args, world)
         try:
             _send_message(pipe, result=result if sends_result else None)
         except (TypeError, ValueError):
@@ -451,6 +453,22 @@ def _end_with_parent(parent: int) -> None:
         threading.Thread(target=_exit_after_parent, name="hopline-parent", daemon=True).start()
     if os.getppid() != parent:  # the parent ended before `prctl` was called
         os._exit(1)
+
+
+class _RankName(str):
+    """The name of a rank's process. Unpickling it does on Linux what `_end_with_parent` does.
+
+    A spawned process first unpickles its name, then imports the user's script and torch for seconds, and only then
+    calls `_run_child`. If the parent is killed meanwhile, the process must end too. The code is a text of
+    built-ins, because nothing else can be imported so early.
+    """
+
+    def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
+        if not sys.platform.startswith("linux"):
+            return str, (str(self),)
+        end_with_parent = f"__import__('ctypes').CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGKILL)})"
+        check_parent = f"__import__('os').getppid() == {os.getpid()} or __import__('os')._exit(1)"
+        return eval, (f"[{end_with_parent}, {check_parent}, {str(self)!r}][-1]",)
 
 
 def _exit_after_parent() -> None:

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from hopline.distributed.world import World
 from hopline.util.config import format_size
+from hopline.util.files import reserve
 
 _SENT: set[SharedArray] = set()
 """Arrays that were pickled. They stay alive, because the receiver may open them at any later time.
@@ -116,15 +117,17 @@ def new_file(num_bytes: int) -> int | str:
         descriptor = os.memfd_create("hopline")
         try:
             # All memory is allocated now. If some were missing later, touching it would be a bus error.
-            os.posix_fallocate(descriptor, 0, num_bytes)
+            reserve(descriptor, num_bytes)
         except OSError:
             os.close(descriptor)
             raise
         return descriptor
     descriptor, path = tempfile.mkstemp(prefix="hopline-shared-")
     atexit.register(Path(path).unlink, missing_ok=True)
-    os.truncate(descriptor, num_bytes)
-    os.close(descriptor)
+    try:
+        reserve(descriptor, num_bytes)
+    finally:
+        os.close(descriptor)
     return path
 
 

@@ -158,6 +158,14 @@ class World:
         self._lost = ""
         """Message of the first `PeerError`. "" while no rank is lost."""
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.size > 1:
+            raise TypeError(
+                "a World of several ranks cannot be copied or pickled, since it has a process group: call "
+                "hl.World.current() in the process that needs one"
+            )
+        return World.alone, (str(self.device),)
+
     @classmethod
     def alone(cls, device: str | torch.device = "cpu") -> World:
         """The world of a single process."""
@@ -354,6 +362,11 @@ class World:
                 group=self.group,
             )
         return list(received.to(pieces[0].device).split(receive_counts.tolist()))
+
+    def gather_bytes(self, content: bytes) -> list[bytes]:
+        """The bytes of every rank, by rank. Ranks may have different numbers of them."""
+        piece = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        return [received.numpy().tobytes() for received in self.all_to_all([piece] * self.size)]
 
     @property
     def group(self) -> dist.ProcessGroup | None:

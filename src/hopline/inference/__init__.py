@@ -36,11 +36,12 @@ from hopline.core.row_handles import Rows
 from hopline.core.sampler import check_ids
 from hopline.data.dataset import Dataset
 from hopline.data.fingerprint import checksum_of, contents_of
+from hopline.data.inputs import Inputs
 from hopline.device.snapshots import eval_mode
 from hopline.inference.layerwise_chunks import CHUNK_EDGES, CPU, Chunks
 from hopline.inference.neighborhoods import LocalInference, run_whole, whole_bytes
 from hopline.inference.resumable import LayerFiles, weights_checksum
-from hopline.nn.structure import structure_of
+from hopline.nn.structure import hash_of_parts, opaque_part, parts_of
 from hopline.nn.whole_module import Whole, as_batch_model
 from hopline.nn.whole_module_probe import find_hops, find_reach, initialise
 from hopline.units.batch_unit import narrow_output_error
@@ -206,9 +207,16 @@ def identity(
     contents: names and checksums of the dataset's contents.
     """
     chunks = f"{chunk_edges or CHUNK_EDGES} edges" if chunk_bytes is None else f"{chunk_bytes} bytes"
+    parts = parts_of(as_batch_model(model))
+    opaque = opaque_part(parts)
+    if opaque is not None:
+        raise ValueError(
+            f"folder= compares the model with that of an earlier call, and {opaque} of {type(model).__name__} cannot "
+            "be compared: leave out folder=, or give its class a __getstate__ that returns plain values"
+        )
     return {
         **contents,
-        "model": structure_of(as_batch_model(model)),
+        "model": hash_of_parts(parts),
         "weights": weights_checksum(model),
         "nodes": "all" if ids is None else checksum_of(ids),
         "chunks": chunks,
@@ -266,8 +274,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def measure(data: Dataset, scores: Tensor, labels: Tensor) -> dict[str, float]:
-    """The dataset's metric, by name: {metric: value}."""
+def measure(data: Dataset | Inputs, scores: Tensor, labels: Tensor) -> dict[str, float]:
+    """The metric of a dataset, or of a run's training data, by name: {metric: value}."""
     if data.task != "multi" and scores.size(-1) == 1:  # a single column is the score of the second of two classes
         if data.num_classes > 2:
             raise ValueError(narrow_output_error(1, data.num_classes))

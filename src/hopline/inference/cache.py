@@ -15,14 +15,14 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from threading import Lock
 
-import psutil
 import torch
 from torch import Tensor
 
 from hopline.core.batch import Block
-from hopline.core.graph import Graph
+from hopline.core.graph import Graph, version_of
 from hopline.core.row_handles import ReducedRows
 from hopline.tables import Table
+from hopline.util.host import host_memory
 
 SHARE = 32
 """A cache may take 1 / SHARE of the memory of the device that computes. A rule of thumb."""
@@ -33,7 +33,7 @@ def max_cache_bytes(device: torch.device) -> int:
     memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory // SHARE
-    memory = psutil.virtual_memory()
+    memory = host_memory()
     return min(memory.total // SHARE, memory.available // 4)
 
 
@@ -81,7 +81,7 @@ class InferenceCache:
     def matches(self, graph: Graph, ids: Tensor, settings: Hashable, x: Table) -> bool:
         """Whether the cache is valid for an inference: the same objects, unchanged in place, and equal
         settings."""
-        same = self.ids() is ids and self.version == ids._version and self.settings == settings
+        same = self.ids() is ids and self.version == version_of(ids) and self.settings == settings
         return same and self.x() is x and self.x_version == x.version and self.edge_versions == graph.versions
 
     def get_chunks(self, nodes: Tensor, split: Callable[[], list[Tensor]]) -> list[Tensor]:
@@ -168,7 +168,7 @@ def get_inference_cache(
     else:
         cache = InferenceCache(
             ids=weakref.ref(ids),
-            version=ids._version,
+            version=version_of(ids),
             settings=settings,
             x=weakref.ref(x),
             x_version=x.version,

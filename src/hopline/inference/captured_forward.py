@@ -34,6 +34,7 @@ from hopline.inference.layerwise_chunks import CPU, Chunks
 from hopline.nn.attention import is_fused_attention
 from hopline.nn.fused import is_fused
 from hopline.nn.gnn import GNN
+from hopline.nn.probe import options_of
 from hopline.util import trace
 
 WARM_UP_INFERENCES = 1
@@ -173,6 +174,7 @@ class CapturedInference:
                     cache=cache,
                     reads_features=reads_features,
                     addresses=addresses,
+                    attributes=self._attributes(),
                     keep_alive=(work, ids),
                 )
 
@@ -182,9 +184,15 @@ class CapturedInference:
 
     def _is_current(self, capture: _Capture) -> bool:
         """Whether the captured graph is valid: the same nodes and features, with all tensors where they
-        were."""
+        were, and the same numbers in the attributes of modules."""
+        if self._attributes() != capture.attributes:
+            return False
         same = capture.cache.matches(self.data.graph, self.ids, capture.cache.settings, self.data.x)
         return same and self.addresses(features=capture.reads_features) == capture.addresses
+
+    def _attributes(self) -> list[Any]:
+        """Attributes that modules read in Python. Their values are part of a captured graph."""
+        return [(options_of(module), getattr(module, "act", None)) for module in self.model.modules()]
 
     def addresses(self, *, features: bool) -> list[int] | None:
         """The memory addresses of the weights and, if `features`, of the features.
@@ -234,6 +242,8 @@ class _Capture:
     """Whether the graph reads the features, since the first layer's sums are not cached."""
     addresses: list[int]
     """The addresses of the weights, and of the features if they are read, at the capture."""
+    attributes: list[Any]
+    """Attributes of the modules at the capture."""
     keep_alive: tuple[Chunks, Tensor]
     """Objects whose tensors the graph reads. Held so that their memory is not given to others."""
     host_buffers: list[Tensor] = field(default_factory=list)

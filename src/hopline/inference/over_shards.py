@@ -16,10 +16,10 @@ Sources of a chunk may be in any shard. Their embeddings come from the layer's t
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,9 @@ from hopline.inference.layerwise_chunks import CPU, Chunks
 from hopline.inference.resumable import LayerFiles
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import as_batch_model
+from hopline.shards.all_shards import RowsOfShards
 from hopline.shards.collective_sampler import weights_of_shard
+from hopline.shards.data import copy_with, refuse_change
 from hopline.shards.shard import ADVICE, Shard, open_shard, read_shard_record
 from hopline.tables import Table
 from hopline.util.config import parse_chunk_bytes
@@ -132,18 +134,37 @@ class AllShards(Dataset):
         self.task = first.task
         self.num_classes = first.num_classes
         self.cut = first.cut  # a hash of the dataset and its partition
-        # Fields of a `Dataset` that stay empty. Features are in `rows`.
+        # Fields of a `Dataset` that stay empty, but for the ids that nodes had in their file. Features are in `rows`.
         self.tables = {}
         self.y = None
         self.alternatives = ()
-        self.meta = {}
+        self.meta = first.meta
+        self._edge_arrays = first.edge
         self.splits = {name: torch.cat([s.splits[name] for s in shards]).sort().values for name in first.splits}
         self.ptr = first.ptr  # [num_shards + 1] int64: the first position of each shard
         self._num_edges = first.num_edges
         self.nodes = torch.cat([shard.nodes for shard in shards])
         """[num_nodes] int64: the node id at each position."""
+        if "node_ids" in first.tables:
+            self.tables["node_ids"] = RowsOfShards([shard.tables["node_ids"] for shard in shards], self.nodes.argsort())
         self.rows = StackedTable([s.tables["x"] for s in shards]) if "x" in first.tables else None
         """The table of features by position; None if there are none."""
+
+    @property
+    def x(self) -> Table:
+        """Refused: features are in the shards."""
+        raise refuse_change(self)
+
+    @property
+    def edge_arrays(self) -> Mapping[str, Tensor]:
+        return self._edge_arrays
+
+    @property
+    def is_symmetric(self) -> bool | None:
+        return True if self.meta.get("symmetric") is True else None
+
+    def with_fields(self, **fields: Any) -> AllShards:
+        return copy_with(self, fields)
 
     @property
     def graph(self) -> Graph:  # type: ignore[override]

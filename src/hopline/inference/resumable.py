@@ -26,9 +26,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hopline.distributed.shared_memory import map_file
-from hopline.tables.allocators import Allocator
-from hopline.util.files import remove_unfinished, replacing
+from hopline.nn.structure import hash_of
+from hopline.tables.allocators import Allocator, map_tensor
+from hopline.util.files import new_mapped_file, remove_unfinished, replacing
 
 PROGRESS = "inference.json"
 """The name of the progress file in the folder."""
@@ -81,13 +81,7 @@ class LayerFiles(Allocator):
         return self.chunks
 
     def new(self, name: str, layer: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        path = self._path(layer)
-        try:
-            with path.open("wb") as file:  # reserves the space: a full disk is an error here, not a crash later
-                os.posix_fallocate(file.fileno(), 0, max(1, torch.Size(shape).numel() * dtype.itemsize))
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise ValueError(f"cannot write {path} ({reason}): free some space, or choose another folder=") from error
+        new_mapped_file(self._path(layer), torch.Size(shape).numel() * dtype.itemsize)
         self.shapes[layer] = (str(dtype).removeprefix("torch."), list(shape))
         return self._map_table(layer)
 
@@ -117,18 +111,14 @@ class LayerFiles(Allocator):
         return self.folder / (f"layer{layer}.bin" if layer >= 0 else "encoded.bin")
 
     def _map_table(self, layer: int) -> Tensor:
-        """The table of a layer as a tensor over its file. The mapping outlives the file handle."""
+        """The table of a layer as a tensor over its file."""
         path = self._path(layer)
         dtype_name, shape = self.shapes[layer]
         dtype = getattr(torch, dtype_name)
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         if not path.exists() or path.stat().st_size < num_bytes:
             raise ValueError(f"{path} is missing or too short: remove {self.folder} to begin anew")
-        handle = os.open(path, os.O_RDWR)
-        try:
-            return map_file(handle, 0, dtype, tuple(shape), writable=True)
-        finally:
-            os.close(handle)
+        return map_tensor(path, shape, dtype)
 
     def _sync(self) -> None:
         """Sync the rows of the current layer to the disk, and with those of layer 0 the encoded rows."""
@@ -181,6 +171,9 @@ def weights_checksum(model: nn.Module) -> str:
     """The SHA-256 of a model's parameters and buffers, with their names, dtypes and shapes."""
     checksum = hashlib.sha256()
     for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, Tensor):  # of `get_extra_state`
+            checksum.update(f"{name} {hash_of(tensor)}".encode())
+            continue
         checksum.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         checksum.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return checksum.hexdigest()

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hopline import ops
-from hopline.core.batch import Batch, Block
+from hopline.core.batch import Batch, Block, Part
 from hopline.core.graph import Graph
 from hopline.core.row_handles import as_tensor
 from hopline.core.sampler import NeighborSampler, check_ids
@@ -77,15 +77,34 @@ __all__ = [
 ]
 
 
+EDGE_IDS = "e_id"
+"""The edge array with the positions of a graph's edges in the `edge_index` that it was made from."""
+
+
 class Adj(NamedTuple):
     """The edges of one layer, an item of `Sample.adjs`."""
 
     edge_index: Any
     """[2, E]: sources, then destinations, as positions in `n_id`. Sorted by destination."""
     e_id: Any
-    """[E]: the position of each edge in the graph's `indices` and edge arrays."""
+    """[E]: the position of each edge in the `edge_index` that `graph_from_edges` was given, as in PyG.
+
+    In a graph of `indptr` and `indices`, or of a dataset, its position in `indices` and in the edge arrays.
+    """
     size: tuple[int, int]
     """(number of sources, number of destinations). The destinations are the first of the sources."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Adj:
+        """The edges on a device, for samples of torch tensors.
+
+        Raises:
+            ValueError: The arrays are of another framework.
+        """
+        if not isinstance(self.edge_index, Tensor):
+            kind = type(self.edge_index).__name__
+            raise ValueError(f"adj.to(device) moves torch tensors, and these are {kind}: give Sampler to='torch'")
+        edge_index = self.edge_index.to(device, non_blocking=non_blocking)
+        return Adj(edge_index, self.e_id.to(device, non_blocking=non_blocking), self.size)
 
 
 class Sample(NamedTuple):
@@ -99,7 +118,7 @@ class Sample(NamedTuple):
     """
 
     n_id: Any
-    """[N]: global ids of all nodes whose rows are needed, the seeds first."""
+    """[N]: global ids of all nodes whose rows are needed, the seeds first. Each once, but for repeated seeds."""
     batch_size: int
     """Number of seeds."""
     adjs: list[Adj]
@@ -197,10 +216,11 @@ class Sampler:
         """Sample the neighbourhood of seeds.
 
         Args:
-            seeds: [n] distinct node ids, an array of any framework.
+            seeds: [n] node ids, an array of any framework. A repeated seed is a row of its own, with the
+                same in-edges. With `pad`, seeds must be distinct.
 
         Raises:
-            ValueError: A seed is no node of the graph, or occurs twice.
+            ValueError: A seed is no node of the graph, or comes twice with `pad`.
         """
         ids = from_any(seeds).to(self.device)
         # The lock guards the step and the sampler. Sampling itself runs outside of it, in several threads
@@ -210,7 +230,10 @@ class Sampler:
             self.step += 1
             if self._neighbor_sampler is None:
                 graph = self._graph_on_device()
-                self._neighbor_sampler = NeighborSampler(graph, self._fanouts, replace=self._replace, edge_ids=True)
+                # A padded sample has no room for more rows than the graph has nodes.
+                self._neighbor_sampler = NeighborSampler(
+                    graph, self._fanouts, replace=self._replace, edge_ids=True, repeats=not self._pad
+                )
             sampler = self._neighbor_sampler
 
         blocks = sampler.sample(ids, ops.derive_key(self.seed, step))
@@ -230,11 +253,12 @@ class Sampler:
     def _make_adj(self, block: Block) -> Adj:
         """The edges of a block, with ids of `index_dtype`."""
         part = block.part
-        assert part.edge_ids is not None
+        edge_ids = _edge_ids_of(part)
+        assert edge_ids is not None
         return Adj(
             # Not by `aligned`: torch has allocated this tensor just now, and aligns what it allocates.
             edge_index=part.edge_index.to(self.index_dtype),
-            e_id=aligned(part.edge_ids.to(self.index_dtype)),
+            e_id=aligned(edge_ids.to(self.index_dtype)),
             size=(block.num_src, block.num_dst),
         )
 
@@ -256,6 +280,11 @@ class Sampler:
             "pinned": self._pinned,
         }
         return _open_sampler, (twin, self._fanouts, self.step, settings)
+
+
+def _edge_ids_of(part: Part) -> Tensor | None:
+    """[E]: the ids of edges, as the user counts them. None if the sampler was not asked for them."""
+    return part.edge.get(EDGE_IDS, part.edge_ids)
 
 
 def _open_sampler(graph: Graph, fanouts: Sequence[int], step: int, settings: dict[str, Any]) -> Sampler:
@@ -344,10 +373,11 @@ def batch_to(batch: Batch | Sample, framework: str) -> dict[str, Any] | Sample:
         arrays = {
             "edge_index": convert(part.edge_index),
             "size": (block.num_src, block.num_dst),
-            "edge": {name: convert(aligned(rows)) for name, rows in part.edge.items()},
+            "edge": {name: convert(aligned(rows)) for name, rows in part.edge.items() if name != EDGE_IDS},
         }
-        if part.edge_ids is not None:
-            arrays["e_id"] = convert(aligned(part.edge_ids))
+        edge_ids = _edge_ids_of(part)
+        if edge_ids is not None:
+            arrays["e_id"] = convert(aligned(edge_ids))
         return arrays
 
     arrays = {"seeds": convert(aligned(batch.seeds)), "n_id": convert(aligned(batch.input_ids))}
@@ -393,7 +423,8 @@ def graph(indptr: Any, indices: Any = None, edge: Mapping[str, Any] | None = Non
 def graph_from_edges(edge_index: Any, num_nodes: int | None = None, edge: Mapping[str, Any] | None = None) -> Graph:
     """Make a graph from a list of edges of any framework.
 
-    The edges are copied, since they are sorted by destination.
+    The edges are copied, since they are sorted by destination. If they were not, the edge array "e_id" has
+    their positions in `edge_index` (4 bytes per edge).
 
     Args:
         edge_index: [2, num_edges] int64 or int32, sources first.
@@ -401,7 +432,7 @@ def graph_from_edges(edge_index: Any, num_nodes: int | None = None, edge: Mappin
         edge: Edge arrays by name, with a row per edge in the order of `edge_index`.
 
     Raises:
-        ValueError: The edges have another shape or dtype, or an id is no node.
+        ValueError: The edges have another shape or dtype, an id is no node, or an edge array is called "e_id".
 
     Example:
         >>> graph = hl.interop.graph_from_edges(torch.tensor([[2, 0, 1], [0, 1, 2]]))
@@ -414,8 +445,13 @@ def graph_from_edges(edge_index: Any, num_nodes: int | None = None, edge: Mappin
     if num_nodes is None:
         num_nodes = int(edges.max()) + 1 if edges.numel() else 0
     check_ids(edges.reshape(-1), num_nodes)
+    if edge and EDGE_IDS in edge:
+        raise ValueError(f"the edge array {EDGE_IDS!r} has the positions of edges in edge_index: use another name")
     indptr, order = ops.group_by_key(edges[1].contiguous(), num_nodes)
     arrays = {name: from_any(rows).cpu()[order] for name, rows in (edge or {}).items()}
+    if bool((edges[1, 1:] < edges[1, :-1]).any()):
+        # An edge array is drawn, moved, shared and pickled with the edges.
+        arrays[EDGE_IDS] = order.to(torch.int32 if order.numel() < 2**31 else torch.int64)
     return Graph(indptr, edges[0][order].to(torch.int32 if num_nodes < 2**31 else torch.int64), arrays)
 
 
@@ -445,6 +481,14 @@ class Features(Table):
     @property
     def shape(self) -> tuple[int, ...]:
         return self.below.shape
+
+    def size(self, dim: int | None = None) -> Any:
+        """The shape, or its entry `dim`, as of a tensor."""
+        return torch.Size(self.shape) if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """The number of dimensions, as of a tensor."""
+        return len(self.shape)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -27,6 +27,7 @@ from hopline.methods.sampled.memory_plan import draw_batches
 from hopline.methods.sampled.settings import Sampled, usual_fanouts
 from hopline.nn.gnn import GNN
 from hopline.util.config import kind_of, parse_size
+from hopline.util.host import process_bytes
 
 PROBED_FANOUT = 10
 """Fan-out of the batches whose steps are measured. A rule of thumb."""
@@ -38,8 +39,9 @@ FOLDER = Path("tables")
 
 def plan_within(method: Method, outline: RunOutline, budget: Budget) -> Plan:
     """The method's plan; if it does not fit, an error that names a method that would."""
+    other_bytes = _other_process_bytes(outline)
     try:
-        return plan_or_raise(method, outline, budget)
+        return replace(plan_or_raise(method, outline, budget), process_bytes=other_bytes)
     except DoesNotFit as error:
         fitting = [other for other in alternatives(method, outline) if _fits(other, outline, budget)]
         if fitting:
@@ -47,6 +49,12 @@ def plan_within(method: Method, outline: RunOutline, budget: Budget) -> Plan:
         else:
             tip = "no other method fits this budget either"
         raise DoesNotFit(f"{error}; {tip}", error.smallest_bytes) from None
+
+
+def _other_process_bytes(outline: RunOutline) -> int:
+    """Host memory that the process takes now, without the data and weights that a plan counts by themselves."""
+    tensors = [*outline.data_on_host(), *outline.resident_items()[:1]]
+    return max(0, process_bytes() - sum(item.num_bytes for item in tensors if item.place == "host"))
 
 
 def plan_or_raise(method: Method, outline: RunOutline, budget: Budget) -> Plan:
@@ -111,7 +119,7 @@ def _find_sufficient_limits(
     """
     sufficient: dict[Place, int] | None = None
     for _ in range(MAX_TRIED_BUDGETS):
-        new_outline = replace(outline, predictors={})
+        new_outline = replace(outline, predictors={}, learnt={})
         plan = _find_plan(method, new_outline, _raise_limits(budget, guess, outline))
         if not plan.fits:
             # Sufficient limits have been lowered too far: the try before this one counts.

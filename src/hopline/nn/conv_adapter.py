@@ -446,6 +446,13 @@ def find_calling_convention(
             f"{_name(conv)} has hooks, so PyG's own forward must run. It takes degrees from the edges of a batch, "
             "which has only some: remove the hooks, or use method=full_batch with aggregation=sequential"
         )
+    for name, part in conv.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and not part.track_running_stats:
+            raise NeedsWholeGraph(
+                f"{_name(conv)} has a {type(part).__name__}(track_running_stats=False) ({name}), which in evaluation "
+                "too takes its statistics from the nodes that are present: build it with track_running_stats=True, or "
+                "use method=full_batch"
+            )
     raise NeedsWholeGraph(
         f"{_name(conv)} cannot run on sampled blocks: its output at a node depends on more than the node and its "
         "in-edges (several hops in one layer, a norm by degrees or nodes that are present, padding to the largest "

@@ -10,8 +10,8 @@ graph's. Weights of sampled edges are multiplied by the sampling factor of their
 the graph over in-edges in the block. So the expectation of the sum is the full sum. Self-loops are added
 exactly, and never sampled.
 
-The expectation over several linear layers is that of the whole graph too (`ops.layer_key` says why), unless
-loops are sampled as edges, with `add_self_loops=False`. Activations between the layers add a bias.
+The expectation over several linear layers is that of the whole graph too (`ops.layer_key` says why). Activations
+between the layers add a bias.
 
 Sums of edge weights are computed once per graph, and cached with it. A block's edge weights are cached with
 its edges, but not in the tree layout.

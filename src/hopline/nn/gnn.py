@@ -45,6 +45,7 @@ from hopline.nn.fused import (
     reduced_input,
 )
 from hopline.nn.norms import ignore_empty_slots, make_norm, running_statistics
+from hopline.nn.plain_call import plain_block
 from hopline.nn.row_wise import check_row_wise
 
 INPUT = -1
@@ -81,8 +82,8 @@ class GNN(nn.Module):
     Parameters are named as in PyG's own models (`convs.0...`, `norms.0...`, `lin`).
 
     Every conv but the last is followed by norm, activation and dropout. With jumping knowledge the last one
-    is too. An encoder is followed by activation and dropout. Call the model with a `Batch`;
-    `hl.infer.exact` runs it on all nodes.
+    is too. An encoder is followed by activation and dropout. Call the model with a `Batch`, or on a whole graph
+    as PyG's models are called, `model(x, edge_index)`. `hl.infer.exact` runs it on graphs that do not fit.
 
     Args:
         convs: One per layer. The first takes rows of width num_features, or of the encoder's output.
@@ -434,8 +435,25 @@ class GNN(nn.Module):
             h = self.jk(list(state.jk.split(h.size(1), dim=1)))
         return self.lin(h) if hasattr(self, "lin") else h
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Outputs for the batch's seeds: [num_seeds, ...]."""
+    def forward(
+        self,
+        batch: Batch | Tensor,
+        edge_index: Tensor | None = None,
+        edge_weight: Tensor | None = None,
+        edge_attr: Tensor | None = None,
+    ) -> Tensor:
+        """Outputs for the batch's seeds: [num_seeds, ...]. Or `model(x, edge_index)`, as PyG's models are called.
+
+        batch: a `Batch`; or the rows [num_nodes, num_features] of a whole graph.
+        edge_index: [2, num_edges] int64, sources first. Convs get `edge_weight` and `edge_attr` if they take them.
+        """
+        if isinstance(batch, Tensor):
+            if edge_index is None:
+                raise ValueError("the model was called with rows alone: call model(x, edge_index), or model(batch)")
+            edge = {"weight": edge_weight, "attr": edge_attr}
+            given = {name: array for name, array in edge.items() if array is not None}
+            block = plain_block(batch.size(0), edge_index, given)
+            batch = Batch(block.src_ids, (block,) * self.num_layers, batch, None)
         if len(batch.blocks) != self.num_layers:
             raise ValueError(f"the model has {self.num_layers} layers but the batch has {len(batch.blocks)} blocks")
         # On the blocks of a shard, batch norms are over the rows of all ranks.
@@ -525,10 +543,12 @@ def out_width(conv: Any) -> int:
     """The number of columns that a conv or an encoder puts out, over all heads if they are concatenated."""
     width = getattr(conv, "out_channels", None) or getattr(conv, "channels", None)
     if width is None:
-        linears = [module for module in conv.modules() if isinstance(getattr(module, "out_features", None), int)]
-        if not linears:
+        # torch's Linear has `out_features`, PyG's has `out_channels`.
+        widths = [getattr(inner, "out_features", getattr(inner, "out_channels", None)) for inner in conv.modules()]
+        inner_widths = [inner_width for inner_width in widths if isinstance(inner_width, int)]
+        if not inner_widths:
             raise ValueError(f"{type(conv).__name__} does not tell its width: pass norm and jk as modules")
-        width = linears[-1].out_features
+        width = inner_widths[-1]
     return width * getattr(conv, "heads", 1) if getattr(conv, "concat", False) else width
 
 

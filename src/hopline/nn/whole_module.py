@@ -29,6 +29,7 @@ from hopline.core.row_handles import Readable, as_dtype, as_tensor
 from hopline.nn.conv_adapter import EDGE_ARGUMENTS, edge_arguments
 from hopline.nn.gnn import GNN
 from hopline.nn.probe import without_caches
+from hopline.util.host import refuse_after_fork
 
 
 class Whole(nn.Module):
@@ -41,7 +42,7 @@ class Whole(nn.Module):
 
     Args:
         module: A module whose forward takes x [num_nodes, num_features] and edge_index [2, num_edges]
-            int64. It may also take edge_weight, edge_attr or edge_type.
+            int64, which may be called adj_t. It may also take edge_weight, edge_attr or edge_type.
 
     Raises:
         ValueError: `forward` needs more than features and edges. Raised by a call: a conv has cached=True,
@@ -108,6 +109,12 @@ class Whole(nn.Module):
                     f"{name}.forward needs {argument}, and the graph has no edge array {EDGE_ARGUMENTS[argument]!r}: "
                     f"give the dataset one, or give the argument a default ({argument}=None)"
                 )
+        parameters = inspect.signature(self.module.forward).parameters
+        if "adj_t" in parameters and "weight" in block.edge and "edge_weight" not in parameters:
+            raise ValueError(
+                f"{name}.forward(x, adj_t) expects the weights of the edges in adj_t, and is given edges alone: write "
+                "forward(x, edge_index, edge_weight), or leave the edge array 'weight' out of the dataset"
+            )
         dtype = next(self.module.parameters(), x).dtype
         arguments = edge_arguments(self.module, block.edge, dtype)
         with without_caches(self.module):
@@ -134,7 +141,8 @@ def _required_edge_arguments(module: nn.Module) -> list[str]:
     parameters = list(inspect.signature(module.forward).parameters.values())
     names = [p.name for p in parameters]
     class_name = type(module).__name__
-    if names[1:2] != ["edge_index"]:
+    # By position: PyG's convs take edges where OGB's models hand them an adj_t.
+    if names[1:2] not in (["edge_index"], ["adj_t"]):
         raise ValueError(
             f"{class_name}.forward takes ({', '.join(names)}): write forward(x, edge_index, ...), "
             "or use hl.nn.GNN([...convs...])"
@@ -190,6 +198,7 @@ def as_batch_model(model: nn.Module) -> GNN | Whole:
         >>> type(batch_model).__name__, next(batch_model.parameters()) is next(model.parameters())
         ('GNN', True)
     """
+    refuse_after_fork(torch.get_num_threads())  # every model comes by here, before it is tried out
     inner = unwrap(model)
     if inner is not model:
         batch_model = as_batch_model(inner)

@@ -132,7 +132,7 @@ def check_batches(batch_model: Whole, fanouts: Sequence[int], graph: Graph, x: R
         return
     # The tiny graph may lack something that the module expects of the dataset's graph, so a real batch
     # decides.
-    blocks = NeighborSampler(graph, tuple(fanouts)).sample(seeds[:WIDTH], 0)
+    blocks = NeighborSampler(graph, tuple(fanouts), one_list=True).sample(seeds[:WIDTH], 0)
     union = Batch(seeds[:WIDTH], blocks, None, None).union()
     try:
         trial = Whole(copy_module(batch_model.module).eval())

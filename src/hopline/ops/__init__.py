@@ -35,7 +35,7 @@ from hopline.ops.cpu import runtime as cpu_runtime
 from hopline.ops.cpu import sampling as cpu_sampling
 from hopline.ops.cpu.runtime import serial_here, start_threads
 from hopline.ops.cpu.sampling import IdMap
-from hopline.ops.random import another_key, derive_key, layer_key, permutation, purpose_key
+from hopline.ops.random import another_key, derive_key, draw_ids, layer_key, permutation, purpose_key
 from hopline.ops.reference import Children, Neighbors, SortedIdMap
 from hopline.ops.tree_slots import Slots
 
@@ -50,6 +50,7 @@ __all__ = [
     "check_device_errors",
     "cross_entropy",
     "derive_key",
+    "draw_ids",
     "gather_rows",
     "gpu_kernels",
     "group_by_key",
@@ -83,16 +84,23 @@ AnyIdMap = IdMap | SortedIdMap
 
 
 def sample_neighbors(
-    indptr: Tensor, indices: Tensor, nodes: Tensor, fanout: int, key: int | Tensor, replace: bool = False
+    indptr: Tensor,
+    indices: Tensor,
+    nodes: Tensor,
+    fanout: int,
+    key: int | Tensor,
+    replace: bool = False,
+    draw_ids: Tensor | None = None,
 ) -> Neighbors:
     """Up to `fanout` in-edges of each node. Its draws depend on (key, node id) alone, see `random`.
 
-    fanout: -1 takes all in-edges, in order.
+    fanout: -1 takes all in-edges, in order. draw_ids: [n] int64, the ids by which the nodes draw, if not by
+    their own (`draw_ids`).
     nodes: [n]. indptr: [num_nodes + 1] int64 and indices: [num_edges], the graph in CSC form. If the nodes
     are on a GPU, the graph is on it too or in pinned host memory, which the GPU reads directly.
     """
     module = _twin(nodes, cpu_sampling, "sampling")
-    return module.sample_neighbors(indptr, indices, nodes, fanout, _key(nodes, key), replace)
+    return module.sample_neighbors(indptr, indices, nodes, fanout, _key(nodes, key), replace, draw_ids)
 
 
 def sample_tree(
@@ -288,15 +296,17 @@ def own_threads(threads: int) -> Generator[None, None, None]:
         yield
 
 
-def kernel_cache() -> Path:
-    """The folder in which Numba caches the compiled kernels of this package."""
+def kernel_cache() -> Path | None:
+    """The folder of the compiled kernels of this package. None if no folder could be written."""
     # Any kernel would do: all are in `ops/cpu`, so Numba gives them one folder.
-    return Path(str(cpu_sampling._take.stats.cache_path))
+    path = cpu_sampling._take.stats.cache_path
+    return None if path is None else Path(path)
 
 
-# Whether an earlier process has compiled kernels. Only "*.nbi" are files of Numba's cache: Python keeps its
-# own files in this folder too.
-_had_cache = any(kernel_cache().glob("*.nbi"))
+# Whether an earlier process has compiled kernels. Only "*.nbc" are compiled kernels: Python keeps its own files
+# in this folder too.
+_cache_folder = kernel_cache()
+_had_cache = _cache_folder is not None and any(_cache_folder.glob("*.nbc"))
 
 
 def is_first_time() -> bool:

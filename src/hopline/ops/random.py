@@ -11,6 +11,8 @@ epochs, these the keys of steps, and these the keys of single purposes:
 
     derive_key(seed, epoch)  ->  derive_key(epoch key, step)  ->  purpose_key, layer_key, another_key
 
+A node with a self-loop draws neighbours by a key per layer (`draw_ids`), any other by a key per pair of layers.
+
 torch has no shifts on uint64, so torch code holds the bits in int64.
 """
 
@@ -113,8 +115,8 @@ def layer_key(key: int | Tensor, layer: int) -> int | Tensor:
     Two layers per key are enough for an unbiased sum. A linear GCN adds up products of edge weights along
     walks, with one sampled edge per layer. The mean of a product is the product of the means if no two
     edges of a walk come from one draw. One draw means: from one node, by one key. A walk that is at one node
-    in both layers of a pair went from the node to itself in between. It used the self-loop, which is exact
-    and not drawn.
+    in both layers of a pair went from the node to itself in between, by a self-loop. A loop that GCN adds is
+    exact and not drawn. A loop of the data is drawn, so nodes that have one need a key per layer (`draw_ids`).
     """
     pair = layer // 2
     if pair == 0:
@@ -122,6 +124,22 @@ def layer_key(key: int | Tensor, layer: int) -> int | Tensor:
     if isinstance(key, int):
         return derive_key(key, LAYERS + pair)
     return mix(mix(key) + _times_golden(LAYERS + pair + 1))
+
+
+LOOP_BIT = 62
+"""The bit of a draw id that `draw_ids` sets. No node id has it, and int64 stays positive."""
+
+
+def draw_ids(nodes: Tensor, has_loop: Tensor) -> Tensor:
+    """[n] int64: the ids by which nodes draw neighbours in the second layer of a pair, in place of their own.
+
+    Those of nodes with a self-loop in the data have one bit more, which is the same as another key: `draw` begins
+    with key ^ id. So a walk along the loop meets two draws. With one, a node that drew its loop in one layer would
+    draw it in the other too, and the mean output would be off.
+
+    nodes: [n] int64. has_loop: [n] bool.
+    """
+    return nodes | (has_loop.long() << LOOP_BIT)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:

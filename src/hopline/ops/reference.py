@@ -51,7 +51,13 @@ def row_entries(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sample_neighbors(
-    indptr: Tensor, indices: Tensor, nodes: Tensor, fanout: int, key: int, replace: bool = False
+    indptr: Tensor,
+    indices: Tensor,
+    nodes: Tensor,
+    fanout: int,
+    key: int,
+    replace: bool = False,
+    draw_ids: Tensor | None = None,
 ) -> Neighbors:
     """Up to `fanout` in-edges of each node, or all of them in order with -1.
 
@@ -59,6 +65,8 @@ def sample_neighbors(
     smaller fan-out takes a prefix of a larger one. Without replacement the sequence is a Fisher-Yates
     shuffle of the node's edges. With replacement it is one bounded draw after the other, and a node with
     in-edges gets exactly `fanout` of them.
+
+    draw_ids: [n] int64, the ids that take the nodes' place in the draws (`random.draw_ids`).
     """
     if fanout < 0:
         out_indptr, edge_ids = row_entries(indptr, nodes)
@@ -67,7 +75,7 @@ def sample_neighbors(
     degrees = indptr[nodes + 1] - starts
     counts = torch.where(degrees > 0, fanout, 0) if replace else degrees.clamp(max=fanout)
     width = int(counts.max()) if counts.numel() else 0
-    picks = _picks(degrees, nodes, width, key, replace)
+    picks = _picks(degrees, nodes if draw_ids is None else draw_ids, width, key, replace)
     is_drawn = torch.arange(width, device=nodes.device) < counts[:, None]
     edge_ids = (starts[:, None] + picks)[is_drawn]
     return Neighbors(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), indices[edge_ids], edge_ids)

@@ -30,7 +30,7 @@ import torch
 from hopline import ops
 from hopline.util import trace
 from hopline.util.errors import StageError
-from hopline.util.host import queued_s
+from hopline.util.host import queued_s, refuse_after_fork
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,7 @@ class Pipeline:
 
         Closing the iterator ends the threads and drops their results.
         """
+        refuse_after_fork(torch.get_num_threads())
         if self.workers == 0:
             # Without threads there is no `Load`, so the stages' times are dropped.
             for request in requests:

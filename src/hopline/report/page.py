@@ -10,10 +10,11 @@ Sections, from the top: header, tiles, facts, notices, curves, time by part, pip
 budget, counters, settings, versions.
 """
 
+import bisect
 import json
-import math
 import re
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from hopline.report.charts import MAX_HOVERS, WIDTH, Points, bar_chart, line_cha
 from hopline.report.format import ABSENT, amount, duration, percent, unit_of
 from hopline.report.settings import flatten, split_settings
 from hopline.util.config import format_size
+from hopline.util.files import check_file
 
 Record = dict[str, Any]
 """One line of metrics.jsonl. "event" says what it is about: "epoch", "evaluate", "budget", ..."""
@@ -138,7 +140,7 @@ class RunFiles:
     close: Record
     """Status and counters, written last."""
     num_unreadable: int
-    """Lines of metrics.jsonl that are not JSON objects."""
+    """Lines of metrics.jsonl that are no records."""
 
 
 def read_records(path: Path) -> list[Record]:
@@ -146,25 +148,33 @@ def read_records(path: Path) -> list[Record]:
 
     [] if there is no such file.
     """
-    return _read_lines(path)[0]
+    return [record for record in _read_lines(path) if record is not None]
 
 
-def _read_lines(path: Path) -> tuple[list[Record], int]:
-    """(records, number of lines that cannot be read), such as half a line of a run that was killed."""
+def _read_lines(path: Path) -> list[Record | None]:
+    """The record of each line. None for a line that is none, such as half a line of a run that was killed."""
     if not path.exists():
-        return [], 0
-    records: list[Record] = []
-    num_unreadable = 0
-    for line in path.read_text("utf-8", errors="replace").splitlines():
+        return []
+    check_file(path)
+    records: list[Record | None] = []
+    text = path.read_text("utf-8", errors="replace").removesuffix("\n")
+    # Not by `splitlines`, which also splits at characters that JSON has inside a text.
+    for line in text.split("\n") if text else []:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
-        if isinstance(record, dict):
-            records.append(record)
-        else:
-            num_unreadable += 1
-    return records, num_unreadable
+        records.append(record if _is_record(record) else None)
+    return records
+
+
+def _is_record(value: Any) -> bool:
+    """Whether a value is a dict in which the fields that all readers compare have their types."""
+    if not isinstance(value, dict):
+        return False
+    words = [value.get("event"), value.get("split") if value.get("event") == "evaluate" else None]
+    amounts = [value[name] for name in ("epoch", "elapsed_s") if value.get(name) is not None]
+    return all(word is None or isinstance(word, str) for word in words) and all(map(is_number, amounts))
 
 
 def read_run(folder: Path) -> RunFiles:
@@ -172,7 +182,14 @@ def read_run(folder: Path) -> RunFiles:
 
     Raises a ValueError if config.json is missing or damaged.
     """
+    return _run_files(folder, _read_lines(folder / "metrics.jsonl"))
+
+
+def _run_files(folder: Path, lines: Sequence[Record | None]) -> RunFiles:
+    """The contents of a run folder. lines: the records of metrics.jsonl, None for a line that is none."""
     path = folder / "config.json"
+    if path.exists():
+        check_file(path)
     try:
         about = json.loads(path.read_text("utf-8"))
         name = str(about["config"].get("name") or folder.resolve().name)
@@ -180,7 +197,7 @@ def read_run(folder: Path) -> RunFiles:
         raise ValueError(f"'{path}' is missing: give the folder of a run, as `hopline train out=` names it.") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         raise ValueError(f"'{path}' is damaged: restore it, or run again with another out=FOLDER.") from None
-    records, num_unreadable = _read_lines(folder / "metrics.jsonl")
+    records = [record for record in lines if record is not None]
     # By epoch and split: a resumed run may evaluate an epoch again, and the last record counts.
     evaluations: dict[tuple[float, str], Record] = {}
     for record in records:
@@ -202,7 +219,7 @@ def read_run(folder: Path) -> RunFiles:
         history=last.get("history", {}),
         end=last.get("end", {}),
         close=last.get("close", {}),
-        num_unreadable=num_unreadable,
+        num_unreadable=len(lines) - len(records),
     )
 
 
@@ -213,8 +230,33 @@ def _last_by_epoch(records: Iterable[Record], event: str) -> list[Record]:
 
 
 def render(folder: Path) -> str:
-    """Return the page of the run in a folder."""
-    run = read_run(folder)
+    """Return the page of the run in a folder.
+
+    Raises a ValueError if config.json is missing or damaged, or if a record of metrics.jsonl lacks something.
+    """
+    path = folder / "metrics.jsonl"
+    lines = _read_lines(path)
+    _run_files(folder, [])  # refuses a damaged config.json by itself
+
+    def find_error(num_lines: int) -> Exception | None:
+        """Why the page of the first lines cannot be made."""
+        try:
+            _render(_run_files(folder, lines[:num_lines]))
+        except Exception as error:
+            return error
+        return None
+
+    try:
+        return _render(_run_files(folder, lines))
+    except Exception as error:
+        line = bisect.bisect_left(range(len(lines)), True, key=lambda num_lines: find_error(num_lines) is not None)
+        where = f"'{path}', line {line}" if line else f"'{folder / 'config.json'}'"
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{where} is damaged ({reason}): restore the file, or remove the line.") from error
+
+
+def _render(run: RunFiles) -> str:
+    """The page of a run."""
     config = run.about["config"]
     # A Trainer in Python stores its settings under "train". `hopline train` stores them without that key.
     evaluate = config.get("evaluate") or _mapping(config.get("train")).get("evaluate")
@@ -418,8 +460,8 @@ UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a record is a finite number. JSON's true and false are none."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether a value of a record is a finite number. JSON's true and false are none, nor what float64 cannot hold."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def numbers(values: Any) -> dict[str, float]:

@@ -54,6 +54,7 @@ class Report:
         config: The settings, as `to_dict` returns them.
         changed: Keys of the settings that differ from their defaults, such as "method.fanouts". None: not
             known.
+        inputs: The form of the training data (`data.inputs.Inputs`), for predictions. None: not known.
         resume: Continue the records of the run that is in the folder. Else they are removed.
         is_kept: Says which records of that run stay.
         max_spans: Most spans of the trace. Further ones are only counted.
@@ -68,6 +69,7 @@ class Report:
         config: Mapping[str, Any],
         *,
         changed: Sequence[str] | None = None,
+        inputs: Mapping[str, Any] | None = None,
         resume: bool = False,
         is_kept: Callable[[Mapping[str, Any]], bool] = lambda record: True,
         max_spans: int = MAX_SPANS,
@@ -84,7 +86,7 @@ class Report:
         self._new_folders = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._start_files(describe(config, changed), resume, is_kept)
+            self._start_files(describe(config, changed, inputs), resume, is_kept)
         except OSError as error:
             reason = error.strerror or type(error).__name__
             raise ValueError(
@@ -183,7 +185,7 @@ class Report:
     def _append(self, name: str, line: str) -> None:
         """Append a line to a file of the folder."""
         # Opened for each line: a run that is killed leaves whole lines, and no file stays open.
-        with self._lock, open(self.folder / name, "a", encoding="utf-8") as file:
+        with self._lock, open(self.folder / name, "a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(line + "\n")
 
     def _start_files(
@@ -195,7 +197,7 @@ class Report:
         """
         metrics = self.folder / "metrics.jsonl"
         records = report_html.read_records(metrics) if resume else []
-        self._earlier_s = max((float(record.get("elapsed_s") or 0) for record in records), default=0.0)
+        self._earlier_s = max((record.get("elapsed_s") or 0.0 for record in records), default=0.0)
         # Records of the end of the run are dropped: it continues.
         records = [record for record in records if record.get("event") not in ("end", "close", "explain", "history")]
         records = [record for record in records if is_kept(record)]
@@ -215,12 +217,15 @@ def is_complete(folder: Path) -> bool:
     return any(record.get("event") == "close" and record.get("status") == "ok" for record in records)
 
 
-def describe(config: Mapping[str, Any], changed: Sequence[str] | None = None) -> dict[str, Any]:
+def describe(
+    config: Mapping[str, Any], changed: Sequence[str] | None = None, inputs: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the contents of config.json: the settings, and what else a reader needs to repeat the run."""
     return {
-        "format": 2,
+        "format": 3,
         "config": config,
         "changed": changed,
+        "inputs": inputs,
         "command": [_without_folders(argument) for argument in sys.argv],
         "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "versions": versions(),
@@ -312,4 +317,4 @@ def write_html(folder: Path) -> Path:
 def write_text(path: Path, text: str) -> None:
     """Replace a file by a text in one step: readers see the old contents or the new ones."""
     with replacing(path) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="backslashreplace"))  # the name of a file may be no UTF-8

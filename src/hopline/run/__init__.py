@@ -4,7 +4,8 @@
 |---|---|
 | `settings`, `model_settings` | Settings of each command and of models by name. They import no torch. |
 | `train` | Turns names into objects, and trains. Read it first. |
-| `infer` | Predicts with a finished run. |
+| `saved` | Opens a finished run, and predicts in the form of its training data. |
+| `infer` | Predicts and tests on the command line, and writes files. |
 | `commands` | Converts, partitions and exports. |
 | `compare_methods` | Plans and times all methods within a budget. |
 | `models` | Builds models by name. |

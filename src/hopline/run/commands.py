@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,57 +14,86 @@ from torch import Tensor
 from hopline.core.partition import describe, make_partition
 from hopline.data.dataset import Dataset
 from hopline.data.formats.csv_parquet import from_csv
-from hopline.data.formats.dgl import from_dgl, is_dgl_folder
+from hopline.data.formats.dgl import from_dgl
 from hopline.data.formats.npz import from_npz
 from hopline.data.formats.ogb import from_ogb_folder
 from hopline.data.options import EdgeOptions
-from hopline.data.paths import default_name, is_dataset, is_ogb_folder
+from hopline.data.paths import default_name, dgl_config, is_dataset, is_ogb_folder
 from hopline.data.registry import open_dataset
 from hopline.data.splits import random_split
 from hopline.data.store import verify
-from hopline.inference.over_shards import AllShards
-from hopline.run.models import make_model
+from hopline.data.writer import locked
+from hopline.run.saved import load
 from hopline.run.settings import (
     EDGE_LISTS,
     ConvertConfig,
     ExportConfig,
     PartitionConfig,
     check_conversion,
-    load_trusted,
 )
-from hopline.run.train import load_weights, open_data
-from hopline.shards.shard import is_shards
 from hopline.shards.write import cut
+from hopline.util.files import replacing
 
 
-def export(folder: Path, file: Path, config: ExportConfig) -> Path:
-    """Write a run's weights as a plain `state_dict` with PyG's names. Returns the file.
+def export(folder: Path, file: Path, config: ExportConfig) -> list[Path]:
+    """Write a run's weights with PyG's names, and the form of its training data as JSON. Returns both files.
 
-    torch.load(file, weights_only=True) reads it.
+    `torch.load(file, weights_only=True)` reads a .pt file, `safetensors.torch.load_file` a .safetensors file. The JSON
+    has the names of feature columns and classes, and the statistics of standardised features.
 
     Raises:
-        ValueError: The run or its weights cannot be read, or the file cannot be written.
+        ValueError: The run or its weights cannot be read, or a file cannot be written.
     """
-    settings = load_trusted(folder, config.trust)
-    # The model is built, which needs the widths of the dataset, so that the weights are checked against it.
-    data = AllShards(settings.data) if is_shards(settings.data) else open_data(settings)
-    model = make_model(settings.model, data)
-    load_weights(model, folder / f"{config.weights}.pt")
+    # The model is built, so that the weights are checked against it.
+    run = load(folder, weights=config.weights, trust=config.trust)
+    weights = run.model.state_dict()
+    description = file.with_suffix(".json")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(model.state_dict(), file)
+        with replacing(file) as unfinished:
+            if file.suffix == ".safetensors":
+                unfinished.write(_as_safetensors(weights))
+            else:
+                torch.save(weights, unfinished)
+        with replacing(description) as unfinished:
+            unfinished.write((json.dumps(run.inputs.to_dict(), indent=1) + "\n").encode())
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         raise ValueError(f"cannot write {file} ({error}): choose another file") from error
-    return file
+    return [file, description]
+
+
+def _as_safetensors(weights: Mapping[str, Any]) -> bytes:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ValueError(
+            ".safetensors needs a package: run pip install 'hopline[safetensors]', or choose FILE.pt"
+        ) from error
+    others = [name for name, value in weights.items() if not isinstance(value, Tensor)]
+    if others:
+        raise ValueError(
+            f"the model's {others[0]!r} is no tensor, and .safetensors holds tensors alone: choose FILE.pt"
+        )
+    # Copies, since tensors that share memory are refused.
+    return safetensors.torch.save({name: value.contiguous().clone() for name, value in weights.items()})
 
 
 def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
     """Convert a source into a dataset folder, verify the folder, and return its dataset.
 
     Raises:
-        ValueError: The source cannot be read, or a setting means nothing for it.
+        ValueError: The source cannot be read, or a setting means nothing for it, or another process is writing the
+            folder.
     """
-    check_conversion(source, folder, config)
+    with locked(folder):  # until the end: else a dataset that appears meanwhile would be replaced without a question
+        check_conversion(source, folder, config)
+        _convert(source, folder, config)
+        verify(folder)
+    return open_dataset(str(folder))
+
+
+def _convert(source: str, folder: Path, config: ConvertConfig) -> None:
+    """Write the dataset folder of a source."""
     path = Path(source).expanduser()
     suffix = path.suffix.lower()
     edge_options = {field.name: getattr(config, field.name) for field in dataclasses.fields(EdgeOptions)}
@@ -76,13 +107,13 @@ def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
         node_options["num_nodes"] = config.num_nodes
 
     if suffix in (*EDGE_LISTS, ".npy"):
-        from_csv(
-            path, config.nodes, folder=folder, columns=config.columns, ids=config.ids, **node_options, **edge_options
-        )
+        ids = "map" if config.ids == "map" else "number"
+        from_csv(path, config.nodes, folder=folder, columns=config.columns, ids=ids, **node_options, **edge_options)
     elif suffix == ".npz":
         from_npz(path, folder=folder, **node_options, **changed_options)
-    elif is_dgl_folder(path):
-        from_dgl(path, folder=folder, **node_options, **changed_options)
+    elif dgl_config(path) is not None:
+        ids = None if config.ids == ConvertConfig().ids else config.ids
+        from_dgl(path, folder=folder, ids=ids, **node_options, **changed_options)
     elif is_ogb_folder(path):
         from_ogb_folder(path, folder=folder, **node_options, **changed_options)
     else:
@@ -92,8 +123,6 @@ def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
         if config.split is not None:
             data = random_split(data, config.split)
         dataclasses.replace(data, name=default_name(folder, data.name)).save(folder)
-    verify(folder)
-    return open_dataset(str(folder))
 
 
 def partition_dataset(source: str, folder: Path, config: PartitionConfig) -> str:
@@ -105,27 +134,28 @@ def partition_dataset(source: str, folder: Path, config: PartitionConfig) -> str
     """
     if config.shards < 1:
         raise ValueError(f"say how many shards to make: hopline partition {source} {folder} shards=4")
-    if is_dataset(folder) and not config.overwrite:
-        raise ValueError(f"{folder} is not empty: choose another folder, or replace it with overwrite=true")
-    data = open_dataset(source)
-    if config.how == "labels":
-        how = "metis"  # not used: labels take precedence
-        labels = _labels(data, config.labels)
-    else:
-        how = config.how
-        labels = None
-    partition = make_partition(
-        data.graph,
-        config.shards,
-        how,
-        labels=labels,
-        seed=config.seed,
-        slack=config.slack,
-        passes=config.passes,
-        show=True,
-    )
-    cut(data, partition, folder, show=True)
-    return describe(data.graph, partition)
+    with locked(folder):
+        if is_dataset(folder) and not config.overwrite:
+            raise ValueError(f"{folder} is not empty: choose another folder, or replace it with overwrite=true")
+        data = open_dataset(source)
+        if config.how == "labels":
+            how = "metis"  # not used: labels take precedence
+            labels = _labels(data, config.labels)
+        else:
+            how = config.how
+            labels = None
+        partition = make_partition(
+            data.graph,
+            config.shards,
+            how,
+            labels=labels,
+            seed=config.seed,
+            slack=config.slack,
+            passes=config.passes,
+            show=True,
+        )
+        cut(data, partition, folder, show=True)
+        return describe(data.graph, partition)
 
 
 def _labels(data: Dataset, name: str) -> Tensor:

@@ -11,12 +11,12 @@ import platform
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import psutil
 import torch
 
 from hopline import ops
 from hopline.ops import reference
 from hopline.util.config import format_size
+from hopline.util.host import host_memory
 
 # ---- packages, by their names on PyPI
 
@@ -57,8 +57,9 @@ def examine() -> Iterator[Finding]:
     for package in PACKAGES:
         yield _check_package(package)
     yield Finding("cores", f"{os.cpu_count()} ({torch.get_num_threads()} used by torch)", True)
-    memory = psutil.virtual_memory()
-    yield Finding("memory", f"{format_size(memory.available)} free of {format_size(memory.total)}", True)
+    memory = host_memory()
+    limited = " (the limit of this container)" if memory.is_container else ""
+    yield Finding("memory", f"{format_size(memory.available)} free of {format_size(memory.total)}{limited}", True)
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none: hopline runs on the CPU"
     yield Finding("gpu", gpu, True)
     for name, check in (("kernels", _check_kernels), ("kernel cache", _check_kernel_cache)):
@@ -97,9 +98,9 @@ def _check_kernels() -> str:
 
 
 def _check_kernel_cache() -> str:
-    """Check that Numba's cache can be written. Else kernels are compiled in every process."""
+    """Check that compiled kernels can be written. Else they are compiled in every process."""
     path = ops.kernel_cache()
-    folder = path if path.exists() else path.parent
-    if not os.access(folder, os.W_OK):
-        raise RuntimeError(f"{path} cannot be written, so kernels are compiled in every process: set NUMBA_CACHE_DIR")
+    if path is None or not os.access(path if path.exists() else path.parent, os.W_OK):
+        place = path or "the folder of compiled kernels"
+        raise RuntimeError(f"{place} cannot be written, so kernels are compiled in every process: set NUMBA_CACHE_DIR")
     return "compiled kernels are kept"

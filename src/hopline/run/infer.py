@@ -1,32 +1,40 @@
-"""Predict with a finished run, and write an .npy file.
+"""`hopline infer` and `hopline test`: predict with a finished run, and write a file or print the metrics.
 
-The file is written chunk by chunk, in the order of node ids:
+The file is written chunk by chunk, in the order of the nodes that were asked for:
 
-    one process, exact        one process, sampled       a shard per rank
-    `exact_rows`: scores      scores of all nodes        scores of the rank's nodes
-    of any nodes                                             |
-        |                         |                          |  all-to-all, `CHUNK_NODES` ids at a time
-        v                         v                          v
-    `_predict_chunks`, in rank 0: chunks of classes or scores
+    one process                       a shard per rank
+    `SavedRun.chunks`: scores         scores of the rank's nodes
+        |                                 |  all-to-all, `CHUNK_NODES` ids at a time
+        v                                 v
+    `_chunks`, in rank 0: (node ids, ids of the user, values)
         |
         v
-    `_write`: the header, then one chunk after the other
+    `columns_of`: names and probabilities of classes
+        |
+        v
+    a writer of `WRITERS`
 """
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import dataclasses
+import io
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hopline import inference as infer
 from hopline.data.dataset import Dataset
+from hopline.data.formats.csv_parquet import columns_of as columns_of_file
+from hopline.data.formats.csv_parquet import read_file
+from hopline.data.ids import IdMap, checked_ids, original_ids
 from hopline.device.meter import find_device
 from hopline.distributed import launch
 from hopline.distributed.all_to_all import Channel
@@ -35,22 +43,48 @@ from hopline.inference import distributed as shard_infer
 from hopline.inference import over_shards as shard_by_shard
 from hopline.inference.over_shards import AllShards
 from hopline.methods.sampled.settings import Sampled
-from hopline.nn.whole_module import as_batch_model
-from hopline.run.models import make_model
-from hopline.run.settings import InferConfig, RunConfig, load_trusted
-from hopline.run.train import launch_settings_of, load_weights, open_data
+from hopline.run.saved import CHUNK_NODES, SavedRun, bare_values, columns_of, load, select_nodes, user_ids
+from hopline.run.settings import EvaluateConfig, InferConfig, RunConfig, load_trusted
+from hopline.run.train import launch_settings_of, open_data
 from hopline.shards.all_shards import join_shards
 from hopline.shards.data import ShardedData, open_sharded
 from hopline.shards.shard import is_shards
-from hopline.training.evaluation import hops_by_fanouts
+from hopline.tables import TensorTable
 from hopline.util.config import from_dict, to_dict
+from hopline.util.files import replacing
+from hopline.util.log import logger, print_messages
 
-CHUNK_NODES = 1 << 18
-"""Nodes whose rows are written at a time. A rule of thumb."""
+MAX_METRIC_BYTES = 1 << 30
+"""Most bytes of scores that are kept for the metric beside a prediction. A rule of thumb."""
+SPLITS = ("train", "valid", "test")
+"""Values of nodes= that name a split."""
 
 
-def predict(folder: Path, config: InferConfig) -> Path | None:
-    """Predict with a run's weights. Returns the file that was written; None in ranks other than the first.
+class Chunk(NamedTuple):
+    """Some rows of a prediction."""
+
+    ids: Tensor
+    """[m] int64: node numbers."""
+    names: np.ndarray
+    """[m]: the user's own ids of these nodes."""
+    values: Tensor
+    """[m, num_outputs] scores, or [m, width] embeddings."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What was written."""
+
+    file: str
+    columns: list[str]
+    """Names of the columns; empty for .npy."""
+    num_rows: int
+    metrics: dict[str, float] | None
+    """The metric at the labelled nodes among them. None without labels."""
+
+
+def predict(folder: Path, config: InferConfig) -> Prediction | None:
+    """Predict with a run's weights, and write a file. Returns None in ranks other than the first.
 
     Raises:
         ValueError: The run, its weights or the dataset cannot be used with these settings.
@@ -59,39 +93,53 @@ def predict(folder: Path, config: InferConfig) -> Path | None:
     find_device(config.device)
     load_trusted(folder, config.trust)
     launch_settings = launch_settings_of(config)
-    file = launch.run(predict_rank, launch_settings, str(folder), to_dict(config), device=config.device)
-    return None if file is None else Path(file)
+    written = launch.run(predict_rank, launch_settings, str(folder), to_dict(config), device=config.device)
+    return None if written is None else Prediction(**written)
 
 
-def predict_rank(world: World, folder: str, stored: dict[str, Any]) -> str | None:
+def evaluate(folder: Path, config: EvaluateConfig) -> dict[str, float]:
+    """The metrics of a run's weights on a split."""
+    device = find_device(config.device)
+    with print_messages():
+        run = load(folder, weights=config.weights, device=device, trust=config.trust)
+        options = {} if config.inference == "sampled" else {"chunk_bytes": config.chunk_bytes}
+        return run.evaluate(config.data, config.split, inference=config.inference, show=True, **options)
+
+
+def predict_rank(world: World, folder: str, stored: dict[str, Any]) -> dict[str, Any] | None:
     """Run one rank's part of a prediction.
 
-    The first rank writes the file and returns its path; others return None.
+    The first rank writes the file and returns a `Prediction` as plain data; others return None.
 
     stored: an `InferConfig` as plain data, since it may come from another process.
     """
     config = from_dict(InferConfig, stored)
-    settings = load_trusted(Path(folder), config.trust)
-    settings = dataclasses.replace(settings, data=config.data or settings.data)
-    if config.nodes == "all" and isinstance(settings.split, tuple):
-        # The run drew its split among labelled nodes. Prediction of all nodes needs no split, and the graph
-        # of data= may have no labels. So the dataset's own first split, if there is one, is opened instead.
-        settings = dataclasses.replace(settings, split=0)
-    data = _open(settings, config, world)
-    model = make_model(settings.model, data)
-    load_weights(model, _weights_file(Path(folder), config))
-    model.to(world.device)
-
-    chunks = _predict_chunks(model, data, settings, config, world)
-    if world.rank > 0:
-        # The loop takes part in the all-to-all calls, which send this rank's rows to the first rank.
-        for _ in chunks:
-            pass
-        return None
-    file = config.out or Path(folder) / "predictions.npy"
-    num_rows = data.num_nodes if config.nodes == "all" else data.splits[config.nodes].numel()
-    _write(file, chunks, num_rows)
-    return str(file)
+    with print_messages(world.rank == 0):
+        run = load(folder, weights=config.weights, device=world.device, trust=config.trust)
+        assert run.settings is not None  # `load` asks for model= in a run of Python
+        settings = dataclasses.replace(run.settings, data=config.data or run.settings.data, features="given")
+        if config.nodes not in SPLITS and isinstance(settings.split, tuple):
+            # The run drew its split among labelled nodes. These nodes need no split, and the graph of data= may
+            # have no labels. So the dataset's own first split, if there is one, is opened instead.
+            settings = dataclasses.replace(settings, split=0)
+        raw = _open(settings, config, world)
+        data = run.fit(raw)
+        ids = select_nodes(data, config.nodes if config.nodes in ("all", *SPLITS) else _ids_of_file(data, config.nodes))
+        chunks = _chunks(run, data, ids, config, world)
+        if world.rank > 0:
+            # The loop takes part in the all-to-all calls, which send this rank's rows to the first rank.
+            for _ in chunks:
+                pass
+            return None
+        scores = _ScoresForMetric(run, raw, ids.numel(), config)
+        file = config.out or Path(folder) / "predictions.csv"
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            columns = WRITERS[file.suffix](file, run, scores.watch(chunks), config, ids.numel())
+        except OSError as error:
+            reason = error.strerror or error
+            raise ValueError(f"cannot write {file} ({reason}): choose another file with out=") from error
+        return dataclasses.asdict(Prediction(str(file), columns, ids.numel(), scores.measure()))
 
 
 def _open(settings: RunConfig, config: InferConfig, world: World) -> Dataset:
@@ -102,165 +150,239 @@ def _open(settings: RunConfig, config: InferConfig, world: World) -> Dataset:
                 f"devices={world.size} is for a dataset in shards: leave it out, or type `hopline "
                 f"partition {settings.data} FOLDER shards={world.size}` and give data=FOLDER"
             )
-        data = open_data(settings)
-    elif settings.symmetrize or settings.features != "given":
+        return open_data(settings)
+    if settings.symmetrize:
         raise ValueError(
-            f"the run has symmetrize=true or features={settings.features}, which cannot be made of shards: give data= "
-            "the dataset that was partitioned"
+            "the run has symmetrize=true, which cannot be made of shards: give data= the dataset that was partitioned"
         )
-    elif isinstance(settings.split, tuple):
+    if isinstance(settings.split, tuple):
         raise ValueError(
             f"the run drew its split, and nodes={config.nodes} cannot be drawn on shards: give data= the dataset that "
             "was partitioned, or set nodes=all"
         )
-    elif world.size == 1 and config.inference == "exact":
-        data = AllShards(settings.data, split=settings.split)
-    elif world.size == 1:
-        data = join_shards(settings.data, split=settings.split)
+    if world.size == 1 and config.inference == "exact":
+        return AllShards(settings.data, split=settings.split)
+    if world.size == 1:
+        return join_shards(settings.data, split=settings.split)
+    if config.folder is not None:
+        raise ValueError("folder= is for one process, which goes over all shards: leave out devices= or folder=")
+    return open_sharded(settings.data, world, split=settings.split)
+
+
+def _ids_of_file(data: Dataset, path: str) -> Tensor:
+    """[n] int64: node numbers of the ids in a file, in its order.
+
+    The ids are those of the user (`user_ids`): one per line of a .txt file, in the column "id", or in an .npy file.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(f"nodes={path} is neither all, train, valid or test nor a file of ids: check the path")
+    if file.suffix == ".npy":
+        try:
+            ids = np.load(file, allow_pickle=False)
+        except (ValueError, OSError, EOFError) as error:
+            raise ValueError(f"{file} cannot be read as .npy ({error}): save it again by numpy.save") from error
+        if ids.dtype.kind not in "iufU" or ids.ndim != 1:
+            raise ValueError(
+                f"{file} holds {ids.dtype} {list(ids.shape)}: save ids [n], of a mask numpy.flatnonzero(mask)"
+            )
+    elif file.suffix == ".txt":
+        ids = np.array(file.read_text().split())
     else:
-        if config.folder is not None:
-            raise ValueError("folder= is for one process, which goes over all shards: leave out devices= or folder=")
-        data = open_sharded(settings.data, world, split=settings.split)
-    if config.nodes != "all" and config.nodes not in data.splits:
-        splits = list(data.splits)
-        raise ValueError(f"dataset {data.name!r} has no split {config.nodes!r}: choose nodes=all or one of {splits}")
-    return data
+        names = columns_of_file(file)
+        if "id" not in names:
+            raise ValueError(
+                f"{file} has no column 'id', only {', '.join(names)}: begin it with a line that names it id"
+            )
+        ids = np.concatenate([chunk["id"] for chunk in read_file(file, columns=["id"], ids=["id"])])
+    known = IdMap(user_ids(data, torch.arange(data.num_nodes)))
+    where = f"{file}, row"
+    positions = known.positions(checked_ids(np.asarray(ids), where), where)
+    if not positions.size:
+        raise ValueError(f"{file} holds no ids: give some, or nodes=all")
+    return torch.from_numpy(positions)
 
 
-def _weights_file(folder: Path, config: InferConfig) -> Path:
-    """The file of the weights: best.pt or last.pt of the run, or a file of the user."""
-    if isinstance(config.weights, str):
-        return folder / f"{config.weights}.pt"
-    if not config.weights.is_file():
-        raise ValueError(f"there is no file {config.weights}: give weights=best, weights=last or a state_dict file")
-    return config.weights
-
-
-def _predict_chunks(
-    model: nn.Module, data: Dataset, settings: RunConfig, config: InferConfig, world: World
-) -> Iterator[Tensor]:
-    """The rows to write, in the order of node ids. With several ranks, rank 0 gets the rows of all.
+def _chunks(run: SavedRun, data: Dataset, ids: Tensor, config: InferConfig, world: World) -> Iterator[Chunk]:
+    """The chunks of a prediction, in the order of `ids`. With several ranks, rank 0 gets those of all.
 
     In ranks other than 0 the chunks are empty, and the caller must iterate over them, since each sends
     rows.
     """
+    if isinstance(data, ShardedData | AllShards) and (config.hops is not None or config.write == "embeddings"):
+        raise ValueError(
+            "hops= and write=embeddings are for a dataset that is not in shards: leave them out, or give data= the "
+            "dataset that was partitioned"
+        )
     if isinstance(data, ShardedData):
-        ids, scores = _predict_shard(model, data, settings, config, world)
-        yield from _gather_to_first(data.channel, ids, _select(scores, data, config), data.num_nodes)
+        yield from _sharded_chunks(run, data, config, world)
         return
-
-    split_ids = None if config.nodes == "all" else data.splits[config.nodes]
-    ids = torch.arange(data.num_nodes) if split_ids is None else split_ids
-    if config.inference == "sampled":
-        method = _sampled_in_order(settings)
-        batches = method.loader(data, ids, seed=settings.seed, device=world.device, model=model)
-        scores = infer.sampled(model, batches, num_nodes=ids.numel(), show=True)
-        yield _select(scores, data, config)
-        return
-
-    options: dict[str, Any] = {"chunk_bytes": config.chunk_bytes, "device": world.device, "folder": config.folder}
+    options: dict[str, Any] = {}
+    if config.inference == "exact":
+        options = {"chunk_bytes": config.chunk_bytes, "folder": config.folder}
     if isinstance(data, AllShards):
-        if config.hops is not None:
-            raise ValueError(
-                "hops= is for a dataset that is not in shards: leave it out, or give data= the dataset that was "
-                "partitioned"
-            )
-        read_scores = shard_by_shard.exact_rows(model, data, split_ids, show=True, **options)
+        is_all = config.nodes == "all"
+        read = shard_by_shard.exact_rows(
+            run.model, data, None if is_all else ids, device=run.device, show=True, **options
+        )
+        values = ((chunk_ids, read(chunk_ids)) for chunk_ids in ids.split(CHUNK_NODES))
     else:
-        batch_model = as_batch_model(model)  # a `GNN`, or a `Whole` for a module that is not made of layers
-        hops = hops_by_fanouts(batch_model, data, settings.method) if config.hops is None else config.hops
-        read_scores = infer.exact_rows(batch_model, data, split_ids, hops=hops, show=True, **options)
-    for chunk_ids in ids.split(CHUNK_NODES):
-        yield _select(read_scores(chunk_ids), data, config)
+        if config.hops is not None:
+            options["hops"] = config.hops
+        values = run.chunks(data, ids, write=config.write, inference=config.inference, show=True, **options)
+    for chunk_ids, rows in values:
+        yield Chunk(chunk_ids, user_ids(data, chunk_ids), rows)
 
 
-def _predict_shard(
-    model: nn.Module, data: ShardedData, settings: RunConfig, config: InferConfig, world: World
-) -> tuple[Tensor, Tensor]:
-    """([n] ascending node ids, [n, C] scores) that this rank computes.
+def _sharded_chunks(run: SavedRun, data: ShardedData, config: InferConfig, world: World) -> Iterator[Chunk]:
+    """The chunks of all ranks' nodes in the order of node ids, in rank 0.
 
     Exact inference computes a rank's own nodes, sampled inference the seeds that the loader gave to it.
     """
     shard = data.shard
     if config.inference == "sampled":
+        assert run.settings is not None
+        if not isinstance(run.settings.method, Sampled):
+            raise ValueError("inference=sampled needs the fan-outs of a run by method=sampled: set inference=exact")
         # Ids, or the name of a split, whose ids the loader reads from the shard.
         seeds = torch.arange(data.num_nodes) if config.nodes == "all" else config.nodes
-        method = _sampled_in_order(settings)
-        batches = method.loader(shard, seeds, seed=settings.seed, device=world.device, world=world)
-        ids, scores, _ = shard_infer.sampled(model, data.channel, batches)
+        method = dataclasses.replace(run.settings.method, shuffle=False, drop_last=False)
+        batches = method.loader(shard, seeds, seed=run.settings.seed, device=world.device, world=world)
+        ids, scores, _ = shard_infer.sampled(run.model, data.channel, batches)
         order = ids.argsort()
-        return ids[order], scores[order]
-    ids = shard.nodes if config.nodes == "all" else shard.splits[config.nodes]
-    scores = shard_infer.exact(
-        model,
-        shard,
-        data.channel,
-        shard.rows_of(ids),
-        chunk_bytes=config.chunk_bytes,
-        device=world.device,
-        show=world.rank == 0,
-    )
-    return ids, scores
+        ids, scores = ids[order], scores[order]
+    else:
+        ids = shard.nodes if config.nodes == "all" else shard.splits[config.nodes]
+        scores = shard_infer.exact(
+            run.model,
+            shard,
+            data.channel,
+            shard.rows_of(ids),
+            chunk_bytes=config.chunk_bytes,
+            device=world.device,
+            show=world.rank == 0,
+        )
+    # Sampled inference may compute nodes of other ranks. Each rank sends the names of its own.
+    names_table = shard.tables.get("node_ids")
+    own_names = None if names_table is None else names_table.read(torch.arange(shard.num_own))
+    for start in range(0, data.num_nodes, CHUNK_NODES):
+        chunk_ids, rows = _gather_to_first(data.channel, ids, scores, start)
+        names = chunk_ids.numpy()
+        if own_names is not None:
+            named, name_rows = _gather_to_first(data.channel, shard.nodes, own_names, start)
+            if chunk_ids.numel():
+                names = original_ids(TensorTable(name_rows[torch.searchsorted(named, chunk_ids)]))
+        yield Chunk(chunk_ids, names, rows)
 
 
-def _sampled_in_order(settings: RunConfig) -> Sampled:
-    """The run's method, for batches that hold every seed once, in the order of the seeds."""
-    if not isinstance(settings.method, Sampled):
-        raise ValueError("inference=sampled needs the fan-outs of a run by method=sampled: set inference=exact")
-    return dataclasses.replace(settings.method, shuffle=False, drop_last=False)
+def _gather_to_first(channel: Channel, ids: Tensor, rows: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """(ascending ids, their rows) of all ranks with start <= id < start + CHUNK_NODES, in rank 0.
 
-
-def _gather_to_first(channel: Channel, ids: Tensor, rows: Tensor, num_nodes: int) -> Iterator[Tensor]:
-    """The rows of all ranks in the order of node ids, chunk by chunk, in rank 0.
-
-    Other ranks get empty chunks.
-
-    ids: [n] ascending ids of this rank's rows. Every rank must iterate to the end, since a chunk is an
-    all-to-all.
+    Other ranks get empty tensors. ids: [n] ascending ids of this rank's rows. Every rank must call it.
     """
-    for start in range(0, num_nodes, CHUNK_NODES):
-        # This rank's rows with start <= id < start + CHUNK_NODES.
-        low, high = torch.searchsorted(ids, torch.tensor([start, start + CHUNK_NODES])).tolist()
-        num_sent = torch.tensor([high - low] + [0] * (channel.size - 1))
-        num_received = channel.exchange_counts(num_sent).tolist()
-        received_ids = channel.send(ids[low:high], num_sent.tolist(), num_received)
-        received_rows = channel.send(rows[low:high], num_sent.tolist(), num_received)
-        yield received_rows[received_ids.argsort()]
+    low, high = torch.searchsorted(ids, torch.tensor([start, start + CHUNK_NODES])).tolist()
+    num_sent = torch.tensor([high - low] + [0] * (channel.size - 1))
+    num_received = channel.exchange_counts(num_sent).tolist()
+    received_ids = channel.send(ids[low:high], num_sent.tolist(), num_received)
+    received_rows = channel.send(rows[low:high], num_sent.tolist(), num_received)
+    order = received_ids.argsort()
+    return received_ids[order], received_rows[order]
 
 
-def _select(scores: Tensor, data: Dataset, config: InferConfig) -> Tensor:
-    """The values to write for [n, C] scores: the scores as float32, or classes."""
-    return scores.float() if config.write == "scores" else _classes(scores, data.task)
+class _ScoresForMetric:
+    """Keeps the scores of labelled nodes while they are written, for the metric.
 
-
-def _classes(scores: Tensor, task: str) -> Tensor:
-    """The classes of [n, C] scores: [n] int64, the class with the largest score.
-
-    With several labels per node they are [n, C] uint8, and with a single output [n] uint8: 1 for a score
-    above 0.
+    It keeps none if there are no labels, or classes that the run does not know, or too many scores. A line says so.
     """
-    if task == "multi":
-        return (scores > 0).to(torch.uint8)
-    if scores.size(-1) == 1:
-        return (scores > 0).view(-1).to(torch.uint8)
-    return scores.argmax(dim=-1)
+
+    def __init__(self, run: SavedRun, raw: Dataset, num_nodes: int, config: InferConfig) -> None:
+        self.run = run
+        self.labels: Tensor | None = None
+        self.scores: list[Tensor] = []
+        self.ids: list[Tensor] = []
+        if raw.y is None or config.write == "embeddings":
+            return
+        try:
+            labels = run.inputs.labels(raw)
+        except ValueError as error:
+            logger.warning(f"no metric is computed: {error}")
+            return
+        if num_nodes * run.inputs.num_classes * 4 > MAX_METRIC_BYTES:
+            logger.info(f"no metric is computed beside so many predictions: type `hopline test {run.folder}`")
+            return
+        self.labels = labels
+
+    def watch(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """The same chunks."""
+        for chunk in chunks:
+            if self.labels is not None:
+                labels = self.labels[chunk.ids]
+                is_labelled = labels >= 0 if labels.dim() == 1 else torch.ones(len(labels), dtype=torch.bool)
+                self.ids.append(chunk.ids[is_labelled])
+                self.scores.append(chunk.values[is_labelled])
+            yield chunk
+
+    def measure(self) -> dict[str, float] | None:
+        """The metric, by name. None without labels."""
+        if self.labels is None or not any(len(ids) for ids in self.ids):
+            return None
+        outline = self.run.inputs
+        labels = self.labels[torch.cat(self.ids)]
+        return infer.measure(outline, torch.cat(self.scores), labels)
 
 
-def _write(path: Path, chunks: Iterator[Tensor], num_rows: int) -> None:
-    """Write the rows as one .npy file, chunk by chunk."""
-    # The first chunk has run the model. Most errors come before it, and then a file that exists is left as
-    # it is.
-    first = next(chunks)
-    header = {
-        "descr": first.numpy().dtype.str,
-        "fortran_order": False,
-        "shape": (num_rows, *first.shape[1:]),
-    }
+# ---- files
+
+
+def _write_csv(path: Path, run: SavedRun, chunks: Iterator[Chunk], config: InferConfig, num_rows: int) -> list[str]:
+    names: list[str] = []
+    with replacing(path) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+        writer = csv.writer(text)
+        for chunk in chunks:
+            columns = columns_of(run.inputs, chunk.names, chunk.values, config.write)
+            if not names:
+                names = list(columns)
+                writer.writerow(names)
+            writer.writerows(zip(*(column.tolist() for column in columns.values()), strict=True))
+        text.detach()  # flushes, and leaves the file open
+    return names
+
+
+def _write_parquet(path: Path, run: SavedRun, chunks: Iterator[Chunk], config: InferConfig, num_rows: int) -> list[str]:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            np.lib.format.write_array_header_1_0(file, header)
-            for chunk in itertools.chain([first], chunks):
-                file.write(chunk.contiguous().numpy().data)
-    except OSError as error:
-        raise ValueError(f"cannot write {path} ({error.strerror or error}): choose another file with out=") from error
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise ValueError("Parquet needs pyarrow: run pip install 'hopline[parquet]', or choose out=FILE.csv") from error
+    names: list[str] = []
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(replacing(path))
+        writer = None
+        for chunk in chunks:
+            table = arrow.table(columns_of(run.inputs, chunk.names, chunk.values, config.write))
+            if writer is None:
+                writer = stack.enter_context(parquet.ParquetWriter(file, table.schema))
+                names = table.column_names
+            writer.write_table(table)
+    return names
+
+
+def _write_npy(path: Path, run: SavedRun, chunks: Iterator[Chunk], config: InferConfig, num_rows: int) -> list[str]:
+    """Write the values alone, as one array."""
+    first = next(chunks)
+    example = bare_values(run.inputs, first.values, config.write)
+    header = {"descr": example.dtype.str, "fortran_order": False, "shape": (num_rows, *example.shape[1:])}
+    with replacing(path) as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for chunk in itertools.chain([first], chunks):
+            file.write(bare_values(run.inputs, chunk.values, config.write).data)
+    return []
+
+
+WRITERS: dict[str, Callable[[Path, SavedRun, Iterator[Chunk], InferConfig, int], list[str]]] = {
+    ".csv": _write_csv,
+    ".parquet": _write_parquet,
+    ".npy": _write_npy,
+}
+"""By suffix: a function that writes predictions to a file and returns the names of its columns."""

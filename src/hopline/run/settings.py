@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 
 from hopline.contract import Budget, Job, Method, Work, upgrade_budget
 from hopline.data.options import Columns, EdgeOptions, check_shares
-from hopline.data.paths import is_dataset
+from hopline.data.paths import dgl_config, is_dataset
 from hopline.data.placement_settings import Placement
 from hopline.data.registry import locate
 from hopline.distributed.launch_settings import LaunchSettings
@@ -27,9 +27,12 @@ from hopline.methods.sampled.settings import Auto, Sampled
 from hopline.run.model_settings import ModelSpec
 from hopline.training.settings import TrainSettings, upgrade_schedule
 from hopline.util.config import RemovedSetting, check_fields, from_dict, parse_chunk_bytes, settings
+from hopline.util.files import check_file
 
 DATA_ROOT = {"data_root": RemovedSetting(default=None, instead="set the environment variable HOPLINE_DATA")}
 """The removed setting for the folder of datasets that are found by name, for a class's `REMOVED`."""
+PREDICTIONS = (".csv", ".parquet", ".npy")
+"""Suffixes of files that predictions are written to."""
 SPLIT_SHARES = {"split_shares": RemovedSetting(default=None, instead="set split=0.6,0.2,0.2")}
 """The removed setting for the shares of a split that is drawn, for a class's `REMOVED`."""
 
@@ -99,10 +102,11 @@ class InferConfig(LaunchSettings):
     """The settings of `hopline infer RUN`."""
 
     REMOVED: ClassVar = DATA_ROOT
-    nodes: Literal["all", "train", "valid", "test"] = "all"
-    """Nodes to predict. Their rows are written in the order of node ids."""
-    write: Literal["classes", "scores"] = "classes"
-    """Values to write: class numbers (0 or 1 per label for several labels), or the model's raw scores."""
+    nodes: str = "all"
+    """Nodes to predict: all, train, valid, test, or a file of ids (.csv, .txt, .parquet or .npy)."""
+    write: Literal["classes", "probabilities", "scores", "embeddings"] = "classes"
+    """Values to write: the class with its probability (true or false per label for several labels), the
+    probabilities or raw scores of all classes, or the rows of the last hidden layer."""
     inference: Literal["exact", "sampled"] = "exact"
     """Edges to use: all of them (exact), or sampled ones with the run's fan-outs."""
     weights: Literal["best", "last"] | Path = "best"
@@ -125,14 +129,42 @@ class InferConfig(LaunchSettings):
     """Permission to import and run the module that config.json names for the model
     (model=package.module:function)."""
     out: Path | None = None
-    """The .npy file to write. Default: RUN/predictions.npy."""
+    """The file to write: .csv or .parquet with a column of ids, or .npy with the values alone. Default:
+    RUN/predictions.csv."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_chunk_bytes(self.chunk_bytes)
+        if self.out is not None and self.out.suffix not in PREDICTIONS:
+            raise ValueError(f"out={self.out} must end in {', '.join(PREDICTIONS)}: choose one of these formats")
         for name in ("chunk_bytes", "folder", "hops"):
             if self.inference == "sampled" and getattr(self, name) is not None:
                 raise ValueError(f"{name}= is for exact inference: leave it out, or set inference=exact")
+
+
+@settings
+class EvaluateConfig:
+    """The settings of `hopline test RUN`."""
+
+    data: str | None = None
+    """Another dataset with the same features and labels. Default: the run's dataset."""
+    split: str = "test"
+    """Nodes to test on: train, valid, test or all."""
+    inference: Literal["exact", "sampled"] = "exact"
+    """Edges to use: all of them (exact), or sampled ones with the run's fan-outs."""
+    weights: Literal["best", "last"] | Path = "best"
+    """Weights of the run, or a `state_dict` file of the same model."""
+    device: str = "cpu"
+    """Device that computes the layers."""
+    chunk_bytes: str | int | None = None
+    """Memory for the chunks of a layer, such as 2GiB. Default: chunks of a million edges, more on a GPU."""
+    trust: bool = False
+    """Permission to import and run the module that config.json names for the model
+    (model=package.module:function)."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        parse_chunk_bytes(self.chunk_bytes)
 
 
 @settings
@@ -144,8 +176,9 @@ class ConvertConfig(EdgeOptions):
     """Node file of an edge list: features, label and split of each node."""
     columns: Columns = Columns()
     """Names of the columns of both files."""
-    ids: Literal["number", "map"] = "number"
-    """Node ids in the files: 0 .. num_nodes - 1 (number), or any values, which are then numbered (map)."""
+    ids: str = "number"
+    """Node ids in the files: 0 .. num_nodes - 1 (number), or any values, which are then numbered (map). For a
+    graph partitioned by DGL: an .npy or .pt file of the node ids that return_mapping=True returned."""
     num_nodes: int | None = None
     """Number of nodes. Default: as the files tell."""
     split: tuple[float, float, float] | None = None
@@ -210,20 +243,20 @@ def load_config(folder: Path, *, own_method: str = "") -> RunConfig:
         ValueError: The folder is no run folder, or config.json is damaged or holds other settings.
     """
     path = folder / "config.json"
+    if path.exists():
+        check_file(path)
     try:
         stored = json.loads(path.read_text())
     except FileNotFoundError:
         raise ValueError(f"{folder} is not a run folder: it has no config.json. Check the path.") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged ({error}): restore it or train again") from error
-    config = stored.get("config") if isinstance(stored, dict) else None
-    # A Trainer in Python stores its settings under "train". `hopline train` stores them without that key.
-    is_of_trainer = isinstance(config, dict) and "train" in config
-    if is_of_trainer:
+    if _is_of_trainer(stored):
         raise ValueError(
-            f"{folder} is a run of hl.Trainer in Python, whose model only that program can build: there, load the "
-            f"weights with model.load_state_dict(torch.load('{folder}/best.pt')) and predict with hl.infer.exact"
+            f"{folder} is a run of hl.Trainer in Python, whose model only your program can build: there, predict with "
+            f"hl.load('{folder}', model=model).predict(data)"
         )
+    config = stored.get("config") if isinstance(stored, dict) else None
     if isinstance(config, dict) and stored.get("format", 1) < 2 and config.get("symmetrize") is False:
         config["symmetrize"] = None  # format 1 wrote false for "as the dataset says"
     try:
@@ -236,6 +269,20 @@ def load_config(folder: Path, *, own_method: str = "") -> RunConfig:
         return replace(from_dict(RunConfig, without_method), method=NotImported(name=kind))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} does not hold the settings of a `hopline train` run: {error}") from error
+
+
+def is_run_of_trainer(folder: Path) -> bool:
+    """Whether a folder holds a run of hl.Trainer in Python, rather than of `hopline train`."""
+    try:
+        return _is_of_trainer(json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError):  # `load_config` says what is wrong
+        return False
+
+
+def _is_of_trainer(stored: Any) -> bool:
+    """Whether config.json is a Trainer's. It has settings under "train"; `hopline train` has none there."""
+    config = stored.get("config") if isinstance(stored, dict) else None
+    return isinstance(config, dict) and "train" in config
 
 
 def upgrade_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -313,14 +360,17 @@ def check_conversion(source: str, folder: Path, config: ConvertConfig) -> None:
     if is_dataset(folder) and not config.overwrite:
         raise ValueError(f"{folder} holds a dataset: choose another folder, or replace it with overwrite=true")
     if suffix in (*EDGE_LISTS, ".npz", ".npy"):
-        if not path.is_file():
-            raise ValueError(f"there is no file {path}: check the path")
+        check_file(path)
     elif not path.exists():
         locate(source)  # raises ValueError if no dataset has this name
     if suffix not in EDGE_LISTS:
         has_node_file = suffix == ".npy" and config.nodes is not None
         meaningless = ("ids",) if has_node_file else ("nodes", "columns", "ids")
+        if dgl_config(path) is not None:
+            meaningless = ("nodes", "columns")
         defaults = ConvertConfig()
         for key in meaningless:
             if getattr(config, key) != getattr(defaults, key):
                 raise ValueError(f"{key}= is for edge lists (.csv, .parquet): leave it out for {source}")
+    elif config.ids not in ("number", "map"):
+        raise ValueError(f"ids= is {config.ids!r}: choose number or map")

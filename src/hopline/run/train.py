@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import glob
+import io
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,7 @@ from hopline.training.callbacks import EpochEnd, Evaluation, Run
 from hopline.training.settings import TrainSettings
 from hopline.training.trainer import Trainer
 from hopline.util.config import from_dict, to_dict
+from hopline.util.files import CheckedFile, check_file
 from hopline.util.log import logger, print_messages
 from hopline.util.own_code import MAX_REASON_CHARACTERS, whole_name
 from hopline.util.trace import RegionStatistics
@@ -315,22 +317,41 @@ def open_data(config: RunConfig) -> Dataset:
     return data
 
 
+def _read_weights(content: bytes, suffix: str) -> Any:
+    """The `state_dict` in the bytes of a file."""
+    if suffix != ".safetensors":
+        return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+    import safetensors.torch  # whoever has such a file has the package, as a rule
+
+    return safetensors.torch.load(content)
+
+
 DDP_PREFIX = "module."
 """The prefix that torch's DistributedDataParallel adds to the names of weights."""
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
+def load_weights(model: nn.Module, path: Path, *, of_run: bool = False) -> None:
     """Load a `state_dict` file into a model. Nothing in the file is executed (weights_only).
+
+    A checksum beside the file is compared. of_run: whether there must be one, as beside all weights of a run.
 
     Raises:
         ValueError: The file is missing or damaged, or holds weights of another model.
     """
     if not path.exists():
         raise ValueError(f"there are no weights at {path}: the run has not finished an epoch, or they were removed")
+    check_file(path)
+    file = CheckedFile(path)
+    if of_run and not file.has_checksum:
+        raise ValueError(
+            f"there is no {file.checksum_path} to check the weights by: restore it, train again, or have the weights "
+            f"read as they are by `hopline infer RUN weights={path}`"
+        )
     try:
-        weights = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:
-        raise ValueError(f"{path} is damaged ({type(error).__name__}): restore it or train again") from error
+        weights = _read_weights(file.read(), path.suffix)
+    except Exception as error:  # torch, zip and pickle fail in many ways
+        reason = error if type(error) in (OSError, ValueError) else type(error).__name__
+        raise ValueError(f"{path} is damaged ({reason}): restore it or train again") from error
     is_from_ddp = isinstance(weights, dict) and all(str(name).startswith(DDP_PREFIX) for name in weights)
     if is_from_ddp:
         weights = {name.removeprefix(DDP_PREFIX): value for name, value in weights.items()}

@@ -25,7 +25,7 @@ from torch import Tensor
 from hopline import ops
 from hopline.core.batch import Block, Part
 from hopline.core.graph import Graph, PartialGraph
-from hopline.core.sampler import hop_keys
+from hopline.core.sampler import HopKey, hop_keys
 from hopline.distributed.all_to_all import Channel, RowRequest
 from hopline.nn.gcn_norm import weights_of
 from hopline.ops.cpu.sampling import sample_children
@@ -111,9 +111,12 @@ class CollectiveSampler:
         self._id_map = ops.new_id_map(shard.num_nodes, torch.device("cpu"))
 
         own_part = shard.layout.parts[0]  # the edges among own nodes, so it has all self-loops
-        num_loops = ops.self_loops(own_part.indptr, own_part.src_idx).numel()
-        self.has_loops = bool(channel.max(torch.tensor([num_loops])) > 0)
+        loops = ops.self_loops(own_part.indptr, own_part.src_idx)
+        self.has_loops = bool(channel.max(torch.tensor([loops.numel()])) > 0)
         """Whether some node of the whole graph has an edge to itself."""
+        self.has_loop = torch.zeros(shard.num_own, dtype=torch.bool)
+        """[num_own] bool: whether each own node has an edge to itself."""
+        self.has_loop[own_part.src_idx[loops].long()] = True
         needs_weights = self.has_loops or "weight" in shard.edge
         self.weights = weights_of_shard(shard) if needs_weights else None
         """[num_own, 3] float64: `PartialGraph.weights` of the own nodes; None if degrees say the same."""
@@ -139,7 +142,7 @@ class CollectiveSampler:
             request = seed_request
             keys = hop_keys(key, len(self.fanouts), self.one_list)
             for fanout, hop_key in zip(self.fanouts, keys, strict=True):
-                sampled = self._request_edges(request, fanout, int(hop_key))
+                sampled = self._request_edges(request, fanout, hop_key)
                 part = Part(sampled.indptr, id_map.add(sampled.sources), sampled.edge, sampled.edge_ids)
                 hops.append(_Hop(positions.numel(), fanout, part))
                 positions = id_map.ids()
@@ -157,7 +160,7 @@ class CollectiveSampler:
             blocks.append(Block(ids[:num_src], hop.num_dst, (hop.part,), graph, key, in_graph_order=takes_all))
         return tuple(reversed(blocks)), request, seed_request
 
-    def _request_edges(self, request: RowRequest, fanout: int, key: int) -> _SampledEdges:
+    def _request_edges(self, request: RowRequest, fanout: int, hop_key: HopKey) -> _SampledEdges:
         """Get in-edges of a request's nodes from their owners. Draws the edges that ranks ask of this one.
 
         `request.rows` are the own nodes that ranks, this one included, have asked for, as local rows.
@@ -172,6 +175,9 @@ class CollectiveSampler:
             # Draws are keyed by the node's id, which does not depend on the partition. Edge numbers stand where
             # `sample_children` expects source ids, so the "children" are edge numbers.
             nodes = ops.gather_rows(shard.nodes, rows)
+            if hop_key.loops_apart:
+                nodes = ops.draw_ids(nodes, ops.gather_rows(self.has_loop, rows))
+            key = int(hop_key.key)
             children = sample_children(shard.indptr, shard.edge_numbers, rows, nodes, fanout, key, self.replace)
             counts = children.counts.long()
             is_drawn = torch.arange(fanout) < counts[:, None]

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import os
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from hopline.core.graph import Graph
 from hopline.data.dataset import Dataset
+from hopline.distributed.agreement import Fact
 from hopline.distributed.all_to_all import Channel, rank_and_size
 from hopline.distributed.world import World
 from hopline.shards.shard import Shard, check_fits, open_shard
+from hopline.tables import Table
 
 
 class ShardedData(Dataset):
@@ -49,7 +56,7 @@ class ShardedData(Dataset):
         self.alternatives = ()  # published splits to choose from: `open_shard` has chosen one
         # `Channel.all_gather` gathers the ids of all ranks, shard after shard. A `Dataset` has its split ids sorted.
         self.splits = {name: self.channel.all_gather(ids).sort().values for name, ids in shard.splits.items()}
-        self.meta = {}
+        self.meta = shard.meta
         self.folder = shard.folder
 
     @property
@@ -60,6 +67,22 @@ class ShardedData(Dataset):
             "graph: train by method=sampled or method=full_batch with layers whose widths are known, or open the "
             "dataset that was partitioned"
         )
+
+    @property
+    def x(self) -> Table:
+        """Refused: features are in the shards."""
+        raise refuse_change(self)
+
+    @property
+    def edge_arrays(self) -> Mapping[str, Tensor]:
+        return self.shard.edge
+
+    @property
+    def is_symmetric(self) -> bool | None:
+        return True if self.meta.get("symmetric") is True else None
+
+    def with_fields(self, **fields: Any) -> ShardedData:
+        return copy_with(self, fields)
 
     def _no_labels_error(self) -> ValueError:
         """The error of `Dataset.labels` and `Dataset.train_ids`: each rank has the labels of its own nodes."""
@@ -88,8 +111,38 @@ class ShardedData(Dataset):
         """Bytes of this rank's shard."""
         return self.shard.num_bytes
 
+    def facts(self) -> dict[str, Fact]:
+        """The hash that all shards of one cut share. It stands for the arrays of the whole dataset."""
+        return {"the cut of the dataset": Fact("", checksum=self.shard.cut)}
+
     def __repr__(self) -> str:
         return f"ShardedData({self.shard!r})"
+
+
+T = TypeVar("T", bound=Dataset)
+
+
+def copy_with(data: T, fields: dict[str, Any]) -> T:
+    """A copy of a dataset in shards with another task, other classes or another `meta`. Labels stay in the shards.
+
+    Raises:
+        ValueError: `fields` has tables or a graph, which are in the files of the shards.
+    """
+    if "tables" in fields or "graph" in fields:
+        raise refuse_change(data)
+    copied = copy.copy(data)
+    copied.task = fields.get("task", data.task)
+    copied.num_classes = fields.get("num_classes", data.num_classes)
+    copied.meta = fields.get("meta", data.meta)
+    return copied
+
+
+def refuse_change(data: Dataset) -> ValueError:
+    """The error for features or edges that would have to be changed, and are in the files of shards."""
+    return ValueError(
+        f"the features or edges of {data.name!r} must be changed for this run, and it is in shards: give data= the "
+        "dataset that was partitioned"
+    )
 
 
 def open_sharded(folder: str | os.PathLike[str], world: World | None = None, *, split: int = 0) -> ShardedData:

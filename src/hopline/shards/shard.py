@@ -33,6 +33,7 @@ from hopline.data.dataset import METRICS
 from hopline.data.manifest import Manifest, Task, read_manifest
 from hopline.data.paths import existing
 from hopline.data.store import SHARDS, map_arrays, splits_of, tables_of
+from hopline.distributed.agreement import Fact, check_same
 from hopline.distributed.all_to_all import Channel
 from hopline.shards.layout import ShardLayout
 from hopline.tables import Table
@@ -120,6 +121,8 @@ class Shard:
     """The kind of labels."""
     num_classes: int = 0
     """Number of classes, or of labels in the multi-label task."""
+    meta: dict[str, Any] = field(default_factory=dict)
+    """Of the dataset: its origin, its feature columns and class names."""
     cut: str = ""
     """Hash of the dataset and the partition. Only shards of the same cut fit together."""
     folder: Path | None = None
@@ -314,6 +317,7 @@ def _assemble(path: Path, manifest: Manifest, about: dict[str, Any]) -> Shard:
         all_splits=tuple(splits_of(manifest, arrays)),
         task=manifest.task,
         num_classes=manifest.num_classes,
+        meta={key: value for key, value in manifest.meta.items() if key != SHARDS},
         cut=about["cut"],
         folder=path,
     )
@@ -363,4 +367,4 @@ def check_fits(shard: Shard, channel: Channel) -> None:
         )
     if shard.rank != channel.rank:
         raise ValueError(f"rank {channel.rank} has shard {shard.rank}: open shard {channel.rank} there")
-    channel.check_same(shard.cut.encode(), "the cut of the dataset")
+    check_same(channel, {"the cut of the dataset": Fact("", checksum=shard.cut)})

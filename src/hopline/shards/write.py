@@ -204,8 +204,11 @@ class _RowFiles:
         shape = torch.Size((self._sizes[name][receiver], *template.shape[1:]))
         if not shape.numel():  # an empty file cannot be mapped
             return template.new_empty(shape)
-        path = str(self._path(name, receiver))
-        return torch.from_file(path, shared=False, size=shape.numel(), dtype=template.dtype).view(shape)
+        with self._path(name, receiver).open("rb") as file:
+            # By its descriptor, since torch takes no path that is not UTF-8. Not by Python's `mmap`, which would
+            # keep a descriptor open for each of many shards.
+            path = f"/dev/fd/{file.fileno()}"
+            return torch.from_file(path, shared=False, size=shape.numel(), dtype=template.dtype).view(shape)
 
     def names(self) -> set[str]:
         """The names of all arrays."""

@@ -19,14 +19,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import psutil
 import torch
 from torch import Tensor
 
 from hopline.device import pinned
 from hopline.device.meter import free_bytes
-from hopline.distributed.shared_memory import shared_zeros
+from hopline.distributed.shared_memory import agree, map_file, shared_zeros
 from hopline.distributed.world import World
+from hopline.util.files import new_mapped_file
+from hopline.util.host import host_memory
 
 CPU = torch.device("cpu")
 Where = Literal["device", "pinned", "host"]
@@ -139,8 +140,9 @@ class MappedFiles(Allocator):
     def new(self, name: str, layer: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         path = self.path(name, layer)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)  # a file of an earlier run would not read as zeros
-        return map_tensor(path, shape, dtype)  # a new file reads as zeros
+        path.unlink(missing_ok=True)  # an earlier run may still have it mapped
+        new_mapped_file(path, torch.Size(shape).numel() * dtype.itemsize)
+        return map_tensor(path, shape, dtype)
 
     def path(self, name: str, layer: int) -> Path:
         """The file of the table of a layer."""
@@ -170,9 +172,13 @@ class SharedFiles(MappedFiles):
         self.several_hosts = several_hosts
 
     def new(self, name: str, layer: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if self.world.local_rank == 0:
-            super().new(name, layer, shape, dtype)
-        self.world.barrier()  # the file must exist before the other ranks map it
+        problem: Exception | None = None
+        try:
+            if self.world.local_rank == 0:
+                super().new(name, layer, shape, dtype)
+        except (OSError, ValueError) as error:
+            problem = error
+        agree(problem, self.world, "write a table")  # the file must exist before the other ranks map it
         return map_tensor(self.path(name, layer), shape, dtype)
 
     def path(self, name: str, layer: int) -> Path:
@@ -194,7 +200,7 @@ def choose_where(num_bytes: int, device: torch.device, wanted: str, folder: Path
         return "host"
     if num_bytes <= DEVICE_SHARE * free_bytes(device):
         return "device"
-    host_free_bytes = psutil.virtual_memory().available
+    host_free_bytes = host_memory().available
     return "pinned" if num_bytes <= HOST_SHARE * host_free_bytes else "host"
 
 
@@ -211,9 +217,7 @@ def allocator_at(where: Where, device: torch.device, folder: Path | None) -> All
 
 
 def map_tensor(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A mapped file as a tensor: every process that maps it sees the writes of the others.
-
-    Creates a missing file.
-    """
-    num_elements = torch.Size(shape).numel()
-    return torch.from_file(str(path), shared=True, size=num_elements, dtype=dtype).view(shape)
+    """A mapped file as a tensor: every process that maps it sees the writes of the others."""
+    # Not `torch.from_file`: it takes no path that is not UTF-8.
+    with path.open("r+b") as file:
+        return map_file(file.fileno(), 0, dtype, tuple(shape), writable=True)

@@ -55,7 +55,8 @@ def access_probability(
     """[num_nodes] float32: the probability that a batch reads each node's row, if all draws were independent.
 
     This is the analysis of SALIENT++ (Kaler et al., 2023), changed for samples that nest within pairs of
-    adjacent layers: a node draws once for both layers of a pair, as many in-edges as the wider fan-out.
+    adjacent layers: a node draws once for both layers of a pair, as many in-edges as the wider fan-out. A
+    node with a self-loop draws in each layer: for it, every layer is a pair of its own.
 
     Let p_h(v) be the probability that v is in the batch after hop h, and s(v) = p_0(v) that v is a seed. Then
 
@@ -80,9 +81,10 @@ def access_probability(
     for hop in range(1, len(fanouts) + 1):
         drawn = torch.zeros_like(seeds)  # d_h
         for j, new in enumerate(joined):
-            not_drawn = torch.ones_like(seeds)
-            for pair in _pairs_of_layers(fanouts, j, hop):
-                not_drawn *= 1 - _draw_probability(degrees, pair, replace)
+            not_drawn = _miss_probability(degrees, _pairs_of_layers(fanouts, j, hop), replace)
+            if graph.has_loop is not None:
+                by_layer = _miss_probability(degrees, [[fanout] for fanout in fanouts[j:hop]], replace)
+                not_drawn = torch.where(graph.has_loop.to(device), by_layer, not_drawn)
             drawn += new * (1 - not_drawn)
         terms = -torch.log1p(-drawn.clamp(max=1.0))
         term_sums = add_to_sources(graph, (terms.clamp(max=LARGEST_TERM).double() * scale).round().long())
@@ -102,6 +104,17 @@ def _pairs_of_layers(fanouts: Sequence[int], first: int, last: int) -> list[list
     for hop in range(first, last):
         pairs.setdefault((len(fanouts) - 1 - hop) // 2, []).append(fanouts[hop])
     return list(pairs.values())
+
+
+def _miss_probability(degrees: Tensor, groups: Sequence[Sequence[int]], replace: bool) -> Tensor:
+    """[num_nodes] float32: the probability that a given in-edge of a node is drawn for no group of layers.
+
+    groups: the fan-outs of the layers for which a node draws once.
+    """
+    missed = torch.ones_like(degrees)
+    for group in groups:
+        missed *= 1 - _draw_probability(degrees, group, replace)
+    return missed
 
 
 def _draw_probability(degrees: Tensor, fanouts: Sequence[int], replace: bool) -> Tensor:

@@ -58,7 +58,8 @@ class SparseTable(Shareable, Table):
 
     @property
     def version(self) -> int | None:
-        return version_of(self.values)
+        # Counters only grow, so their sum changes with each of them.
+        return sum(version_of(array) for array in (self.indptr, self.columns, self.values))
 
     def to(self, device: torch.device | str) -> SparseTable:
         """A table with these rows on a device."""

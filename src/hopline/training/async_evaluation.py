@@ -34,10 +34,12 @@ from hopline import inference as infer
 from hopline import ops
 from hopline.contract import Job
 from hopline.device import streams
-from hopline.device.snapshots import preserve_weights
+from hopline.device.snapshots import copy_weights
 from hopline.inference.captured_forward import PendingInference
+from hopline.nn.attributes import copy_attributes, fixed_parts_of, preserve_state, set_attributes
 from hopline.nn.gnn import GNN
 from hopline.nn.probe import copy_module
+from hopline.nn.structure import hash_of
 from hopline.pipeline.stages import give_way
 from hopline.shards.data import ShardedData
 from hopline.training.callbacks import Evaluation
@@ -69,18 +71,24 @@ class EvaluationError(RuntimeError):
 class WeightsBuffer:
     """Memory for the weights of one epoch, on the device of the model. Later epochs fill it again."""
 
-    def __init__(self, state: Mapping[str, Tensor]) -> None:
+    def __init__(self, state: Mapping[str, Any]) -> None:
         """state: a `state_dict` of the model, for the shapes and the device."""
-        self.weights = {name: torch.empty_like(tensor) for name, tensor in state.items()}
-        """The weights, by their names in the `state_dict`."""
+        self.weights = copy_weights(state)
+        """The weights, by their names in the `state_dict`. Those of `get_extra_state` need be no tensors."""
+        self.attributes: Mapping[str, Any] = {}
+        """The attributes of the model that go with the weights (`nn.attributes`)."""
         self.filled: torch.cuda.Event | None = None
         """On a GPU: an event after the copy, for streams that read the buffer. The host does not wait."""
 
-    def fill(self, state: Mapping[str, Tensor]) -> None:
-        """Copy the weights of a `state_dict`, which may lie on another device."""
-        buffers = list(self.weights.values())
+    def fill(self, state: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
+        """Copy the weights of a `state_dict`, which may lie on another device. `attributes` are kept as they are."""
+        self.attributes = attributes
+        names = [name for name, value in self.weights.items() if isinstance(value, Tensor)]
+        extra = {name: value for name, value in state.items() if name not in names}
+        self.weights |= copy_weights(extra)
+        buffers = [self.weights[name] for name in names]
         # One call for all tensors, which on a GPU is a few kernels instead of one per tensor.
-        torch._foreach_copy_(buffers, [state[name] for name in self.weights])
+        torch._foreach_copy_(buffers, [state[name] for name in names])
         if buffers[0].is_cuda:
             self.filled = torch.cuda.current_stream(buffers[0].device).record_event()
 
@@ -108,6 +116,7 @@ class EvaluationThread:
     def __init__(self, measure: Measure, job: Job) -> None:
         module = copy_module(job.module)
         module.requires_grad_(False)
+        self._attributes_hash = hash_of(copy_attributes(module))
         # Views of the tables that may be read while training reads them too.
         tables = {name: table.concurrent_view() for name, table in job.data.tables.items()}
         data = replace(job.data, tables=tables)
@@ -163,6 +172,9 @@ class EvaluationThread:
         would take turns in Python's interpreter.
         """
         pending = None
+        if hash_of(buffer.attributes) != self._attributes_hash:
+            # Numbers that a module reads in Python are part of the captured graph.
+            self._captured_inference = None
         if self._captured_inference is not None:
             pending = self._captured_inference.launch(buffer.weights, buffer.filled, self._stream)
         self._requests.put(_Request(epoch, source=buffer if pending is None else pending))
@@ -253,6 +265,7 @@ class EvaluationThread:
         started = time.perf_counter()
         with self._stream_after(buffer):
             self._job.module.load_state_dict(buffer.weights)
+            set_attributes(self._job.module, buffer.attributes)
             metrics = self._measure(self._job)
         return metrics, time.perf_counter() - started
 
@@ -302,6 +315,8 @@ class AsyncEvaluator(Evaluator):
         """Epochs that the thread has been asked to evaluate, and has not answered."""
         self.results: dict[int, Evaluation] = {}
         """By epoch: evaluations that are done, and wait for those of earlier epochs."""
+        self._fixed_parts: dict[str, str] = {}
+        """What the model computes with that a snapshot does not hold, when training began (`nn.attributes`)."""
         self._training_stream = contextlib.ExitStack()
         """On a GPU: the stream in which training runs, from `__enter__` to `__exit__`."""
 
@@ -322,11 +337,12 @@ class AsyncEvaluator(Evaluator):
 
     def begin(self) -> Iterator[Result]:
         trainer = self.trainer
+        self._fixed_parts = fixed_parts_of(trainer.model)
         restored = self.waiting.pop_restored()
         if trainer.world.rank == 0 and trainer.has("valid") and (trainer.has_steps_left or restored):
             self.thread = EvaluationThread(self.measure, trainer.job)
         for state in restored:
-            self._take_snapshot(state["epoch"], state["weights"], state["reason"])
+            self._take_snapshot(state["epoch"], state["weights"], state["attributes"], state["reason"])
         yield from ()  # results come later
 
     def validate(self, epoch: int) -> Iterator[Result]:
@@ -334,8 +350,10 @@ class AsyncEvaluator(Evaluator):
             trace.count("evaluate.waits", 1)
             with trace.span("evaluate.wait"):
                 yield from self._collect(wait=True)
+        model = self.trainer.model
         with trace.span("evaluate.snapshot"):
-            self._take_snapshot(epoch, self.trainer.model.state_dict(), self.trainer.stop_reason)
+            self._check_fixed_parts()
+            self._take_snapshot(epoch, model.state_dict(), copy_attributes(model), self.trainer.stop_reason)
 
     def poll(self, *, between_steps: bool = False) -> Iterator[Result]:
         if between_steps and self.trainer.world.size > 1:
@@ -359,7 +377,20 @@ class AsyncEvaluator(Evaluator):
         self.thread = None
         self.free_buffers.clear()
 
-    def _take_snapshot(self, epoch: int, weights: Mapping[str, Tensor], reason: str | None) -> None:
+    def _check_fixed_parts(self) -> None:
+        """Refuse a model of which something has changed that a snapshot does not hold."""
+        parts = fixed_parts_of(self.trainer.model)
+        changed = [name for name in {**self._fixed_parts, **parts} if parts.get(name) != self._fixed_parts.get(name)]
+        if changed:
+            raise ValueError(
+                f"evaluate=async evaluates a copy of the model, and {changed[0]} of the model has changed since "
+                "training began, which the copy does not follow: keep it as a number or a tensor in an attribute of a "
+                "module, or set evaluate=blocking"
+            )
+
+    def _take_snapshot(
+        self, epoch: int, weights: Mapping[str, Any], attributes: Mapping[str, Any], reason: str | None
+    ) -> None:
         """Copy weights into a buffer, and append the snapshot to those that wait.
 
         reason: why training was to stop after that epoch, if it was.
@@ -368,7 +399,7 @@ class AsyncEvaluator(Evaluator):
             buffer = self.free_buffers.pop()
         else:
             buffer = WeightsBuffer(self.trainer.model.state_dict())
-        buffer.fill(weights)
+        buffer.fill(weights, attributes)
         self.waiting.snapshots.append(Snapshot(epoch, buffer, reason))
         self._serve_thread()
 
@@ -432,8 +463,9 @@ class AsyncEvaluator(Evaluator):
         """Evaluate a snapshot in the training thread, with the trainer's own model."""
         trainer = self.trainer
         started = time.perf_counter()
-        with preserve_weights(trainer.model):
+        with preserve_state(trainer.model):
             trainer.model.load_state_dict(snapshot.buffer.weights)
+            set_attributes(trainer.model, snapshot.buffer.attributes)
             metrics = self.measure(trainer.job)
         seconds = time.perf_counter() - started
         self.results[snapshot.epoch] = Evaluation(epoch=snapshot.epoch, split="valid", metrics=metrics, seconds=seconds)
@@ -447,8 +479,9 @@ class AsyncEvaluator(Evaluator):
             snapshot = self.waiting.snapshots.popleft()
             assert evaluation.epoch == snapshot.epoch
             self.results.pop(snapshot.epoch, None)
-            yield Result(evaluation, weights=snapshot.buffer.weights, reason=snapshot.reason)
-            self.free_buffers.append(snapshot.buffer)
+            buffer = snapshot.buffer
+            yield Result(evaluation, buffer.weights, buffer.attributes, snapshot.reason)
+            self.free_buffers.append(buffer)
 
 
 def check_async(trainer: Trainer, *, overrides_evaluate: bool) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hopline.device.snapshots import copy_weights
 from hopline.training.callbacks import Callback, EpochEnd, Evaluation
-from hopline.util.files import replacing
+from hopline.util.files import CheckedFile
 
 if TYPE_CHECKING:
     from hopline.training.trainer import Trainer
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 class KeepWeights(Callback):
     """Keeps the best weights, and writes best.pt and last.pt as `state_dict`s of the user's model.
 
+    A checksum lies beside each of them (`CheckedFile`).
+
     The validation metric decides which weights are the best. Without one, the last weights are the best.
 
     folder: the run folder. None: nothing is written.
@@ -27,6 +29,7 @@ class KeepWeights(Callback):
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
+        self._files = {} if folder is None else {name: CheckedFile(folder / name) for name in ("best.pt", "last.pt")}
         self.best: dict[str, Tensor] | None = None
         """A copy of the best weights, on the device of the model. None before the first validation."""
         self.best_value = -math.inf
@@ -77,7 +80,7 @@ class KeepWeights(Callback):
         if self.folder is None:
             return
         try:
-            with replacing(self.folder / name) as file:
+            with self._files[name].replacing() as file:
                 torch.save(weights, file)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
             raise ValueError(

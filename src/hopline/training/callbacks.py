@@ -105,7 +105,9 @@ class Run:
     valid: float = math.nan
     """The metric on the validation split, at the best epoch. NaN without such a split."""
     test: float = math.nan
-    """The metric on the test split, at the best epoch, computed over every edge. NaN without such a split."""
+    """The metric on the test split, at the best epoch. NaN without such a split."""
+    test_is_exact: bool = False
+    """Whether hopline computed `test` over every edge. False if a `test_step` or an `evaluate` of yours did."""
     metric: str = ""
     """Name of the metric of `valid` and `test`."""
     history: list[EpochEnd] = field(default_factory=list)
@@ -143,7 +145,8 @@ class Run:
         rows = [("epochs", str(self.epochs))]
         if not math.isnan(self.valid):
             rows = [("best epoch", f"{self.best_epoch} of {self.epochs}")]
-        for split, value, remark in (("valid", self.valid, ""), ("test", self.test, " (exact: over every edge)")):
+        exact = " (exact: over every edge)" if self.test_is_exact else ""
+        for split, value, remark in (("valid", self.valid, ""), ("test", self.test, exact)):
             has_split = not math.isnan(value)
             cell = f"{value:.4f}{remark}" if has_split else f"none: the dataset has no {split} split"
             rows.append((f"{split} {self.metric}".strip(), cell))

@@ -3,9 +3,9 @@
     to save      snapshot(trainer, run) -> state -> write: replaces the file in one step; it is always whole
     to resume    read_together -> state -> check_identity: refuses another run -> restore(trainer, state)
 
-A state is a dict of tensors and plain values. It holds the model, the optimizer, the schedule, random
-states, the position within the epoch, results so far, and the states of callbacks, of the method's work and
-of the ranks.
+A state is a dict of tensors and plain values. It holds the weights of the model and attributes that have
+changed, the optimizer, the schedule, random states, the position within the epoch, results so far, and the
+states of callbacks, of the method's work and of the ranks.
 
 The file is a header line, then what `torch.save` wrote:
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import time
 import zlib
 from collections import deque
@@ -38,9 +39,11 @@ from hopline.device.snapshots import random_states, restore_random_states
 from hopline.distributed.gradients import Gradients
 from hopline.distributed.world import World
 from hopline.metrics import Mode, mode_of
+from hopline.nn.attributes import changes_since, set_attributes
+from hopline.nn.structure import opaque_part
 from hopline.report.writer import versions
 from hopline.training.callbacks import EpochEnd, Evaluation, Run
-from hopline.training.settings import TrainSettings, upgrade_schedule
+from hopline.training.settings import TrainSettings
 from hopline.util import trace
 from hopline.util.config import RemovedSetting, removed_settings
 from hopline.util.files import replacing
@@ -51,7 +54,7 @@ if TYPE_CHECKING:
 
 FILE = "checkpoint.pt"
 """Name of the checkpoint in a run folder."""
-FORMAT = 1
+FORMAT = 2
 """Version of the format. A checkpoint with another one is refused."""
 MAX_TIME_SHARE = 0.02
 """Largest share of the time of a run that writing checkpoints may take. A rule of thumb."""
@@ -78,16 +81,20 @@ class Position:
 def snapshot(trainer: Trainer, run: Run) -> dict[str, Any]:
     """The state of a run, for a checkpoint. All ranks must call this together."""
     world = trainer.world
+    trainer.weights_check.check(is_trained=False)  # before a checkpoint replaces one that can be resumed
     loss_sum = torch.as_tensor(trainer.position.loss_sum).detach().cpu()
     if world.size > 1:
         # [num_ranks]: the sum of each rank, so that each resumes with the same bits.
         sum_by_rank = [0.0] * world.size
         sum_by_rank[world.rank] = float(loss_sum)
         loss_sum = torch.tensor(world.sum(sum_by_rank), dtype=torch.float64)
+    attributes, lost_parts = changes_since(trainer.code["model"], trainer.model)
     has_validated = any(evaluation.split == "valid" for evaluation in run.evaluations)
     return {
         "identity": trainer.identity(),
         "model": trainer.model.state_dict(),
+        "attributes": attributes,
+        "lost parts": lost_parts,
         "optimizer": trainer.optimizer.state_dict(),
         "schedule": trainer.schedule.state_dict(),
         "rng": random_states(),
@@ -164,9 +171,15 @@ def _restore_rank(trainer: Trainer, state: Mapping[str, Any]) -> None:
 def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
     """Put a trainer and its run into the state of a snapshot."""
     trainer.model.load_state_dict(state["model"])
+    set_attributes(trainer.model, state["attributes"])
+    if state["lost parts"]:
+        trainer.say(
+            f"{state['lost parts'][0]} of the model had changed while it was trained, and checkpoints keep only "
+            "numbers, strings and tensors: restore it in restore_state of a callback, if anything is computed with it",
+            logging.WARNING,
+        )
     trainer.optimizer.load_state_dict(state["optimizer"])
-    # Missing in checkpoints of earlier versions, and empty if ranks have no states of their own.
-    ranks = state.get("ranks")
+    ranks = state["ranks"]  # empty if ranks have no states of their own
     if ranks:
         _restore_rank(trainer, ranks[trainer.world.rank])
     for group in trainer.optimizer.param_groups:
@@ -316,14 +329,14 @@ def identity(
     method: Mapping[str, Any],
     settings: Mapping[str, Any],
     contents: Mapping[str, str],
-    structure: str,
+    code: Mapping[str, Mapping[str, str]],
 ) -> dict[str, Any]:
     """Facts, in plain values, that must be the same for a run to resume from a checkpoint.
 
     The method's `workers` and `look_ahead` are not among them: they change the speed alone.
 
-    method, settings: settings of the method and of training. contents: fingerprints of the dataset's
-    arrays, by name. structure: a fingerprint of the model, apart from its weights.
+    method, settings: settings of the method and of training. contents, code: fingerprints of the dataset's
+    arrays, and of the model and the user's functions (`run_facts.fingerprints`).
     """
     compared_settings = (
         "seed",
@@ -336,14 +349,18 @@ def identity(
         "schedule",
         "clip_norm",
         "evaluate_every",
+        "inference",
     )
+    splits = {"training nodes": "train", "validation nodes": "valid", "test nodes": "test"}
     return {
         "dataset": f"{data.name} ({data.num_nodes} nodes, {data.num_edges} edges, {data.num_features} features)",
-        "training nodes": _checksum(data.splits["train"]),
+        **{title: _checksum(data.splits[name]) if name in data.splits else None for title, name in splits.items()},
+        "metric": data.metric,
         "model": type(model).__name__,
-        "parameters": {name: list(tensor.shape) for name, tensor in model.state_dict().items()},
+        # The extra state of a module is no tensor.
+        "parameters": {name: list(getattr(tensor, "shape", ())) for name, tensor in model.state_dict().items()},
         "contents": dict(contents),
-        "settings of the model": structure,
+        "code": {name: dict(parts) for name, parts in code.items()},
         "method": {key: value for key, value in method.items() if key not in ("workers", "look_ahead")},
         **{key: settings[key] for key in compared_settings},
     }
@@ -358,11 +375,8 @@ def check_identity(
     method no longer has.
     """
     stored = {**stored, "method": _without_removed(stored.get("method"), removed, path)}
-    # Checkpoints of earlier versions do not say how gradients were combined: always by their sum.
-    stored.setdefault("gradients", {"kind": "sum"})
     for key, value in ours.items():
-        # Checkpoints of earlier versions lack these facts, and are resumed without comparing them.
-        if key in ("training nodes", "contents", "settings of the model") and key not in stored:
+        if key == "code":  # compared last: differences of settings are easier to read
             continue
         if key == "contents" and stored[key] != value:
             theirs = stored[key]
@@ -377,11 +391,6 @@ def check_identity(
                 f"{path} is of other data: {name} of the dataset {change}; take the dataset it was made with, or "
                 "another folder with out="
             )
-        if key == "settings of the model" and stored[key] != value:
-            raise ValueError(
-                f"{path} is of another model: its parameters have the same shapes, and its settings or its code have "
-                "changed; take the model it was made with, or another folder with out="
-            )
         if key == "parameters" and stored.get(key) != value:
             theirs = stored.get(key, {})
             name = _first_difference(theirs, value)
@@ -390,13 +399,39 @@ def check_identity(
                 f"{_format_shape(value.get(name))} here; take the model it was made with, or another folder with out="
             )
         theirs = stored.get(key)
-        if key == "schedule" and theirs is not None:
-            theirs = upgrade_schedule(theirs)
         if theirs != value:
             raise ValueError(
                 f"{path} is of another run: {key} is {theirs!r} there and {value!r} here; set it as it was, "
                 "or choose another folder with out="
             )
+    _check_code(stored["code"], ours["code"], path)
+
+
+def _check_code(stored: Mapping[str, Mapping[str, str]], ours: Mapping[str, Mapping[str, str]], path: Path) -> None:
+    """Refuse a checkpoint of another model, or of other functions of the user, and name the part that differs."""
+    opaque = opaque_part(ours["model"])
+    if opaque is not None:
+        raise ValueError(
+            f"{path} may be of another model: {opaque} of the model cannot be compared; give its class a __getstate__ "
+            "that returns plain values, or choose another folder with out="
+        )
+    for name, parts in ours.items():
+        theirs = stored[name]
+        if theirs == parts:
+            continue
+        part = name if theirs.get(name) != parts.get(name) else _first_difference(theirs, parts)
+        change = f"is {theirs.get(part, 'missing')} there and {parts.get(part, 'missing')} here"
+        if part.endswith(" source"):
+            part = part.removesuffix(" source")
+            change = "has changed"
+        if name == "model":
+            raise ValueError(
+                f"{path} is of another model: its parameters have the same shapes, and {part} {change}; take the model "
+                "it was made with, newly built if it has run since, or another folder with out="
+            )
+        raise ValueError(
+            f"{path} is of another run: {part} {change}; take the {name} it was made with, or another folder with out="
+        )
 
 
 def _first_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
@@ -419,8 +454,7 @@ def check_mode(state: Mapping[str, Any], metric_mode: Mode | None, path: Path) -
     if not state["evaluations"]:
         return
     name = state["metric"]
-    # Checkpoints of earlier versions do not say the mode: it was always "max".
-    theirs = state.get("best_is", "max")
+    theirs = state["best_is"]
     ours = metric_mode or mode_of(name)
     if theirs is not None and ours is not None and theirs != ours:
         raise ValueError(
@@ -489,7 +523,7 @@ class Checkpoints:
         removed = removed_settings(type(trainer.requested_method))
         check_identity(state["identity"], trainer.identity(), self.path, removed)
         check_mode(state, trainer.metric_mode, self.path)
-        num_ranks = len(state.get("ranks", []))
+        num_ranks = len(state["ranks"])
         if num_ranks not in (0, self.world.size):
             raise ValueError(
                 f"{self.path} has a state for each of {num_ranks} ranks that {type(trainer.gradients).__name__} "

@@ -6,16 +6,19 @@ A check returns its argument, with the default filled in where the user gave non
 from __future__ import annotations
 
 import inspect
+import io
 import weakref
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hopline.contract import Job, Method, Work
+from hopline.core.graph import version_of
 from hopline.data.dataset import Dataset
+from hopline.data.fingerprint import sample
 from hopline.distributed.gradients import CombinedBy, CombineGradients, Gradients
 from hopline.distributed.world import World
 from hopline.methods.full_batch.settings import FullBatch
@@ -26,7 +29,10 @@ from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import is_layered, num_wrapped_ranks, unwrap
 from hopline.shards.data import ShardedData
 from hopline.training.callbacks import Callback
-from hopline.util.config import kind_of
+from hopline.util.config import find_by_other_name, kind_of
+
+NUM_SAMPLED_ROWS = 64
+"""Rows of each array that are compared between epochs. So few that a memory-mapped file is read in no time."""
 
 
 def check_world(world: World | None, device: str, *, device_is_given: bool) -> World:
@@ -75,21 +81,39 @@ def check_hooks(job: Job) -> None:
         )
 
 
+def check_extra_state(model: nn.Module) -> None:
+    """Refuse a module whose `get_extra_state` returns what no file of weights and no checkpoint can hold."""
+    for name, value in model.state_dict().items():
+        if isinstance(value, Tensor):
+            continue
+        buffer = io.BytesIO()
+        try:
+            torch.save(value, buffer)
+            buffer.seek(0)
+            torch.load(buffer, weights_only=True)
+        except Exception as error:  # torch and pickle fail in many ways
+            raise ValueError(
+                f"{name} of the model is a {type(value).__name__}, which files of weights cannot hold: let "
+                "get_extra_state return tensors, numbers, strings, lists and dicts, or leave out out="
+            ) from error
+
+
 def check_method(method: Method | None) -> Method:
     """The method, or `Sampled()` if there is none."""
     if isinstance(method, Method | None):
         return method or Sampled()
     word = kind_of(method) if isinstance(method, type) else str(method).lower()
-    class_names = {kind_of(kind): kind.__name__ for kind in (Sampled, Historical, FullBatch)}
-    matches = get_close_matches(word, class_names, n=1)
-    suggestion = class_names[matches[0]] if matches else "Sampled"
+    kinds = {kind_of(kind): kind for kind in (Sampled, Historical, FullBatch)}
+    matches = get_close_matches(word, kinds, n=1)
+    cls, values = find_by_other_name(word, kinds.values()) or (kinds[matches[0]] if matches else Sampled, {})
+    suggestion = f"hl.{cls.__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
     if isinstance(method, type):
         sort = "the class"
     elif isinstance(method, str):
         sort = "the string"
     else:
         sort = "the object"
-    raise ValueError(f"method must be a Method such as hl.{suggestion}(), not {sort} {method!r}")
+    raise ValueError(f"method must be a Method such as {suggestion}, not {sort} {method!r}")
 
 
 def bind_method(method: Method, job: Job) -> Work:
@@ -160,21 +184,21 @@ def check_metric_mode(mode: Mode | None, *, own_metric: bool) -> Mode | None:
 class InPlaceChangeCheck:
     """Notices if a dataset is changed in place.
 
-    Methods and GPUs have copies of it, which would be out of date.
+    Methods and GPUs have copies of it, which would be out of date. Changes by torch are all noticed. Torch does not
+    count those by NumPy or `.data`: of them the check sees what it finds in `NUM_SAMPLED_ROWS` rows of an array.
     """
 
     def __init__(self, data: Dataset) -> None:
         # Weak: once the dataset is placed on a GPU, the original may be freed.
         self._data = weakref.ref(data)
-        self._versions = _versions_of(data)
+        self._marks = _marks_of(data)
 
     def check(self) -> None:
         """Raise a ValueError if an array of the dataset was changed since this object was made."""
         data = self._data()
         if data is None:
             return
-        versions = _versions_of(data)
-        changed = [name for name, version in versions.items() if version != self._versions.get(name)]
+        changed = [name for name, mark in _marks_of(data).items() if mark != self._marks.get(name)]
         if changed:
             raise ValueError(
                 f"{changed[0]} of the dataset was changed in place after the Trainer was made, which has copies of it: "
@@ -182,9 +206,42 @@ class InPlaceChangeCheck:
             )
 
 
-def _versions_of(data: Dataset) -> dict[str, int | None]:
-    """The number of in-place changes of each array of the dataset, by its name. Shards are not watched."""
+class WeightsCheck:
+    """Notices parameters and buffers that are registered, replaced or removed while a model is trained.
+
+    The optimizer would not train new ones, and the weights of earlier epochs would not fit the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """model: as the optimizer was made for it."""
+        self._model = model
+        self._parameters = dict(model.named_parameters())
+        self._names: set[str] | None = None
+        """Names in the `state_dict` after the first epoch: a module may register buffers when it first runs."""
+
+    def check(self, *, is_trained: bool) -> None:
+        """Raise a ValueError if there are others now. is_trained: whether an epoch has been trained."""
+        parameters = dict(self._model.named_parameters())
+        changed = [n for n in {**self._parameters, **parameters} if parameters.get(n) is not self._parameters.get(n)]
+        if is_trained:
+            names = set(self._model.state_dict(keep_vars=True))
+            self._names = self._names or names
+            changed += sorted(names ^ self._names)
+        if changed:
+            raise ValueError(
+                f"{changed[0]} of the model was registered, replaced or removed after training had begun: neither the "
+                "optimizer nor the weights of earlier epochs know it; register it before the Trainer is made, and "
+                "change its values in place"
+            )
+
+
+def _marks_of(data: Dataset) -> dict[str, tuple[int | None, str]]:
+    """By name of an array of the dataset: its version, and a checksum of some of its rows. Shards are not watched."""
     if isinstance(data, ShardedData):
         return {}
-    table_versions = {f"table {name!r}": table.version for name, table in data.tables.items()}
-    return {**data.graph.versions, **table_versions}
+    arrays = data.graph.named_arrays if data.y is None else {**data.graph.named_arrays, "labels": data.y}
+    array_marks = {name: (version_of(array), sample(array, NUM_SAMPLED_ROWS)) for name, array in arrays.items()}
+    tables = {f"table {name!r}": table for name, table in data.tables.items()}
+    storages = {name: table.storage() for name, table in tables.items()}  # None: not one tensor
+    samples = {name: "" if storage is None else sample(storage, NUM_SAMPLED_ROWS) for name, storage in storages.items()}
+    return array_marks | {name: (table.version, samples[name]) for name, table in tables.items()}

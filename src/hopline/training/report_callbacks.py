@@ -96,7 +96,7 @@ class WatchBudget(Callback):
             peak = format_size(total["peak_bytes"])
             predicted = format_size(total["promised_bytes"])
             limit = format_size(total["limit_bytes"])
-            trainer.say(f"budget: {changes}; a step took up to {peak}, promised {predicted}, allowed {limit}")
+            trainer.say(f"budget: {changes}; a step took up to {peak}, predicted {predicted}, allowed {limit}")
 
 
 def _over_ranks(record: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
@@ -378,7 +378,7 @@ class WriteReport(Callback):
         lines = []
         for record in read_records(path):
             is_of_epoch = record.get("event") in ("epoch", "budget", "pipeline")
-            if not is_of_epoch or record["epoch"] <= epoch:
+            if not is_of_epoch or (record.get("epoch") or 0) <= epoch:
                 lines.append(json.dumps(record) + "\n")
         write_text(path, "".join(lines))
 

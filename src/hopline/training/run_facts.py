@@ -4,24 +4,30 @@
     stored_settings   all settings, and which were changed: config.json
     settings_of       data, method, settings, model: compared when a run is resumed (`checkpoint.identity`)
 
+`check_trainer_ranks` compares the ranks of a run, before it begins.
+
 The report shows the method as a plan has changed it. The other two have the method as the user asked for
 it, since a plan changes nothing of what is learnt.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from hopline.contract import Method, TrainStep
 from hopline.data.dataset import Dataset
 from hopline.data.fingerprint import contents_of
+from hopline.data.inputs import Inputs
 from hopline.distributed.gradients import CombinedBy, Gradients
 from hopline.methods.sampled.settings import Sampled
-from hopline.nn.structure import structure_of
+from hopline.nn.structure import parts_of, parts_of_function
 from hopline.report.settings import changed_keys
 from hopline.shards.data import ShardedData
+from hopline.units.rank_facts import check_ranks, settings_or_repr
 from hopline.util.config import kind_of, to_dict
 
 if TYPE_CHECKING:
@@ -32,8 +38,8 @@ def run_facts(trainer: Trainer) -> dict[str, Any]:
     """The sizes of dataset and model, the method as a plan has it, the device and the number of ranks."""
     data = trainer.data
     model = trainer.model
-    method: dict[str, Any] = {"kind": kind_of(type(trainer.method))} | _settings_or_repr(trainer.method)
-    own_gradients = {} if type(trainer.gradients) is Gradients else {"gradients": gradients_of(trainer)}
+    method: dict[str, Any] = {"kind": kind_of(type(trainer.method))} | settings_or_repr(trainer.method)
+    own_gradients = {} if type(trainer.gradients) is Gradients else {"gradients": gradients_of(trainer.gradients)}
     device = str(trainer.device)
     if trainer.device.type == "cuda":
         device += f" ({torch.cuda.get_device_name(trainer.device)})"
@@ -63,25 +69,10 @@ def name_of(gradients: Gradients) -> str:
     return "sum" if type(gradients) is Gradients else type(gradients).__name__
 
 
-def gradients_of(trainer: Trainer) -> dict[str, Any]:
+def gradients_of(gradients: Gradients) -> dict[str, Any]:
     """How gradients are combined: a name, and the settings of an object of the user's own."""
-    gradients = trainer.gradients
     has_settings = type(gradients) not in (Gradients, CombinedBy)
-    return {"kind": name_of(gradients)} | (_settings_or_repr(gradients) if has_settings else {})
-
-
-def _settings_or_repr(obj: Any) -> dict[str, Any]:
-    """The settings of a method or of gradients.
-
-    For a class of the user's own that is no dataclass: its `repr`.
-    """
-    try:
-        return to_dict(obj)
-    except (TypeError, ValueError):
-        # Python's default `repr` contains an address, which differs in every process. A resumed run would
-        # seem to be another run.
-        has_default_repr = type(obj).__repr__ is object.__repr__
-        return {"repr": f"{type(obj).__qualname__}()" if has_default_repr else repr(obj)}
+    return {"kind": name_of(gradients)} | (settings_or_repr(gradients) if has_settings else {})
 
 
 def settings_of(trainer: Trainer) -> dict[str, Any]:
@@ -89,16 +80,20 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
     method = trainer.requested_method
     return {
         "data": trainer.data.name,
-        "method": {"kind": type(method).__name__} | _settings_or_repr(method),
+        "method": {"kind": type(method).__name__} | settings_or_repr(method),
         "train": to_dict(trainer.settings),
-        "gradients": gradients_of(trainer),
+        "gradients": gradients_of(trainer.gradients),
         "model": repr(trainer.model),
     }
 
 
 def stored_settings(trainer: Trainer) -> dict[str, Any]:
-    """The content of config.json: "config", all settings, and "changed", the keys without their defaults."""
+    """The content of config.json.
+
+    "config": all settings. "changed": the keys without their defaults. "inputs": the form of the training data.
+    """
     settings = settings_of(trainer)
+    inputs = Inputs.of(trainer.data).to_dict()
     own_gradients: dict[str, Any] = {}
     changed: list[str] = []
     if type(trainer.gradients) is not Gradients:
@@ -106,7 +101,7 @@ def stored_settings(trainer: Trainer) -> dict[str, Any]:
         changed = [f"gradients.{key}" for key in settings["gradients"]]
     if trainer.config is not None:
         config = to_dict(trainer.config) | own_gradients
-        return {"config": config, "changed": [*changed_keys(trainer.config), *changed]}
+        return {"config": config, "changed": [*changed_keys(trainer.config), *changed], "inputs": inputs}
 
     changed += ["data", "model", *(f"train.{key}" for key in changed_keys(trainer.settings))]
     method = trainer.requested_method
@@ -115,14 +110,45 @@ def stored_settings(trainer: Trainer) -> dict[str, Any]:
         changed.append("method.kind")
     method_keys = ["repr"] if has_repr_only else changed_keys(method)
     changed += [f"method.{key}" for key in method_keys]
-    return {"config": settings, "changed": changed}
+    return {"config": settings, "changed": changed, "inputs": inputs}
 
 
-def fingerprints(model: nn.Module, data: Dataset) -> tuple[dict[str, str], str]:
-    """(fingerprints of the dataset's arrays by name, fingerprint of the model apart from its weights).
+def fingerprints(
+    model: nn.Module, data: Dataset, code: Mapping[str, Any]
+) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    """(fingerprints of the dataset's arrays, fingerprints of the model and of the user's code), all by name.
 
     Taken before training, because a module may count something while it trains.
+
+    code: functions, classes and objects by name, such as "train_step". The model is added as "model". Its
+    fingerprint is apart from its weights.
     """
     # The hash that all shards of one partition share stands for the arrays of the whole dataset.
     contents = {"cut": data.shard.cut} if isinstance(data, ShardedData) else contents_of(data)
-    return contents, structure_of(model)
+    parts = {name: parts_of_function(name, what, model) for name, what in code.items()}
+    return contents, {"model": parts_of(model), **parts}
+
+
+def check_trainer_ranks(trainer: Trainer, method: Method, train_step: TrainStep | None) -> None:
+    """Refuse ranks whose Trainers were given different things. Collective, and free for a single process.
+
+    `out`, callbacks, the placement and `config` are not compared. method: as it was given, since defaults depend on
+    the model and the graph, whose difference shall be named.
+    """
+    budget = trainer.budget
+    settings = {
+        "method": {"kind": type(method).__name__} | settings_or_repr(method),
+        **to_dict(trainer.settings),
+        "budget": None if budget is None else to_dict(budget),
+        "gradients": gradients_of(trainer.gradients),
+        "train_step": _function_name(train_step),
+        "test_step": _function_name(trainer.test_step),
+        "metric_mode": trainer.metric_mode,
+    }
+    data = trainer.data
+    splits = {f"the split {name!r}": ids for name, ids in data.splits.items()}
+    check_ranks(trainer.world, f"hl.{type(trainer).__name__}", data, splits, settings, trainer.model)
+
+
+def _function_name(function: Callable[..., Any] | None) -> str | None:
+    return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)

@@ -55,6 +55,7 @@ from hopline.distributed.world import World
 from hopline.inference.captured_forward import CapturedInferences
 from hopline.methods.plan_within import plan_within
 from hopline.metrics import Mode, mode_of
+from hopline.nn.attributes import set_attributes
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import Whole, as_batch_model
 from hopline.nn.whole_module_probe import initialise
@@ -69,8 +70,10 @@ from hopline.training.checkpoint import Checkpoints, Position
 from hopline.training.evaluation import Measure, TestStep, check_whole, part_hops_of, whole_notes
 from hopline.training.inputs import (
     InPlaceChangeCheck,
+    WeightsCheck,
     bind_method,
     check_callbacks,
+    check_extra_state,
     check_gradients,
     check_hooks,
     check_method,
@@ -82,7 +85,7 @@ from hopline.training.lr_schedule import Scheduler
 from hopline.training.optimizer import Update, make_optimizer, split_decay
 from hopline.training.rank_steps import align_groups, total_size
 from hopline.training.report_callbacks import ShowProgress, WatchBudget, WatchPipeline, WriteReport, peak_bytes
-from hopline.training.run_facts import fingerprints, name_of, settings_of, stored_settings
+from hopline.training.run_facts import check_trainer_ranks, fingerprints, name_of, settings_of, stored_settings
 from hopline.training.run_lock import HANDOVER_S, RunLock
 from hopline.training.settings import TrainSettings
 from hopline.training.validation import BlockingEvaluator, Evaluator, Result
@@ -91,15 +94,17 @@ from hopline.units.batch_unit import own_threads
 from hopline.units.job import make_job
 from hopline.util import trace
 from hopline.util.config import check_names, removed_settings
+from hopline.util.errors import NotCopied
 from hopline.util.files import remove_unfinished
-from hopline.util.host import keep_freed_memory_within
+from hopline.util.host import host_memory, keep_freed_memory_within, refuse_after_fork
 from hopline.util.log import logger
+from hopline.util.output import outlive_output
 
 BudgetLike = Budget | str | Mapping[str, str] | None
 """What `Trainer(budget=)` accepts: a budget, a limit of the device such as "8GiB", or a budget's fields."""
 
 
-class Trainer:
+class Trainer(NotCopied):
     """Trains a model on a dataset by a method.
 
     Extend it by callbacks, by a `Method` of your own, by `train_step` and `test_step`, or by overriding
@@ -145,6 +150,11 @@ class Trainer:
         (1, '1 epoch is trained')
     """
 
+    instead = (
+        "it has threads, tables and process groups of its own. Make another hl.Trainer with copy.deepcopy(model), or "
+        "give out= and continue by resume=True"
+    )
+
     def __init__(
         self,
         model: nn.Module,
@@ -176,10 +186,12 @@ class Trainer:
         self.model = unwrap_model(model, self.world).to(self.device)
         # The model as the library runs it, called with a batch. It shares its parameters with `self.model`.
         batch_model = as_batch_model(self.model)
+        given_method = check_method(method)
         # As the user asked for it. A plan for a budget may replace `method`.
-        self.requested_method = check_method(method).for_model(batch_model).for_graph(data.num_nodes)
+        self.requested_method = given_method.for_model(batch_model).for_graph(data.num_nodes)
         self.method = self.requested_method
         self.gradients = check_gradients(gradients, self.method, self.world)
+        self.budget = None if budget is None else Budget.of(budget)
         self.test_step = test_step
         overrides_evaluate = type(self).evaluate is not Trainer.evaluate
         own_metric = test_step is not None or overrides_evaluate
@@ -187,16 +199,31 @@ class Trainer:
 
         self.data = data
         self.metric = data.metric
+        # Before all other collective calls: a rank that differs sends messages of other sizes.
+        try:
+            check_trainer_ranks(self, given_method, train_step)
+        except ValueError:
+            if world is None:  # else it is the user's, who may go on with it
+                self.world.close()
+            raise
+        self.out = None if out is None else Path(out)
+        # Only the first rank writes, so its folder decides whether all ranks take part in checkpoints.
+        first_out = self.world.broadcast_object(None if out is None else str(out))
+        self.checkpoints = Checkpoints(None if first_out is None else Path(first_out), self.settings, self.world)
         self.contents: dict[str, str] = {}
         """Fingerprints of the dataset's arrays by name, for checkpoints. Empty without a run folder."""
-        self.structure = ""
-        """A fingerprint of the model apart from its weights, for checkpoints. Empty without a run folder."""
-        if out is not None:
-            self.contents, self.structure = fingerprints(self.model, data)
+        self.code: dict[str, dict[str, str]] = {}
+        """Fingerprints of the model, apart from its weights, and of the user's functions and classes, for checkpoints.
+        Empty without a run folder."""
+        if first_out is not None:
+            own_code = {"train_step": train_step, "test_step": test_step, "gradients": gradients}
+            own_classes = {"method": type(self.method), "Trainer": type(self)}
+            self.contents, self.code = fingerprints(self.model, data, own_code | own_classes)
+            check_extra_state(self.model)
         self._change_check = InPlaceChangeCheck(data)
+        self.weights_check = WeightsCheck(self.model)
         self._report: Report | None = None
         self.callbacks = check_callbacks(callbacks)
-        self.out = None if out is None else Path(out)
         self.config = config
         self.num_seeds = data.train_ids.numel()
         if self.settings.patience is not None and not self.has("valid"):
@@ -211,7 +238,6 @@ class Trainer:
             splits_to_check += ["valid", "test"]
         check_training(data, splits_to_check)
 
-        self.budget = None if budget is None else Budget.of(budget)
         self.plan: Plan | None = None
         self.guard: Guard | None = None
         self.job = make_job(
@@ -232,7 +258,6 @@ class Trainer:
             check_whole(self.job, self.part_hops, self.measure_options.get("chunk_bytes"))
         if self.settings.evaluate == "async":
             check_async(self, overrides_evaluate=overrides_evaluate)
-        self.checkpoints = Checkpoints(self.out, self.settings, self.world)
 
         # The state of a run. `fit` and `_open_run` start all of it anew.
         self.stop_reason: str | None = None
@@ -272,9 +297,11 @@ class Trainer:
             ValueError: The loss is not finite, the method gives no batches, or arrays of the dataset were
                 changed in place since the Trainer was made.
         """
+        refuse_after_fork(torch.get_num_threads())
         run = self.run = Run(metric=self.metric, folder=self.out, rank=self.world.rank)
         started = time.perf_counter()
         with ExitStack() as stack:
+            stack.enter_context(outlive_output())
             stack.enter_context(self.world.watch())
             stack.enter_context(keep_freed_memory_within())
             stack.enter_context(preserve_modes(self.model))
@@ -598,6 +625,7 @@ class Trainer:
         epoch = result.evaluation.epoch
         assert result.weights is not None
         self.model.load_state_dict(result.weights)
+        set_attributes(self.model, result.attributes)
 
         run.dropped = run.epochs - epoch
         has_begun_another = self.position.units > 0
@@ -623,6 +651,7 @@ class Trainer:
             evaluation = self.evaluate_now(run.best_epoch, "test", exact=True)
             self._act_on_one(Result(evaluation, weights=None, reason=self.stop_reason))
             run.test = evaluation.metrics[self.metric]
+            run.test_is_exact = self.test_step is None and type(self).evaluate is Trainer.evaluate
 
     # ---- for callbacks
 
@@ -643,7 +672,10 @@ class Trainer:
 
     def call(self, hook: str, *args: Any) -> None:
         """Call a hook of all callbacks of the run, in order."""
-        for callback in self.active:
+        for i, callback in enumerate(self.active):
+            # After the user's, before those that store weights. What a step has changed is found at the epoch's end.
+            if i == len(self.callbacks) and hook != "on_step_end":
+                self.weights_check.check(is_trained=hook != "on_fit_start")
             getattr(callback, hook)(self, *args)
 
     def has(self, split: str) -> bool:
@@ -846,7 +878,8 @@ class Trainer:
                     initialise(self.job.model, self.data.x, self.data.graph.edge)
             else:
                 infer.exact(self.job.model, self.data, self.job.train_ids[:1], device=self.device)
-        self.world.broadcast_tensors(self.model.state_dict().values())
+        # What modules add by `get_extra_state` need be no tensors.
+        self.world.broadcast_tensors(w for w in self.model.state_dict().values() if isinstance(w, Tensor))
 
     def _begin_training(self, state: dict[str, Any] | None) -> None:
         """Make the optimizer, describe the run to the user, and resume from the checkpoint.
@@ -854,6 +887,7 @@ class Trainer:
         state: the checkpoint. None for a new run.
         """
         self.optimizer = self.make_optimizer()
+        self.weights_check = WeightsCheck(self.model)
         self.update = Update(self.model, self.optimizer, self.settings.clip_norm, self.say)
         self.schedule = Scheduler(self.settings.schedule, self.optimizer, self.settings.epochs)
         if self._must_combine:
@@ -864,6 +898,9 @@ class Trainer:
         if self.plan is not None:
             for line in self.plan.lines():
                 self.say(line)
+            warning = self.plan.excess_warning(host_memory().total)
+            if warning:
+                self.say(warning, logging.WARNING)
         notes = whole_notes(self.job, self.method, self.part_hops, evaluates=self._evaluates_exactly)
         if notes.approximation:
             self.say(notes.approximation, logging.WARNING)
@@ -887,7 +924,7 @@ class Trainer:
             method=settings["method"],
             settings=settings["train"],
             contents=self.contents,
-            structure=self.structure,
+            code=self.code,
         )
         return identity | {"gradients": settings["gradients"]}
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hopline.device.snapshots import preserve_weights
+from hopline.nn.attributes import preserve_state, set_attributes
 from hopline.training.callbacks import Callback, Evaluation
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ class Result:
     evaluation: Evaluation
     weights: Mapping[str, Tensor] | None = None
     """The weights that were evaluated, if the model has changed since. None: the model still has them."""
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    """Attributes of the model that go with `weights` (`nn.attributes`)."""
     reason: str | None = None
     """`Trainer.stop_reason` at the end of the epoch that was evaluated. None: training was not to stop."""
 
@@ -66,15 +68,21 @@ class Waiting(Callback):
     def state(self) -> dict[str, Any]:
         waiting = []
         for snapshot in self.snapshots:
-            weights = {name: tensor.to("cpu", copy=True) for name, tensor in snapshot.buffer.weights.items()}
-            waiting.append({"epoch": snapshot.epoch, "reason": snapshot.reason, "weights": weights})
+            weights = {
+                name: value.to("cpu", copy=True) if isinstance(value, Tensor) else value
+                for name, value in snapshot.buffer.weights.items()
+            }
+            attributes = snapshot.buffer.attributes
+            waiting.append(
+                {"epoch": snapshot.epoch, "reason": snapshot.reason, "weights": weights, "attributes": attributes}
+            )
         return {"waiting": waiting}
 
     def restore_state(self, state: dict[str, Any]) -> None:
         self._restored = state["waiting"]
 
     def pop_restored(self) -> list[dict[str, Any]]:
-        """The epochs that a checkpoint has left to evaluate, as dicts {epoch, reason, weights}.
+        """The epochs that a checkpoint has left to evaluate, as dicts {epoch, reason, weights, attributes}.
 
         Empty in later calls.
         """
@@ -141,10 +149,11 @@ class BlockingEvaluator(Evaluator):
         # A run that was begun with evaluate=async may have left epochs to evaluate.
         trainer = self.trainer
         for state in self.waiting.pop_restored():
-            with preserve_weights(trainer.model):
+            with preserve_state(trainer.model):
                 trainer.model.load_state_dict(state["weights"])
+                set_attributes(trainer.model, state["attributes"])
                 evaluation = trainer.evaluate_now(state["epoch"], "valid", exact=self._is_exact)
-            yield Result(evaluation, weights=state["weights"], reason=state["reason"])
+            yield Result(evaluation, state["weights"], state["attributes"], state["reason"])
 
     def validate(self, epoch: int) -> Iterator[Result]:
         evaluation = self.trainer.evaluate_now(epoch, "valid", exact=self._is_exact)

@@ -2,6 +2,7 @@
 
     job               makes the job of a run, or of a copy of its model
     batch_unit        runs the training step on one batch; has the usual losses of a task
+    rank_facts        refuses ranks that were given different data, settings or models
     loss_at_outputs   computes a user's own loss over all seeds at once where the model ran in micro-batches
     measured_unit     measures a step that cannot be split
 

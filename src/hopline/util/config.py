@@ -143,6 +143,15 @@ def kind_of(cls: type) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
 
 
+def find_by_other_name(text: str, classes: Iterable[type]) -> tuple[type, Mapping[str, Any]] | None:
+    """(class, its settings) that papers or other libraries call by this name; None if there is none.
+
+    A settings class lists such names in its `KNOWN_AS`, by their letters alone.
+    """
+    letters = re.sub("[^a-z]", "", text.lower())
+    return next(((cls, cls.KNOWN_AS[letters]) for cls in classes if letters in getattr(cls, "KNOWN_AS", ())), None)
+
+
 def _members(annotation: Any) -> tuple[Any, ...]:
     """The alternatives of a union, or the annotation itself."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
@@ -357,6 +366,10 @@ def _read(value: Any, annotation: Any, key: str, read_as: _Reader) -> Any:
         (only_class,) = kinds.values()
         inner_keys = [f"{key}.{name}" for name in _settable(only_class)]
         hint = f" Its own settings are {', '.join(inner_keys)}."
+    meant = find_by_other_name(str(value), kinds.values())
+    if meant is not None:
+        cls, values = meant
+        hint = f" {value} is {' '.join([f'{key}={kind_of(cls)}', *(f'{key}.{n}={v}' for n, v in values.items())])}."
     raise ValueError(f"{key}={value} is not valid: expected {_describe(annotation)}.{hint}")
 
 
@@ -743,7 +756,7 @@ def settings(cls: type[T]) -> type[T]:
     """Decorate a settings class: a frozen dataclass with keyword arguments only.
 
     Its constructor answers a misspelt keyword with the nearest name, and a removed one with what to use
-    instead.
+    instead. Where a field is a path, it takes text too.
     """
     settings_class = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     construct = settings_class.__init__
@@ -756,10 +769,18 @@ def settings(cls: type[T]) -> type[T]:
                 f"{settings_class.__name__} takes its settings by name, such as {names[0]}={positional[0]!r}"
             )
         check_names(settings_class.__name__, values, names, removed_settings(settings_class))
-        construct(self, **values)
+        construct(self, **{name: _as_path(value, settings_class, name) for name, value in values.items()})
 
     settings_class.__init__ = __init__
     return settings_class
+
+
+def _as_path(value: Any, cls: type, name: str) -> Any:
+    """The value of a field. Text becomes a path where the field's annotation admits a path and not the text."""
+    if not isinstance(value, str):
+        return value
+    hint = _hints(cls)[name]
+    return Path(value) if value and _fits(Path(value), hint) and not _fits(value, hint) else value
 
 
 def check_names(

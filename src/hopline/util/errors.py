@@ -1,9 +1,11 @@
-"""Errors that end a run.
+"""Errors that end a run, and `NotCopied`, whose objects refuse to be copied.
 
 The module imports no torch, so that the command line can tell them apart at once.
 """
 
 from __future__ import annotations
+
+from typing import Any, ClassVar, NoReturn
 
 
 class PeerError(RuntimeError):
@@ -25,3 +27,14 @@ class RankError(RuntimeError):
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code
+
+
+class NotCopied:
+    """A base of classes whose objects belong to their process: copying and pickling raise a TypeError."""
+
+    instead: ClassVar[str]
+    """Why, and what to do instead."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        # `copy.copy`, `copy.deepcopy` and `pickle` all come here.
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: {self.instead}")

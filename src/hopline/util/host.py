@@ -1,4 +1,4 @@
-"""The host: its identity, the cores that this process may use, who set its threads, and its freed memory.
+"""The host: its identity, the cores and memory of this process, its threads and forks, and its freed memory.
 
 Freed memory is the part with state. A batch allocates tens of megabytes and frees them. By default glibc
 returns such blocks to the system at once, and the next batch waits while the system clears new pages.
@@ -15,8 +15,10 @@ import platform
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Literal
+from pathlib import Path, PurePosixPath
+from typing import Literal, NamedTuple
+
+import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
 """The folder in which Linux shows the limits of a container."""
@@ -29,6 +31,102 @@ def num_cores(cgroup: Path = CGROUP) -> int:
     else:
         allowed = os.cpu_count() or 1
     return min(allowed, _cgroup_cores(cgroup) or allowed)
+
+
+_worked_in: set[int] = set()
+"""The process in which hopline has worked with several threads of torch. A forked child inherits the entry."""
+
+
+def refuse_after_fork(num_threads: int) -> None:
+    """Refuse work in a process that was forked after hopline had worked in its parent.
+
+    Threads do not survive a fork. Torch would give its own some work in the child, and wait for them for ever.
+    With one thread it gives them none: so do PyTorch's DataLoader workers.
+
+    num_threads: Those of torch, `torch.get_num_threads()`.
+    """
+    if num_threads == 1:
+        return
+    if _worked_in and os.getpid() not in _worked_in:
+        raise ValueError(
+            "this process was forked after hopline had worked in its parent, and torch's threads do not survive a "
+            "fork: start it by multiprocessing.get_context('spawn'), or call torch.set_num_threads(1) in it first"
+        )
+    _worked_in.add(os.getpid())
+
+
+class HostMemory(NamedTuple):
+    """The memory of the host that this process may use, in bytes."""
+
+    total: int
+    """All memory: that of the machine, or the limit of the container if that is less."""
+    available: int
+    """The bytes that can still be allocated. File pages that the system can take back count as available."""
+    is_container: bool
+    """Whether `total` is the limit of a container."""
+
+
+def host_memory(cgroup: Path = CGROUP, proc: Path = Path("/proc")) -> HostMemory:
+    """The memory of the machine, and less where a container limits it.
+
+    Control groups are nested, and every limit on the way from the process's group up to the root holds. Inside a
+    container the path may be that of the machine, which the container cannot see. Then its own limit is at the root.
+    """
+    machine = psutil.virtual_memory()
+    total = machine.total
+    available = machine.available
+    for folder in _memory_groups(cgroup, proc):
+        limits = [_read_bytes(folder / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
+        limit = min((bytes_ for bytes_ in limits if bytes_ is not None), default=total)
+        if limit >= machine.total:  # version 1 has no word for "no limit", but a huge number
+            continue
+        usage = _read_bytes(folder / "memory.current") or _read_bytes(folder / "memory.usage_in_bytes") or 0
+        total = min(total, limit)
+        available = min(available, max(0, limit - (usage - _inactive_file_bytes(folder))))
+    return HostMemory(total, available, is_container=total < machine.total)
+
+
+def _memory_groups(cgroup: Path, proc: Path) -> Iterator[Path]:
+    """The folders of this process's control groups for memory, from its own up to the root; only those that exist."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:  # another system
+        lines = []
+    for line in lines:
+        # "5:memory:/docker/ID" in version 1, which has a folder per controller, and "0::/ID" in version 2.
+        _number, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = cgroup / "memory" if controllers else cgroup
+        own = PurePosixPath(path.lstrip("/"))
+        for group in (own, *own.parents):
+            # ".." leads out of the process's own namespace.
+            if ".." not in group.parts and (root / group).is_dir():
+                yield root / group
+
+
+def _read_bytes(file: Path) -> int | None:
+    """The number in a file of a control group; None for "max", and if there is no such file."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _inactive_file_bytes(folder: Path) -> int:
+    """File pages of a control group that the system takes back before it kills a process."""
+    try:
+        values = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    # Version 1 has the number of the group alone, and the total with the groups below.
+    return int(values.get("total_inactive_file", values.get("inactive_file", 0)))
+
+
+def process_bytes() -> int:
+    """The resident memory of this process, without pages of files and shared memory."""
+    memory = psutil.Process().memory_info()
+    return memory.rss - getattr(memory, "shared", 0)
 
 
 def host_identity() -> str:

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGUSR1 end a run after its current step or evaluation, with a checkpoint.
+"""Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 end a run after its current step or evaluation, with a checkpoint.
 
 While a trainer trains, the handler only notes the first signal. The trainer looks at `Signals.received`,
 writes the checkpoint and raises `Interrupted`. After the first signal, of whichever kind, a Ctrl-C raises
@@ -15,8 +15,10 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
-"""The signals that end a run: Ctrl-C, the usual request to end, and Slurm's notice before preemption."""
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
+"""The signals that end a run: Ctrl-C, the usual request to end, a closed terminal, and Slurm's notice before
+preemption."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -35,8 +37,8 @@ class Signals:
     """A context that handles the signals of `SIGNALS`, in one of two modes:
 
         at_once=True     every signal raises `Interrupted`. The mode at the beginning.
-        at_once=False    the first signal is only noted. After it, Ctrl-C raises `Interrupted`. SIGTERM and
-                         SIGUSR1 change nothing, since launchers may send the same notice twice.
+        at_once=False    the first signal is only noted. After it, Ctrl-C raises `Interrupted`. The others
+                         change nothing, since launchers may send the same notice twice.
 
     `Checkpoints.hold_signals` sets the mode. At the end of the context the handlers of before are installed
     again. Python delivers signals to the main thread alone. In another thread the context does nothing.

@@ -1,210 +1,246 @@
-"""Datasets from DGL's partitions, read through a fake `dgl.distributed.load_partition`."""
+"""Datasets from DGL's partitions: `dgl_2_1_0.zip` holds what DGL 2.1.0 wrote (`write_dgl.py`)."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import sys
-import types
+import random
+import shutil
+import tracemalloc
+import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from hopline.core.partition import make_partition
+from hopline.data import from_edges
 from hopline.data.dataset import Dataset
-from hopline.data.formats.dgl import from_dgl, is_dgl_folder
+from hopline.data.formats.dgl import from_dgl
+from hopline.data.formats.dgl_stream import ARRAY, read_graph, read_tensors
+from hopline.data.paths import dgl_config
 from hopline.data.store import verify
-from hopline.shards.write import cut
-from hopline.tables import TensorTable
-from tests.helpers import randint, randn, random_graph
 from tests.runs import assert_refused, command
 
-
-class FakePartitionGraph:
-    """The part of a DGL graph that the reader uses: edges, node data and edge data."""
-
-    def __init__(self, ends: tuple[Tensor, Tensor], ndata: dict[str, Tensor], edata: dict[str, Tensor]) -> None:
-        self.ends = ends
-        self.ndata = ndata
-        self.edata = edata
-
-    def edges(self) -> tuple[Tensor, Tensor]:
-        return self.ends
+HOMOGENEOUS = ("metis", "random", "csr", "all_formats", "one_part")
+NUM_NODES = 30
 
 
-def make_dataset() -> Dataset:
-    """40 nodes with weighted edges, edge attributes, two tables, four classes and three splits."""
-    graph = random_graph(40, 200, weight=True, attr=3, dtype=torch.int32)
-    ids = torch.arange(40)
-    return Dataset(
-        name="test",
-        graph=graph,
-        tables={"x": TensorTable(randn(40, 5).float()), "year": TensorTable(randint(0, 9, 40)[:, None])},
-        y=randint(0, 4, 40, seed=1).clamp(max=3),
-        splits={"train": ids[::2], "valid": ids[1::4], "test": ids[3::4]},
-        num_classes=4,
-    )
-
-
-def make_dgl_partitions(data: Dataset, folder: Path, *, with_original_ids: bool = True) -> tuple[Any, Tensor]:
-    """(a fake `load_partition`, [40] int64 the part of each node) of a dataset in three parts.
-
-    As in DGL, nodes and edges are renumbered part by part, and a part has halo nodes and edges.
-    with_original_ids: parts store the ids from before the renumbering, as `orig_id`.
-    """
-    part_of = make_partition(data.graph, 3, "random").part_of.long()
-    order = part_of.argsort(stable=True)
-    new = torch.empty_like(order)
-    new[order] = torch.arange(40)
-    src, dst = data.graph.edge_index()
-    edge_order = part_of[dst].argsort(stable=True)
-    new_edge = torch.empty_like(edge_order)
-    new_edge[edge_order] = torch.arange(edge_order.numel())
-    bounds, edge_bounds = ([0, *torch.bincount(p, minlength=3).cumsum(0).tolist()] for p in (part_of, part_of[dst]))
-    fields = {"graph_name": "test", "num_parts": 3, "num_nodes": 40, "num_edges": src.numel()}
-    fields |= {"node_map": {"_N": [list(b) for b in itertools.pairwise(bounds)]}}
-    fields |= {"edge_map": {"_N:_E:_N": [list(b) for b in itertools.pairwise(edge_bounds)]}}
-    folder.mkdir()
-    (folder / "test.json").write_text(json.dumps(fields | {f"part-{p}": {} for p in range(3)}))
-    masks = {f"{n}_mask": torch.isin(torch.arange(40), data.splits[s]) for n, s in MASKS.items()}
-
-    def load(config: str, part: int) -> tuple[Any, ...]:
-        assert Path(config) == folder / "test.json"
-        own_nodes = order[bounds[part] : bounds[part + 1]]
-        touching = (part_of[dst] == part) | (part_of[src] == part)  # halo edges too
-        local = torch.cat([own_nodes, torch.cat([src, dst])[torch.cat([touching, touching])].unique()]).unique()
-        local = torch.cat([own_nodes, local[part_of[local] != part]])
-        place = torch.full((40,), -1)
-        place[local] = torch.arange(local.numel())
-        edges = touching.nonzero().view(-1)
-        edges = edges[torch.randperm(edges.numel(), generator=torch.Generator().manual_seed(part))]
-        ndata = {"_ID": new[local], "inner_node": (part_of[local] == part).to(torch.uint8)}
-        edata = {"_ID": new_edge[edges], "inner_edge": (part_of[dst[edges]] == part).to(torch.uint8)}
-        if with_original_ids:
-            ndata["orig_id"] = local
-            edata["orig_id"] = edges
-        graph = FakePartitionGraph((place[src[edges]].int(), place[dst[edges]].int()), ndata, edata)
-        rows = {"_N/feat": data.x.read(own_nodes), "_N/label": data.labels[own_nodes], "_N/trainer_id": own_nodes}
-        rows |= {f"_N/{name}": mask[own_nodes].to(torch.uint8) for name, mask in masks.items()}
-        rows["_N/half"] = data.x.read(own_nodes).bfloat16()
-        rows["_N/year"] = data.tables["year"].read(own_nodes).view(-1)
-        inner = edge_order[edge_bounds[part] : edge_bounds[part + 1]]
-        edge = {"_N:_E:_N/w": data.graph.edge["weight"][inner], "_N:_E:_N/feat": data.graph.edge["attr"][inner]}
-        return graph, rows, edge, None, "test", ["_N"], [("_N", "_E", "_N")]
-
-    return load, part_of
-
-
-MASKS = {"train": "train", "val": "valid", "test": "test"}
+@pytest.fixture(scope="session")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dgl")
+    with zipfile.ZipFile(Path(__file__).parent / "dgl_2_1_0.zip") as files:
+        files.extractall(folder)
+    return folder
 
 
 @pytest.fixture
-def dgl(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    module = types.ModuleType("dgl")
-    distributed = types.ModuleType("dgl.distributed")
-    module.distributed = distributed  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "dgl", module)
-    monkeypatch.setitem(sys.modules, "dgl.distributed", distributed)
-    return distributed
+def metis(archive: Path, tmp_path: Path) -> Path:
+    """A copy of one partition, to be damaged."""
+    return Path(shutil.copytree(archive / "metis", tmp_path / "metis"))
 
 
-@pytest.mark.parametrize("to_folder", [False, True])
-def test_joining_the_parts_gives_the_graph_that_was_partitioned(dgl: Any, tmp_path: Path, to_folder: bool) -> None:
-    expected = make_dataset()
-    dgl.load_partition, part_of = make_dgl_partitions(expected, tmp_path / "dgl")
-    assert is_dgl_folder(tmp_path / "dgl")
-    assert is_dgl_folder(tmp_path / "dgl" / "test.json")
-    ours = from_dgl(tmp_path / "dgl", **({"folder": tmp_path / "out"} if to_folder else {}))
-    everyone = torch.arange(40)
-    assert torch.equal(ours.graph.indptr, expected.graph.indptr)
-    assert torch.equal(ours.graph.indices, expected.graph.indices)  # each node's in-edges in the order they had
-    for name, rows in expected.graph.edge.items():
-        assert torch.equal(ours.graph.edge[name], rows)
-    assert torch.equal(ours.x.read(everyone), expected.x.read(everyone))
+def make_expected(archive: Path, order: np.ndarray | None = None) -> Dataset:
+    """The graph that DGL partitioned. order: its nodes are numbered anew, order[i] becoming i."""
+    with np.load(archive / "original.npz") as arrays:
+        original = dict(arrays)
+    order = np.arange(NUM_NODES) if order is None else order
+    new = np.argsort(order)
+    nodes = {key.removeprefix("node_"): rows[order] for key, rows in original.items() if key.startswith("node_")}
+    return from_edges(
+        new[original["edge_index"]],
+        edge={"weight": original["edge_w"], "attr": original["edge_feat"]},
+        x=nodes["feat"],
+        y=nodes["label"],
+        splits={name: nodes[f"{name}_mask"] for name in ("train", "val", "test")},
+        tables={name: nodes[name].reshape(NUM_NODES, -1) for name in ("year", "half", "brain")},
+        num_nodes=NUM_NODES,
+    )
+
+
+def edges_of(data: Dataset) -> list[Any]:
+    """Every edge with its arrays, sorted: edges into one node may come in any order."""
+    ends = data.graph.edge_index().T.tolist()
+    arrays = [data.graph.edge[name].reshape(len(ends), -1).tolist() for name in ("weight", "attr")]
+    return sorted(zip(ends, *arrays, strict=True))
+
+
+def assert_same(ours: Dataset, expected: Dataset) -> None:
+    everyone = torch.arange(NUM_NODES)
+    assert edges_of(ours) == edges_of(expected)
     assert torch.equal(ours.labels, expected.labels)
-    assert ours.tables.keys() == {"x", "half", "year", "part"}
-    assert ours.tables["part"].read(everyone).view(-1).tolist() == part_of.tolist()
+    assert ours.splits.keys() == expected.splits.keys() == {"train", "valid", "test"}
     assert all(torch.equal(ours.splits[name], ids) for name, ids in expected.splits.items())
-    assert (ours.name, ours.num_classes) == ("out" if to_folder else "test", 4)
-    if to_folder:
-        verify(tmp_path / "out")
-        assert not list(tmp_path.glob(".dgl-*"))
+    assert ours.tables.keys() - {"part"} == expected.tables.keys() == {"x", "year", "half", "brain"}
+    for name, table in expected.tables.items():
+        assert ours.tables[name].dtype == table.dtype
+        assert torch.equal(ours.tables[name].read(everyone), table.read(everyone)), name
 
 
-def test_the_command_converts_and_cuts_the_same_parts(dgl: Any, tmp_path: Path) -> None:
-    dgl.load_partition, part_of = make_dgl_partitions(make_dataset(), tmp_path / "dgl")
-    outcome = command("convert", tmp_path / "dgl", tmp_path / "out")
+@pytest.mark.parametrize("name", HOMOGENEOUS)
+def test_joining_the_parts_gives_the_graph_that_was_partitioned(archive: Path, name: str) -> None:
+    nodes = np.load(archive / name / "nodes.npy")
+    assert dgl_config(archive / name) == dgl_config(archive / name / "graph.json") == archive / name / "graph.json"
+    ours = from_dgl(archive / name, ids=archive / name / "nodes.npy")
+    assert_same(ours, make_expected(archive))
+    ranges = json.loads((archive / name / "graph.json").read_text())["node_map"]["_N"]
+    parts = ours.tables["part"].read(torch.from_numpy(nodes)).view(-1).tolist()
+    assert parts == [part for part, (first, last) in enumerate(ranges) for _ in range(first, last)]
+    assert ours.num_classes == 5
+
+
+@pytest.mark.parametrize("name", HOMOGENEOUS)
+def test_without_original_ids_nodes_keep_dgls_ids_and_a_warning_says_what_to_save(
+    archive: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = from_dgl(archive / name / "graph.json")
+    assert "ids=FILE" in caplog.text
+    assert_same(ours, make_expected(archive, np.load(archive / name / "nodes.npy")))
+
+
+def test_original_ids_in_the_files_are_taken(archive: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    expected = make_expected(archive)
+    ours = from_dgl(archive / "original_ids", folder=tmp_path / "out")
+    assert_same(ours, expected)
+    assert torch.equal(ours.graph.indices, expected.graph.indices)  # each node's in-edges in the order they had
+    assert "ids=FILE" not in caplog.text
+    assert not list(tmp_path.glob(".dgl-*"))
+    verify(tmp_path / "out")
+    with pytest.raises(ValueError, match="has the original ids itself: leave out ids="):
+        from_dgl(archive / "original_ids", ids=archive / "original_ids" / "nodes.npy")
+
+
+def test_the_command_converts_with_ids_and_cuts_the_same_parts(archive: Path, tmp_path: Path) -> None:
+    nodes = torch.from_numpy(np.load(archive / "random" / "nodes.npy"))
+    torch.save(nodes, tmp_path / "nodes.pt")
+    outcome = command("convert", archive / "random", tmp_path / "out", f"ids={tmp_path / 'nodes.pt'}")
     assert outcome.status == 0, outcome.err
     settings = ("shards=3", "how=labels", "labels=part")
     assert command("partition", tmp_path / "out", tmp_path / "shards", *settings).status == 0
-    partition = make_partition(make_dataset().graph, 3, labels=part_of)
-    cut(make_dataset(), partition, tmp_path / "expected")
-    for rank in range(3):
-        ours, theirs = ((tmp_path / f / f"shard-{rank}" / "nodes.npy").read_bytes() for f in ("shards", "expected"))
-        assert ours == theirs
+    ranges = json.loads((archive / "random" / "graph.json").read_text())["node_map"]["_N"]
+    for rank, (first, last) in enumerate(ranges):
+        own = np.load(tmp_path / "shards" / f"shard-{rank}" / "nodes.npy")
+        assert sorted(own.tolist()) == sorted(nodes[first:last].tolist())
     assert_refused(
         command("partition", tmp_path / "out", tmp_path / "more", "shards=3", "how=labels", "labels=parts"),
         "labels=parts must name one whole number per node",
         "part",
     )
+    assert_refused(command("convert", archive / "random", tmp_path / "none", "ids=map"), "There is no file map")
+    assert_refused(
+        command("convert", archive / "original.npz", tmp_path / "none", "ids=x.npy"), "ids= is for edge lists"
+    )
 
 
-def test_without_original_ids_nodes_keep_dgls_ids_and_a_warning_says_so(
-    dgl: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    dgl.load_partition, part_of = make_dgl_partitions(make_dataset(), tmp_path / "dgl", with_original_ids=False)
-    ours = from_dgl(tmp_path / "dgl" / "test.json")
-    assert "do not say which ids nodes had before DGL numbered them anew" in caplog.text
-    order = part_of.argsort(stable=True)
-    assert torch.equal(ours.labels, make_dataset().labels[order])
-    assert torch.equal(ours.graph.in_degrees(), make_dataset().graph.in_degrees()[order])
+def test_ids_that_are_no_numbering_of_the_nodes_are_refused(archive: Path, tmp_path: Path) -> None:
+    for ids, reason in (
+        (np.arange(NUM_NODES - 1), r"holds \[29\] int64, and ids= is for whole numbers \[30\]"),
+        (np.zeros(NUM_NODES), "holds .* float64"),
+        (np.zeros(NUM_NODES, np.int64), "does not hold every node once"),
+        (np.arange(NUM_NODES) + 1, "does not hold every node once"),
+        (np.array([{}] * NUM_NODES), "cannot be read as an .npy or .pt file"),
+    ):
+        np.save(tmp_path / "ids.npy", ids)
+        with pytest.raises(ValueError, match=reason):
+            from_dgl(archive / "metis", ids=tmp_path / "ids.npy")
+    (tmp_path / "ids.pt").write_bytes(b"no tensor")
+    with pytest.raises(ValueError, match="cannot be read as an"):
+        from_dgl(archive / "metis", ids=tmp_path / "ids.pt")
+    with pytest.raises(ValueError, match="is a folder: give a file"):
+        from_dgl(archive / "metis", ids=tmp_path)
 
 
-def test_parts_of_which_only_some_have_original_ids_are_refused(dgl: Any, tmp_path: Path) -> None:
-    load, _ = make_dgl_partitions(make_dataset(), tmp_path / "dgl")
-
-    def load_partition(config: str, part: int) -> tuple[Any, ...]:
-        graph, *others = load(config, part)
-        if part == 1:
-            del graph.ndata["orig_id"]
-        return graph, *others
-
-    dgl.load_partition = load_partition
-    with pytest.raises(ValueError, match=r"Only the parts \[0, 2\] of the 3 .* have orig_id"):
-        from_dgl(tmp_path / "dgl")
-
-
-def test_what_cannot_be_read_is_refused_with_a_sentence(
-    dgl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert not is_dgl_folder(tmp_path)
+def test_what_cannot_be_read_is_refused_with_a_sentence(archive: Path, metis: Path, tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "torn.json").write_text("{")
-    assert not is_dgl_folder(tmp_path)
+    assert dgl_config(tmp_path) is None
     with pytest.raises(ValueError, match="no graph partitioned by DGL"):
         from_dgl(tmp_path)
-    dgl.load_partition, _ = make_dgl_partitions(make_dataset(), tmp_path / "dgl")
-    config = tmp_path / "dgl" / "test.json"
-    fields = json.loads(config.read_text())
-    config.write_text(json.dumps(fields | {"node_map": {"a": [[0, 1]], "b": [[1, 2]]}}))
     with pytest.raises(ValueError, match=r"2 types in its node_map.*to_homogeneous"):
-        from_dgl(config)
-    config.write_text(json.dumps(fields | {"num_parts": 2}))
-    with pytest.raises(ValueError, match="do not hold every node once"):
-        from_dgl(config)
-    monkeypatch.setitem(sys.modules, "dgl", None)
-    monkeypatch.setitem(sys.modules, "dgl.distributed", None)
-    with pytest.raises(ValueError, match="is not installed: type `pip install dgl`"):
-        from_dgl(config)
-    (tmp_path / "broken" / "dgl").mkdir(parents=True)
-    (tmp_path / "broken" / "dgl" / "__init__.py").write_text("raise OSError('libgraphbolt.so cannot be opened')")
-    with monkeypatch.context() as patch:
-        patch.delitem(sys.modules, "dgl")
-        patch.delitem(sys.modules, "dgl.distributed")
-        patch.syspath_prepend(tmp_path / "broken")
-        with pytest.raises(ValueError, match=r"DGL, .*, cannot be imported \(libgraphbolt.so cannot be opened\): mend"):
+        from_dgl(archive / "typed")
+    config = metis / "graph.json"
+    fields = json.loads(config.read_text())
+    for change, reason in (
+        ({"num_parts": 1}, "ranges of node_map do not hold every id once"),
+        ({"num_parts": 3}, "graph.json is damaged"),
+        ({"num_parts": "2"}, "graph.json is damaged"),
+        (
+            {"num_nodes": 10**15, "node_map": {"_N": [[0, 15], [15, 10**15]]}},
+            r"does not fit the other files \(num_nodes",
+        ),
+        ({"edge_map": {"_N:_E:_N": [60, 120]}}, "graph.json is damaged"),
+        ({"edge_map": {"_N:_E:_N": [[0, 59], [59, 120]]}}, r"graph.dgl does not fit .*ids of another range"),
+        ({"part-0": {"part_graph_graphbolt": "g.pt"}}, "use_graphbolt=False"),
+        ({"part-1": fields["part-0"]}, "ids of another range"),
+        ({"part-0": fields["part-0"] | {"node_feats": "part0"}}, "part0 is a folder: give a file"),
+        ({"part-0": fields["part-0"] | {"node_feats": "part1/edge_feat.dgl"}}, "edge_feat.dgl does not fit"),
+        ({"part-1": fields["part-1"] | {"node_feats": "part0/graph.dgl"}}, "not a file of tensors by DGL"),
+        ({"part-1": fields["part-1"] | {"part_graph": "part0/node_feat.dgl"}}, "not a graph file by DGL"),
+    ):
+        config.write_text(json.dumps(fields | change))
+        with pytest.raises(ValueError, match=reason):
             from_dgl(config)
-    assert_refused(command("convert", tmp_path / "dgl", tmp_path / "out"), "pip install dgl")
+
+
+def test_another_version_of_the_format_is_refused_by_name(metis: Path) -> None:
+    path = metis / "part0" / "graph.dgl"
+    content = bytearray(path.read_bytes())
+    content[8] = 3
+    path.write_bytes(content)
+    with pytest.raises(
+        ValueError, match="in version 3 of DGL's format, and hopline reads one graph of kind 2 in version 2"
+    ):
+        from_dgl(metis)
+
+
+def damaged_copies(content: bytes, count: int) -> list[bytes]:
+    """A third is cut off, a third has wrong heads of arrays, a third has wrong bytes anywhere."""
+    draw = random.Random(0)
+    heads = [at for at in range(len(content)) if content.startswith(ARRAY.to_bytes(8, "little"), at)]
+    copies = []
+    for number in range(count):
+        copy = bytearray(content)
+        if number % 3 == 0:
+            del copy[draw.randrange(len(copy)) :]
+        elif number % 3 == 1 and heads:
+            at = draw.choice(heads) + draw.randrange(40)  # magic number, device, dtype, shape
+            copy[at] ^= draw.randrange(1, 256)
+        else:
+            start = draw.randrange(len(copy))
+            for at in range(start, min(len(copy), start + draw.choice((1, 8, 64)))):
+                copy[at] = draw.randrange(256)
+        copies.append(bytes(copy))
+    return copies
+
+
+@pytest.mark.parametrize("kind", ["graph", "node_feat", "edge_feat"])
+def test_damaged_files_are_refused_and_never_allocate_more_than_they_hold(
+    archive: Path, metis: Path, kind: str
+) -> None:
+    # DGL's files have no checksums: a wrong number among features cannot be seen, a wrong structure can.
+    path = metis / "part0" / f"{kind}.dgl"
+    read = read_graph if kind == "graph" else read_tensors
+    content = path.read_bytes()
+    tracemalloc.start()
+    try:
+        for number, copy in enumerate(damaged_copies(content, 102)):
+            path.write_bytes(copy)
+            try:
+                read(path)
+                ours = from_dgl(metis, ids=archive / "metis" / "nodes.npy")
+            except ValueError:
+                continue
+            assert number % 3, "a file that was cut off was read"
+            assert (ours.num_nodes, ours.num_edges) == (NUM_NODES, 120)
+            if number % 3 == 1:
+                assert_same(ours, make_expected(archive))
+        assert tracemalloc.get_traced_memory()[1] < 50e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_column_that_one_part_lacks_is_refused(metis: Path) -> None:
+    path = metis / "part1" / "node_feat.dgl"
+    path.write_bytes(path.read_bytes().replace(b"_N/year", b"_N/tear"))
+    with pytest.raises(ValueError, match=r"node_feat.dgl does not fit .*other columns than the parts before"):
+        from_dgl(metis)

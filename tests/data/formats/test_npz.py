@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import io
+import os
+import random
+import tracemalloc
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from hopline.data.fingerprint import fingerprint
+from hopline.data.formats import npz
 from hopline.data.formats.npz import from_npz
+from hopline.data.registry import open_dataset
 from hopline.tables import SparseTable
 
 # name: nodes, edges as stored by us, features, classes, (train, valid, test)
@@ -83,3 +93,63 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     np.savez(path, y=np.zeros(3))
     with pytest.raises(ValueError, match="has no edge_index"):
         from_npz(path)
+
+
+def write_archive(path: Path, shape: tuple[int, ...], num_bytes: int) -> None:
+    """An .npz whose edge_index claims a shape and has so many zero bytes, compressed a thousand times."""
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<i8", "fortran_order": False, "shape": shape})
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("edge_index.npy", header.getvalue() + bytes(num_bytes))
+
+
+def test_a_zip_bomb_is_refused_before_it_is_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "bomb.npz"
+    tracemalloc.start()
+    try:
+        for shape in ((2, 10**12), (2, 10**30), (2, 3), (-2, 10), (0, 10**30)):
+            write_archive(path, shape, 1 << 20)
+            with pytest.raises(ValueError, match=r"bomb\.npz is damaged .*edge_index\.npy says that it has"):
+                from_npz(path)
+        write_archive(path, (2, 1 << 22), 1 << 26)
+        assert path.stat().st_size < 1 << 17
+        monkeypatch.setattr(npz, "host_memory", lambda: SimpleNamespace(available=1 << 25))
+        tracemalloc.reset_peak()
+        with pytest.raises(ValueError, match=r"bomb\.npz unpacks to 64 MiB, and 32 MiB of memory are free"):
+            from_npz(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_a_hundred_damaged_files_are_refused_or_read_as_they_were(tmp_path: Path, save: Any) -> None:
+    path = tmp_path / "g.npz"
+    x = np.random.default_rng(0).normal(size=(9, 3)).astype(np.float32)
+    save(path, edge_index=np.array([[0, 1, 8], [1, 2, 3]]), x=x, y=np.arange(9) % 3, meta="{}")
+    content = path.read_bytes()
+    draw = random.Random(0)
+    expected = fingerprint(from_npz(path))
+    num_refused = 0
+    for number in range(100):
+        damaged = bytearray(content)
+        start = draw.randrange(len(damaged))
+        if number % 4 == 0:
+            del damaged[start:]
+        else:
+            for at in range(start, min(len(damaged), start + draw.choice((1, 4, 40)))):
+                damaged[at] ^= draw.randrange(1, 256)
+        path.write_bytes(damaged)
+        try:
+            assert fingerprint(from_npz(path)) == expected
+        except ValueError:
+            num_refused += 1
+    assert num_refused > 70
+
+
+def test_a_pipe_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "g.npz")  # to open it would wait for ever
+    with pytest.raises(ValueError, match=r"g\.npz is a pipe or a device: give a file"):
+        from_npz(tmp_path / "g.npz")
+    with pytest.raises(ValueError, match=r"g\.npz is a pipe or a device: give a file"):
+        open_dataset(tmp_path / "g.npz")

@@ -204,7 +204,16 @@ def test_the_origin_names_both_files(edges: Path, tmp_path: Path) -> None:
     assert from_csv(edges).meta == {"origin": "edges.csv"}
     meta = dict(from_csv(edges, tmp_path / "n.csv").meta)
     assert "split=0.6,0.2,0.2" in meta.pop("split")
-    assert meta == {"origin": "edges.csv and n.csv", "classes": ["cat", "dog"]}
+    columns = [["f", "number", 1]]
+    assert meta == {"origin": "edges.csv and n.csv", "columns": columns, "classes": ["cat", "dog"]}
+
+
+def test_columns_of_edges_that_are_left_out_are_named(edges: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from_csv(edges)
+    assert "edges.csv: not taken: weight; to make edge arrays of them, columns.edge=weight (convs read" in caplog.text
+    caplog.clear()
+    assert list(from_csv(edges, columns=Columns(edge=("weight",))).graph.edge) == ["weight"]
+    assert "not taken" not in caplog.text
 
 
 def test_without_a_split_column_nodes_are_split_as_those_of_an_npz(tmp_path: Path) -> None:
@@ -302,3 +311,50 @@ def test_tabs_can_be_typed(tmp_path: Path, delimiter: str) -> None:
     assert from_csv(tmp_path / "e.tsv", columns=config.columns).num_edges == 2
     with pytest.raises(ValueError, match=r"columns\.delimiter must be one character, tab or space, not ',,'"):
         Columns(delimiter=",,")
+
+
+LABELS = {
+    "true and false": ("true,FALSE,,True,NA", [2, 0, -1, 1, -1], ["FALSE", "True", "true"]),
+    "dates": ("2020-02-01,2020-01-01,,2020-01-01,null", [1, 0, -1, 0, -1], ["2020-01-01", "2020-02-01"]),
+    "times": ("2020-01-01 10:00:00,10:00,,10:00,10:00", [1, 0, -1, 0, 0], ["10:00", "2020-01-01 10:00:00"]),
+    "whole numbers": ("007,+1, 0 ,,2", [7, 1, 0, -1, 2], None),
+    "fractions that are whole": ("1.0,0,2e0,NaN,-nan", [1, 0, 2, -1, -1], None),
+    "numbers in base 16": ("0x1,0x0,,0x1,0x0", [1, 0, -1, 1, 0], ["0x0", "0x1"]),
+}
+
+
+@pytest.mark.parametrize("kind", LABELS)
+def test_a_column_of_labels_means_the_same_with_both_readers(edges: Path, tmp_path: Path, kind: str) -> None:
+    cells, expected, classes = LABELS[kind]
+    rows = "".join(f"{node},{node}.5,{cell}\n" for node, cell in enumerate(cells.split(",")))
+    (tmp_path / "nodes.csv").write_text(f"id,f,label\n{rows}")
+    ours = from_csv(edges, tmp_path / "nodes.csv")
+    assert ours.labels.tolist() == expected
+    assert ours.meta.get("classes") == classes
+
+
+def test_true_and_false_are_1_and_0_in_features_and_edge_arrays(tmp_path: Path) -> None:
+    (tmp_path / "e.csv").write_text("src,dst,friends\n0,1,true\n1,2,False\n")
+    (tmp_path / "n.csv").write_text("id,old,new,label\n0,true,1,a\n1,FALSE,true,b\n2,True,0,a\n")
+    ours = from_csv(tmp_path / "e.csv", tmp_path / "n.csv", columns=Columns(edge=("friends",)))
+    assert ours.x.read(torch.arange(3)).tolist() == [[1, 1], [0, 1], [1, 0]]
+    assert ours.graph.edge["friends"].tolist() == [1, 0]
+    (tmp_path / "n.csv").write_text("id,old\n0,true\n1,\n2,false\n")
+    with pytest.raises(ValueError, match=r"column 'old' holds nan in row 1: fill it in"):
+        from_csv(tmp_path / "e.csv", tmp_path / "n.csv")
+    (tmp_path / "n.csv").write_text("id,old\n0,true\n1,yes\n2,false\n")
+    with pytest.raises(ValueError, match=r"column 'old' holds text"):
+        from_csv(tmp_path / "e.csv", tmp_path / "n.csv")
+
+
+def test_parquet_columns_of_true_and_false_and_dates_mean_what_they_do_in_csv(edges: Path, tmp_path: Path) -> None:
+    day = np.array(["2020-02-01", "2020-01-01", "NaT", "2020-01-01"], "datetime64[D]")
+    for label, expected, classes in (
+        (arrow.array([True, None, False, True]), [1, -1, 0, 1], ["false", "true"]),
+        (arrow.array(day), [1, 0, -1, 0], ["2020-01-01", "2020-02-01"]),
+    ):
+        columns = {"id": range(4), "f": [True, False, False, True], "label": label}
+        parquet.write_table(arrow.table(columns), tmp_path / "nodes.parquet")
+        ours = from_csv(edges, tmp_path / "nodes.parquet")
+        assert (ours.labels.tolist(), ours.meta["classes"]) == (expected, classes)
+        assert ours.x.read(torch.arange(4)).view(-1).tolist() == [1, 0, 0, 1]

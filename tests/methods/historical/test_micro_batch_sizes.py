@@ -16,10 +16,8 @@ from torch import nn
 from hopline.contract import Job
 from hopline.core.sizes import Sizes
 from hopline.methods.historical.micro_batches import (
-    LayerBytes,
     MicroBatch,
     Runs,
-    at_layer,
     balanced_runs,
     check_micro_batches,
     runs_to_fit,
@@ -28,6 +26,7 @@ from hopline.methods.historical.micro_batches import (
 )
 from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.work import HistoricalWork
+from hopline.methods.partitioned.layer_bytes import LayerBytes, at_layer
 from hopline.nn import GNN
 from hopline.units.batch_unit import supervised_loss
 from tests.helpers import dataset_of, randn, random_graph

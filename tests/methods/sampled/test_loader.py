@@ -14,7 +14,6 @@ from torch_geometric.nn import SAGEConv
 
 import hopline as hl
 from hopline.data.placement import place
-from hopline.distributed.world import RankSpec, World
 from hopline.methods.sampled.loader import resolve_layout, resolve_workers
 from hopline.methods.sampled.work import SampledWork
 from hopline.nn import GNN
@@ -22,6 +21,7 @@ from hopline.pipeline.stages import Load
 from hopline.pipeline.tuning import Tuning
 from hopline.tables import TensorTable
 from tests.helpers import dataset_of, randn, random_graph
+from tests.ranks import AgreeingWorld
 
 DATA = dataset_of(random_graph(), randn(50, 6))
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def test_ranks_share_the_seeds_of_each_step_as_in_a_trainer(layout: Any):
     method = hl.Sampled(fanouts=(3, 2), batch_size=4, layout=layout)
     whole = [*replace(method, batch_size=12).loader(DATA, seed=5).epoch(2)]
 
-    worlds = [World(RankSpec(rank=rank, size=3)) for rank in range(3)]
+    worlds = [AgreeingWorld(rank, 3) for rank in range(3)]
     parts = [[*method.loader(DATA, seed=5, world=world).epoch(2)] for world in worlds]
     assert [len(batches) for batches in parts] == [len(whole)] * 3
 

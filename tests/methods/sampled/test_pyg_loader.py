@@ -295,6 +295,27 @@ def test_nothing_of_the_data_is_copied_and_loaders_share_their_edges():
     assert 0 in batch.e_id, "edges that were changed in place are grouped anew"
 
 
+@pytest.mark.parametrize("how", ["numpy", "data", "inference"])
+def test_edges_that_were_changed_past_torch_are_grouped_anew(how: str):
+    data = irregular_data()
+    if how == "inference":
+        with torch.inference_mode():
+            data.edge_index = data.edge_index.clone()
+    first = hl.NeighborLoader(data, [2], batch_size=2)
+    if how == "numpy":
+        data.edge_index.numpy()[:, 0] = 1
+    elif how == "data":
+        data.edge_index.data[:, 0] = 1
+    else:
+        with torch.inference_mode():
+            data.edge_index[:, 0] = 1
+    second = hl.NeighborLoader(data, [-1], [1], batch_size=2)
+    (batch,) = second
+    assert 0 in batch.e_id
+    assert second._edges is not first._edges
+    assert hl.NeighborLoader(data, [3], batch_size=2)._edges is second._edges
+
+
 def test_a_dataset_gives_the_batches_of_its_pyg_data():
     graph = random_graph(NUM_NODES, 300, loops=True, weight=True, attr=2)
     dataset = dataset_of(graph, randn(NUM_NODES, 6))
@@ -335,15 +356,16 @@ def test_sparse_features_come_as_dense_rows_of_a_dataset():
         ({"time_attr": "time"}, "no time_attr="),
         ({"input_time": torch.arange(3)}, "no input_time="),
         ({"generator": torch.Generator()}, "give seed="),
-        ({"sampler": [1, 2]}, "input_nodes="),
+        ({"sampler": [1, 2], "shuffle": True}, "mutually exclusive"),
         ({"num_workers": -1}, "num_workers must be"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"input_nodes": [1, 2, 1]}, "more than once"),
         ({"input_nodes": [NUM_NODES]}, "an id is not a node"),
         ({"input_nodes": torch.ones(3, dtype=torch.bool)}, r"a mask must be \[50\]"),
         ({"input_nodes": "train"}, "no split 'train'"),
-        ({"num_neighbors": {}}, "one number per hop"),
-        ({"num_neighbors": []}, "one number per hop"),
+        ({"num_neighbors": {}}, "one whole number per hop"),
+        ({"num_neighbors": []}, "one whole number per hop"),
+        ({"num_neighbors": [2.5]}, "one whole number per hop"),
         ({"num_neighbors": [-1], "replace": True}, "takes all neighbours"),
     ],
 )
@@ -392,7 +414,7 @@ def test_leaving_an_epoch_ends_its_threads():
 def test_a_subgraph_has_the_draws_of_the_blocks():
     """With fan-outs that do not grow, the hops of a subgraph are those of the blocks, without repetition."""
     graph = random_graph(NUM_NODES, 300, loops=True)
-    sampler = NeighborSampler(graph, (4, 2), edge_ids=True)
+    sampler = NeighborSampler(graph, (4, 2), edge_ids=True, one_list=True)
     seeds = torch.tensor([3, 0, 49, 20])
     blocks = sampler.sample(seeds, 7)
     union = hl.Batch(seeds, blocks, None, None).union()

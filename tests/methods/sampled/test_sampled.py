@@ -20,13 +20,13 @@ from torch_geometric.nn import GCNConv, GraphNorm, SAGEConv
 from hopline.contract import Job, Method, Unit, Work
 from hopline.core.batch import Batch
 from hopline.core.row_handles import Rows
-from hopline.distributed.world import RankSpec, World
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN, as_batch_model
 from hopline.tables import SparseTable, TensorTable
 from hopline.units.batch_unit import BatchUnit
 from hopline.util.errors import StageError
 from tests.helpers import assert_same_batches, assert_same_gradients, dataset_of, randn, random_graph, twin
+from tests.ranks import AgreeingWorld
 from tests.runs import small
 
 GRAPH = random_graph(dtype=torch.int32, weight=True)
@@ -295,7 +295,7 @@ def test_after_a_restart_with_other_ranks_every_seed_has_its_turn_once(sizes: tu
         """The seeds that the ranks of one start have in `steps` steps, rank by rank."""
         seen = []
         for rank in range(size):
-            loader = method.loader(data, world=World(RankSpec(rank=rank, size=size)))
+            loader = method.loader(data, world=AgreeingWorld(rank, size))
             batches = itertools.islice(loader.epoch(1, done, seeds_done), steps)
             seen += [int(s) for batch in batches for s in batch.seeds]
         return seen

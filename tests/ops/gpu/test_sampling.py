@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hopline import ops
 from hopline.ops import reference
 from hopline.ops.gpu import runtime as gpu_runtime
 from hopline.ops.gpu import sampling as gpu_sampling
@@ -61,6 +62,15 @@ def test_samples_with_replacement_are_those_of_the_reference(fanout: int) -> Non
     nodes = torch.arange(60)
     ours = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), fanout, -7, True)
     assert_same(ours, reference.sample_neighbors(indptr, indices, nodes, fanout, -7, True))
+
+
+@parametrize_kernel([(3, False), (40, False), (3, True)], fanout=[3, 40], replace=[False, True])
+def test_nodes_that_draw_by_other_ids_equal_the_reference(fanout: int, replace: bool) -> None:
+    indptr, indices = csr(torch.int32)
+    nodes = torch.arange(60)
+    draw_ids = ops.draw_ids(nodes, nodes % 3 == 0)
+    ours = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), fanout, 5, replace, *on_device(draw_ids))
+    assert_same(ours, reference.sample_neighbors(indptr, indices, nodes, fanout, 5, replace, draw_ids))
 
 
 def test_more_nodes_than_one_program_takes_are_sampled() -> None:

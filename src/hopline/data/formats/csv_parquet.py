@@ -7,6 +7,7 @@ import difflib
 import gzip
 import importlib.util
 import json
+import logging
 import os
 import re
 import shlex
@@ -25,6 +26,7 @@ from hopline.data.nodes import split_name, usual_split
 from hopline.data.options import Columns, merge
 from hopline.data.paths import default_name
 from hopline.util.config import nearest
+from hopline.util.files import check_file
 from hopline.util.log import logger
 
 Ids = Literal["number", "map"]
@@ -131,7 +133,20 @@ def _as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else value or ()
 
 
+def _truth(values: np.ndarray) -> np.ndarray:
+    """A column of true and false in any case as 1 and 0, with NaN for empty cells; any other as it is."""
+    if values.dtype.kind != "U":
+        return values
+    words = np.char.lower(values)
+    is_missing = np.isin(values, MISSING)
+    if not (is_missing | np.isin(words, ("true", "false", "1", "0"))).all() or is_missing.all():
+        return values
+    truth = np.isin(words, ("true", "1"))
+    return np.where(is_missing, np.nan, truth) if is_missing.any() else truth
+
+
 def _edge_array(values: np.ndarray, name: str, path: Path) -> np.ndarray:
+    values = _truth(values)
     if values.dtype.kind not in "iufb":
         raise ValueError(f"{path}: edge column {name!r} holds text: only numbers can be edge arrays.")
     with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused by its row
@@ -185,6 +200,8 @@ def from_csv(
         "name": default_name(arguments.get("folder"), source.path.name.split(".")[0]),
         "meta": {"origin": source.path.name},
     }
+    if not is_npy:
+        _tell_edge_columns(source.path, source.columns)
     known = None
     if nodes is not None:
         node_part, known = _read_nodes(Path(nodes).expanduser(), source.columns, ids)
@@ -252,6 +269,7 @@ def _read_nodes(path: Path, columns: Columns, ids: Ids) -> tuple[dict[str, Any],
     exact = [columns.id] if ids == "map" else []
     whole = _whole_file(path, wanted, delimiter=separator, ids=exact)
     given: dict[str, Any] = {"num_nodes": len(whole[wanted[0]])}
+    whole |= {name: _truth(whole[name]) for name in features}
     if texts := [name for name in features if whole[name].dtype.kind == "U"]:
         numbers = ",".join(name for name in features if name not in texts)
         raise ValueError(
@@ -267,6 +285,10 @@ def _read_nodes(path: Path, columns: Columns, ids: Ids) -> tuple[dict[str, Any],
         parts = [_feature(whole[name], name, path) for name in features]
         given["x"] = np.concatenate([p if p.ndim == 2 else p[:, None] for p in parts], axis=1)
     meta: dict[str, Any] = {}
+    if features:
+        types = ["bool" if whole[name].dtype.kind == "b" else "number" for name in features]
+        widths = [1 if part.ndim == 1 else part.shape[1] for part in parts]
+        meta["columns"] = [list(column) for column in zip(features, types, widths, strict=True)]
     if columns.label not in whole:
         logger.warning(
             f"{path} has no column {columns.label!r}, so nodes get no labels and all columns are features: name the "
@@ -275,7 +297,8 @@ def _read_nodes(path: Path, columns: Columns, ids: Ids) -> tuple[dict[str, Any],
     else:
         given["y"], classes = _labels(whole[columns.label], path)
         _tell_unused_classes(given["y"], path)
-        meta = {"classes": classes} if classes else {}
+        if classes:
+            meta["classes"] = classes
     if columns.split in whole:
         given["splits"] = _split_masks(whole[columns.split], path)
     given["meta"] = meta
@@ -296,6 +319,20 @@ def _whole_file(path: Path, wanted: list[str], **settings: Any) -> dict[str, np.
     if not whole or not len(whole[wanted[0]]):
         raise ValueError(f"{path} holds no nodes: add a row for each, with columns such as id,age,score,label.")
     return whole
+
+
+def _tell_edge_columns(path: Path, columns: Columns) -> None:
+    """Name the columns of an edge file that are left out. A file that cannot be read is refused later, by its line."""
+    found = columns.header or columns_of(path, delimiter=columns.separator(path))
+    left = [name for name in found if name not in (columns.src, columns.dst, *columns.edge)]
+    is_readable = columns.src in found and columns.dst in found
+    if left and is_readable:
+        level = logging.INFO if columns.edge else logging.WARNING
+        settings = f"columns.edge={','.join(left)}"
+        logger.log(
+            level,
+            f"{path}: not taken: {_listed(left)}; to make edge arrays of them, {settings} (convs read weight and attr)",
+        )
 
 
 def _tell_features(path: Path, features: Sequence[str], others: Sequence[str], index: Sequence[str]) -> None:
@@ -530,8 +567,11 @@ def _open_parquet(path: Path) -> Iterator[Any]:
 
 
 def _check_file(path: Path) -> None:
-    if not path.is_file():
-        raise ValueError(f"There is no file {path}: check the path.")
+    check_file(path)
+    if str(path) != str(path).encode(errors="replace").decode():
+        raise ValueError(
+            f"The path {path} is not in UTF-8, and pyarrow cannot open it: rename it, or give a link to it."
+        )
 
 
 def _first_line(error: BaseException) -> str:
@@ -604,8 +644,7 @@ def _read_arrow(
         return
     # By number, since a file may have two columns of one name, of which none is asked for.
     at = {name: str(found.index(name)) for name in names}
-    # Arrow goes by the first block for the type of a column, so in several blocks we find out about each by itself.
-    as_text = [at[name] for name in names if name in ids or not whole]
+    # All columns as texts: of itself Arrow would read true and dates as types that the plain reader does not know.
     settings = {
         "read_options": arrow_csv.ReadOptions(
             column_names=[str(i) for i in range(len(found))],
@@ -614,7 +653,7 @@ def _read_arrow(
         ),
         "parse_options": arrow_csv.ParseOptions(delimiter=delimiter),
         "convert_options": arrow_csv.ConvertOptions(
-            include_columns=list(at.values()), column_types=dict.fromkeys(as_text, arrow.string())
+            include_columns=list(at.values()), column_types=dict.fromkeys(at.values(), arrow.string())
         ),
     }
     row = 0
@@ -627,12 +666,7 @@ def _read_arrow(
             chunk: Chunk = {}
             for name, number in at.items():
                 column = batch.column(batch.schema.get_field_index(number))
-                if name in ids:
-                    column = _as_ids(column)
-                elif not whole:
-                    column = _as_numbers(column)
-                if arrow.types.is_binary(column.type):
-                    raise _not_utf8(path)
+                column = _as_ids(column) if name in ids else _as_numbers(column)
                 chunk[name] = _to_numpy(column, path, name, row)
             yield chunk
             row += batch.num_rows
@@ -669,19 +703,19 @@ def _cast(cells: Any, kind: Any) -> Any:
 
 
 def _as_numbers(column: Any) -> Any:
-    """Texts of an Arrow array as whole numbers, else as floating point, else as they are."""
+    """Texts of an Arrow array as `_parse` reads them: whole numbers, else floating point, else texts."""
     import pyarrow as arrow
 
-    def cast(cells: Any) -> Any:
-        numbers = _cast(cells, arrow.int64())
-        return _cast(cells, arrow.float64()) if numbers is None else numbers
-
-    if (numbers := cast(column)) is not None:  # most columns are clean, and cleaning takes three times as long
-        return numbers
-    cells = _compute().utf8_trim_whitespace(column)
-    is_missing = _compute().is_in(cells, value_set=arrow.array(MISSING))
-    numbers = cast(_compute().if_else(is_missing, arrow.scalar(None, arrow.string()), cells))
-    return column if numbers is None else numbers
+    # Most columns are clean, and Arrow alone is much faster. But 0x1F is a number to it, and +5 a fraction.
+    buffer = column.buffers()[2]
+    characters = b"" if buffer is None else buffer.to_pybytes()
+    if not any(mark in characters for mark in (b"x", b"X", b"+")):
+        for kind in (arrow.int64(), arrow.float64()):
+            if (numbers := _cast(column, kind)) is not None:
+                return numbers
+    cells = column.to_pylist()
+    parsed = _parse(cells) if not any("\0" in cell for cell in cells) else np.array("")
+    return column if parsed.dtype.kind == "U" else arrow.array(parsed)
 
 
 def _to_numpy(column: Any, path: Path, name: str, first: int, widths: dict[str, int] | None = None) -> np.ndarray:
@@ -693,6 +727,8 @@ def _to_numpy(column: Any, path: Path, name: str, first: int, widths: dict[str, 
 
     if arrow.types.is_dictionary(column.type):  # a categorical of pandas
         column = column.dictionary_decode()
+    if arrow.types.is_boolean(column.type) or arrow.types.is_temporal(column.type):
+        column = column.cast(arrow.string())  # as CSV writes them
     kind = column.type
     if arrow.types.is_list(kind) or arrow.types.is_large_list(kind) or arrow.types.is_fixed_size_list(kind):
         return _lists(column, path, name, first, {} if widths is None else widths)
@@ -704,9 +740,7 @@ def _to_numpy(column: Any, path: Path, name: str, first: int, widths: dict[str, 
         return column.fill_null("").to_numpy(zero_copy_only=False).astype(str)
     if arrow.types.is_null(kind):
         return np.full(len(column), np.nan)
-    if arrow.types.is_boolean(kind) and column.null_count:
-        column = column.cast(arrow.uint8())
-    if not (arrow.types.is_integer(kind) or arrow.types.is_floating(kind) or arrow.types.is_boolean(kind)):
+    if not (arrow.types.is_integer(kind) or arrow.types.is_floating(kind)):
         raise ValueError(f"{path}: column {name!r} has type {kind}: store numbers or text.")
     return np.asarray(column.to_numpy(zero_copy_only=False))
 

@@ -1,23 +1,26 @@
-"""Reads folders that `dgl.distributed.partition_graph` wrote. DGL must be installed.
+"""Reads folders that `dgl.distributed.partition_graph` wrote, without DGL (`dgl_stream` reads its files).
 
-A folder has a .json file with the parts and their ranges of ids, and DGL's own files per part. Nodes have up
-to three ids:
+A folder has a .json file with the parts and their ranges of ids, and three files per part: its graph, with
+halo nodes, and the data of its own nodes and edges. Nodes have up to three ids:
 
-    local id      number within the part, halo nodes included     graph.edges()
-    DGL's id      number after partitioning, a range per part     ndata["_ID"]
-    original id   number before partitioning                      ndata["orig_id"], which DGL 2.1 leaves out
+    local id      number within the part, halo nodes included     the ends of edges
+    DGL's id      number after partitioning, a range per part     node data "_ID"
+    original id   number before partitioning                      node data "orig_id", which DGL 1.0 and newer leave
+                                                                  out; `partition_graph(return_mapping=True)` returns it
 
-The dataset has the original ids if there are any, else DGL's. Parts are loaded one at a time, twice: first
-for node data (`_Parts.columns`), then for edges (`_Parts.edges`). With `folder=`, node data goes to scratch
+The dataset has the original ids if the files or `ids=` tell them, else DGL's. Parts are loaded one at a time, twice:
+first for node data (`_Parts.columns`), then for edges (`_Parts.edges`). With `folder=`, node data goes to scratch
 files.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +31,11 @@ from torch import Tensor
 from hopline.data.arrays import as_tensor, numpy_dtype
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
+from hopline.data.formats.dgl_stream import read_graph, read_tensors
 from hopline.data.manifest import is_array_name
 from hopline.data.options import merge
-from hopline.data.paths import default_name
+from hopline.data.paths import default_name, dgl_config
+from hopline.util.files import check_file, new_mapped_file
 from hopline.util.log import logger
 
 X = ("feat", "feats", "features", "x")
@@ -47,43 +52,22 @@ PART = "part"
 """Name of the table that says which part each node was in."""
 
 
-def is_dgl_folder(path: Path) -> bool:
-    """Whether a path is the configuration of a partitioned DGL graph, or a folder with one."""
-    return _find_config(path) is not None
-
-
-def _find_config(path: Path) -> Path | None:
-    """The .json file of a partitioned graph: `path` itself, or the first one in the folder.
-
-    None if there is none.
-    """
-    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
-    for file in files:
-        if file.suffix != ".json" or not file.is_file():
-            continue
-        try:
-            fields = json.loads(file.read_bytes())
-        except ValueError:
-            continue
-        if isinstance(fields, dict) and {"num_parts", "part-0"} <= fields.keys():
-            return file
-    return None
-
-
-def from_dgl(path: str | os.PathLike[str], **arguments: Any) -> Dataset:
+def from_dgl(path: str | os.PathLike[str], *, ids: str | os.PathLike[str] | None = None, **arguments: Any) -> Dataset:
     """Make a dataset from a graph that DGL has partitioned. One part is read at a time.
 
-    Nodes have their original ids if the parts have them. The table "part" says which part each node was in:
+    Nodes have their original ids if the files or `ids` tell them. The table "part" says which part each node was in:
     `hopline partition FOLDER OUT shards=N how=labels labels=part` makes the same parts again.
 
     path: The folder, or its .json file.
+    ids: An .npy or .pt file of the first array that `partition_graph(..., return_mapping=True)` returns: [num_nodes]
+        whole numbers, the original id of each of DGL's node ids.
     arguments: Those of `from_edges`. They override what the parts say (`options.merge`).
         `folder` is for graphs larger than memory.
     """
-    config = _find_config(Path(path).expanduser())
+    config = dgl_config(Path(path).expanduser())
     if config is None:
         raise ValueError(f"{path} is no graph partitioned by DGL: give the .json file that partition_graph wrote.")
-    parts = _Parts(config, _import_load_partition())
+    parts = _Parts(config, None if ids is None else Path(ids).expanduser())
     # Scratch files lie next to the target folder. Without a target, node data stays in memory, and the
     # temporary folder below stays empty.
     parent = Path(arguments["folder"]).absolute().parent if "folder" in arguments else None
@@ -106,24 +90,6 @@ def from_dgl(path: str | os.PathLike[str], **arguments: Any) -> Dataset:
         return from_edges(parts.edges(), **merge(from_parts, arguments))
 
 
-def _import_load_partition() -> Callable[[str, int], Any]:
-    """DGL's `load_partition(config, part)`. Says what to do if DGL cannot be imported."""
-    try:
-        from dgl.distributed import load_partition  # type: ignore[import-not-found]
-    except Exception as error:  # a DGL that does not fit the installed torch raises many types
-        is_missing = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "dgl"
-        if is_missing:
-            state = "is not installed: type `pip install dgl`"
-        else:
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-            state = f"cannot be imported ({reason}): mend that"
-        raise ValueError(
-            f"DGL, which alone reads its partitions, {state}. Or, on a machine where DGL runs, save the "
-            "edges with numpy.save('edges.npy', torch.stack(g.edges())) and convert that file"
-        ) from error
-    return load_partition
-
-
 def _pop_first(columns: dict[str, Any], names: tuple[str, ...]) -> Any:
     """Remove and return the first of these columns that exists, else None."""
     for name in names:
@@ -138,15 +104,29 @@ class _Parts:
     Call `columns` before `edges`: it learns the original ids.
     """
 
-    def __init__(self, config: Path, load_partition: Callable[[str, int], Any]) -> None:
-        fields = json.loads(config.read_bytes())
+    def __init__(self, config: Path, ids: Path | None) -> None:
+        try:
+            fields = json.loads(config.read_bytes())
+            self.name = str(fields.get("graph_name", config.stem))
+            self.num_parts = index(fields["num_parts"])
+            self.num_nodes = index(fields["num_nodes"])
+            parts = [fields[f"part-{part}"] for part in range(self.num_parts)]
+            if parts and not all("part_graph" in part for part in parts):
+                raise ValueError(f"{config} has files of GraphBolt alone: partition again with use_graphbolt=False.")
+            kinds = ("part_graph", "node_feats", "edge_feats")
+            self.files = [tuple(config.parent / part[kind] for kind in kinds) for part in parts]
+            self.node_ranges = _parse_ranges(fields["node_map"], "node_map", self.num_parts, self.num_nodes)
+            self.edge_ranges = _parse_ranges(fields["edge_map"], "edge_map", self.num_parts, index(fields["num_edges"]))
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"{config} is damaged ({error!r}): copy it again, or partition the graph again."
+            ) from error
         self.config = config
-        self.load_partition = load_partition
-        self.name = str(fields.get("graph_name", config.stem))
-        self.num_parts = int(fields["num_parts"])
-        self.node_ranges = _parse_ranges(fields.get("node_map"), "node_map")
-        self.edge_ranges = _parse_ranges(fields.get("edge_map"), "edge_map")
-        self.num_nodes = int(fields["num_nodes"])
+        self.ids = ids
+        # Every node has an id of 8 bytes in the graph of its part. A wrong number would be allocated.
+        for file in itertools.chain.from_iterable(self.files):
+            check_file(file)
+        self._check(8 * self.num_nodes <= sum(graph.stat().st_size for graph, *_ in self.files), config, "num_nodes")
         self.original_ids: Tensor | None = None
         """[num_nodes] int64: the original id of each of DGL's ids.
 
@@ -159,31 +139,36 @@ class _Parts:
         scratch: Folder for the arrays, as memory-mapped files. None keeps them in memory.
         """
         columns: dict[str, np.ndarray] = {}
-        original_ids = torch.full((self.num_nodes,), -1)
+        names: set[str] = set()
+        original_ids = torch.arange(self.num_nodes) if self.ids is None else _read_ids(self.ids, self.num_nodes)
         parts_with_original_ids: list[int] = []
-        for part in range(self.num_parts):
-            graph, node_columns, *_ = self.load_partition(str(self.config), part)
-            node_data = _as_tensors(graph.ndata)
-            is_inner = node_data["inner_node"].bool()  # False for halo nodes
-            dgl_ids = node_data["_ID"][is_inner]
+        for part, ((graph_file, node_file, _), (first, last)) in enumerate(
+            zip(self.files, self.node_ranges, strict=True)
+        ):
+            node_data = read_graph(graph_file).node_data
+            is_inner = self._own(node_data, "inner_node", first, last, graph_file)
             if "orig_id" in node_data:
                 parts_with_original_ids.append(part)
-            original_ids[dgl_ids] = node_data.get("orig_id", node_data["_ID"])[is_inner]
+                if self.ids is not None:
+                    raise ValueError(f"{graph_file} has the original ids itself: leave out ids={self.ids}.")
+                original_ids[first:last] = node_data["orig_id"].long()[is_inner]
+                in_range = bool(((original_ids >= 0) & (original_ids < self.num_nodes)).all())
+                self._check(in_range, graph_file, "orig_id")
 
-            # `node_columns` is a dict by name. Each column has a row for each of the part's own nodes, in the order
-            # of DGL's ids, which are a range.
-            first, last = self.node_ranges[part]
+            # Each column has a row for each of the part's own nodes, in the order of DGL's ids.
             row_ids = original_ids[first:last].numpy()
-            part_columns: dict[str, Tensor] = {}
-            for full_name, values in node_columns.items():
-                name = _column_name(full_name)
-                if name not in DGLS_OWN:
-                    part_columns[name] = _storable(values)
+            part_columns = _named(read_tensors(node_file))
             part_columns[PART] = torch.full((last - first,), part, dtype=torch.int32)
-            for name, values in part_columns.items():
+            self._check(part == 0 or part_columns.keys() == names, node_file, "other columns than the parts before")
+            names = set(part_columns)
+            for name, column in part_columns.items():
+                values = _storable(column)
                 if name not in columns:
                     file = None if scratch is None else scratch / name
                     columns[name] = _allocate(self.num_nodes, values, file)
+                fits = values.shape == (last - first, *columns[name].shape[1:])
+                is_same = numpy_dtype(values.dtype) == columns[name].dtype
+                self._check(fits and is_same, node_file, f"shape or type of {name!r}")
                 columns[name][row_ids] = values.numpy()
 
         if 0 < len(parts_with_original_ids) < self.num_parts:
@@ -191,14 +176,15 @@ class _Parts:
                 f"Only the parts {parts_with_original_ids} of the {self.num_parts} in {self.config} have orig_id, the "
                 "ids from before the partition: partition the graph again."
             )
-        if not parts_with_original_ids:
+        if not parts_with_original_ids and self.ids is None:
             logger.warning(
                 f"the parts of {self.config} do not say which ids nodes had before DGL numbered them anew (DGL 2.1 "
-                "leaves orig_id out): nodes have DGL's ids; partition_graph(..., return_mapping=True) returns the "
-                "original ids"
+                "leaves orig_id out), so nodes have DGL's ids: save the first array that partition_graph(..., "
+                "return_mapping=True) returns with torch.save, and give it with ids=FILE"
             )
         if not torch.equal(original_ids.sort().values, torch.arange(self.num_nodes)):
-            raise ValueError(f"The parts of {self.config} do not hold every node once: partition the graph again.")
+            where = f"The parts of {self.config} do" if self.ids is None else f"{self.ids} does"
+            raise ValueError(f"{where} not hold every node once: partition the graph again, and save its node ids.")
         self.original_ids = original_ids
         return columns
 
@@ -208,42 +194,82 @@ class _Parts:
         They are ordered by their original edge ids if the part has them, else by DGL's.
         """
         assert self.original_ids is not None
-        for part in range(self.num_parts):
-            graph, _, edge_columns, *_ = self.load_partition(str(self.config), part)
-            edge_data = _as_tensors(graph.edata)
-            is_inner = edge_data["inner_edge"].bool()  # False for edges into halo nodes
-            dgl_ids = edge_data["_ID"][is_inner]
-            order = edge_data.get("orig_id", edge_data["_ID"])[is_inner].argsort()
+        kinds: dict[str, Any] = {}
+        for (graph_file, _, edge_file), (first, last) in zip(self.files, self.edge_ranges, strict=True):
+            graph = read_graph(graph_file)
+            is_inner = self._own(graph.edge_data, "inner_edge", first, last, graph_file)
+            dgl_ids = graph.node_data["_ID"]
+            in_range = bool(((dgl_ids >= 0) & (dgl_ids < self.num_nodes)).all())
+            self._check(in_range and bool(graph.node_data["inner_node"][graph.dst[is_inner]].all()), graph_file, "halo")
+            original_ids = self.original_ids[dgl_ids]
+            ends = torch.stack([original_ids[graph.src], original_ids[graph.dst]])[:, is_inner]
+            order = graph.edge_data.get("orig_id", graph.edge_data["_ID"])[is_inner].argsort()
 
-            original_ids = self.original_ids[_as_tensors(graph.ndata)["_ID"]]
-            local_src, local_dst = graph.edges()
-            src = original_ids[local_src.long()][is_inner]
-            dst = original_ids[local_dst.long()][is_inner]
-
-            # `edge_columns` is a dict by name. Each column is in the order of DGL's edge ids, which are a range.
-            row_ids = (dgl_ids - self.edge_ranges[part][0])[order]
+            # Each column is in the order of DGL's edge ids.
             arrays: dict[str, Tensor] = {}
-            for full_name, values in edge_columns.items():
-                name = _column_name(full_name)
-                if name not in DGLS_OWN:
-                    arrays[EDGE.get(name, name)] = as_tensor(values)[row_ids]
+            for name, values in _named(read_tensors(edge_file)).items():
+                self._check(values.shape[:1] == order.shape, edge_file, f"shape of {name!r}")
+                ours = EDGE.get(name, name)
+                if ours in arrays:
+                    raise ValueError(f"{edge_file} has two columns for the edge array {ours!r}: leave one of them out.")
+                arrays[ours] = values[order]
+            part_kinds = {name: (values.dtype, values.shape[1:]) for name, values in arrays.items()}
+            self._check(part_kinds == (kinds or part_kinds), edge_file, "other columns than the parts before")
+            kinds = part_kinds
             if "weight" in arrays:
                 arrays["weight"] = arrays["weight"].reshape(-1)
-            yield torch.stack([src, dst])[:, order], arrays
+            yield ends[:, order], arrays
+
+    def _own(self, data: Mapping[str, Tensor], mark: str, first: int, last: int, file: Path) -> Tensor:
+        """[n] bool: which nodes or edges of a part are its own. They have DGL's ids first, ..., last - 1, in order."""
+        self._check({mark, "_ID"} <= data.keys(), file, f"_ID or {mark}")
+        is_inner = data[mark].bool()
+        self._check(torch.equal(data["_ID"][is_inner], torch.arange(first, last)), file, "ids of another range")
+        return is_inner
+
+    @staticmethod
+    def _check(is_right: bool, file: Path, what: str) -> None:
+        if not is_right:
+            raise ValueError(
+                f"{file} does not fit the other files ({what}): copy it again, or partition the graph again."
+            )
 
 
-def _as_tensors(data: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Node or edge data of a DGL graph by name, as tensors."""
-    return {name: as_tensor(values) for name, values in data.items()}
+def _named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Columns of a part by their names without node or edge type, without those that DGL itself added."""
+    named = {_column_name(name): values for name, values in tensors.items()}
+    return {name: values for name, values in named.items() if name not in DGLS_OWN}
 
 
-def _storable(values: Any) -> Tensor:
+def _read_ids(path: Path, num_nodes: int) -> Tensor:
+    """[num_nodes] int64: the original ids that a user saved."""
+    check_file(path)
+    try:
+        if path.suffix == ".pt":
+            ids = as_tensor(torch.load(path, weights_only=True, map_location="cpu"), str(path))
+        else:
+            ids = as_tensor(np.load(path, mmap_mode="r", allow_pickle=False), str(path))
+    except Exception as error:  # torch raises many types for a file that is not its own
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{path} cannot be read as an .npy or .pt file of node ids ({reason}): save it again."
+        ) from error
+    if ids.shape != (num_nodes,) or ids.dtype.is_floating_point or ids.dtype == torch.bool:
+        raise ValueError(
+            f"{path} holds {list(ids.shape)} {str(ids.dtype).removeprefix('torch.')}, and ids= is for whole numbers "
+            f"[{num_nodes}]: save the first array that partition_graph(..., return_mapping=True) returns."
+        )
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_nodes:
+        raise ValueError(f"{path} does not hold every node once: save the node ids of this partition.")
+    return ids.long()
+
+
+def _storable(rows: Tensor) -> Tensor:
     """Values in a dtype that NumPy has: bfloat16 becomes float32."""
-    rows = as_tensor(values)
     return rows.float() if rows.dtype == torch.bfloat16 else rows
 
 
-def _parse_ranges(ranges_by_type: Any, key: str) -> list[tuple[int, int]]:
+def _parse_ranges(ranges_by_type: Any, key: str, num_parts: int, total: int) -> list[tuple[int, int]]:
     """(first id, last id + 1) of every part. A graph of several node or edge types is refused."""
     lists = list(ranges_by_type.values()) if isinstance(ranges_by_type, dict) else [ranges_by_type]
     if len(lists) != 1 or not isinstance(lists[0], list):
@@ -251,7 +277,11 @@ def _parse_ranges(ranges_by_type: Any, key: str) -> list[tuple[int, int]]:
             f"The graph has {len(lists)} types in its {key}, and hopline reads graphs of one node and one edge type: "
             "make it so by dgl.to_homogeneous before partition_graph."
         )
-    return [(int(first), int(last)) for first, last in lists[0]]
+    ranges = [(index(first), index(last)) for first, last in lists[0]]
+    bounds = [0, *(last for _, last in ranges)]
+    if len(ranges) != num_parts or ranges != list(itertools.pairwise(sorted(bounds))) or bounds[-1] != total:
+        raise ValueError(f"The ranges of {key} do not hold every id once: partition the graph again.")
+    return ranges
 
 
 def _column_name(name: str) -> str:
@@ -273,10 +303,5 @@ def _allocate(num_nodes: int, like: Tensor, file: Path | None) -> np.ndarray:
     dtype = numpy_dtype(like.dtype)
     if file is None:
         return np.zeros(shape, dtype)
-    num_bytes = max(1, int(np.prod(shape)) * dtype.itemsize)
-    with file.open("wb") as out:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(out.fileno(), 0, num_bytes)
-        else:
-            out.truncate(num_bytes)
+    new_mapped_file(file, int(np.prod(shape)) * dtype.itemsize)
     return np.memmap(file, dtype, "r+", shape=shape)

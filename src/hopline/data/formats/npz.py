@@ -21,18 +21,22 @@ import re
 import struct
 import zipfile
 import zlib
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from hopline.data.arrays import as_tensor
+from hopline.data.arrays import as_tensor, read_npy_header
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.nodes import KNOWN_TASKS, usual_split
 from hopline.data.options import merge
 from hopline.data.paths import default_name
 from hopline.tables import SparseTable
+from hopline.util.config import format_size
+from hopline.util.files import check_file
+from hopline.util.host import host_memory
 from hopline.util.log import logger
 
 DAMAGED = (
@@ -41,6 +45,7 @@ DAMAGED = (
     EOFError,
     KeyError,
     AttributeError,
+    OverflowError,
     struct.error,
     zipfile.BadZipFile,
     zlib.error,
@@ -95,10 +100,10 @@ def from_npz(
         >>> import numpy as np
         >>> np.savez("ring.npz", edge_index=[[0, 1, 2], [1, 2, 0]], x=np.ones((3, 2)), y=[0, 1, 0])
         >>> hl.from_npz("ring.npz", split_per_class=None)
-        Dataset('ring', 3 nodes, 3 edges, 2 features, 2 classes, ...)
+        Dataset('ring', 3 nodes, 3 directed edges, 2 features, 2 classes, ...)
     """
     path = Path(path).expanduser()
-    arrays = _load(path)
+    arrays = load_arrays(path)
     meta = _meta(arrays)
     if "edge_index" not in arrays:
         # Files of several node types have an array per kind of edge, such as edge_paper__author. A file with
@@ -185,15 +190,41 @@ def _separate_edge_arrays(
     return edge, tables
 
 
-def _load(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of a file by name. Nothing is unpickled."""
+def load_arrays(path: Path) -> dict[str, np.ndarray]:
+    """All arrays of a file by name. Nothing is unpickled.
+
+    A file is refused before its arrays are allocated if their heads claim other sizes than the archive, or if they do
+    not fit into memory: a file of a megabyte may unpack to a gigabyte.
+    """
+    check_file(path)
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            return {key: arrays[key] for key in arrays.files}
-    except FileNotFoundError as error:
-        raise ValueError(f"There is no file {path}: check the path.") from error
+        with path.open("rb") as file:
+            num_bytes = _num_bytes(file)
+            free_bytes = host_memory().available
+            if num_bytes <= free_bytes:
+                with np.load(file, allow_pickle=False) as arrays:
+                    return {key: arrays[key] for key in arrays.files}
     except DAMAGED as error:
         raise ValueError(f"{path} is damaged or not an .npz of plain arrays ({error}): copy it again.") from error
+    raise ValueError(
+        f"{path} unpacks to {format_size(num_bytes)}, and {format_size(free_bytes)} of memory are free: if it is no "
+        "mistake, convert it on a machine with more memory, or save edge_index as an .npy file and convert that."
+    )
+
+
+def _num_bytes(file: BinaryIO) -> int:
+    """Bytes that the arrays of an archive take, which is then at its beginning again."""
+    total = 0
+    with zipfile.ZipFile(file) as archive:
+        for info in archive.infolist():
+            with archive.open(info) as member:
+                shape, _, dtype = read_npy_header(member)
+                claimed = member.tell() + prod(shape) * dtype.itemsize
+            if claimed != info.file_size and not dtype.hasobject:  # NumPy itself refuses objects
+                raise ValueError(f"{info.filename} says that it has {claimed} bytes, and has {info.file_size}")
+            total += info.file_size
+    file.seek(0)
+    return total
 
 
 def _meta(arrays: dict[str, np.ndarray]) -> dict[str, Any]:

@@ -24,9 +24,10 @@ import numpy as np
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.formats.csv_parquet import read_csv
-from hopline.data.formats.npz import DAMAGED
+from hopline.data.formats.npz import DAMAGED, load_arrays
 from hopline.data.options import merge
 from hopline.data.paths import default_name, is_ogb_folder
+from hopline.util.config import format_size
 
 STORED_ONCE = {
     "products": True,
@@ -140,17 +141,21 @@ def _unpack_binary(raw: Path, mapped: bool) -> Iterator[tuple[Any, dict[str, Any
         file = raw / "data.npz"  # the file being read, for the error message
         try:
             with zipfile.ZipFile(file) as archive:
+                num_bytes = sum(info.file_size for info in archive.infolist())
+                if num_bytes > shutil.disk_usage(scratch).free:
+                    raise ValueError(f"it unpacks to {format_size(num_bytes)}, more than is free in {scratch}")
                 files = {Path(member).stem: _unpack(archive, member, Path(scratch)) for member in archive.namelist()}
-            arrays = {
-                name: np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+            # Mapped in any case: a head that claims more than its file has is refused then, and not allocated.
+            maps = {
+                name: np.load(path, mmap_mode="r", allow_pickle=False)
                 for name, path in files.items()
                 if name != "edge_index"
             }
+            arrays = maps if mapped else {name: np.array(array) for name, array in maps.items()}
             edges = files["edge_index"]
             num_nodes = int(np.asarray(arrays["num_nodes_list"]).sum())
             file = raw / "node-label.npz"
-            with np.load(file, allow_pickle=False) as label_arrays:
-                labels = label_arrays["node_label"]
+            labels = load_arrays(file)["node_label"]
         except DAMAGED as error:
             raise ValueError(f"{file} cannot be unpacked ({error}): download it again.") from error
 

@@ -9,7 +9,6 @@ of other shards through a *transport*, and in backward sends their gradients bac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -97,8 +96,6 @@ class ShardBatches:
 
     Owns the transport between shards, and the channel between ranks if there are several. The constructor is
     collective: all ranks call it.
-
-    common: further values that must be equal on all ranks. Data, method and ids are always compared.
     """
 
     def __init__(
@@ -112,7 +109,6 @@ class ShardBatches:
         seed: int,
         device: torch.device,
         world: World,
-        common: Sequence[object] = (),
     ) -> None:
         self.data = data
         self.method = method
@@ -122,9 +118,6 @@ class ShardBatches:
         self.channel: Channel | None = None
         if world.size > 1:
             self.channel = Channel(world)
-            # Ranks that differ would wait for messages that never come, so they compare these values first.
-            shared = repr([*common, num_layers, *self._facts(ids)]).encode()
-            self.channel.check_same(shared, "the method, the seed, the dataset or the layers")
 
         shard = self._open_shard()
         self.tables = shard.tables
@@ -146,14 +139,6 @@ class ShardBatches:
             self.blocks = tuple(convs.block() for convs in trimmed)
         else:
             self.blocks = (whole.to(device).block(),) * num_layers
-
-    def _facts(self, ids: Tensor) -> list[object]:
-        """The values that decide which messages ranks send each other. Sums stand for whole tensors."""
-        data = self.data
-        facts = [repr(self.method), self.seed, data.num_nodes, data.num_edges, int(ids.sum())]
-        if not isinstance(data, ShardedData):  # `ShardedData` has compared the shards' partitions already
-            facts += [int(data.graph.indptr.sum()), int(data.graph.indices.sum(dtype=torch.int64))]
-        return facts
 
     def _open_shard(self) -> _OwnShard:
         """This rank's shard: one that was opened before, or the rank's part of a partition that is made now."""

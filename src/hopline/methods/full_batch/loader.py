@@ -19,6 +19,7 @@ from hopline.nn.whole_module import as_batch_model, is_layered, refuse_batches, 
 from hopline.shards.convs.patch_message_passing import FetchMode
 from hopline.shards.data import ShardedData
 from hopline.shards.shard import Shard
+from hopline.units.rank_facts import check_loader_ranks
 
 
 class FullBatchLoader:
@@ -126,6 +127,8 @@ def make_loader(
     if isinstance(data, Shard):
         data = ShardedData(data, world)
     seeds = find_seeds(data, ids)
+    named_ids = ids if isinstance(ids, str) else seeds
+    check_loader_ranks(world, method, data, named_ids, seed=seed, model=model, num_layers=num_layers)
     is_exactly_one_given = (model is None) != (num_layers is None)
     if not is_exactly_one_given:
         raise ValueError(

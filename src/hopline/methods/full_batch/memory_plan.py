@@ -1,90 +1,138 @@
-"""The memory plan of `FullBatch`: tables of all nodes, and as few shards as fit.
+"""The memory plan of `FullBatch`: the parts that a sweep goes over, each small enough for the budget.
 
-More shards make a step smaller, and change no gradient beyond rounding. The plan counts the memory of a sweep: one
-layer at one shard at a time.
+A sweep computes one layer at one part at a time, so its peak is that of the largest part. A part with a hub is far
+larger than the mean. So the plan makes the partition, counts nodes, halo and edges of every part, and divides those
+that are too large into runs of their nodes. No gradient changes beyond rounding. A single node with all its in-edges
+is the smallest part: if that does not fit, the run is refused.
+
+Ways other than a sweep keep the activations of all layers at all nodes of a rank. They cannot be made smaller, and
+are predicted from steps on small graphs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
-from hopline.budget.micro_batches import find_fewest
+import torch
+from torch import Tensor
+
+from hopline.budget.predictor import Predictor, costs_of
+from hopline.budget.probe import LARGE_STEP_BYTES, job_of
 from hopline.contract import Budget, Item, Outline, Plan
+from hopline.core.graph import Graph
+from hopline.core.partition import Partition
 from hopline.core.sizes import Sizes
+from hopline.data.dataset import Dataset
+from hopline.device.meter import meter_of
 from hopline.methods.full_batch.settings import FullBatch
+from hopline.methods.full_batch.work import ShardedWork, choose_aggregation
+from hopline.methods.partitioned.layer_bytes import LayerBytes, measured_layers
 from hopline.methods.partitioned.memory_plan import (
-    UNEVEN,
-    block_bytes,
+    PARTITION_BYTES,
     layers_of,
-    part_sizes,
+    sizes_of_parts,
     table_items,
 )
+from hopline.methods.partitioned.work import partition_together
 from hopline.nn.gnn import GNN, row_widths
+from hopline.shards.convs.patch_message_passing import FetchMode
+from hopline.tables import TensorTable
+from hopline.units.batch_unit import own_threads
 from hopline.units.loss_at_outputs import LOSS_COPIES
 
-MAX_SHARDS = 1 << 14
-"""Most shards that a plan tries. A rule of thumb."""
+MAX_PARTS = 1 << 8
+"""Most parts that a plan makes of a graph, or as many as the settings ask for. A rule of thumb: a step goes over all
+of them for every layer."""
+FIRST_NODES = 16
+"""Nodes of the first small graph on which a step is measured. A rule of thumb."""
 
 
 def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
-    """The plan with as few shards as fit, and no fewer than the settings ask for.
+    """The plan of a sweep over parts that fit, or of a step over shards.
 
-    If no number of shards fits, it is the plan of the largest number tried, and `Plan.fits` is false.
+    If no division fits, it is the plan of the finest one, and `Plan.fits` is false.
     """
     model = layers_of(outline, method)
+    aggregation, _reason = choose_aggregation(method, outline.job, model)
+    if aggregation == "sweep":
+        return _plan_sweep(method, outline, budget, model)
+    return _plan_shards(method, outline, budget, model, aggregation)
+
+
+# ---- a sweep
+
+
+def _plan_sweep(method: FullBatch, outline: Outline, budget: Budget, model: GNN) -> Plan:
     data = outline.data
-    widths = row_widths(model, data.num_features)
-    # Tables hold the rows after all layers but the last, and their gradients.
-    table_bytes = 2 * sum(widths[1:-1]) * data.num_nodes * outline.dtype.itemsize
-    fixed_items = [
-        *outline.resident_items(),
-        *outline.data_on_host(),
-        *table_items("rows and gradients", method.folder, table_bytes, outline, method.tables),
-    ]
-    # The usual loss is a mean over seeds, which a sweep computes part by part.
-    loss_bytes = 0 if outline.job.usual_loss else LOSS_COPIES * _output_bytes(outline, model)
-    limits = outline.limits(budget)
+    *hidden_widths, _last = row_widths(model, data.num_features)[1:]
+    row_bytes = data.num_nodes * outline.dtype.itemsize
+    rows = table_items("rows", method.folder, sum(hidden_widths) * row_bytes, outline, method.tables)
+    # Gradients at rows: those that a layer reads and those that it adds to, or with jumping knowledge all.
+    gradient_widths = hidden_widths if model.keeps_jk else sorted(hidden_widths)[-2:]
+    gradient_bytes = sum(gradient_widths) * row_bytes
+    # They lie where the tables do. Beside mapped files they lie on the host.
+    are_in_step = rows[0].place == outline.compute_place or outline.compute_place == "host"
+    gradients = [] if are_in_step else [Item("gradients", "host", gradient_bytes)]
 
-    def plan_with(num_shards: int) -> Plan:
-        """The plan with this number of shards."""
-        largest_share = min(1.0, UNEVEN / num_shards)
-        sizes = part_sizes(data.graph, largest_share, model.num_layers)
-        predictor = outline.predictor(model.num_layers)
-        step_bytes = max(map(predictor.predict_peak, _sizes_by_layer(sizes))) + loss_bytes
-        return Plan(
-            method=replace(method, num_shards=num_shards),
-            items=(*fixed_items, Item("prepared shard", "host", block_bytes(data.graph, sizes.edges[0]))),
-            limits=limits,
-            compute_place=outline.compute_place,
-            async_evaluation=outline.async_evaluation,
-            hidden_bytes=outline.hidden_bytes(),
-            step_bytes=step_bytes,
-            min_step_bytes=step_bytes,  # a step is not split any further
-            steps=1,
-            count=num_shards,
-            covers="a graph in {} shard" if num_shards == 1 else "a graph in {} shards",
-            num_blocks=model.num_layers,
-        )
-
-    def excess(plans: list[Plan]) -> float:
-        """Infinity if the only plan of the list does not fit, else 0."""
-        # `find_fewest` multiplies the shards by excess / limit, at most by 2. Part of a step's bytes does not shrink
-        # with more shards, so the true ratio would be too small: infinity doubles them.
-        return math.inf if plans[0].step_bytes > plans[0].limit_bytes else 0.0
-
-    min_shards = min(method.num_shards, data.num_nodes)
-    max_shards = max(min_shards, min(data.num_nodes, MAX_SHARDS))
-    plans, _excess = find_fewest(
-        lambda num_shards: [plan_with(num_shards)],
-        excess,
-        limit=1.0,
-        first_number=min_shards,
-        max_number=max_shards,
-        max_growth=2,
+    partition = partition_together(
+        data, method.num_shards, method.partition, seed=outline.job.seed, world=outline.job.world
     )
-    return plans[0]
+    sized = Plan(
+        method=method,
+        items=(
+            *outline.resident_items(),
+            *outline.data_on_host(),
+            Item("partition", "host", PARTITION_BYTES * data.num_nodes),
+            *rows,
+            *gradients,
+        ),
+        limits=outline.limits(budget),
+        compute_place=outline.compute_place,
+        async_evaluation=outline.async_evaluation,
+        hidden_bytes=outline.hidden_bytes(),
+        step_bytes=0.0,  # known below
+        min_step_bytes=0.0,
+        steps=1,
+        count=method.num_shards,
+        covers="a graph in {} shards",
+    )
+    # In memory during a step, besides one part: gradients at rows, and of the weights once more while they are added.
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    step_bytes = weight_bytes + (gradient_bytes if are_in_step else 0)
+    # The usual loss is a mean over seeds, which a sweep computes part by part.
+    if not outline.job.usual_loss:
+        step_bytes += LOSS_COPIES * _output_bytes(outline, model)
+    layers = measured_layers(outline, partition, max_bytes=sized.limit_bytes - step_bytes)
+    parts, part_bytes = _parts_within(sized.limit_bytes - step_bytes, data.graph, partition, layers)
+    step_bytes += part_bytes
+    return replace(
+        sized,
+        step_bytes=step_bytes,
+        min_step_bytes=step_bytes,  # a step is not split any further
+        partition=parts,
+        count=parts.num_parts,
+        covers="a graph in {} shard" if parts.num_parts == 1 else "a graph in {} shards",
+    )
+
+
+def _parts_within(limit: float, graph: Graph, partition: Partition, layers: LayerBytes) -> tuple[Partition, float]:
+    """(parts that take at most `limit` bytes each, the bytes of the largest); the finest ones if none fit."""
+    degrees = graph.in_degrees().cpu()
+    max_degree = int(degrees.max()) if degrees.numel() else 0
+    # No part is smaller than its largest node with all in-edges.
+    node_bytes = layers.largest(Sizes((1 + max_degree, 1), (max_degree,)))
+    target_bytes = max(limit, node_bytes)
+    max_parts = max(MAX_PARTS, partition.num_parts)
+    while True:
+        sizes = sizes_of_parts(graph, partition)
+        part_bytes = torch.tensor([layers.largest(part) for part in sizes], dtype=torch.float64)
+        num_runs = torch.where(partition.sizes > 1, (part_bytes / target_bytes).ceil(), 1).long().clamp(min=1)
+        if not bool((num_runs > 1).any()) or partition.num_parts >= max_parts:
+            return partition, float(part_bytes.max())
+        # Runs of a part have halo nodes in common, so that bytes do not shrink with their number: little by little.
+        num_runs = num_runs.clamp(max=max(2, max_parts // partition.num_parts))
+        partition = partition.split(num_runs, weight=degrees + 1)
 
 
 def _output_bytes(outline: Outline, model: GNN) -> int:
@@ -96,13 +144,97 @@ def _output_bytes(outline: Outline, model: GNN) -> int:
     return outline.train_ids.numel() * width * outline.dtype.itemsize
 
 
-def _sizes_by_layer(sizes: Sizes) -> Iterator[Sizes]:
-    """The sizes that a sweep has in memory at once, layer by layer: one layer's sources, destinations and edges."""
-    num_layers = len(sizes.edges)
-    for l in range(num_layers):
-        nodes = [0] * (num_layers + 1)
-        nodes[l] = sizes.nodes[l]
-        nodes[l + 1] = sizes.nodes[l + 1]
-        edges = [0] * num_layers
-        edges[l] = sizes.edges[l]
-        yield Sizes(tuple(nodes), tuple(edges))
+# ---- a step over shards
+
+
+def _plan_shards(method: FullBatch, outline: Outline, budget: Budget, model: GNN, mode: FetchMode) -> Plan:
+    data = outline.data
+    num_ranks = outline.job.world.size
+    sized = Plan(
+        method=method,
+        items=(
+            *outline.resident_items(),
+            *outline.data_on_host(),
+            Item("partition", "host", PARTITION_BYTES * data.num_nodes),
+        ),
+        limits=outline.limits(budget),
+        compute_place=outline.compute_place,
+        async_evaluation=outline.async_evaluation,
+        hidden_bytes=outline.hidden_bytes(),
+        step_bytes=0.0,  # known below
+        min_step_bytes=0.0,
+        steps=1,
+        count=num_ranks if num_ranks > 1 else method.num_shards,
+        covers="a graph in {} shards",
+    )
+    if "shards" not in outline.learnt:
+        outline.learnt["shards"] = _measured_shards(method, outline, model, mode, sized.limit_bytes)
+    # Of several ranks each has its share of the nodes, and the halo of these.
+    num_nodes = math.ceil(data.num_nodes / num_ranks)
+    num_edges = math.ceil(data.num_edges / num_ranks)
+    step_bytes = outline.learnt["shards"].predict_peak(_whole_sizes(num_nodes, num_edges, model.num_layers))
+    return replace(sized, step_bytes=step_bytes, min_step_bytes=step_bytes)
+
+
+def _measured_shards(method: FullBatch, outline: Outline, model: GNN, mode: FetchMode, limit: float) -> Predictor:
+    """A predictor of steps over all nodes of a graph, by steps of a copy of the model on small graphs.
+
+    It ends with the graph itself, or before a graph that is expected to take more than `limit`.
+    """
+    job = replace(job_of(outline), world=type(outline.job.world).alone())
+    assert isinstance(job.model, GNN)
+    predictor = Predictor(costs_of(model, outline.data.tables.get("x"), model.num_layers))
+    num_nodes = outline.data.num_nodes
+    count = min(FIRST_NODES, num_nodes)
+    gpus = [job.device] if job.device.type == "cuda" else []
+    with torch.random.fork_rng(gpus), own_threads(job):
+        while True:
+            data = _shrink(outline.data, count)
+            sizes = _whole_sizes(count, data.num_edges, model.num_layers)
+            is_large = predictor.num_seen and predictor.expected_bytes(sizes) > min(limit, LARGE_STEP_BYTES)
+            if is_large and predictor.is_sure:
+                return predictor
+            small_job = replace(job, data=data, train_ids=data.splits["train"])
+            small_method = replace(method, num_shards=min(method.num_shards, count), partition="range")
+            work = ShardedWork(small_job, job.model, small_method, mode)
+            job.module.zero_grad(set_to_none=True)
+            for unit in work.units(1):
+                with meter_of(job.device) as meter:
+                    unit.forward_backward(unit.size)
+                predictor.observe(sizes, meter.peak_bytes)
+            if count == num_nodes and predictor.is_sure:
+                return predictor
+            count = min(2 * count, num_nodes)
+
+
+def _whole_sizes(num_nodes: int, num_edges: int, num_layers: int) -> Sizes:
+    """The sizes of a step that computes all layers at all nodes."""
+    return Sizes((num_nodes,) * (num_layers + 1), (num_edges,) * num_layers)
+
+
+def _shrink(data: Dataset, num_nodes: int) -> Dataset:
+    """A dataset of the first nodes, with as many in-edges as they have, from sources among them.
+
+    Only its sizes are those of a part of the graph: sources are taken modulo the number of nodes.
+    """
+    ids = torch.arange(num_nodes)
+    indptr = data.graph.indptr[: num_nodes + 1].cpu()
+    num_edges = int(indptr[-1])
+    edge = {name: rows[:num_edges].cpu() for name, rows in data.graph.edge.items()}
+    graph = Graph(indptr, data.graph.indices[:num_edges].cpu() % num_nodes, edge)
+    tables = {name: TensorTable(table.read(ids)) for name, table in data.tables.items()}
+    y = None if data.y is None else data.y[:num_nodes].cpu()
+    return replace(
+        data,
+        graph=graph,
+        tables=tables,
+        y=y,
+        splits={"train": _train_ids(data, num_nodes)},
+        alternatives=(),
+        folder=None,
+    )
+
+
+def _train_ids(data: Dataset, num_nodes: int) -> Tensor:
+    train = data.splits["train"]
+    return train[train < num_nodes]

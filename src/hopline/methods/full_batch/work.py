@@ -50,34 +50,32 @@ def bind(method: FullBatch, job: Job) -> Work:
             "hl.nn.GNN, or a PyG model such as GCN"
         )
     check_settings(method, job.data, job.world)
-    mixing = check_model(method, model, job.data, job.world)
-    aggregation = _choose_aggregation(method, job, mixing)
+    aggregation, reason = choose_aggregation(method, job, model)
+    if method.aggregation == "auto":
+        num_shards = job.world.size if job.world.size > 1 else method.num_shards
+        plural = "" if num_shards == 1 else "s"
+        job.say(f"full batch by aggregation={aggregation} ({reason}), {num_shards} shard{plural}")
     if aggregation == "sweep":
         return SweepWork(job, model, method)
     return ShardedWork(job, model, method, mode=aggregation)
 
 
-def _choose_aggregation(
-    method: FullBatch, job: Job, mixing: str | None
-) -> Literal["sweep", "sequential", "stored", "one_shot"]:
-    """The aggregation of a job. "auto" is replaced by one that works, and the user is told which and why.
+def choose_aggregation(
+    method: FullBatch, job: Job, model: GNN
+) -> tuple[Literal["sweep", "sequential", "stored", "one_shot"], str]:
+    """(the aggregation of a job, why). "auto" is replaced by one that works.
 
-    mixing: the module that mixes rows, in words. None: there is none.
+    Raises:
+        ValueError: The model or the ranks do not allow the aggregation that the settings ask for.
     """
+    mixing = check_model(method, model, job.data, job.world)
     has_ranks = job.world.size > 1 or isinstance(job.data, ShardedData)
     if method.aggregation == "auto":
-        aggregation = "sequential"
         if has_ranks:
-            reason = "several ranks"
-        elif mixing is not None:
-            reason = f"{mixing} needs all rows at once"
-        else:
-            aggregation = "sweep"
-            reason = "one process"
-        num_shards = job.world.size if job.world.size > 1 else method.num_shards
-        plural = "" if num_shards == 1 else "s"
-        job.say(f"full batch by aggregation={aggregation} ({reason}), {num_shards} shard{plural}")
-        return aggregation
+            return "sequential", "several ranks"
+        if mixing is not None:
+            return "sequential", f"{mixing} needs all rows at once"
+        return "sweep", "one process"
     if method.aggregation == "sweep" and has_ranks:
         raise ValueError("aggregation=sweep is for one process: set aggregation=sequential, or devices=1")
     if method.aggregation == "sweep" and mixing is not None:
@@ -85,7 +83,7 @@ def _choose_aggregation(
             f"{mixing} looks at all rows at once, as batch norms do, and a sweep has some of them at a time: set "
             "aggregation=sequential, or in place of a batch norm norm=layer"
         )
-    return method.aggregation
+    return method.aggregation, "as set"
 
 
 class SweepWork(Work):
@@ -95,21 +93,30 @@ class SweepWork(Work):
     again.
     """
 
-    def __init__(self, job: Job, model: GNN, method: FullBatch) -> None:
+    def __init__(
+        self, job: Job, model: GNN, method: FullBatch, guard: Guard | None = None, plan: Plan | None = None
+    ) -> None:
         spec = PartsSpec(
-            num_parts=method.num_shards, partition=method.partition, tables=method.tables, folder=method.folder
+            num_parts=method.num_shards if plan is None or plan.partition is None else plan.partition.num_parts,
+            partition=method.partition,
+            tables=method.tables,
+            folder=method.folder,
+            caches_blocks=plan is None,
         )
         self.job = job
-        self.work = PartsWork(job, model, spec)
+        self.method = method
+        self.work = PartsWork(job, model, spec, None if plan is None else plan.partition)
         self.needed = NeededRows(self.work) if method.trim else None
-        self.guard: Guard | None = None
-        self.step_bytes = 0.0  # the predicted peak of a step, by the plan
+        self.guard = guard
+        self.step_bytes = 0.0 if plan is None else plan.step_bytes
+        """The predicted peak of a step, by the plan."""
+        if plan is not None:  # the plan counts these apart from the steps
+            self.work.allocate_tables()
+            _ = self.work.swept_positions, self.work.partition.position
 
     def guarded(self, guard: Guard, plan: Plan) -> SweepWork:
-        """This work. Its steps are measured from now on, but not split: the plan's number of shards makes them fit."""
-        self.guard = guard
-        self.step_bytes = plan.step_bytes
-        return self
+        """The work over the plan's parts, which are small enough. Its steps are measured, and not split further."""
+        return SweepWork(self.job, self.work.model, self.method, guard, plan)
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
         if not done:  # an epoch has one unit, step 0. done: a resumed run has trained it
@@ -166,7 +173,6 @@ class ShardedWork(Work):
 
     def __init__(self, job: Job, model: GNN, method: FullBatch, mode: FetchMode) -> None:
         self.job = job
-        conv_names = [type(conv).__name__ for conv in model.convs]
         self.batches = ShardBatches(
             data=job.data,
             ids=job.train_ids,
@@ -176,7 +182,6 @@ class ShardedWork(Work):
             seed=job.seed,
             device=job.device,
             world=job.world,
-            common=[conv_names, job.bf16],
         )
         self.has_agreed = False  # whether `agree` was called
         self.guard: Guard | None = None
@@ -189,13 +194,9 @@ class ShardedWork(Work):
         return self
 
     def agree(self) -> None:
-        """Check that all ranks have the same model, and give them the first rank's weights. Collective."""
+        """Give all ranks the first rank's weights and buffers. Collective."""
         model = self.job.module
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        assert self.batches.channel is not None
-        shapes = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]
-        self.batches.channel.check_same(repr(shapes).encode(), "the model")
-        self.job.world.broadcast_tensors(tensor.data for _, tensor in tensors)
+        self.job.world.broadcast_tensors(tensor.data for tensor in [*model.parameters(), *model.buffers()])
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
         if self.batches.channel is not None and not self.has_agreed:

@@ -38,7 +38,7 @@ class Groups(Parts):
             partition=partition,
             assignment=assignment,
             per_group=method.parts_per_batch,
-            keeps_blocks=method.groups == "fixed",
+            caches_blocks=True if method.groups == "fixed" else None,
             edge_ids=method.edge_dropout > 0,
         )
         self.method = method

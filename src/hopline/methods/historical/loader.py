@@ -28,6 +28,8 @@ from hopline.methods.historical.step import HistoricalUnit
 from hopline.methods.partitioned.seeds import find_seeds
 from hopline.nn.whole_module import refuse_batches, unwrap
 from hopline.units.job import make_job
+from hopline.units.rank_facts import check_loader_ranks
+from hopline.util.errors import NotCopied
 from hopline.util.log import logger
 
 
@@ -60,8 +62,13 @@ class Turn:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class HaloBatch(Batch):
+class HaloBatch(NotCopied, Batch):
     """A batch of parts of the graph. The model pulls the rows of its halo; `commit` pushes those of its own nodes."""
+
+    instead = (
+        "it reads and writes the tables of its loader, which a copy would not share. Take it from "
+        "hl.Historical(...).loader(data, model=model) in the process that trains"
+    )
 
     turn: Turn | None = None
     """The turn that `commit` ends. None in a batch that only reads."""
@@ -79,7 +86,7 @@ class HaloBatch(Batch):
         self.turn.end()
 
 
-class HistoricalLoader:
+class HistoricalLoader(NotCopied):
     """Batches of parts of the graph, with all their in-edges. Each iteration over the loader is the next epoch.
 
     Usually made by `hl.Historical(...).loader(data, model=model)`. Calling the model with a batch pulls: between
@@ -122,6 +129,11 @@ class HistoricalLoader:
         >>> len(loader)
         2
     """
+
+    instead = (
+        "its tables belong to one model. Make another by hl.Historical(...).loader(data, model=model), and give it "
+        "loader.state_dict() by load_state_dict"
+    )
 
     def __init__(
         self,
@@ -264,11 +276,13 @@ def make_loader(
     world: World | None,
 ) -> HistoricalLoader:
     """Make the loader of `Historical.loader`, which describes the arguments."""
+    seeds = find_seeds(data, ids)
+    check_loader_ranks(world, method, data, ids if isinstance(ids, str) else seeds, seed=seed, model=model)
     inner = unwrap(model)
     refuse_batches(inner)  # a user's model that is called with a batch, which it cannot read, raises with advice
     return HistoricalLoader(
         data=data,
-        ids=find_seeds(data, ids),
+        ids=seeds,
         method=method,
         model=inner,
         seed=seed,

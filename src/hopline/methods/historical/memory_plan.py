@@ -1,25 +1,39 @@
 """The memory plan of `Historical`: tables of all nodes, and steps of a batch, whole or in micro-batches.
 
-It bounds a step before any batch exists. A batch has its share of nodes and edges, times `UNEVEN`, and every edge may
-come from a halo node of its own. The smallest step is a micro-batch of one node, the one with most in-edges, on top of
-the rows that the whole batch keeps.
+The largest batch has the largest parts: their nodes, halo and in-edges are counted. The smallest step is a micro-batch
+of one node, the one with most in-edges, on top of the rows that the whole batch keeps. It is predicted by layers
+measured at that node.
 """
 
 from __future__ import annotations
 
+import math
+
 from hopline.budget.micro_batches import can_split
 from hopline.contract import Budget, Item, Outline, Plan
 from hopline.core.sizes import Sizes
+from hopline.device.out_of_memory import state_bytes
 from hopline.methods.historical.settings import Historical
+from hopline.methods.partitioned.layer_bytes import measured_layers
 from hopline.methods.partitioned.memory_plan import (
-    UNEVEN,
+    ENOUGH_NODES,
+    MAP_BYTES_PER_NODE,
+    PARTITION_BYTES,
     block_bytes,
     layers_of,
-    part_sizes,
+    sizes_of_parts,
+    sum_of_largest,
     table_items,
 )
+from hopline.methods.partitioned.work import partition_together
 from hopline.nn.gnn import row_widths
 from hopline.tables.history import DTYPES
+from hopline.units.loss_at_outputs import LOSS_COPIES
+
+MARGIN = 2.0
+"""Margin of the smallest micro-batch, since a run measures and predicts it anew. A rule of thumb."""
+EDGES_BYTES = 64
+"""Bytes per source that building the edges of a micro-batch takes. A rule of thumb."""
 
 
 def plan(method: Historical, outline: Outline, budget: Budget) -> Plan:
@@ -34,27 +48,53 @@ def plan(method: Historical, outline: Outline, budget: Budget) -> Plan:
     table_bytes = width * data.num_nodes * storage.itemsize
     tables = table_items("history", method.folder, table_bytes, outline, method.tables)
 
-    share = min(1.0, UNEVEN * method.parts_per_batch / method.num_parts)
-    sizes = part_sizes(data.graph, share, model.num_layers)
+    partition = partition_together(
+        data, method.num_parts, method.partition, seed=outline.job.seed, world=outline.job.world
+    )
+    largest = sum_of_largest(sizes_of_parts(data.graph, partition), method.parts_per_batch)
+    num_src = min(largest.nodes[0], data.num_nodes)
+    num_own = largest.nodes[1]
+    nodes = [num_src] * model.num_layers + [num_own]
+    edges = [largest.edges[0]] * model.num_layers
     # The blocks of fixed groups are cached, so in the end all edges are.
-    num_edges = data.graph.num_edges if method.groups == "fixed" else sizes.edges[0]
+    num_edges = data.graph.num_edges if method.groups == "fixed" else edges[0]
     prepared = Item("prepared batch", "host", block_bytes(data.graph, num_edges))
+    if method.compensate:  # which computes all layers but the first at out-neighbours too, at most at all nodes
+        for l in range(1, model.num_layers):
+            nodes[l] += data.num_nodes
+            edges[l] += data.num_edges
+        nodes[-1] += data.num_nodes
 
-    predictor = outline.predictor(model.num_layers)
-    step_bytes = predictor.predict_peak(sizes)
+    step_bytes = outline.predictor(model.num_layers).predict_peak(Sizes(tuple(nodes), tuple(edges)))
     min_step_bytes = step_bytes
     if budget.over_budget == "split" and can_split(model):
-        # The smallest micro-batch in the worst case: one node with as many in-edges as any node has.
+        # Kept by a split batch during its step, as `MicroBatches` counts it: own rows and gradients after layers.
+        hidden_width = sum(widths[1:-1])
+        own_width = 2 * hidden_width
+        if method.compensate:
+            own_width += widths[-1] + 2 * max(widths[1:-1], default=0)
+        if not outline.job.usual_loss:
+            own_width += LOSS_COPIES * widths[-1]
+        resident_bytes = num_own * own_width * outline.dtype.itemsize + MAP_BYTES_PER_NODE * num_src
         degree = int(data.graph.in_degrees().max()) if data.num_nodes else 0
-        num_src = 1 + degree
-        one_node = Sizes(nodes=(num_src,) * model.num_layers + (1,), edges=(degree,) * model.num_layers)
-        # Kept by a split batch during its step: own rows and gradients after every layer.
-        num_own = sizes.nodes[-1]
-        resident_bytes = 2 * num_own * sum(widths[1:]) * outline.dtype.itemsize
-        min_step_bytes = predictor.predict_peak(one_node) + resident_bytes
+        one_node = Sizes((1 + degree, 1), (degree,))
+        # Before its first split, a run measures its layers at some nodes (`Probe`), which takes memory too.
+        num_probed = min(ENOUGH_NODES, num_own)
+        num_edges = math.ceil(num_probed * edges[0] / max(1, num_own))
+        probed = Sizes((min(num_probed + num_edges, num_src), num_probed), (num_edges,))
+        layers = measured_layers(outline, partition, max_bytes=0)
+        piece_bytes = MARGIN * max(layers.largest(one_node), layers.largest(probed))
+        piece_bytes += EDGES_BYTES * max(one_node.nodes[0], probed.nodes[0])
+        min_step_bytes = sum(state_bytes(model)) + resident_bytes + piece_bytes
     return Plan(
         method=method,
-        items=(*outline.resident_items(), *outline.data_on_host(), prepared, *tables),
+        items=(
+            *outline.resident_items(),
+            *outline.data_on_host(),
+            Item("partition", "host", PARTITION_BYTES * data.num_nodes),
+            prepared,
+            *tables,
+        ),
         limits=outline.limits(budget),
         compute_place=outline.compute_place,
         async_evaluation=outline.async_evaluation,

@@ -33,16 +33,17 @@ from torch import Tensor, nn
 
 from hopline import ops
 from hopline.budget.micro_batches import check_split, find_fewest, micro_batch_of, sizes_of
-from hopline.budget.predictor import Predictor, costs_of
 from hopline.core.batch import Batch, Block
-from hopline.core.row_handles import Readable, Rows
+from hopline.core.row_handles import Rows
 from hopline.core.sizes import Sizes
 from hopline.device.meter import Meter, meter_of
 from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece
 from hopline.methods.historical.batches import HistoricalBatch
 from hopline.methods.historical.compensation import compensation_gradient
 from hopline.methods.historical.step import HistoricalUnit
-from hopline.methods.partitioned.sweep_loss import SummedLoss, SweepLoss, make_sweep_loss
+from hopline.methods.partitioned.layer_bytes import LayerBytes, loss_for_probe
+from hopline.methods.partitioned.memory_plan import ENOUGH_NODES, MAP_BYTES_PER_NODE
+from hopline.methods.partitioned.sweep_loss import make_sweep_loss
 from hopline.nn.gnn import GNN
 from hopline.tables.history import report_ages
 from hopline.units.batch_unit import autocast
@@ -59,10 +60,6 @@ MAX_GROWTH = 1.4
 """Most by which the number of micro-batches is multiplied from one try to the next. A rule of thumb."""
 UNEVEN = 1.1
 """Largest weight of a run that ends with a part, as a multiple of its equal share. A rule of thumb."""
-ENOUGH_NODES = 64
-"""Nodes up to which a `Probe` measures the layers in any case, before a batch is split. A rule of thumb."""
-MAP_BYTES_PER_NODE = 16
-"""Bytes that building a micro-batch takes per source of the batch's block, for maps to local ids. A rule of thumb."""
 
 
 # ---- where a batch is split, and the bytes of its layers
@@ -163,57 +160,6 @@ def typical_run(hist_batch: HistoricalBatch, count: int, with_seeds: bool) -> sl
 def _as_batch(block: Block) -> Batch:
     """A block as a batch of one layer: all its destinations are seeds, without input rows or layer hooks."""
     return Batch(block.dst_ids, (replace(block, layer_hooks=None),), None, None)
-
-
-def at_layer(model: GNN, sizes: Sizes, l: int) -> Sizes:
-    """The sizes of a step that computes only layer `l` at a block. sizes: of the block, one layer."""
-    num_src, num_dst = sizes.nodes
-    nodes = [0] * (model.num_layers + 1)
-    nodes[l] = num_src
-    nodes[l + 1] = num_dst
-    if l > 0 and model.encodes:
-        nodes[0] += num_dst  # the destinations are encoded again, for initial residuals
-    (num_edges,) = sizes.edges
-    edges = [0] * model.num_layers
-    edges[l] = num_edges
-    return Sizes(tuple(nodes), tuple(edges))
-
-
-class LayerBytes:
-    """Predicts the bytes of single layers of a model.
-
-    Each layer has a predictor of its own, which learns from the measured peaks of that layer. The work owns it and
-    keeps it over all batches.
-    """
-
-    def __init__(self, model: GNN, x: Readable | None) -> None:
-        costs = costs_of(model, x, model.num_layers)
-        self.model = model
-        self.predictors = [Predictor(costs) for _ in range(model.num_layers)]
-
-    @property
-    def is_sure(self) -> bool:
-        """Whether the predictors of all layers have enough measurements."""
-        return all(predictor.is_sure for predictor in self.predictors)
-
-    def predict_peak(self, l: int, sizes: Sizes) -> float:
-        """The predicted peak, in bytes, of layer `l` at a block of these sizes, forward and backward."""
-        return self.predictors[l].predict_peak(at_layer(self.model, sizes, l))
-
-    def together(self, sizes: Sizes) -> float:
-        """The predicted peak, in bytes, of a whole batch that is not split. sizes: over all layers.
-
-        It is the sum over the layers, since no layer keeps more for the backward pass than its peak when run alone.
-        """
-        num_own = sizes.nodes[-1]
-        peaks = []
-        for l, num_edges in enumerate(sizes.edges):
-            peaks.append(self.predict_peak(l, Sizes((sizes.nodes[l], num_own), (num_edges,))))
-        return sum(peaks)
-
-    def learn(self, l: int, sizes: Sizes, peak_bytes: int) -> None:
-        """Add a measurement: layer `l` at a block of these sizes had this peak."""
-        self.predictors[l].observe(at_layer(self.model, sizes, l), peak_bytes)
 
 
 def whole_sizes(hist_batch: HistoricalBatch) -> Sizes:
@@ -399,6 +345,12 @@ class Probe:
         count = 1
         first_peak = 0
         peak_bytes = 0
+        # The node with the most in-edges, which no split makes smaller: measured, and not extrapolated.
+        hub = int(self.hist_batch.block.part.indptr.cpu().diff().argmax())
+        runs = [typical_run(self.hist_batch, 1, with_seeds=False), slice(hub, hub + 1)]
+        for l in range(self.work.model.num_layers):
+            for run in runs:
+                self._measure(l, run, layers)
         while count <= self.hist_batch.block.num_dst:
             # The peak of the first round stands for the bytes that a layer takes whatever the number of nodes. Only
             # the bytes above it grow. The next round has twice the nodes; a factor of three is a rule of thumb.
@@ -406,18 +358,20 @@ class Probe:
             if next_peak >= target_bytes and count >= ENOUGH_NODES:
                 break
             for l in range(self.work.model.num_layers):
-                peak_bytes = max(peak_bytes, self._measure(l, count, layers))
+                is_last = l == self.plan.last
+                run = typical_run(self.hist_batch, count, with_seeds=is_last)
+                peak_bytes = max(peak_bytes, self._measure(l, run, layers))
             first_peak = first_peak or peak_bytes
             count *= 2
         for p, gradient in gradients:
             p.grad = gradient
 
-    def _measure(self, l: int, count: int, layers: LayerBytes) -> int:
-        """Run layer `l` forward and backward on `count` nodes. Returns its peak in bytes, which `layers` learns."""
+    def _measure(self, l: int, run: slice, layers: LayerBytes) -> int:
+        """Run layer `l` forward and backward on a run of nodes. Returns its peak in bytes, which `layers` learns."""
         job = self.work.job
         is_last = l == self.plan.last
-        micro_batch = MicroBatch(self.hist_batch, 0, typical_run(self.hist_batch, count, with_seeds=is_last))
-        objective = SummedLoss(job, scale=1.0) if job.usual_loss else FixedGradients(job, scale=1.0)
+        micro_batch = MicroBatch(self.hist_batch, 0, run)
+        objective = loss_for_probe(job)
         job.module.zero_grad(set_to_none=True)  # as at the beginning of a step
         with meter_of(job.device) as meter, autocast(job):
             piece = self.plan.piece(l, micro_batch)
@@ -430,16 +384,6 @@ class Probe:
         if not is_last or micro_batch.has_seeds:
             layers.learn(l, Sizes.of_blocks((piece.block,)), meter.peak_bytes)
         return meter.peak_bytes
-
-
-class FixedGradients(SweepLoss):
-    """Stands for a loss of the user's own while layers are measured: gradients of zeros at the outputs.
-
-    Such a loss is computed over all seeds of a batch at once, and a `Probe` has only some of them.
-    """
-
-    def __call__(self, batch: Batch, outputs: Tensor) -> Tensor:
-        return (outputs * torch.zeros_like(outputs)).sum()
 
 
 class ZeroRows(Boundaries):

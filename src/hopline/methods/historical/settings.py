@@ -57,6 +57,8 @@ class Historical(Method):
         True
     """
 
+    KNOWN_AS: ClassVar = {"cluster": {"halo": "drop"}, "clustergcn": {"halo": "drop"}, "gas": {}, "gnnautoscale": {}}
+    """Names of papers and other libraries, by their letters -> settings."""
     REMOVED: ClassVar = {
         "momentum": RemovedSetting(default=0.0, instead=FRESH_TABLES),
         "mixing": RemovedSetting(default=0.0, instead=FRESH_TABLES),

@@ -116,6 +116,7 @@ class HistoricalWork(PartsWork, Work):
     def guarded(self, guard: Guard, plan: Plan) -> HistoricalWork:
         """This work, which from now on splits a batch into micro-batches if it would exceed the budget."""
         self.guard = guard
+        _ = self.example_rows, self.partition.position  # else they would be part of the first step
         return self
 
     # ---- batches

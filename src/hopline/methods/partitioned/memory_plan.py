@@ -1,31 +1,34 @@
-"""Memory of training over parts, estimated before a partition exists.
+"""Memory of training over parts, before it begins.
 
-The memory plans of `Historical` and `FullBatch` are built from these estimates:
+The memory plans of `Historical` and `FullBatch` are built from these:
 
-    part_sizes      nodes and edges of a batch, from which its step's memory is predicted
+    sizes_of_parts  nodes, halo and edges of every part, from which the memory of a step is predicted
     block_bytes     the block of a batch on the host: its edges, with their sources and destinations
     table_items     the tables, which hold rows of all nodes after each layer, and gradients at them
-
-The graph's numbers of nodes and edges stand for the parts, which do not exist yet. How uneven the parts will be is
-assumed (`UNEVEN`).
 """
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
+
+import torch
 
 from hopline.contract import Item, Method, Outline, Place
 from hopline.core.graph import Graph
+from hopline.core.partition import Partition, halo_sizes
 from hopline.core.sizes import Sizes
 from hopline.device.row_mover import BUFFER_BYTES, NUM_BUFFERS
 from hopline.nn.gnn import GNN
 
-UNEVEN = 1.1
-"""Largest part that a plan assumes, as a multiple of the mean size. A rule of thumb.
+PARTITION_BYTES = 45
+"""Bytes per node of a partition and of the tables' steps: the part (int32), order, position, the positions that a sweep
+reads and the last write to the tables of both kinds (int64), and whether a node trains."""
 
-The plans of both methods multiply the `share` that they give to `part_sizes` by it.
-"""
+
+ENOUGH_NODES = 64
+"""Nodes at which the layers are measured in any case, before a historical batch is split. A rule of thumb."""
+MAP_BYTES_PER_NODE = 16
+"""Bytes that building a micro-batch takes per source of the batch's block, for maps to local ids. A rule of thumb."""
 
 
 def layers_of(outline: Outline, method: Method) -> GNN:
@@ -42,17 +45,20 @@ def layers_of(outline: Outline, method: Method) -> GNN:
     return outline.model
 
 
-def part_sizes(graph: Graph, share: float, num_layers: int) -> Sizes:
-    """The largest numbers of nodes and edges of a batch, layer by layer.
+def sizes_of_parts(graph: Graph, partition: Partition) -> list[Sizes]:
+    """The sizes of the block of every part: its nodes and their halo, its nodes, its in-edges."""
+    degrees = graph.in_degrees().cpu()
+    num_edges = torch.zeros(partition.num_parts, dtype=torch.int64).index_add_(0, partition.part_of.long(), degrees)
+    num_src = partition.sizes + halo_sizes(graph, partition)
+    rows = zip(num_src.tolist(), partition.sizes.tolist(), num_edges.tolist(), strict=True)
+    return [Sizes((src, dst), (edges,)) for src, dst, edges in rows]
 
-    They are reached if every edge has a source of its own outside the batch.
 
-    share: the batch's share of all nodes, and of all edges by their destinations. 0 to 1.
-    """
-    num_own = math.ceil(share * graph.num_nodes)
-    num_edges = math.ceil(share * graph.num_edges)
-    num_src = min(num_own + num_edges, graph.num_nodes)
-    return Sizes((*[num_src] * num_layers, num_own), (num_edges,) * num_layers)
+def sum_of_largest(sizes: list[Sizes], count: int) -> Sizes:
+    """The sizes that a batch of `count` parts has at most: the sums of the largest sources, nodes and edges."""
+    table = torch.tensor([[*part.nodes, *part.edges] for part in sizes])
+    num_src, num_dst, num_edges = table.sort(0, descending=True).values[:count].sum(0).tolist()
+    return Sizes((num_src, num_dst), (num_edges,))
 
 
 def block_bytes(graph: Graph, num_edges: int) -> int:

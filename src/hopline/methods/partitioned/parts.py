@@ -23,8 +23,8 @@ Group = tuple[int, ...]
 class Parts:
     """The parts of a graph, in groups that are computed together. Caches their blocks.
 
-    per_group: parts of a group. keeps_blocks: whether blocks are cached however many edges they have. edge_ids:
-    whether blocks name their edges by global edge ids.
+    per_group: parts of a group. caches_blocks: whether blocks are cached, however many edges they have. None: those
+    that come again are, in a graph of few edges. edge_ids: whether blocks name their edges by global edge ids.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class Parts:
         assignment: PartAssignment,
         *,
         per_group: int = 1,
-        keeps_blocks: bool = False,
+        caches_blocks: bool | None = None,
         edge_ids: bool = False,
     ) -> None:
         self.graph = graph
         self.partition = partition
         self.assignment = assignment
         self.per_group = per_group
-        self.keeps_blocks = keeps_blocks
+        self.caches_blocks = caches_blocks
         self.sampler = NeighborSampler(graph, (-1,), edge_ids=edge_ids)
         own_parts = assignment.parts[assignment.rank]
         self.own_groups = [tuple(own_parts[i : i + per_group]) for i in range(0, len(own_parts), per_group)]
@@ -80,10 +80,12 @@ class Parts:
 
     def _caches_block(self, group: Group) -> bool:
         """Whether the group's block is cached."""
+        if self.caches_blocks is not None:
+            return self.caches_blocks
         # Groups of a sweep come again in the next sweep. Those that a subclass draws for an epoch may not.
         comes_again = group in self._sweep_groups
         is_small = self.graph.num_edges <= MAX_CACHED_EDGES
-        return self.keeps_blocks or (comes_again and is_small)
+        return comes_again and is_small
 
 
 def without_halo(block: Block) -> Block:

@@ -32,12 +32,12 @@ MAX_HELD_EDGES = 1 << 20
 class AllParts(LayerPlan[Group]):
     """The layer-wise engine's plan of a sweep: all nodes that this rank keeps, by groups of parts."""
 
-    encodes_once = True  # a piece has the same nodes at every layer, so the engine may keep their encoded rows
-
     def __init__(self, work: PartsWork, key: int | None) -> None:
         self.work = work
         self.key = key
-        self._is_small = work.job.data.num_edges <= MAX_HELD_EDGES
+        self._is_small = work.spec.caches_blocks and work.job.data.num_edges <= MAX_HELD_EDGES
+        # A piece has the same nodes at every layer, so the engine may keep their encoded rows.
+        self.encodes_once = work.spec.caches_blocks
         # By group: its piece, as long as the plan lives, which is one pass. Empty for a large graph.
         self._pieces: dict[Group, Piece] = {}
 

@@ -8,7 +8,7 @@ next layer and at their in-neighbours:
     layer L - 3:  one hop more, and so on
 
 Every needed node has all its in-edges, and degrees are those of the whole graph. So loss and gradients are those of a
-sweep over all nodes. The needed rows and their blocks are found once, and stay in host memory.
+sweep over all nodes. The needed rows are found once. Their blocks stay in host memory, if blocks are cached.
 """
 
 from __future__ import annotations
@@ -29,10 +29,17 @@ from hopline.methods.partitioned.work import PartsWork
 
 
 class NeededChunk(NamedTuple):
-    """The nodes of one part that are needed after a layer, with all their in-edges."""
+    """The nodes of one part that are needed after a layer."""
 
     part: int
     """The number of the part."""
+    positions: Tensor
+    """[n] int64 on the host, ascending: the table positions of the nodes."""
+
+
+class NeededEdges(NamedTuple):
+    """All in-edges of a chunk's nodes."""
+
     block: Block
     """Destinations: the needed nodes of the part."""
     src_positions: Tensor
@@ -53,8 +60,8 @@ class NeededRows:
             needed.insert(0, in_neighborhood(self.graph, needed[0]))
         self.positions = [work.partition.position[nodes].sort().values for nodes in needed]
         """By layer: [n] int64 on the host, ascending: positions of the nodes whose rows are needed after it."""
-        self._chunks: dict[tuple[int, int], NeededChunk] = {}
-        """By (part, number of its nodes that are needed)."""
+        self._edges: dict[tuple[int, int], NeededEdges] = {}
+        """By (part, number of its nodes that are needed), if blocks are cached."""
 
     @cached_property
     def num_rows(self) -> int:
@@ -68,21 +75,24 @@ class NeededRows:
         return sum(int(self.graph.in_degrees(order[positions]).sum()) for positions in self.positions)
 
     def chunks_of(self, l: int) -> list[NeededChunk]:
-        """The chunks of layer `l`, one for each part that has needed nodes. They are cached."""
+        """The chunks of layer `l`, one for each part that has needed nodes."""
+        bounds = torch.searchsorted(self.positions[l], self.work.partition.ptr)
+        by_part = self.positions[l].split(bounds.diff().tolist())
+        return [NeededChunk(part, positions) for part, positions in enumerate(by_part) if positions.numel()]
+
+    def edges_of(self, chunk: NeededChunk) -> NeededEdges:
+        """All in-edges of a chunk's nodes."""
+        # Layers that need the same nodes of a part share a block. Their number is key enough: the nodes needed
+        # after a layer are among those needed after the layer before. So equal numbers mean the same nodes.
+        key = (chunk.part, chunk.positions.numel())
+        if key in self._edges:
+            return self._edges[key]
         partition = self.work.partition
-        bounds = torch.searchsorted(self.positions[l], partition.ptr)
-        chunks = []
-        for part, positions in enumerate(self.positions[l].split(bounds.diff().tolist())):
-            if not positions.numel():
-                continue
-            # Layers that need the same nodes of a part share a block. Their number is key enough: the nodes needed
-            # after a layer are among those needed after the layer before. So equal numbers mean the same nodes.
-            key = (part, positions.numel())
-            if key not in self._chunks:
-                block = full_block(self.work.parts.sampler, partition.order[positions])
-                self._chunks[key] = NeededChunk(part, block, partition.position[block.src_ids])
-            chunks.append(self._chunks[key])
-        return chunks
+        block = full_block(self.work.parts.sampler, partition.order[chunk.positions])
+        edges = NeededEdges(block, partition.position[block.src_ids])
+        if self.work.spec.caches_blocks:
+            self._edges[key] = edges
+        return edges
 
     def forward(self, key: int | None) -> None:
         """Compute the needed rows after all layers but the last, into the tables. key: of the random draws."""
@@ -119,15 +129,16 @@ class NeededParts(LayerPlan[NeededChunk]):
     def piece(self, l: int, chunk: NeededChunk) -> Piece:
         """A chunk with its edges, on the model's device. At the last layer with training nodes and labels too."""
         batches = self.work.batches
-        block = replace(chunk.block, key=self.key, graph=batches.graph)
+        edges = self.needed.edges_of(chunk)
+        block = replace(edges.block, key=self.key, graph=batches.graph)
         if l == self.last:
             batch = batches.batch_of(block, block.dst_ids, self.key, inputs=False)
         else:  # no loss at this layer: the batch only carries the block to the device
             batch = batches.to_device(Batch(block.dst_ids, (block,), x=None, y=None, key=self.key))
         return Piece(
             block=batch.blocks[-1],
-            src=chunk.src_positions,
-            dst=chunk.src_positions[: block.num_dst],
+            src=edges.src_positions,
+            dst=chunk.positions,
             number=chunk.part,
             batch=batch,
         )

@@ -54,6 +54,8 @@ class PartsSpec:
     """Folder of the tables as mapped files. None keeps them in memory."""
     with_gradients: bool = False
     """Whether gradients at the rows have tables too, as large as those of the rows."""
+    caches_blocks: bool = True
+    """Whether the edges of all parts stay in memory. Within a budget those of one part do, made for each layer."""
 
 
 class PartsWork:
@@ -79,7 +81,7 @@ class PartsWork:
         self.gradients = self._new_histories("gradient")
 
     def _new_parts(self) -> Parts:
-        return Parts(self.job.data.graph, self.partition, self.assignment, keeps_blocks=True)
+        return Parts(self.job.data.graph, self.partition, self.assignment, caches_blocks=self.spec.caches_blocks)
 
     def _new_batches(self) -> PartBatches:
         return PartBatches(self)
@@ -127,6 +129,11 @@ class PartsWork:
                 self.histories.table(l, rows)
             if self.spec.with_gradients:
                 self.gradients.table(l, rows)
+
+    def allocate_tables(self) -> None:
+        """Allocate the tables of rows of one process now, so that they are no part of the first step."""
+        for l, rows in enumerate(self.example_rows[:-1]):
+            self.histories.table(l, rows)
 
     def _probe_rows(self) -> dict[int, Tensor]:
         """By layer: rows of up to `MAX_PROBED_NODES` nodes after it, with the width and dtype of all rows."""
@@ -201,7 +208,14 @@ def partition_together(data: Dataset, num_parts: int, how: str, *, seed: int, wo
         if world.rank == 0:
             labels = _labels(data) if how == "labels" else None
             cache = None if data.folder is None else data.folder / "partitions"
-            partition = make_partition(data.graph, num_parts, how=how, seed=seed, labels=labels, cache=cache)
+
+            def make() -> Partition:
+                return make_partition(data.graph, num_parts, how=how, seed=seed, labels=labels, cache=cache)
+
+            # The plan of a budget needs the parts before the run does.
+            partition = (
+                make() if labels is not None else data.graph.get_cached(("partition", num_parts, how, seed), make)
+            )
             if world.size == 1:
                 return partition
             part_of = partition.part_of

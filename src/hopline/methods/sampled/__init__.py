@@ -6,6 +6,7 @@ Read `settings`, `loader` (prefetched batches) and `work` (the units of an epoch
     prefetch_rows       copies cold rows of the next steps to the GPU
     collective_loader   batches of a graph in shards, which all ranks sample together
     memory_plan         the memory of a run, and the settings with which it keeps to a budget
+    seed_loader         both loaders as a `DataLoader`, which Lightning and others divide among ranks
     pyg_loader          PyG's own batches, for a training script that uses PyG's `NeighborLoader`
 
 All draws are functions of (seed, epoch, step, node). In the tree layout, which has a slot for every possible

@@ -57,8 +57,8 @@ class DeviceBatches:
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
-        assert isinstance(loader.sampler, TreeSampler)
-        self.sampler = loader.sampler
+        assert isinstance(loader.neighbor_sampler, TreeSampler)
+        self.sampler = loader.neighbor_sampler
         device = loader.device
         self.ids = loader.ids.to(device)
         self.order = torch.empty_like(self.ids)

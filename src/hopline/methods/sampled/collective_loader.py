@@ -23,6 +23,8 @@ from hopline.contract import WorkDescription
 from hopline.core.batch import Batch
 from hopline.core.sampler import check_ids
 from hopline.core.seed_order import SeedOrder, share_of
+from hopline.data.fingerprint import ids_fact
+from hopline.distributed.agreement import Fact, check_same
 from hopline.distributed.all_to_all import Channel
 from hopline.distributed.world import World
 from hopline.pipeline.stages import Pipeline, Stage
@@ -30,6 +32,7 @@ from hopline.pipeline.transfer import Mover
 from hopline.shards.collective_sampler import CollectiveSampler, fetch_dense
 from hopline.shards.shard import Shard
 from hopline.tables import Table
+from hopline.units.rank_facts import settings_facts
 from hopline.util import trace
 from hopline.util.config import to_dict
 
@@ -107,14 +110,17 @@ class CollectiveLoader:
         self.seed = seed
         self.device = torch.device(device)
         self.channel = Channel(world) if channel is None else channel
-        self.sampler = CollectiveSampler(
+        self.neighbor_sampler = CollectiveSampler(
             shard, self.channel, method.fanout_per_layer, replace=method.replace, one_list=one_list
         )
         self.tables = _choose_tables(shard.tables, tables)
-        self.positions = self._find_positions(ids if isinstance(ids, str) else torch.as_tensor(ids))
-        # Ranks that differ would wait for messages that never come, so they compare what they were given.
-        settings = f"{to_dict(method)} {seed} {list(self.tables)}".encode()
-        self.channel.check_same(settings + self.positions.numpy().tobytes(), "the seeds, the method or the tables")
+        ids = ids if isinstance(ids, str) else torch.as_tensor(ids)
+        # Ranks that differ would wait for messages that never come, so they compare what they were given. The
+        # cut of the dataset was compared by the sampler.
+        settings = {"method": to_dict(method), "seed": seed, "tables": list(self.tables)}
+        seeds = Fact(f"the split {ids!r}") if isinstance(ids, str) else ids_fact(ids)
+        check_same(self.channel, settings_facts(settings) | {"the seeds": seeds})
+        self.positions = self._find_positions(ids)
         if self.positions.numel() == 0:
             raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
         self._order = SeedOrder(
@@ -187,7 +193,7 @@ class CollectiveLoader:
 
     def _prepare(self, request: _Request) -> Batch:
         """Sample the blocks of a step, and fetch the rows of their nodes. Collective."""
-        blocks, input_request, seed_request = self.sampler.sample(request.seeds, request.key)
+        blocks, input_request, seed_request = self.neighbor_sampler.sample(request.seeds, request.key)
         if self.method.scale_sums:
             blocks = tuple(block.with_scale_sums(True) for block in blocks)
         trace.count("edges.sampled", sum(block.num_edges for block in blocks))

@@ -23,10 +23,10 @@ A batch depends on (seed, epoch, step) alone, and not on threads or on where a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,11 +36,11 @@ from hopline.contract import WorkDescription
 from hopline.core.batch import Batch, Block
 from hopline.core.row_handles import Readable, Rows
 from hopline.core.sampler import NeighborSampler
-from hopline.core.seed_order import SeedOrder, StepSeeds, share_of
 from hopline.core.tree_layout import TreeSampler
 from hopline.data.dataset import Dataset
 from hopline.device.out_of_memory import free_memory
 from hopline.distributed.world import World
+from hopline.methods.sampled.seed_loader import RankSeeds, SeedLoader, check_names
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import Whole
 from hopline.ops import Slots
@@ -59,7 +59,7 @@ A larger tree would hold many nodes several times, and a block has each of them 
 """
 
 
-class Loader:
+class Loader(SeedLoader):
     """Batches of a dataset, prefetched by threads. Each iteration over the loader is the next epoch.
 
     Usually made by `hl.Sampled(...).loader(data, ids)`, which fills in the arguments. An epoch has the same
@@ -69,6 +69,9 @@ class Loader:
     gets the same number of batches, and `batch.total_seeds` counts the seeds of all ranks. In the last step
     a rank may have no seeds. Without a `world` all seeds belong to this process, and `batch.total_seeds` is
     None.
+
+    The loader is a `torch.utils.data.DataLoader`, so Lightning, Fabric and Accelerate divide its seeds among
+    ranks.
 
     Args:
         data: The dataset.
@@ -83,10 +86,14 @@ class Loader:
             runs in the threads. With it, a batch that does not fit on the GPU is yielded on the host.
         batches_on_host: Whether batches for a GPU stay on the host, because the guard moves them in
             micro-batches.
+        sampler: Positions in `ids`, in place of the method's `shuffle`. They may repeat.
+        batch_sampler: Lists of such positions, in place of the method's `batch_size` and `drop_last` too.
+        dataloader_arguments: Arguments of `DataLoader` with which Lightning makes a loader again. The method
+            decides in their place.
 
     Raises:
-        ValueError: There are no seeds, the method's fan-outs are "auto", or its layout does not go with the
-            model.
+        ValueError: There are no seeds, the method's fan-outs are "auto", its layout does not go with the
+            model, or a world and a sampler are given.
 
     Example:
         >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.ones(4, 2))
@@ -107,45 +114,52 @@ class Loader:
         *,
         split_ahead: Callable[[Batch], Batch] | None = None,
         batches_on_host: bool = False,
+        sampler: Iterable[int] | None = None,
+        batch_sampler: Iterable[list[int]] | None = None,
+        **dataloader_arguments: Any,
     ) -> None:
+        check_names(dataloader_arguments)
         if ids.numel() == 0:
             raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
         self.data = data
         self.ids = ids
         self.method = method
-        self.seed = seed
         self.device = device
         self.model = model
-        self.world = world
         self.split_ahead = split_ahead
         self.batches_on_host = batches_on_host
 
         self.on_gpu = data.graph.indptr.device.type != "cpu"
         self.layout = resolve_layout(method, data, device, model)
         if self.layout == "tree":
-            self.sampler = TreeSampler(data.graph, method.fanout_per_layer, replace=method.replace)
+            self.neighbor_sampler = TreeSampler(data.graph, method.fanout_per_layer, replace=method.replace)
         else:
-            self.sampler = NeighborSampler(
-                data.graph, method.fanout_per_layer, replace=method.replace, one_list=isinstance(model, Whole)
+            self.neighbor_sampler = NeighborSampler(
+                data.graph,
+                method.fanout_per_layer,
+                replace=method.replace,
+                one_list=isinstance(model, Whole),
+                repeats=sampler is not None or batch_sampler is not None,
             )
         self.read_by_gpu = self._is_read_by_gpu()
         self.keeps_handle = self._can_keep_handle()
 
-        ranks = World.alone(device) if world is None else world
-        self.rank = ranks.rank
-        self.size = ranks.size
-        self.num_cores = ranks.num_cores
         self.load: Load | None = None
         """Times of the last epoch. None if it did not run to its end, or had no threads."""
-        self._threads = Threads(method.workers, method.look_ahead, self.num_cores, by_gpu=self.on_gpu)
-        self._order = SeedOrder(
-            ids=ids,
-            per_step=method.batch_size * self.size,
+        has_batch_sampler = batch_sampler is not None
+        super().__init__(
+            ids,
+            batch_size=1 if has_batch_sampler else method.batch_size,
+            shuffle=method.shuffle and sampler is None and not has_batch_sampler,
+            drop_last=method.drop_last and not has_batch_sampler,
             seed=seed,
-            shuffle=method.shuffle,
-            drop_last=method.drop_last,
+            num_workers=method.workers,
+            look_ahead=method.look_ahead,
+            on_gpu=self.on_gpu,
+            world=world,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
         )
-        self._next_epoch = 1
 
     def with_budget(self, split_ahead: Callable[[Batch], Batch] | None, *, batches_on_host: bool) -> Loader:
         """A loader of the same batches for a budget's guard. The arguments are those of `Loader`."""
@@ -161,20 +175,15 @@ class Loader:
             batches_on_host=batches_on_host,
         )
 
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __iter__(self) -> Iterator[Batch]:
-        epoch = self._next_epoch
-        self._next_epoch += 1
-        return self.epoch(epoch)
-
     def epoch(self, epoch: int, done: int = 0, seeds_done: int = 0) -> Generator[Batch, None, None]:
         """The batches of one epoch, counted from 1.
 
         done: the number of batches to leave out at the beginning. seeds_done: the number of their seeds,
         over all ranks. Both are needed, because these batches may have had another size.
         """
+        return self._batches(self._shared_steps(self._order.steps(epoch, done, seeds_done)))
+
+    def _batches(self, steps: Iterator[RankSeeds]) -> Generator[Batch, None, None]:
         self.load = None
         workers, look_ahead = self.threads
         mover = None if self._stays_on_host else Mover(self.device, look_ahead)
@@ -186,12 +195,14 @@ class Loader:
             stages.append(Stage("move", mover.move))
         pipeline = Pipeline(stages, workers=workers, look_ahead=look_ahead)
 
-        steps = self._order.steps(epoch, done, seeds_done)
         with closing(pipeline.run(steps)) as batches:
             for batch in batches:
                 yield batch if mover is None else self._finish_move(mover, batch)
         self.load = pipeline.load
         self._threads.learn(self.load)
+
+    def _batch(self, step: RankSeeds) -> Batch:
+        return self._add_rows_on_gpu(self._gather(self._sample(step)).to(self.device))
 
     @property
     def _stays_on_host(self) -> bool:
@@ -242,27 +253,20 @@ class Loader:
             prepare_s={} if load is None else load.stages,
         )
 
-    def _sample(self, step: StepSeeds) -> Batch:
-        """This rank's seeds with sampled blocks, still without rows. The pipeline's first stage."""
-        seeds = share_of(step.seeds, self.rank, self.size)
-        if self.on_gpu:
-            seeds = seeds.to(self.device)
-
-        if isinstance(self.sampler, TreeSampler):
+    def _sample(self, step: RankSeeds) -> Batch:
+        """The step's seeds with sampled blocks, still without rows. The pipeline's first stage."""
+        seeds = step.seeds.to(self.device) if self.on_gpu else step.seeds
+        if isinstance(self.neighbor_sampler, TreeSampler):
             # Trees are drawn by slot, and slots are numbered over the seeds of all ranks.
-            first_seed = step.seeds.numel() * self.rank // self.size
-            blocks: tuple[Block, ...] = self.sampler.sample(seeds, step.key, first_seed)
+            blocks: tuple[Block, ...] = self.neighbor_sampler.sample(seeds, step.key, step.first)
         else:
-            blocks = self.sampler.sample(seeds, step.key)
+            blocks = self.neighbor_sampler.sample(seeds, step.key)
         if self.method.scale_sums:
             blocks = tuple(block.with_scale_sums(True) for block in blocks)
         if not self.on_gpu:  # counting the edges of a tree would synchronise with the GPU
             trace.count("edges.sampled", sum(block.num_edges for block in blocks))
 
-        # Without a world the loader does not know of other ranks. Their number of seeds is left to the
-        # trainer.
-        total = None if self.world is None else step.seeds.numel()
-        return Batch(seeds, blocks, x=None, y=None, key=step.key, total_seeds=total)
+        return Batch(seeds, blocks, x=None, y=None, key=step.key, total_seeds=step.total)
 
     def _gather(self, batch: Batch) -> Batch:
         """The batch with labels, and with rows or handles to them. The second stage."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -27,20 +28,19 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from hopline import ops
-from hopline.core.graph import Graph, version_of
+from hopline.core.graph import Graph, checksum
 from hopline.core.sampler import NeighborSampler, Subgraph, check_ids
-from hopline.core.seed_order import SeedOrder, StepSeeds
 from hopline.data.dataset import Dataset
 from hopline.data.formats.pyg import split_masks
 from hopline.device.meter import with_index
+from hopline.distributed.world import World
+from hopline.methods.sampled.seed_loader import RankSeeds, SeedLoader
 from hopline.methods.sampled.settings import Sampled
 from hopline.pipeline.stages import Pipeline, Stage
 from hopline.pipeline.transfer import Mover
-from hopline.pipeline.tuning import Threads
 from hopline.tables import Table, TensorTable
 from hopline.tables.build import check_cuda
 from hopline.util.config import nearest
-from hopline.util.host import num_cores
 
 IGNORED = frozenset(
     {
@@ -73,14 +73,12 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
     "transform_sampler_output": (None, "use transform=, which gets the finished batch"),
     "custom_cls": (None, "batches are of the class of the Data"),
     "input_id": (None, "batch.input_id are positions in input_nodes"),
-    "sampler": (None, "give the seeds by input_nodes= and shuffle="),
-    "batch_sampler": (None, "give the seeds by input_nodes=, batch_size= and shuffle="),
     "generator": (None, "give seed="),
 }
 """By name, PyG's arguments that would change batches: (value that changes nothing, advice otherwise)."""
 
 
-class NeighborLoader:
+class NeighborLoader(SeedLoader):
     """Batches of a PyG graph by neighbour sampling, in place of `torch_geometric.loader.NeighborLoader`.
 
     Each batch is a `Data` as PyG's loader makes it: x, edge_index, y, all other attributes by node and
@@ -91,6 +89,10 @@ class NeighborLoader:
     whatever the number of threads. A loader belongs to one thread. It reads the attributes of `data` when
     an epoch begins, so they may be set and deleted between epochs. The edges are those that `data` had when
     the loader was made.
+
+    The loader is a `torch.utils.data.DataLoader`, so Lightning, Fabric and Accelerate divide its seeds among
+    ranks as they divide those of PyG's loader. In a loop of your own, `world` or `sampler` does. Without them
+    each rank gets all seeds.
 
     Args:
         data: A PyG `Data`, or a dataset, whose batches have what `data.to_pyg()` would have.
@@ -104,6 +106,9 @@ class NeighborLoader:
         num_workers: Threads (not processes) that prepare batches. 0: the thread that iterates does.
         seed: Seed of every random draw, together with the epoch.
         device: The device of the batches. Default: the GPU that `data` has tensors on, else the CPU.
+        world: The ranks that share the seeds of each step, such as `hl.World.current()`.
+        sampler: Positions in `input_nodes`, in place of `shuffle`. They may repeat.
+        batch_sampler: Lists of such positions, in place of `batch_size`, `shuffle` and `drop_last`.
         pyg_arguments: Other arguments of PyG's loader. Those on which no batch depends do nothing.
 
     Raises:
@@ -133,20 +138,19 @@ class NeighborLoader:
         num_workers: int | Literal["auto"] = "auto",
         seed: int = 0,
         device: torch.device | str | None = None,
+        world: World | None = None,
+        sampler: Iterable[int] | None = None,
+        batch_sampler: Iterable[list[int]] | None = None,
         **pyg_arguments: Any,
     ) -> None:
         _check_arguments(pyg_arguments)
-        _check_num_neighbors(num_neighbors)
         if num_workers != "auto" and (not isinstance(num_workers, int) or num_workers < 0):
             raise ValueError(f"num_workers must be 'auto' or a number from 0, not {num_workers!r}")
         self.data: Any = data
-        self.num_neighbors = [int(number) for number in num_neighbors]
+        self.num_neighbors = _check_num_neighbors(num_neighbors)
         self.input_nodes = input_nodes
-        self.batch_size = batch_size
-        self.drop_last = drop_last
+        self.replace = replace
         self.transform = transform
-        self.num_workers: int | Literal["auto"] = num_workers
-        self.seed = seed
         self._edges = _edges_of(data)
         graph = self._edges.graph
         self.device = _device_of(data, graph, device)
@@ -154,62 +158,63 @@ class NeighborLoader:
         seeds = _seeds_of(data, input_nodes, graph.num_nodes)
         self._input_ids = seeds.input_ids
         self._seeds = seeds.ids.to(graph.device)
-        self.dataset = range(seeds.ids.numel())
-        """One entry per seed. PyG's loader has such an attribute, whose length scripts read."""
         # Checks the values of the arguments.
-        method = Sampled(
+        Sampled(
             fanouts=tuple(self.num_neighbors),
             batch_size=batch_size,
             replace=replace,
-            shuffle=bool(shuffle),
             drop_last=drop_last,
             workers=num_workers,
         )
-        self._sampler = NeighborSampler(graph, self.num_neighbors, replace=replace)
-        self._threads = Threads(num_workers, "auto", num_cores(), by_gpu=graph.device.type != "cpu")
-        self._order = SeedOrder(
-            ids=torch.arange(len(self.dataset)),
-            per_step=batch_size,
-            seed=seed,
-            shuffle=method.shuffle,
+        self._neighbor_sampler = NeighborSampler(graph, self.num_neighbors, replace=replace, repeats=True)
+        super().__init__(
+            torch.arange(seeds.ids.numel()),
+            batch_size=batch_size,
+            shuffle=shuffle,
             drop_last=drop_last,
+            seed=seed,
+            num_workers=num_workers,
+            look_ahead="auto",
+            on_gpu=graph.device.type != "cpu",
+            world=world,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
         )
-        self._num_epochs = 0
+        num_remaining = len(self.dataset) % (batch_size * self.size)
+        if 0 < num_remaining < self.size and not drop_last:
+            # The mean loss of an empty batch is NaN, and DistributedDataParallel would give it to all ranks.
+            raise ValueError(
+                f"the last batch has {num_remaining} seeds for {self.size} ranks: give drop_last=True, or a batch_size "
+                f"other than {batch_size}"
+            )
 
     def __repr__(self) -> str:
         return f"NeighborLoader({len(self.dataset):,} seeds, {self.num_neighbors}, batch_size={self.batch_size})"
 
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __iter__(self) -> Iterator[Any]:
-        """The batches of the next epoch, each a `Data`.
-
-        Typed as Any, as in PyG, since attributes may be None.
-        """
-        self._num_epochs += 1
-        return self._epoch(self._num_epochs)
-
-    def _epoch(self, epoch: int) -> Iterator[Data]:
-        """The batches of one epoch, counted from 1."""
+    def _batches(self, steps: Iterator[RankSeeds]) -> Iterator[Data]:
         workers, look_ahead = self._threads.now
         builder = _BatchBuilder(self._columns(), self._edges, self.device)
         mover = Mover(self.device, look_ahead)
         stages = [Stage("sample", self._sample), Stage("gather", builder.gather), Stage("move", mover.move)]
         pipeline = Pipeline(stages, workers=workers, look_ahead=look_ahead)
 
-        with closing(pipeline.run(self._order.steps(epoch))) as prepared:
+        with closing(pipeline.run(steps)) as prepared:
             for moved in prepared:
                 batch = builder.finish(mover.ready(moved))
                 yield batch if self.transform is None else self.transform(batch)
         self._threads.learn(pipeline.load)
 
-    def _sample(self, step: StepSeeds) -> _Sample:
+    def _batch(self, step: RankSeeds) -> Data:
+        builder = _BatchBuilder(self._columns(), self._edges, self.device)
+        batch = builder.finish(builder.gather(self._sample(step)).to(self.device))
+        return batch if self.transform is None else self.transform(batch)
+
+    def _sample(self, step: RankSeeds) -> _Sample:
         """The sample around the seeds of a batch. The pipeline's first stage."""
         positions = step.seeds  # among the seeds of the loader
         input_id = positions if self._input_ids is None else self._input_ids[positions]
         seeds = self._seeds[positions.to(self._seeds.device)]
-        return _Sample(input_id, self._sampler.sample_subgraph(seeds, step.key))
+        return _Sample(input_id, self._neighbor_sampler.sample_subgraph(seeds, step.key))
 
     def _columns(self) -> Columns:
         """The attributes that the data has now."""
@@ -247,10 +252,11 @@ class Edges:
 
 
 _grouped: WeakValueDictionary[tuple[int, int, int], Edges] = WeakValueDictionary()
-"""By (id of `edge_index`, its version, number of nodes): edges that some loader holds.
+"""By (id of `edge_index`, its checksum, number of nodes): edges that some loader holds.
 
 This module owns the cache, so that loaders over one `data` share the edges. An entry vanishes with its last
-loader. The version counts changes in place. Two threads may group the same edges at the same time, and get
+loader. A checksum, because torch counts no changes in place by NumPy, by `.data` or in `inference_mode`. It
+takes a twentieth of the time of grouping. Two threads may group the same edges at the same time, and get
 equal ones.
 """
 
@@ -275,7 +281,7 @@ def _edges_of(data: Data | Dataset) -> Edges:
     num_nodes = data.num_nodes
     if edge_index is None or num_nodes is None:
         raise ValueError("the Data has no edge_index: give it one, [2, E] with sources first")
-    key = (id(edge_index), version_of(edge_index), num_nodes)
+    key = (id(edge_index), checksum(edge_index.as_subclass(Tensor)), num_nodes)
     edges = _grouped.get(key)
     if edges is None:
         edges = _group(edge_index, num_nodes)
@@ -477,10 +483,17 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
             raise ValueError(f"hopline's NeighborLoader has no {name}=: {advice}")
 
 
-def _check_num_neighbors(num_neighbors: Any) -> None:
+def _check_num_neighbors(num_neighbors: Any) -> list[int]:
     is_list = isinstance(num_neighbors, Iterable) and not isinstance(num_neighbors, Mapping | str)
-    if not is_list or not list(num_neighbors):
-        raise ValueError(f"num_neighbors must have one number per hop, for example [15, 10], not {num_neighbors!r}")
+    try:
+        numbers = list(map(operator.index, num_neighbors)) if is_list else []
+    except TypeError:
+        numbers = []
+    if not numbers:
+        raise ValueError(
+            f"num_neighbors must have one whole number per hop, for example [15, 10], not {num_neighbors!r}"
+        )
+    return numbers
 
 
 class _Seeds(NamedTuple):

@@ -6,6 +6,7 @@ about settings come at once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -165,6 +166,7 @@ class Sampled(Method):
         device: torch.device | str = ...,
         model: nn.Module | None = ...,
         world: World | None = ...,
+        sampler: Iterable[int] | None = ...,
     ) -> Loader: ...
 
     def loader(
@@ -176,6 +178,7 @@ class Sampled(Method):
         device: torch.device | str = "cpu",
         model: nn.Module | None = None,
         world: World | None = None,
+        sampler: Iterable[int] | None = None,
     ) -> Loader | CollectiveLoader:
         """The batches alone, for a loop of your own: `for batch in Sampled(...).loader(data): ...`.
 
@@ -184,11 +187,12 @@ class Sampled(Method):
         first layer may read rows of features itself. If it does, `batch.x` is a handle: the table with row
         ids. Default: a tensor. world: the ranks that share the seeds of each step, as in a `Trainer`
         (docs/own_loop.md). With a shard, all ranks share them anyway, and `world` only lets errors name the
-        rank that stopped.
+        rank that stopped. sampler: positions in `ids`, in place of `shuffle` and `world`, such as a
+        `DistributedSampler`. Lightning, Fabric and Accelerate set one (docs/engines.md).
         """
         from hopline.methods.sampled.work import make_loader
 
-        return make_loader(self, data, ids, seed=seed, device=device, model=model, world=world)
+        return make_loader(self, data, ids, seed=seed, device=device, model=model, world=world, sampler=sampler)
 
 
 @settings

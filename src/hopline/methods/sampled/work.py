@@ -16,7 +16,7 @@ edges.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 
@@ -24,9 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from hopline.contract import Guard, Job, Plan, Redraw, Unit, Work, WorkDescription
+from hopline.core.batch import Batch
+from hopline.core.row_handles import Rows
 from hopline.core.sampler import NeighborSampler
 from hopline.data.dataset import Dataset
 from hopline.distributed.world import World
+from hopline.inference import evaluating
 from hopline.methods.sampled.captured_step import CapturedWork
 from hopline.methods.sampled.collective_loader import CollectiveLoader
 from hopline.methods.sampled.loader import Loader
@@ -36,6 +39,7 @@ from hopline.nn.whole_module_probe import check_batches
 from hopline.shards.data import ShardedData
 from hopline.shards.shard import Shard
 from hopline.units.batch_unit import BatchUnit
+from hopline.units.rank_facts import check_loader_ranks
 
 
 def bind(method: Sampled, job: Job) -> Work:
@@ -65,7 +69,16 @@ def bind(method: Sampled, job: Job) -> Work:
     # batches. The trial needs features.
     if isinstance(job.model, Whole) and "x" in job.data.tables:
         check_batches(job.model, method.fanout_per_layer, job.data.graph, job.data.x, job.train_ids)
-    loader = method.loader(job.data, job.train_ids, seed=job.seed, device=job.device, model=job.model, world=job.world)
+    # Not by `Sampled.loader`: the Trainer has compared the ranks already.
+    loader = Loader(
+        data=job.data,
+        ids=job.train_ids,
+        method=method,
+        seed=job.seed,
+        device=job.device,
+        model=job.model,
+        world=job.world,
+    )
     if loader.layout == "tree" and loader.on_gpu:
         return CapturedWork(job, loader)
     return SampledWork(job, loader)
@@ -86,7 +99,9 @@ def inference_batches(method: Sampled, job: Job, ids: Tensor) -> Loader | Collec
             channel=job.data.channel,
             one_list=isinstance(job.model, Whole),
         )
-    return in_order.loader(job.data, ids, seed=job.seed, device=job.device, model=job.model)
+    # The ids are those of this rank, so no other rank has a share of them.
+    alone = World.alone(job.device)
+    return in_order.loader(job.data, ids, seed=job.seed, device=job.device, model=job.model, world=alone)
 
 
 def make_loader(
@@ -98,6 +113,7 @@ def make_loader(
     device: torch.device | str,
     model: nn.Module | None,
     world: World | None,
+    sampler: Iterable[int] | None = None,
 ) -> Loader | CollectiveLoader:
     """Make the loader of `Sampled.loader`, which describes the arguments.
 
@@ -107,6 +123,8 @@ def make_loader(
         world = data.channel.world if world is None else world
         data = data.shard
     if isinstance(data, Shard):
+        if sampler is not None:
+            raise ValueError("the ranks of a graph in shards share the seeds of each step already: leave out sampler=")
         # A Whole runs on the union of the blocks, so a node must draw the same neighbours in all layers.
         one_list = model is not None and isinstance(as_batch_model(model), Whole)
         return CollectiveLoader(data, ids, method, seed=seed, device=device, world=world, one_list=one_list)
@@ -114,6 +132,7 @@ def make_loader(
     if isinstance(ids, str) and ids not in data.splits:
         raise ValueError(f"there is no split {ids!r}: choose one of {', '.join(data.splits)}")
     seeds = data.splits[ids] if isinstance(ids, str) else torch.as_tensor(ids)
+    check_loader_ranks(world, method, data, ids if isinstance(ids, str) else seeds, seed=seed, model=model)
 
     batch_model = None
     if model is not None:
@@ -130,7 +149,25 @@ def make_loader(
         device=torch.device(device),
         model=batch_model,
         world=world,
+        sampler=sampler,
     )
+
+
+def _run_once(job: Job) -> None:
+    """Run the model on a tiny batch, so that the first step is like all others in its memory.
+
+    Convs are tried out when they first run, and degrees of the graph are computed and cached.
+    """
+    graph = job.data.graph
+    if graph.device.type != "cpu" or not job.train_ids.numel():
+        return
+    seeds = job.train_ids[:1].cpu()
+    num_layers = getattr(job.model, "num_layers", 1)
+    blocks = NeighborSampler(graph, (1,) * num_layers).sample(seeds, key=0)
+    tables = {name: Rows(table, blocks[0].src_ids) for name, table in job.data.tables.items()}
+    batch = Batch(seeds, tuple(blocks), tables.pop("x", None), None, tables=tables, key=0)
+    with evaluating(job.model):
+        job.model(batch.to(job.device))
 
 
 @dataclass
@@ -150,6 +187,7 @@ class SampledWork(Work):
         """
         loader = self.loader
         if isinstance(loader, Loader):
+            _run_once(self.job)
             loader = loader.with_budget(guard.split_ahead, batches_on_host=plan.batches_on_host)
         return replace(self, loader=loader, guard=guard)
 
@@ -173,7 +211,7 @@ class SampledWork(Work):
 
         None for layout "tree" and for a graph in shards.
         """
-        sampler = self.loader.sampler
+        sampler = self.loader.neighbor_sampler
         return sampler.sample if isinstance(sampler, NeighborSampler) else None
 
     def describe(self) -> WorkDescription:

@@ -13,9 +13,6 @@ The number of threads is that of torch, `torch.get_num_threads()`, unless the ca
 one by `serial_here` or `own_threads`.
 
 Random numbers are those of `ops.random`: draw j of a node is mix(mix(key ^ node) + (j + 1) * GOLDEN).
-
-After editing this file run `make clean`. Numba caches each kernel by the file it is in, and does not notice
-that a function which it inlines from here has changed.
 """
 
 from __future__ import annotations
@@ -36,6 +33,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from hopline.ops import random
+from hopline.ops.cpu.kernel_cache import cache_on_disk
 
 # Numba turns a product of uint64 and int64 into float64, so every constant of the generator is a uint64.
 GOLDEN = np.uint64(random.GOLDEN)
@@ -52,10 +50,15 @@ _U32 = np.uint64(32)
 _LOW_HALF = np.uint64(0xFFFFFFFF)
 """The mask of the lower 32 bits."""
 
-kernel = numba.njit(nogil=True, cache=True, error_model="numpy")
-"""Decorator of every kernel: no GIL, cached on disk, no check for division by zero."""
-inlined = numba.njit(nogil=True, cache=True, error_model="numpy", inline="always")
-"""Decorator of small functions that kernels call: `kernel`, and inlined by Numba."""
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Decorator of every kernel: no GIL, cached on disk, no check for division by zero."""
+    return cache_on_disk(numba.njit(nogil=True, error_model="numpy")(function))
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """Decorator of small functions that kernels call: `kernel`, and inlined by Numba."""
+    return cache_on_disk(numba.njit(nogil=True, error_model="numpy", inline="always")(function))
 
 
 @intrinsic

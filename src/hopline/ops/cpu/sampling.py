@@ -107,12 +107,12 @@ def _all_edges(indptr, nodes, out_indptr, edge_ids):
 
 
 @kernel
-def _draw_with_replacement(indptr, nodes, key, out_indptr, edge_ids):
-    """Draw in-edges of each node independently; a node's draws start at a state of its own."""
+def _draw_with_replacement(indptr, nodes, draw_ids, key, out_indptr, edge_ids):
+    """Draw in-edges of each node independently; a node's draws start at a state of its draw id."""
     for i in range(nodes.shape[0]):
         start = indptr[nodes[i]]
         degree = indptr[nodes[i] + 1] - start
-        state = mix(np.uint64(key) ^ np.uint64(nodes[i]))
+        state = mix(np.uint64(key) ^ np.uint64(draw_ids[i]))
         for e in range(out_indptr[i], out_indptr[i + 1]):
             state += GOLDEN
             edge_ids[e] = start + bounded(mix(state), degree)
@@ -175,7 +175,7 @@ def _shuffle_large(degree, count, state, slots, swap_target, swap_value, out):
 
 
 @kernel
-def _draw_without_replacement(indptr, nodes, fanout, key, out_indptr, edge_ids):
+def _draw_without_replacement(indptr, nodes, draw_ids, fanout, key, out_indptr, edge_ids):
     """Draw different in-edges of each node. Scratch arrays are allocated once for all nodes."""
     num_slots = 4
     while num_slots < 2 * fanout:
@@ -191,7 +191,7 @@ def _draw_without_replacement(indptr, nodes, fanout, key, out_indptr, edge_ids):
         start = indptr[nodes[i]]
         degree = indptr[nodes[i] + 1] - start
         out = edge_ids[out_indptr[i] : out_indptr[i + 1]]
-        state = mix(np.uint64(key) ^ np.uint64(nodes[i]))
+        state = mix(np.uint64(key) ^ np.uint64(draw_ids[i]))
         # Both give the same draws. Up to four times the fan-out (a rule of thumb) an array is used, and no
         # hashing.
         if degree <= order.shape[0]:
@@ -213,19 +213,26 @@ def _take(values, positions, out):
 
 
 def sample_neighbors(
-    indptr: Tensor, indices: Tensor, nodes: Tensor, fanout: int, key: int, replace: bool = False
+    indptr: Tensor,
+    indices: Tensor,
+    nodes: Tensor,
+    fanout: int,
+    key: int,
+    replace: bool = False,
+    draw_ids: Tensor | None = None,
 ) -> Neighbors:
     """Up to `fanout` in-edges of each node, all of them with -1; as `reference.sample_neighbors`."""
     graph_indptr = indptr.numpy()
     node_ids = nodes.numpy()
+    keyed_by = node_ids if draw_ids is None else draw_ids.numpy()
     out_indptr = _row_starts(indptr, nodes, indices.numel(), fanout, replace)
     positions = np.empty(out_indptr[-1], dtype=np.int64)
     if fanout < 0:
         _all_edges(graph_indptr, node_ids, out_indptr, positions)
     elif replace:
-        _draw_with_replacement(graph_indptr, node_ids, np.int64(key), out_indptr, positions)
+        _draw_with_replacement(graph_indptr, node_ids, keyed_by, np.int64(key), out_indptr, positions)
     else:
-        _draw_without_replacement(graph_indptr, node_ids, fanout, np.int64(key), out_indptr, positions)
+        _draw_without_replacement(graph_indptr, node_ids, keyed_by, fanout, np.int64(key), out_indptr, positions)
     edge_ids = torch.from_numpy(positions)
     return Neighbors(torch.from_numpy(out_indptr), gather_rows(indices, edge_ids), edge_ids)
 

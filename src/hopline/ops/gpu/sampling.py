@@ -140,7 +140,7 @@ def _count(
 
 
 @triton.jit
-def _load_nodes(nodes, starts, degrees, out_indptr, key, num, BLOCK: tl.constexpr):
+def _load_nodes(draw_ids, starts, degrees, out_indptr, key, num, BLOCK: tl.constexpr):
     """(first edge, degree, offset in the result, state of the generator) of each node of this program.
 
     Lanes beyond the last node have degree 0, so that every mask by degree leaves them out.
@@ -150,19 +150,19 @@ def _load_nodes(nodes, starts, degrees, out_indptr, key, num, BLOCK: tl.constexp
     start = tl.load(starts + i, mask=is_node, other=0)
     degree = tl.load(degrees + i, mask=is_node, other=0)
     offset = tl.load(out_indptr + i, mask=is_node, other=0)
-    node = tl.load(nodes + i, mask=is_node, other=0).to(tl.int64)
-    return start, degree, offset, first_state(tl.load(key), node)
+    draw_id = tl.load(draw_ids + i, mask=is_node, other=0).to(tl.int64)
+    return start, degree, offset, first_state(tl.load(key), draw_id)
 
 
 @triton.jit(do_not_specialize=["num"])
 def _distinct_kernel(
-    indices, nodes, starts, degrees, out_indptr, key, ids, edge_ids, num, FANOUT: tl.constexpr, BLOCK: tl.constexpr
+    indices, draw_ids, starts, degrees, out_indptr, key, ids, edge_ids, num, FANOUT: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Draws without replacement, unrolled over FANOUT.
 
     Program p draws for nodes p * BLOCK .. (p + 1) * BLOCK - 1.
     """
-    start, degree, offset, state = _load_nodes(nodes, starts, degrees, out_indptr, key, num, BLOCK)
+    start, degree, offset, state = _load_nodes(draw_ids, starts, degrees, out_indptr, key, num, BLOCK)
     picks = draw_distinct(state, degree, FANOUT)
 
     # All loads before the first store, so that they are in flight together.
@@ -189,7 +189,7 @@ def _value_at(swap_targets, swap_values, columns, position, initial):
 
 @triton.jit(do_not_specialize=["num", "fanout"])
 def _distinct_many_kernel(
-    indices, nodes, starts, degrees, out_indptr, key, ids, edge_ids, num, fanout,
+    indices, draw_ids, starts, degrees, out_indptr, key, ids, edge_ids, num, fanout,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Draws without replacement, for fan-outs too large to unroll.
@@ -199,7 +199,7 @@ def _distinct_many_kernel(
     The swaps of a node are one row of two [BLOCK, COLUMNS] blocks. The picks equal those of
     `_distinct_kernel`.
     """
-    start, degree, offset, state = _load_nodes(nodes, starts, degrees, out_indptr, key, num, BLOCK)
+    start, degree, offset, state = _load_nodes(draw_ids, starts, degrees, out_indptr, key, num, BLOCK)
     columns = tl.arange(0, COLUMNS)
     swap_targets = tl.full((BLOCK, COLUMNS), -1, tl.int32)
     swap_values = tl.full((BLOCK, COLUMNS), 0, tl.int32)
@@ -221,9 +221,11 @@ def _distinct_many_kernel(
 
 
 @triton.jit(do_not_specialize=["num", "fanout"])
-def _replace_kernel(indices, nodes, starts, degrees, out_indptr, key, ids, edge_ids, num, fanout, BLOCK: tl.constexpr):
+def _replace_kernel(
+    indices, draw_ids, starts, degrees, out_indptr, key, ids, edge_ids, num, fanout, BLOCK: tl.constexpr
+):
     """Draws with replacement: draw j of a node is one bounded number of its keyed sequence."""
-    start, degree, offset, state = _load_nodes(nodes, starts, degrees, out_indptr, key, num, BLOCK)
+    start, degree, offset, state = _load_nodes(draw_ids, starts, degrees, out_indptr, key, num, BLOCK)
     for j in range(fanout):
         state += GOLDEN
         edge = start + bounded(mix(state), degree)
@@ -232,12 +234,18 @@ def _replace_kernel(indices, nodes, starts, degrees, out_indptr, key, ids, edge_
 
 
 def sample_neighbors(
-    indptr: Tensor, indices: Tensor, nodes: Tensor, fanout: int, key: int | Tensor, replace: bool = False
+    indptr: Tensor,
+    indices: Tensor,
+    nodes: Tensor,
+    fanout: int,
+    key: int | Tensor,
+    replace: bool = False,
+    draw_ids: Tensor | None = None,
 ) -> Neighbors:
     """`reference.sample_neighbors` on the device. Synchronises once, to learn the number of edges.
 
-    nodes: [n] int32 or int64 on the device. indptr and indices: on the device or in pinned host memory.
-    key: a number, or a tensor [1] int64 on the device.
+    nodes: [n] int32 or int64 on the device, as draw_ids. indptr and indices: on the device or in pinned host
+    memory. key: a number, or a tensor [1] int64 on the device.
     """
     indptr = indptr.contiguous()
     indices = indices.contiguous()
@@ -252,7 +260,8 @@ def sample_neighbors(
     starts, degrees, out_indptr, total = _count(indptr, nodes, indices.numel(), fanout, replace)
     ids = torch.empty(total, dtype=indices.dtype, device=device)
     edge_ids = torch.empty(total, dtype=torch.int64, device=device)
-    arguments = (indices, nodes, starts, degrees, out_indptr, key_on(device, key), ids, edge_ids, num)
+    keyed_by = nodes if draw_ids is None else draw_ids.contiguous()
+    arguments = (indices, keyed_by, starts, degrees, out_indptr, key_on(device, key), ids, edge_ids, num)
     with launch_on(device):
         if total == 0:
             pass

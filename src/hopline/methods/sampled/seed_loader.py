@@ -1,0 +1,216 @@
+"""`SeedLoader`: a `torch.utils.data.DataLoader` whose items are seeds, and whose batches threads prepare.
+
+Who decides the seeds of a batch, and who prepares it:
+
+    iterated                                  `SeedOrder`, and the ranks of `world` share a step     threads
+    iterated, with sampler=                   the sampler, as Lightning and Fabric give one          threads
+    taken apart, as Accelerate does           a batch sampler of its own, by `collate_fn`            the caller
+
+There are no worker processes, so `num_workers` is 0 for whoever asks. Lightning and Fabric divide a loader by
+making it again: they read its arguments from the attributes of the same names, and add `sampler=`.
+
+Draws have the key of (seed, epoch, step), and ranks that a sampler divides have the same one in a step. So all
+ranks together draw as one process with a batch of all their seeds.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from hopline import ops
+from hopline.core.seed_order import SeedOrder, StepSeeds, share_of
+from hopline.distributed.world import World
+from hopline.pipeline.tuning import Threads
+from hopline.util.log import logger
+
+ONE_BY_ONE = 0
+"""In the place of the epoch, in keys of batches that `collate_fn` makes: epochs are counted from 1."""
+
+
+class RankSeeds(NamedTuple):
+    """One rank's seeds of a step."""
+
+    seeds: Tensor
+    """[n] int64"""
+    key: int
+    """Key of the step's random draws, the same on all ranks."""
+    first: int
+    """Position of the first of them among the seeds of all ranks."""
+    total: int | None
+    """Number of seeds over all ranks. None if the loader does not know of other ranks."""
+
+
+class SeedLoader(DataLoader):
+    """Batches around seeds. A loader belongs to one thread.
+
+    A subclass sets its own attributes first, and calls `__init__` of this class last.
+
+    Args:
+        ids: [n] int64: the seeds, each once.
+        batch_size: Seeds per batch and rank.
+        shuffle: Whether the seeds have a new order in each epoch.
+        drop_last: Whether to leave out the last batch of an epoch if it is not full.
+        seed: Seed of every random draw, together with the epoch.
+        num_workers: Threads that prepare batches. 0: the thread that iterates does.
+        look_ahead: Batches prepared before they are needed.
+        on_gpu: Whether a GPU samples. Then there are no threads.
+        world: The ranks that share the seeds of each step. None: all seeds are this rank's.
+        sampler: Positions in `ids`, in their order, as of `torch.utils.data.DistributedSampler`.
+        batch_sampler: Lists of such positions, in place of `sampler` and `batch_size`.
+
+    Raises:
+        ValueError: Both a world and a sampler are given, or arguments that torch refuses together.
+    """
+
+    dataset: Any
+    """Positions in the seeds, whose length scripts read. Typed as Any, since torch's class has no length."""
+
+    def __init__(
+        self,
+        ids: Tensor,
+        *,
+        batch_size: int,
+        shuffle: bool | None,
+        drop_last: bool,
+        seed: int,
+        num_workers: int | Literal["auto"],
+        look_ahead: int | Literal["auto"],
+        on_gpu: bool,
+        world: World | None,
+        sampler: Iterable[int] | None,
+        batch_sampler: Iterable[list[int]] | None,
+    ) -> None:
+        self._follows_sampler = sampler is not None or batch_sampler is not None
+        if world is not None and not isinstance(world, World):
+            raise ValueError(f"world must be a World such as hl.World.current(), not {type(world).__name__} {world!r}")
+        if world is not None and self._follows_sampler:
+            raise ValueError(
+                "a sampler and world= both divide the seeds: leave out world= under Lightning, Fabric and Accelerate, "
+                "and sampler= in a loop of your own"
+            )
+        self.seed = seed
+        self.world = world
+        ranks = World.alone() if world is None else world
+        self.rank = ranks.rank
+        self.size = ranks.size
+        self.num_cores = ranks.num_cores
+        self._threads = Threads(num_workers, look_ahead, self.num_cores, by_gpu=on_gpu)
+        self._order = SeedOrder(
+            ids=ids, per_step=batch_size * self.size, seed=seed, shuffle=bool(shuffle), drop_last=drop_last
+        )
+        self._num_epochs = 0
+        self._num_collated = 0
+
+        super().__init__(
+            range(ids.numel()),  # type: ignore[arg-type]
+            batch_size=batch_size,
+            # Torch's random sampler refuses an empty dataset.
+            shuffle=shuffle and ids.numel() > 0,
+            sampler=sampler,  # type: ignore[arg-type]
+            batch_sampler=batch_sampler,  # type: ignore[arg-type]
+            drop_last=drop_last,
+            collate_fn=self._collate,
+        )
+        self.shuffle = shuffle
+        self.num_workers = num_workers  # type: ignore[assignment]
+        # While a hook of Lightning runs, constructors of DataLoaders are wrapped: the outermost saves its arguments in
+        # the loader, to make it again. If our class was imported in the hook, its own constructor is not wrapped, and
+        # a base class has saved others. Without them Lightning reads the attributes.
+        if not hasattr(type(self).__init__, "__wrapped__"):
+            for name in [name for name in vars(self) if name.startswith("__pl_")]:
+                del vars(self)[name]
+
+    @property
+    def num_workers(self) -> int:  # type: ignore[override]
+        """Worker processes, of which there are none. The argument `num_workers` counts threads."""
+        return 0
+
+    @num_workers.setter
+    def num_workers(self, argument: int | Literal["auto"]) -> None:
+        # Where Lightning finds the argument.
+        vars(self)["num_workers"] = argument
+
+    def __len__(self) -> int:
+        return super().__len__() if self._follows_sampler else len(self._order)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of the next epoch."""
+        if self.world is None and not self._follows_sampler and _num_ranks() > 1:
+            _say_that_ranks_repeat_seeds()
+        self._num_epochs += 1
+        epoch = self._num_epochs
+        if self._follows_sampler:
+            return self._batches(self._sampled_steps(epoch))
+        return self._batches(self._shared_steps(self._order.steps(epoch)))
+
+    @abstractmethod
+    def _batches(self, steps: Iterator[RankSeeds]) -> Iterator[Any]:
+        """The batches of some steps, prefetched by threads."""
+
+    @abstractmethod
+    def _batch(self, step: RankSeeds) -> Any:
+        """The batch of one step, made in the caller's thread."""
+
+    def _shared_steps(self, steps: Iterable[StepSeeds]) -> Iterator[RankSeeds]:
+        """This rank's share of each step."""
+        for seeds, key in steps:
+            first = seeds.numel() * self.rank // self.size
+            total = None if self.world is None else seeds.numel()
+            yield RankSeeds(share_of(seeds, self.rank, self.size), key, first, total)
+
+    def _sampled_steps(self, epoch: int) -> Iterator[RankSeeds]:
+        """The steps that the sampler gives."""
+        for step, positions in enumerate(self.batch_sampler):  # type: ignore[arg-type]
+            yield self._sampled_step(positions, epoch, step)
+
+    def _sampled_step(self, positions: list[int], epoch: int, step: int) -> RankSeeds:
+        """The step of positions in the seeds."""
+        seeds = self._order.ids[torch.as_tensor(positions)]
+        # Trees draw by slot, so the slots of ranks must differ.
+        first = dist.get_rank() * seeds.numel() if _num_ranks() > 1 else 0
+        key = ops.derive_key(ops.derive_key(self.seed, epoch), step)
+        return RankSeeds(seeds, key, first, total=None)
+
+    def _collate(self, positions: list[int]) -> Any:
+        """The batch of items of the dataset, which are positions in the seeds. Every call draws anew."""
+        step = self._num_collated
+        self._num_collated += 1
+        return self._batch(self._sampled_step(positions, ONE_BY_ONE, step))
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self.collate_fn = self._collate  # a shallow copy would have that of the original
+
+
+def check_names(arguments: Iterable[str]) -> None:
+    """Refuse arguments that `DataLoader` does not have.
+
+    Raises:
+        TypeError: There is no such argument.
+    """
+    for name in arguments:
+        if name not in inspect.signature(DataLoader).parameters:
+            raise TypeError(f"a loader has no argument {name!r}")
+
+
+def _num_ranks() -> int:
+    """Ranks of torch.distributed, 1 if it is not initialised."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+@cache  # once in a process
+def _say_that_ranks_repeat_seeds() -> None:
+    if dist.get_rank() == 0:
+        logger.warning(
+            f"each of {dist.get_world_size()} ranks takes all seeds of its loader: give world=hl.World.current() to "
+            "divide them, or world=hl.World.alone() if the seeds of each rank are its own (docs/engines.md)"
+        )

@@ -1,0 +1,376 @@
+"""`hl.load(RUN)`: a finished run with its model, ready to predict and to be tested.
+
+    config.json   settings, and the form of the training data (`data.inputs.Inputs`)
+    best.pt       the weights
+
+The model is built from the settings and the widths of the training data. So neither the training data nor any
+code of the folder is needed. Only a model of the user's own (model=package.module:function) is built by that
+function, which gets the training data again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hopline import inference as infer
+from hopline.core.graph import Graph
+from hopline.core.sampler import check_ids
+from hopline.data.dataset import Dataset
+from hopline.data.ids import original_ids
+from hopline.data.inputs import Inputs
+from hopline.data.splits import random_split
+from hopline.methods.sampled.settings import Sampled
+from hopline.nn.whole_module import as_batch_model
+from hopline.run.models import make_model
+from hopline.run.settings import RunConfig, is_run_of_trainer, load_trusted
+from hopline.run.train import load_weights, open_data
+from hopline.shards.shard import is_shards
+from hopline.tables import TensorTable
+from hopline.training.evaluation import hops_by_fanouts
+
+CHUNK_NODES = 1 << 18
+"""Nodes whose rows are computed into columns at a time. A rule of thumb."""
+Write = Literal["classes", "probabilities", "scores", "embeddings"]
+
+
+def load(
+    folder: Path | str,
+    *,
+    model: nn.Module | None = None,
+    weights: Literal["best", "last"] | Path | str = "best",
+    device: torch.device | str = "cpu",
+    trust: bool = False,
+) -> SavedRun:
+    """Open the folder of a finished run, to predict and to test.
+
+    Nothing of the folder is executed.
+
+    Args:
+        folder: A run folder of `hopline train`, or of `hl.Trainer(out=)`.
+        model: The module that was trained. Needed for runs of `hl.Trainer`, whose model only your program can
+            build. Its weights are replaced by those of the run.
+        weights: "best", "last", or a `state_dict` file of the same model.
+        device: The device to compute on.
+        trust: Permission to import the module that the run names for its model
+            (model=package.module:function).
+
+    Returns:
+        The run, with `model`, `settings`, `inputs`, `predict` and `evaluate`.
+
+    Raises:
+        ValueError: It is no run folder, a file is damaged, or `model` is missing or is another one.
+
+    Example:
+        >>> from torch_geometric.nn import SAGEConv
+        >>> data = hl.from_edges(
+        ...     torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.eye(4), y=torch.tensor([0, 1, 0, 1]),
+        ...     splits={"train": [0, 1, 2]},
+        ... )
+        >>> model = hl.nn.GNN([SAGEConv(4, 2)])
+        >>> _ = hl.Trainer(model, data, epochs=1, show=False, out="runs/four").fit()
+        >>> run = hl.load("runs/four", model=model)
+        >>> list(run.predict(data))
+        ['id', 'class', 'probability']
+    """
+    folder = Path(folder)
+    stored = read_inputs(folder)
+    if is_run_of_trainer(folder):
+        if model is None:
+            raise ValueError(
+                f"{folder} is a run of hl.Trainer in Python, whose model only your program can build: give it with "
+                "hl.load(folder, model=model)"
+            )
+        settings = None
+    else:
+        settings = load_trusted(folder, trust)
+        if model is None:
+            model = build_model(settings, stored)
+    is_of_run = weights in ("best", "last")
+    file = folder / f"{weights}.pt" if is_of_run else Path(weights)
+    if not is_of_run and not file.is_file():
+        raise ValueError(f"there is no file {file}: give weights=best, weights=last or a state_dict file")
+    load_weights(model, file, of_run=is_of_run)
+    return SavedRun(folder, model.to(device), settings, stored, torch.device(device))
+
+
+def read_inputs(folder: Path) -> Inputs:
+    """The form of a run's training data, from config.json. Raises a ValueError if it is not there."""
+    path = folder / "config.json"
+    try:
+        return Inputs.from_dict(json.loads(path.read_text()).get("inputs"))
+    except FileNotFoundError:
+        raise ValueError(f"{folder} is not a run folder: it has no config.json. Check the path.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} cannot be used for predictions ({error}): train again") from error
+
+
+def build_model(settings: RunConfig, inputs: Inputs) -> nn.Module:
+    """The model of a run, without its weights."""
+    if ":" in settings.model.name:
+        return make_model(settings.model, open_data(settings))
+    # Widths alone are read of the dataset, and by PNA its degrees, which the weights replace.
+    outline = Dataset(
+        name="training data",
+        graph=Graph(torch.tensor([0, 0]), torch.zeros(0, dtype=torch.int64)),
+        tables={"x": TensorTable(torch.zeros(1, inputs.num_features))} if inputs.num_features else {},
+        task=inputs.task,
+        num_classes=inputs.num_classes,
+    )
+    return make_model(settings.model, outline)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SavedRun:
+    """A finished run. `hl.load` makes it.
+
+    Example:
+        >>> from torch_geometric.nn import SAGEConv
+        >>> data = hl.from_edges(
+        ...     torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.eye(4), y=torch.tensor([0, 1, 0, 1]),
+        ...     splits={"train": [0, 1], "test": [2, 3]},
+        ... )
+        >>> model = hl.nn.GNN([SAGEConv(4, 2)])
+        >>> fitted = hl.Trainer(model, data, epochs=1, show=False, out="runs/four").fit()
+        >>> hl.load("runs/four", model=model).evaluate(data) == {"accuracy": fitted.test}
+        True
+    """
+
+    folder: Path
+    """The run folder."""
+    model: nn.Module
+    """The model with the run's weights, on `device`."""
+    settings: RunConfig | None
+    """The settings of a run of `hopline train`. None for a run of `hl.Trainer`."""
+    inputs: Inputs
+    """The form of the training data: columns, statistics and classes."""
+    device: torch.device
+    """The device that computes."""
+
+    def predict(
+        self,
+        data: Dataset | str | None = None,
+        nodes: Tensor | Sequence[int] | np.ndarray | str = "all",
+        *,
+        write: Write = "classes",
+        inference: Literal["exact", "sampled"] = "exact",
+        show: bool = False,
+        **options: Any,
+    ) -> dict[str, np.ndarray]:
+        """Predict at the nodes of a dataset, which need not be the one that the run was trained on.
+
+        Feature columns are matched by name with those of the training data, and standardised by its numbers.
+
+        Args:
+            data: A dataset, or the name or folder of one. Default: the run's own.
+            nodes: "all", the name of a split, or node numbers, [n] int64.
+            write: "classes" with their probabilities, "probabilities" or "scores" of all classes, or "embeddings",
+                the rows of the last hidden layer.
+            inference: "exact" over every edge, or "sampled" with the run's fan-outs.
+            show: Show progress.
+            options: chunk_bytes=, folder= and hops= of `hl.infer.exact`.
+
+        Returns:
+            Columns by name, each with a row per node, for `pandas.DataFrame(columns)`. The first is "id".
+
+        Raises:
+            ValueError: The dataset does not fit the run, or there are no such nodes.
+        """
+        if write not in get_args(Write):
+            raise ValueError(f"write must be one of {', '.join(get_args(Write))}, not {write!r}")
+        fitted = self.fit(data)
+        ids = select_nodes(fitted, nodes)
+        chunks = self.chunks(fitted, ids, write=write, inference=inference, show=show, **options)
+        parts = [columns_of(self.inputs, user_ids(fitted, chunk_ids), values, write) for chunk_ids, values in chunks]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def evaluate(
+        self,
+        data: Dataset | str | None = None,
+        split: str = "test",
+        *,
+        inference: Literal["exact", "sampled"] = "exact",
+        show: bool = False,
+        **options: Any,
+    ) -> dict[str, float]:
+        """The metric of a split, by name: {"accuracy": 0.89}. Nodes without a label are left out.
+
+        data, inference, show, options: as of `predict`. split: "train", "valid", "test" or "all".
+
+        Raises:
+            ValueError: As of `predict`. Or the dataset has no labels, or classes that the run does not know.
+        """
+        fitted = self.fit(data, labels=True)
+        ids = select_nodes(fitted, split)
+        is_labelled = torch.ones_like(ids, dtype=torch.bool) if self.inputs.task == "multi" else fitted.labels[ids] >= 0
+        ids = ids[is_labelled]
+        if not ids.numel():
+            raise ValueError(f"no node of {split!r} of {fitted.name!r} has a label: choose another split, such as all")
+        chunks = self.chunks(fitted, ids, write="scores", inference=inference, show=show, **options)
+        scores = torch.cat([values for _, values in chunks])
+        return infer.measure(fitted, scores, fitted.labels[ids])
+
+    def fit(self, data: Dataset | str | None = None, *, labels: bool = False) -> Dataset:
+        """A dataset in the form of the training data. labels: whether its labels are needed."""
+        if data is None or isinstance(data, str):
+            data = self._open(data)
+        if not isinstance(data, Dataset):
+            kind = type(data).__name__
+            raise ValueError(
+                f"data must be a Dataset, or the name or folder of one, not {kind}: for PyG, hl.from_pyg(data)"
+            )
+        return self.inputs.fit(data, labels=labels)
+
+    def _open(self, name: str | None) -> Dataset:
+        if self.settings is None:
+            raise ValueError(f"{self.folder} is a run of hl.Trainer in Python: give predict the dataset")
+        settings = dataclasses.replace(self.settings, features="given", data=name or self.settings.data)
+        shares = settings.split
+        if not isinstance(shares, tuple):
+            return open_data(settings)
+        # The run drew its split among labelled nodes. Other data are split in the same way, if they have labels.
+        data = open_data(dataclasses.replace(settings, split=0))
+        return data if data.y is None or is_shards(settings.data) else random_split(data, shares)
+
+    def chunks(
+        self,
+        data: Dataset,
+        ids: Tensor,
+        *,
+        write: Write = "scores",
+        inference: Literal["exact", "sampled"] = "exact",
+        show: bool = False,
+        **options: Any,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """([m] node ids, their values), chunk by chunk, in the order of `ids`.
+
+        The values are [m, num_outputs] scores, or [m, width] embeddings.
+        """
+        method = Sampled() if self.settings is None else self.settings.method
+        batch_model = as_batch_model(self.model)
+        if write == "embeddings":
+            yield from self._embeddings(batch_model, data, ids, inference, show, options)
+            return
+        if inference == "sampled":
+            if not isinstance(method, Sampled):
+                raise ValueError("inference=sampled needs the fan-outs of a run by method=sampled: set inference=exact")
+            in_order = dataclasses.replace(method, shuffle=False, drop_last=False)
+            seed = 0 if self.settings is None else self.settings.seed
+            batches = in_order.loader(data, ids, seed=seed, device=self.device, model=self.model)
+            yield ids, infer.sampled(self.model, batches, num_nodes=ids.numel(), show=show)
+            return
+        if options.get("hops") is None:
+            options["hops"] = hops_by_fanouts(batch_model, data, method)
+        read = infer.exact_rows(batch_model, data, ids, device=self.device, show=show, **options)
+        for chunk_ids in ids.split(CHUNK_NODES):
+            yield chunk_ids, read(chunk_ids)
+
+    def _embeddings(
+        self, batch_model: Any, data: Dataset, ids: Tensor, inference: str, show: bool, options: dict[str, Any]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        num_layers = getattr(batch_model, "num_layers", 0)
+        if inference != "exact" or num_layers < 2:
+            raise ValueError(
+                "write=embeddings needs inference=exact and a model of two layers or more, made of layers: write scores"
+            )
+        rows: dict[int, Tensor] = {}
+
+        def keep(layer: int, node_ids: Tensor, chunk: Tensor) -> None:
+            if layer == num_layers - 2:
+                table = rows.setdefault(layer, chunk.new_zeros((data.num_nodes, chunk.size(1)), device="cpu"))
+                table[node_ids.cpu()] = chunk.cpu()
+
+        infer.exact(batch_model, data, device=self.device, show=show, keep=keep, **options)
+        for chunk_ids in ids.split(CHUNK_NODES):
+            yield chunk_ids, rows[num_layers - 2][chunk_ids]
+
+
+def select_nodes(data: Dataset, nodes: Tensor | Sequence[int] | np.ndarray | str) -> Tensor:
+    """[n] int64: the nodes that a user asks for. nodes: "all", the name of a split, ids, or a bool mask."""
+    if not isinstance(nodes, str):
+        chosen = torch.as_tensor(nodes)
+        if chosen.dtype == torch.bool and chosen.shape == (data.num_nodes,):
+            chosen = chosen.nonzero().view(-1)
+        check_ids(chosen, data.num_nodes)
+        return chosen.long()
+    if nodes == "all":
+        return torch.arange(data.num_nodes)
+    if nodes not in data.splits or not data.splits[nodes].numel():
+        splits = [name for name, ids in data.splits.items() if ids.numel()]
+        raise ValueError(
+            f"dataset {data.name!r} has no split {nodes!r}: choose nodes=all"
+            + (f" or one of {splits}" if splits else "")
+        )
+    return data.splits[nodes]
+
+
+# ---- scores as columns
+
+
+def columns_of(inputs: Inputs, ids: np.ndarray, values: Tensor, write: Write) -> dict[str, np.ndarray]:
+    """The values of some nodes as columns in the user's own names.
+
+    ids: [n]: the user's own, which become the first column. values: [n, num_outputs] scores, or embeddings.
+    """
+    columns = {"id": ids}
+    rows = bare_values(inputs, values, write)
+    names = inputs.classes or [str(number) for number in range(inputs.num_classes)]
+    if write == "embeddings":
+        heads = [f"embedding_{i}" for i in range(rows.shape[1])]
+    elif write == "probabilities":
+        heads = [f"probability {name}" for name in names]
+    elif write == "scores":
+        heads = ["score"] if rows.shape[1] == 1 and inputs.num_classes != 1 else [f"score {name}" for name in names]
+    elif inputs.task == "multi":
+        heads = names
+        rows = rows.astype(bool)
+    else:
+        probabilities = bare_values(inputs, values, "probabilities")
+        columns["class"] = rows if inputs.classes is None else np.array(inputs.classes)[rows]
+        columns["probability"] = np.take_along_axis(probabilities, rows[:, None].astype(np.int64), axis=1)[:, 0]
+        return columns
+    return columns | {head: np.ascontiguousarray(rows[:, i]) for i, head in enumerate(heads)}
+
+
+def bare_values(inputs: Inputs, values: Tensor, write: Write) -> np.ndarray:
+    """The values of some nodes without their ids.
+
+    Classes are [n] int64, the number of the largest score. With several labels per node they are [n, C] uint8,
+    and with a single output [n] uint8: 1 for a score above 0. All else is [n, ...] float32.
+
+    values: [n, num_outputs] scores, or [n, width] embeddings.
+    """
+    rows = values.float()
+    is_single_score = inputs.task != "multi" and rows.size(1) == 1  # of the second of two classes
+    if write == "classes":
+        if inputs.task == "multi":
+            chosen = (rows > 0).to(torch.uint8)
+        elif is_single_score:
+            chosen = (rows > 0).view(-1).to(torch.uint8)
+        else:
+            chosen = rows.argmax(dim=1)
+        return chosen.contiguous().numpy()
+    if write == "probabilities":
+        if inputs.task == "multi":
+            rows = rows.sigmoid()
+        elif is_single_score:
+            second = rows.sigmoid()
+            rows = torch.cat([1 - second, second], dim=1)
+        else:
+            rows = rows.softmax(dim=1)
+    return rows.contiguous().numpy()
+
+
+def user_ids(data: Dataset, ids: Tensor) -> np.ndarray:
+    """[n]: the ids that nodes had in their file, or their numbers."""
+    table = data.tables.get("node_ids")
+    if table is None:
+        return ids.numpy()
+    return original_ids(TensorTable(table.read(ids)))
