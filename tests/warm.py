@@ -21,11 +21,12 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import forkserver, process
 from multiprocessing.context import BaseContext, ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import psutil
 import pytest
@@ -35,6 +36,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 PRELOADED = ("tests.warm_imports",)
 """Modules that the server imports before it is asked for a process."""
+
+Result = TypeVar("Result")
 
 _real_get_context = multiprocessing.get_context
 
@@ -46,6 +49,7 @@ class WarmContext(ForkServerContext):
         return "spawn"  # multiprocessing and torch send memory between processes in the way of this method
 
     def Process(self, *, target: Callable[..., None], args: tuple[Any, ...] = (), **options: Any) -> BaseProcess:  # type: ignore[override]
+        options.pop("name", None)  # that of a rank ends it unless its parent is the process that asks for it
         return super().Process(target=_in_environment, args=(_address(), dict(os.environ), target, args), **options)
 
 
@@ -175,6 +179,12 @@ def run_python(*arguments: str, timeout: float = 300, **options: Any) -> Ended:
     finally:
         program.kill()
     return Ended(program.returncode, stdout, stderr)
+
+
+def call(function: Callable[..., Result], *args: Any) -> Result:
+    """Call a function of a module in a process of its own, and return its result."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
 
 
 def children() -> list[psutil.Process]:

@@ -17,6 +17,7 @@ from hopline.data import store
 from hopline.data.arrays import HEADER_BYTES
 from hopline.data.dataset import Dataset
 from hopline.tables import SparseTable, Table, TensorTable
+from tests import warm
 
 
 def arrays_of(dataset: Dataset) -> dict[str, Tensor]:
@@ -80,15 +81,19 @@ def test_a_table_without_storage_is_written_in_pieces(
     assert torch.equal(store.open_folder(tmp_path / "a").x.read(torch.arange(40)), expected)
 
 
+def measure_opening(folder: Path) -> int:
+    """Open a dataset; return by how many bytes this process grew."""
+    before = psutil.Process().memory_info().rss
+    dataset = store.open_folder(folder)
+    assert dataset.num_edges == 20_000_000
+    return psutil.Process().memory_info().rss - before
+
+
 def test_opening_does_not_read_the_data(tmp_path: Path) -> None:
     graph = Graph(torch.arange(1_000_001) * 20, torch.zeros(20_000_000, dtype=torch.int32))
     Dataset(name="large", graph=graph).save(tmp_path / "large")
-    del graph
-    before = psutil.Process().memory_info().rss
-    dataset = store.open_folder(tmp_path / "large")
     # Pages that are read become resident: all of them would be 88 MB.
-    assert psutil.Process().memory_info().rss - before < 20_000_000
-    assert dataset.num_edges == 20_000_000
+    assert warm.call(measure_opening, tmp_path / "large") < 20_000_000
 
 
 def test_verify_says_what_it_did(tiny: Dataset, tmp_path: Path) -> None:
