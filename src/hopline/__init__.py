@@ -101,6 +101,17 @@ __getattr__, __dir__ = on_first_use(
     # For the errors of names that were once here: packages that have them now, and one that was renamed as well.
     elsewhere={"hl.extend": "hopline.extend", "hl.shards": "hopline.shards"},
     moved={"open_sharded": "hl.shards.open"},
+    missing={
+        **dict.fromkeys(
+            ("LinkNeighborLoader", "LinkLoader"),
+            "links are not supported yet: keep torch_geometric.loader.LinkNeighborLoader",
+        ),
+        **dict.fromkeys(
+            ("HeteroData", "HGTLoader"),
+            "typed graphs are not supported yet: make nodes of one type by hl.from_pyg(data.to_homogeneous())",
+        ),
+        "TemporalData": "graphs with time are not supported yet: keep torch_geometric.loader.TemporalDataLoader",
+    },
 )
 
 __all__ = [

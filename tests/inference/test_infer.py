@@ -6,6 +6,7 @@ That layer-wise inference equals plain PyG is `equivalence/test_7_layerwise.py`.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,16 +91,68 @@ def test_rows_come_in_the_order_of_the_ids_and_repeat_with_them():
     torch.testing.assert_close(infer.exact(model, data, ids), infer.exact(model, data)[ids])
 
 
+@pytest.mark.parametrize("name", ["list", "array", "unsigned", "range", "mask", "array mask", "split", "all"])
+def test_nodes_are_given_as_ids_a_mask_or_the_name_of_a_split(name: str):
+    data = small()
+    model = sage(data)
+    ids = data.splits["test"]
+    mask = torch.zeros(data.num_nodes, dtype=torch.bool)
+    mask[ids] = True
+    forms: dict[str, Any] = {
+        "list": ids.tolist(),
+        "array": ids.numpy(),
+        "unsigned": ids.numpy().astype("uint16"),
+        "range": range(data.num_nodes),
+        "mask": mask,
+        "array mask": mask.numpy(),
+        "split": "test",
+        "all": "all",
+    }
+    expected_ids = torch.arange(data.num_nodes) if name in ("range", "all") else ids
+    assert torch.equal(infer.exact(model, data, forms[name]), infer.exact(model, data, expected_ids))
+    methods = {
+        "sampled": method(shuffle=False),
+        "historical": hl.Historical(num_parts=2, parts_per_batch=2),
+        "full": hl.FullBatch(),
+    }
+    for how in methods.values():
+        seeds = torch.cat([batch.seeds for batch in how.loader(data, forms[name], model=model)])
+        assert torch.equal(seeds.sort().values, expected_ids)
+    if name != "all":  # as in PyG, None is all
+        seeds = torch.cat([b.n_id[: b.batch_size] for b in hl.NeighborLoader(data, [2], forms[name], batch_size=50)])
+        assert torch.equal(seeds, expected_ids)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words"),
+    [
+        ("tset", "choose one of train, valid, test, all"),
+        ([], "no nodes to infer at"),
+        (["p1"], r"write \[0, 1, 2\]"),
+        ([[0, 1], [2]], r"write \[0, 1, 2\]"),
+        ([0.5], "1-D int64"),
+        ([400], "from 0 to 399"),
+        ([True, False], "one entry per node"),
+    ],
+)
+def test_what_names_no_nodes_is_refused(nodes: Any, words: str):
+    with pytest.raises(ValueError, match=words):
+        infer.exact(sage(small()), small(), nodes)
+
+
+def test_a_graph_of_pyg_is_refused_with_what_to_write():
+    graph: Any = small().to_pyg()
+    with pytest.raises(ValueError, match=r"hl.from_pyg\(data\)"):
+        infer.exact(sage(small()), graph)
+    with pytest.raises(ValueError, match=r"\.loader\(data, ids\)"):
+        infer.sampled(sage(small()), small())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("chunk_edges", [1, 37, 10**9])
 def test_outputs_do_not_depend_on_chunk_edges(chunk_edges: int):
     data = small()
     model = sage(data, residual=True, norm="layer")
     torch.testing.assert_close(infer.exact(model, data, chunk_edges=chunk_edges), infer.exact(model, data))
-
-
-def test_no_ids_are_refused():
-    with pytest.raises(ValueError, match="no nodes to infer at"):
-        infer.exact(sage(small()), small(), torch.empty(0, dtype=torch.int64))
 
 
 def test_sampling_all_neighbours_is_exact():

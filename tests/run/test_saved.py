@@ -380,7 +380,7 @@ def test_nodes_are_given_as_lists_arrays_and_masks(trained: Path):
     assert saved.predict(nodes=torch.arange(NUM_NODES) < 2)["id"].tolist() == saved.predict(nodes=[0, 1])["id"].tolist()
     with pytest.raises(ValueError, match=r"write must be one of classes, probabilities, scores, embeddings"):
         saved.predict(write="foo")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"for PyG, hl\.from_pyg\(data\)"):
+    with pytest.raises(ValueError, match=r"hl\.from_pyg\(data\)"):
         saved.predict(saved.fit().to_pyg())  # type: ignore[arg-type]
 
 

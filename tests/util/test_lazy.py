@@ -131,3 +131,11 @@ def test_a_name_that_moved_says_where_it_is(name: str, now: str):
     with pytest.raises(AttributeError, match=f"hl.{name} has moved: use {now}"):
         getattr(hl, name)
     assert callable(operator.attrgetter(now.removeprefix("hl."))(hl))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("LinkNeighborLoader", "keep torch_geometric.loader"), ("HeteroData", "to_homogeneous")]
+)
+def test_a_name_of_pyg_that_is_not_supported_says_what_to_do(name: str, words: str):
+    with pytest.raises(AttributeError, match=f"not supported yet.*{words}"):
+        getattr(hl, name)

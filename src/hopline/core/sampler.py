@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,8 @@ from hopline.core.batch import Block, Part
 from hopline.core.graph import Graph
 from hopline.util.config import check_fanouts
 
+NodeIds = Tensor | np.ndarray | Sequence[int]
+"""Node ids as users give them: whole numbers, or a bool mask over the nodes."""
 WRONG_EDGE = "an edge index is out of range: check the dataset by `hopline verify FOLDER`"
 """The error for an edge whose source is not a node of the graph."""
 
@@ -307,6 +310,28 @@ def in_neighborhood(graph: Graph, nodes: Tensor) -> Tensor:
     is_inside[nodes] = True
     is_inside[in_edges.ids.long()] = True
     return is_inside.nonzero().view(-1)
+
+
+def as_node_ids(nodes: NodeIds, num_nodes: int) -> Tensor:
+    """[n] int64: node ids that a user gives as a tensor, an array or a list, in their order, or as a bool mask.
+
+    Raises ValueError if an entry is no node.
+    """
+    try:
+        ids = nodes if isinstance(nodes, Tensor) else torch.as_tensor(np.asarray(nodes))
+    except (TypeError, ValueError) as error:  # texts, lists of different lengths, objects
+        raise ValueError(
+            f"node ids must be whole numbers in a list, an array or a tensor, not {nodes!r:.60}: write [0, 1, 2]"
+        ) from error
+    if ids.dtype == torch.bool:
+        if ids.shape != (num_nodes,):
+            raise ValueError(f"a mask must be [{num_nodes}], one entry per node, not {list(ids.shape)}")
+        return ids.nonzero().view(-1)
+    is_whole = not (ids.dtype.is_floating_point or ids.dtype.is_complex)
+    if is_whole or ids.numel() == 0:  # an empty list has become floats
+        ids = ids.long()
+    check_ids(ids, num_nodes)
+    return ids
 
 
 def check_ids(ids: Tensor, num_nodes: int) -> None:

@@ -36,6 +36,28 @@ MAX_SHOWN = 200
 """Most characters of an entry of `meta` that `Dataset.describe` shows. A rule of thumb."""
 
 
+NOT_DATASETS = {
+    "Data": ": give it hl.from_pyg(data)",
+    "HeteroData": ", and typed graphs are not supported yet: make nodes of one type by "
+    "hl.from_pyg(data.to_homogeneous())",
+    "TemporalData": ", and graphs with time are not supported yet: leave time out by "
+    "hl.from_edges(torch.stack([data.src, data.dst]), x=..., y=...)",
+    **dict.fromkeys(
+        ("list", "tuple"), ": join graphs by hl.from_pyg(torch_geometric.data.Batch.from_data_list(graphs))"
+    ),
+    "str": ": open it by hl.open(...)",
+    "object": ": make one by hl.open, hl.from_pyg or hl.from_edges",
+}
+"""What to write in place of an object that is no dataset, by the name of its class or a base class."""
+
+
+def expect_dataset(data: Any, taker: str, takes: str = "a hopline Dataset") -> None:
+    """Raise ValueError if `data` is no `Dataset`, with what to write. taker: a name such as "Trainer"."""
+    if not isinstance(data, Dataset):
+        advice = next(NOT_DATASETS[cls.__name__] for cls in type(data).__mro__ if cls.__name__ in NOT_DATASETS)
+        raise ValueError(f"{taker} takes {takes}, not a {type(data).__name__}{advice}")
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class Dataset:
     """A graph with the tables, labels and splits of its nodes, in memory or mapped from a folder.

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hopline.core.sampler import NodeIds, as_node_ids
 from hopline.data.arrays import as_tensor
 from hopline.data.checks import CHECKED_SPLITS, REGRESSION, check_nodes
-from hopline.data.dataset import as_table
+from hopline.data.dataset import Dataset, as_table
 from hopline.data.manifest import Task
 from hopline.ops import derive_key
 from hopline.ops.random import draw
@@ -147,6 +148,18 @@ def node_ids(selection: Any, num_nodes: int) -> Tensor:
     if chosen.numel() == num_nodes > 2 and 0 <= int(chosen.min()) <= int(chosen.max()) <= 1:
         raise ValueError("A split holds a 0 or 1 for each node: make it a boolean mask, by mask.bool() or != 0.")
     return chosen.long().sort().values
+
+
+def select_nodes(data: Dataset, nodes: NodeIds | str) -> Tensor:
+    """[n] int64: the nodes that a user asks for. nodes: "all", the name of a split, ids, or a bool mask."""
+    if not isinstance(nodes, str):
+        return as_node_ids(nodes, data.num_nodes)
+    if nodes == "all":
+        return torch.arange(data.num_nodes)
+    names = [name for name, ids in data.splits.items() if ids.numel()]
+    if nodes not in names:
+        raise ValueError(f"there is no split {nodes!r}: choose one of {', '.join([*names, 'all'])}")
+    return data.splits[nodes]
 
 
 def split_sets(masks: Mapping[str, Any], num_nodes: int) -> SplitSets:

@@ -33,10 +33,11 @@ from hopline.budget.guard import Guard
 from hopline.contract import KeepRows
 from hopline.core.batch import Batch
 from hopline.core.row_handles import Rows
-from hopline.core.sampler import check_ids
-from hopline.data.dataset import Dataset
+from hopline.core.sampler import NodeIds
+from hopline.data.dataset import Dataset, expect_dataset
 from hopline.data.fingerprint import checksum_of, contents_of
 from hopline.data.inputs import Inputs
+from hopline.data.nodes import select_nodes
 from hopline.device.snapshots import eval_mode
 from hopline.inference.layerwise_chunks import CHUNK_EDGES, CPU, Chunks
 from hopline.inference.neighborhoods import LocalInference, run_whole, whole_bytes
@@ -61,7 +62,7 @@ ReadRows = Callable[[Tensor], Tensor]
 def exact(
     model: nn.Module,
     data: Dataset,
-    ids: Tensor | None = None,
+    ids: NodeIds | str | None = None,
     *,
     hops: int | None = None,
     chunk_edges: int | None = None,
@@ -83,7 +84,7 @@ def exact(
         model: A `GNN`, a PyG model, or any module with forward(x, edge_index). Its modes are restored
             afterwards.
         data: The dataset, with features.
-        ids: [n] int64 nodes. Default: all nodes.
+        ids: The nodes, as ids (a tensor, an array or a list), as a bool mask, or as the name of a split. Default: all.
         hops: The number of hops around a node that the output of a module without layers depends on.
         chunk_edges: Edges per chunk. Default: a million, more on a GPU.
         chunk_bytes: Memory for chunks apart from the hidden embeddings, such as "2GiB", in place of
@@ -121,13 +122,13 @@ def exact(
         keep=keep,
         folder=folder,
     )
-    return read(torch.arange(data.num_nodes) if ids is None else ids)
+    return read(select_nodes(data, "all" if ids is None else ids))
 
 
 def exact_rows(
     model: nn.Module,
     data: Dataset,
-    ids: Tensor | None = None,
+    ids: NodeIds | str | None = None,
     *,
     hops: int | None = None,
     chunk_edges: int | None = None,
@@ -153,7 +154,8 @@ def exact_rows(
         >>> read(torch.tensor([3, 1])).shape
         torch.Size([2, 3])
     """
-    check_node_ids(ids, data.num_nodes)
+    expect_dataset(data, "exact inference")
+    ids = check_node_ids(data, ids)
     max_bytes = parse_chunk_bytes(chunk_bytes)
     batch_model = as_batch_model(model)
     with evaluating(batch_model):
@@ -190,13 +192,14 @@ def exact_rows(
         return lambda node_ids: Rows(outputs, node_ids).read_on(CPU)
 
 
-def check_node_ids(ids: Tensor | None, num_nodes: int) -> None:
-    """Raise a ValueError if `ids` is empty or holds ids that are no nodes. None stands for all nodes."""
-    if ids is None:
-        return
-    check_ids(ids, num_nodes)
+def check_node_ids(data: Dataset, nodes: NodeIds | str | None) -> Tensor | None:
+    """[n] int64: the nodes that a user asks for. None stands for all. Raises a ValueError if there are none."""
+    if nodes is None:
+        return None
+    ids = select_nodes(data, nodes)
     if ids.numel() == 0:
         raise ValueError("there are no nodes to infer at: give ids that are not empty, or none for all nodes")
+    return ids
 
 
 def identity(
@@ -255,6 +258,11 @@ def sampled(
         >>> hl.infer.sampled(hl.nn.GNN([SAGEConv(2, 3)]), batches).shape
         torch.Size([2, 3])
     """
+    if isinstance(batches, Dataset):
+        raise ValueError(
+            "sampled inference takes batches, not a Dataset: give it "
+            "hl.Sampled(fanouts=(20, 20), shuffle=False).loader(data, ids)"
+        )
     batch_model = as_batch_model(model)
     outputs = []
     with (

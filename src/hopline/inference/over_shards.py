@@ -28,6 +28,7 @@ from hopline import ops
 from hopline.core.batch import Block, Part
 from hopline.core.graph import Graph, PartialGraph
 from hopline.core.row_handles import Rows
+from hopline.core.sampler import NodeIds
 from hopline.data.dataset import Dataset
 from hopline.inference import ReadRows, check_node_ids, evaluating, identity
 from hopline.inference.layerwise_chunks import CPU, Chunks
@@ -330,7 +331,7 @@ class ShardChunks(Chunks):
 def exact_rows(
     model: nn.Module,
     data: AllShards,
-    ids: Tensor | None = None,
+    ids: NodeIds | str | None = None,
     *,
     chunk_edges: int | None = None,
     chunk_bytes: int | str | None = None,
@@ -345,7 +346,7 @@ def exact_rows(
     In memory are the embeddings between two layers (with `folder` in mapped files instead), a chunk, and
     some 40 bytes per node. Features and edges are read from the shards.
     """
-    check_node_ids(ids, data.num_nodes)
+    ids = check_node_ids(data, ids)
     max_bytes = parse_chunk_bytes(chunk_bytes)
     batch_model = as_batch_model(model)
     if not isinstance(batch_model, GNN):

@@ -250,7 +250,13 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module, without the wrappers of DDP, Lightning Fabric's `setup` and `torch.compile`."""
+    """The user's own module, without the wrappers of DDP, Lightning Fabric's `setup` and `torch.compile`.
+
+    Raises a ValueError for what is no module.
+    """
+    if not isinstance(model, nn.Module):
+        example = f"{model.__name__}(...)" if isinstance(model, type) else "hl.nn.GNN([SAGEConv(...), ...])"
+        raise ValueError(f"the model must be a torch.nn.Module such as {example}, not {model!r:.80}")
     while True:
         if isinstance(model, (DistributedDataParallel, *_fabric_wrappers())):
             model = model.module  # type: ignore[assignment]

@@ -35,6 +35,7 @@ from hopline.data.dataset import Dataset
 from hopline.data.formats.csv_parquet import columns_of as columns_of_file
 from hopline.data.formats.csv_parquet import read_file
 from hopline.data.ids import IdMap, checked_ids, original_ids
+from hopline.data.nodes import select_nodes
 from hopline.device.meter import find_device
 from hopline.distributed import launch
 from hopline.distributed.all_to_all import Channel
@@ -43,7 +44,7 @@ from hopline.inference import distributed as shard_infer
 from hopline.inference import over_shards as shard_by_shard
 from hopline.inference.over_shards import AllShards
 from hopline.methods.sampled.settings import Sampled
-from hopline.run.saved import CHUNK_NODES, SavedRun, bare_values, columns_of, load, select_nodes, user_ids
+from hopline.run.saved import CHUNK_NODES, SavedRun, bare_values, columns_of, load, user_ids
 from hopline.run.settings import EvaluateConfig, InferConfig, RunConfig, load_trusted
 from hopline.run.train import launch_settings_of, open_data
 from hopline.shards.all_shards import join_shards

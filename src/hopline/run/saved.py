@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from hopline import inference as infer
 from hopline.core.graph import Graph
-from hopline.core.sampler import check_ids
-from hopline.data.dataset import Dataset
+from hopline.core.sampler import NodeIds
+from hopline.data.dataset import Dataset, expect_dataset
 from hopline.data.ids import original_ids
 from hopline.data.inputs import Inputs
+from hopline.data.nodes import select_nodes
 from hopline.data.splits import random_split
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn.whole_module import as_batch_model
@@ -157,7 +158,7 @@ class SavedRun:
     def predict(
         self,
         data: Dataset | str | None = None,
-        nodes: Tensor | Sequence[int] | np.ndarray | str = "all",
+        nodes: NodeIds | str = "all",
         *,
         write: Write = "classes",
         inference: Literal["exact", "sampled"] = "exact",
@@ -170,7 +171,7 @@ class SavedRun:
 
         Args:
             data: A dataset, or the name or folder of one. Default: the run's own.
-            nodes: "all", the name of a split, or node numbers, [n] int64.
+            nodes: "all", the name of a split, node numbers in a tensor, an array or a list, or a bool mask.
             write: "classes" with their probabilities, "probabilities" or "scores" of all classes, or "embeddings",
                 the rows of the last hidden layer.
             inference: "exact" over every edge, or "sampled" with the run's fan-outs.
@@ -221,11 +222,7 @@ class SavedRun:
         """A dataset in the form of the training data. labels: whether its labels are needed."""
         if data is None or isinstance(data, str):
             data = self._open(data)
-        if not isinstance(data, Dataset):
-            kind = type(data).__name__
-            raise ValueError(
-                f"data must be a Dataset, or the name or folder of one, not {kind}: for PyG, hl.from_pyg(data)"
-            )
+        expect_dataset(data, "a run", "a hopline Dataset, or the name or folder of one")
         return self.inputs.fit(data, labels=labels)
 
     def _open(self, name: str | None) -> Dataset:
@@ -290,25 +287,6 @@ class SavedRun:
         infer.exact(batch_model, data, device=self.device, show=show, keep=keep, **options)
         for chunk_ids in ids.split(CHUNK_NODES):
             yield chunk_ids, rows[num_layers - 2][chunk_ids]
-
-
-def select_nodes(data: Dataset, nodes: Tensor | Sequence[int] | np.ndarray | str) -> Tensor:
-    """[n] int64: the nodes that a user asks for. nodes: "all", the name of a split, ids, or a bool mask."""
-    if not isinstance(nodes, str):
-        chosen = torch.as_tensor(nodes)
-        if chosen.dtype == torch.bool and chosen.shape == (data.num_nodes,):
-            chosen = chosen.nonzero().view(-1)
-        check_ids(chosen, data.num_nodes)
-        return chosen.long()
-    if nodes == "all":
-        return torch.arange(data.num_nodes)
-    if nodes not in data.splits or not data.splits[nodes].numel():
-        splits = [name for name, ids in data.splits.items() if ids.numel()]
-        raise ValueError(
-            f"dataset {data.name!r} has no split {nodes!r}: choose nodes=all"
-            + (f" or one of {splits}" if splits else "")
-        )
-    return data.splits[nodes]
 
 
 # ---- scores as columns

@@ -18,8 +18,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from hopline.contract import Method
+from hopline.core.sampler import NodeIds
 from hopline.data.dataset import Dataset
 from hopline.data.fingerprint import ids_fact
+from hopline.data.nodes import select_nodes
 from hopline.distributed.agreement import Fact, check_same
 from hopline.distributed.world import World
 from hopline.nn.structure import structure_of
@@ -60,7 +62,7 @@ def check_loader_ranks(
     world: World | None,
     method: Method,
     data: Dataset,
-    ids: Tensor | str,
+    ids: NodeIds | str,
     *,
     seed: int,
     model: nn.Module | None,
@@ -68,13 +70,13 @@ def check_loader_ranks(
 ) -> None:
     """`check_ranks` for a loader of the user's own loop. The arguments are those of `method.loader`.
 
-    ids: node ids, or the name of a split that the dataset has. world: None for a single process. settings: further
+    ids: as `select_nodes` takes them. world: None for a single process. settings: further
     ones, by name.
     """
     if not isinstance(world, World) or world.size == 1:  # the loader refuses what is no World
         return
     name = type(method).__name__
-    seeds = {f"the split {ids!r}": data.splits[ids]} if isinstance(ids, str) else {"the seeds": ids}
+    seeds = {f"the split {ids!r}" if isinstance(ids, str) else "the seeds": select_nodes(data, ids)}
     settings |= {"method": settings_or_repr(method), "seed": seed}
     check_ranks(world, f"hl.{name}.loader", data, seeds, settings, None if model is None else unwrap(model))
 

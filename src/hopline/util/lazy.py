@@ -19,6 +19,7 @@ def on_first_use(
     names_of: Mapping[str, Sequence[str]],
     elsewhere: Mapping[str, str] = MappingProxyType({}),
     moved: Mapping[str, str] = MappingProxyType({}),
+    missing: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's `__getattr__` and `__dir__`.
 
@@ -29,6 +30,7 @@ def on_first_use(
     elsewhere: text that users type ("hl.extend") -> a package that has names which were once in this one.
         The error for such a name says where it is now.
     moved: former name -> text that users type now, for names that were also renamed.
+    missing: name that users of PyG look for -> why there is none, and what to do without it.
     """
     sources: dict[str, _Source] = {}
     for module, names in names_of.items():
@@ -42,6 +44,8 @@ def on_first_use(
 
     def get(name: str) -> Any:
         if name not in sources:
+            if name in missing:
+                raise AttributeError(f"there is no hl.{name}, since {missing[name]}")
             raise _missing_name(package, name, sources, elsewhere, moved)
         source = sources[name]
         module = importlib.import_module(source.module)

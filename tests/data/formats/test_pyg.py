@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from scipy.sparse import coo_array
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Data, HeteroData, TemporalData
 
 from hopline.data.dataset import Dataset
 from hopline.data.formats.pyg import from_pyg, from_scipy, to_pyg
@@ -83,8 +85,14 @@ def test_an_adjacency_matrix_is_read_by_rows_of_destinations() -> None:
 
 
 def test_what_is_not_one_graph_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"not HeteroData: call \.to_homogeneous"):
-        from_pyg(HeteroData())  # type: ignore[arg-type]
+    others: list[tuple[Any, str]] = [
+        (HeteroData(), r"\.to_homogeneous\(\)"),
+        (TemporalData(src=torch.tensor([0])), "with time.*hl.from_edges"),
+        ([Data()], "Batch.from_data_list"),
+    ]
+    for other, words in others:
+        with pytest.raises(ValueError, match=words):
+            from_pyg(other)
     with pytest.raises(ValueError, match="has no edge_index"):
         from_pyg(Data(x=torch.zeros(3, 2)))
 

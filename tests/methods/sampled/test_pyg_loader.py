@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Data, HeteroData, TemporalData
 from torch_geometric.loader import NeighborLoader as PyGNeighborLoader
 from torch_geometric.nn import GATConv, GraphConv, GraphSAGE, SAGEConv
 from torch_geometric.utils import trim_to_layer
@@ -393,8 +393,14 @@ def test_an_unknown_argument_gets_a_suggestion():
 
 
 def test_data_of_other_kinds_is_refused():
-    with pytest.raises(TypeError, match=r"not HeteroData: call \.to_homogeneous\(\)"):
-        hl.NeighborLoader(HeteroData(), [2])  # type: ignore[arg-type]
+    others: list[tuple[Any, str]] = [
+        (HeteroData(), r"\.to_homogeneous\(\)"),
+        (TemporalData(src=torch.tensor([0])), "with time.*hl.from_edges"),
+        ([irregular_data()], "Batch.from_data_list"),
+    ]
+    for other, words in others:
+        with pytest.raises(ValueError, match=words):
+            hl.NeighborLoader(other, [2])
     with pytest.raises(ValueError, match="no edge_index"):
         hl.NeighborLoader(Data(x=torch.ones(3, 1)), [2])
     with pytest.raises(ValueError, match="an id is not a node"):

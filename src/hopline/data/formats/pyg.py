@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hopline.data.convert import from_edges
-from hopline.data.dataset import Dataset
+from hopline.data.dataset import Dataset, expect_dataset
 from hopline.data.options import merge
 from hopline.data.paths import default_name
 
@@ -37,7 +37,7 @@ def from_pyg(data: Data, **arguments: Any) -> Dataset:
         The dataset, in memory unless `folder=` is given.
 
     Raises:
-        ValueError: `data` is a HeteroData or no PyG data at all, or has no edges, or does not say how many
+        ValueError: `data` is no `Data`, or has no edges, or does not say how many
             nodes it has.
 
     Example:
@@ -46,11 +46,9 @@ def from_pyg(data: Data, **arguments: Any) -> Dataset:
         >>> data.num_nodes, data.num_edges
         (3, 2)
     """
-    if not hasattr(data, "is_node_attr") or hasattr(data, "node_types"):
-        raise ValueError(
-            f"from_pyg takes a torch_geometric.data.Data, not {type(data).__name__}: "
-            "call .to_homogeneous() on a HeteroData first."
-        )
+    is_data = any(cls.__name__ == "Data" for cls in type(data).__mro__)  # without importing PyG
+    if not is_data:
+        expect_dataset(data, "from_pyg", "a torch_geometric.data.Data")
     edge_index, edge = _read_edges(data)
     num_nodes = data.num_nodes
     if num_nodes is None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hopline import ops
 from hopline.core.batch import Batch
+from hopline.core.sampler import NodeIds
 from hopline.data.dataset import Dataset
 from hopline.distributed.world import World
 from hopline.methods.full_batch.batches import ShardBatches, check_model, check_settings
@@ -115,7 +116,7 @@ class FullBatchLoader:
 def make_loader(
     method: FullBatch,
     data: Dataset | Shard,
-    ids: Tensor | str,
+    ids: NodeIds | str,
     *,
     model: nn.Module | None,
     num_layers: int | None,
@@ -127,8 +128,7 @@ def make_loader(
     if isinstance(data, Shard):
         data = ShardedData(data, world)
     seeds = find_seeds(data, ids)
-    named_ids = ids if isinstance(ids, str) else seeds
-    check_loader_ranks(world, method, data, named_ids, seed=seed, model=model, num_layers=num_layers)
+    check_loader_ranks(world, method, data, ids, seed=seed, model=model, num_layers=num_layers)
     is_exactly_one_given = (model is None) != (num_layers is None)
     if not is_exactly_one_given:
         raise ValueError(

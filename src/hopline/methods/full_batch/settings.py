@@ -16,8 +16,9 @@ from hopline.util.config import RemovedSetting, check_fields, settings
 
 if TYPE_CHECKING:  # loaders need torch; the settings do not
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
+    from hopline.core.sampler import NodeIds
     from hopline.data.dataset import Dataset
     from hopline.distributed.world import World
     from hopline.methods.full_batch.loader import FullBatchLoader
@@ -110,7 +111,7 @@ class FullBatch(Method):
     def loader(
         self,
         data: Dataset | Shard,
-        ids: Tensor | str = "train",
+        ids: NodeIds | str = "train",
         *,
         model: nn.Module | None = None,
         num_layers: int | None = None,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hopline import ops
 from hopline.contract import Job, KeepRows
 from hopline.core.batch import Batch
-from hopline.core.sampler import full_block
+from hopline.core.sampler import NodeIds, full_block
 from hopline.data.dataset import Dataset
 from hopline.distributed.world import World
 from hopline.methods.historical.settings import Historical
@@ -268,7 +268,7 @@ def _with_turn(batch: Batch, turn: Turn | None) -> HaloBatch:
 def make_loader(
     method: Historical,
     data: Dataset,
-    ids: Tensor | str,
+    ids: NodeIds | str,
     *,
     model: nn.Module,
     seed: int,

@@ -17,8 +17,9 @@ from hopline.util.config import RemovedSetting, check_fields, settings
 
 if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
+    from hopline.core.sampler import NodeIds
     from hopline.data.dataset import Dataset
     from hopline.distributed.world import World
     from hopline.methods.historical.loader import HistoricalLoader
@@ -169,7 +170,7 @@ class Historical(Method):
     def loader(
         self,
         data: Dataset,
-        ids: Tensor | str = "train",
+        ids: NodeIds | str = "train",
         *,
         model: nn.Module,
         seed: int = 0,

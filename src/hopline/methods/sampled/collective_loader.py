@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hopline.contract import WorkDescription
 from hopline.core.batch import Batch
-from hopline.core.sampler import check_ids
+from hopline.core.sampler import NodeIds, as_node_ids
 from hopline.core.seed_order import SeedOrder, share_of
 from hopline.data.fingerprint import ids_fact
 from hopline.distributed.agreement import Fact, check_same
@@ -94,7 +94,7 @@ class CollectiveLoader:
     def __init__(
         self,
         shard: Shard,
-        ids: Tensor | str,
+        ids: NodeIds | str,
         method: Sampled,
         seed: int = 0,
         device: torch.device | str = "cpu",
@@ -114,7 +114,7 @@ class CollectiveLoader:
             shard, self.channel, method.fanout_per_layer, replace=method.replace, one_list=one_list
         )
         self.tables = _choose_tables(shard.tables, tables)
-        ids = ids if isinstance(ids, str) else torch.as_tensor(ids)
+        ids = ids if isinstance(ids, str) else as_node_ids(ids, shard.num_nodes)
         # Ranks that differ would wait for messages that never come, so they compare what they were given. The
         # cut of the dataset was compared by the sampler.
         settings = {"method": to_dict(method), "seed": seed, "tables": list(self.tables)}
@@ -148,7 +148,6 @@ class CollectiveLoader:
             return ids_and_positions[order, 1].contiguous()
 
         # Each rank knows the positions of its own nodes. The others contribute -1 to the maximum.
-        check_ids(ids, shard.num_nodes)
         rows = torch.searchsorted(shard.nodes, ids).clamp(max=shard.num_own - 1)
         is_own = shard.nodes[rows] == ids
         return self.channel.max(torch.where(is_own, rows + shard.ptr[shard.rank], -1))

@@ -29,8 +29,8 @@ from torch_geometric.data import Data
 
 from hopline import ops
 from hopline.core.graph import Graph, checksum
-from hopline.core.sampler import NeighborSampler, Subgraph, check_ids
-from hopline.data.dataset import Dataset
+from hopline.core.sampler import NeighborSampler, NodeIds, Subgraph, as_node_ids, check_ids
+from hopline.data.dataset import Dataset, expect_dataset
 from hopline.data.formats.pyg import split_masks
 from hopline.device.meter import with_index
 from hopline.distributed.world import World
@@ -97,7 +97,8 @@ class NeighborLoader(SeedLoader):
     Args:
         data: A PyG `Data`, or a dataset, whose batches have what `data.to_pyg()` would have.
         num_neighbors: In-edges drawn per node, one number per hop, that of the seeds first. -1 takes all.
-        input_nodes: The seeds, as ids, as a bool mask, or as the name of a dataset's split. Default: all nodes.
+        input_nodes: The seeds, as ids (a tensor, an array or a list), as a bool mask, or as the name of a dataset's
+            split. Default: all nodes.
         batch_size: Seeds per batch.
         shuffle: Whether the seeds have a new order in each epoch.
         drop_last: Whether to leave out the last batch of an epoch if it is not full.
@@ -112,8 +113,9 @@ class NeighborLoader(SeedLoader):
         pyg_arguments: Other arguments of PyG's loader. Those on which no batch depends do nothing.
 
     Raises:
-        ValueError: An argument of PyG would change batches or has a wrong value, or a seed is no node.
-        TypeError: PyG's loader has no such argument, or `data` is of another type.
+        ValueError: An argument of PyG would change batches or has a wrong value, a seed is no node, or `data` is of
+            another type.
+        TypeError: PyG's loader has no such argument.
 
     Example:
         >>> from torch_geometric.data import Data
@@ -128,7 +130,7 @@ class NeighborLoader(SeedLoader):
         self,
         data: Data | Dataset,
         num_neighbors: Sequence[int],
-        input_nodes: Tensor | Sequence[int] | str | None = None,
+        input_nodes: NodeIds | str | None = None,
         *,
         batch_size: int = 1,
         shuffle: bool | None = False,
@@ -265,16 +267,12 @@ def _edges_of(data: Data | Dataset) -> Edges:
     """The grouped edges of the data, from the cache if another loader holds them.
 
     Raises:
-        TypeError: The data is neither a `Data` nor a `Dataset`.
-        ValueError: A `Data` has no `edge_index`, or an `adj_t`.
+        ValueError: The data is neither a `Data` nor a `Dataset`, or a `Data` has no `edge_index`, or an `adj_t`.
     """
     if isinstance(data, Dataset):
         return Edges(data.graph, None, None)
     if not isinstance(data, Data):
-        raise TypeError(
-            f"NeighborLoader takes a torch_geometric.data.Data or a hopline Dataset, not {type(data).__name__}: "
-            "call .to_homogeneous() on a HeteroData first"
-        )
+        expect_dataset(data, "NeighborLoader", "a torch_geometric.data.Data or a hopline Dataset")
     if "adj_t" in data:
         raise ValueError("the Data has an adj_t, and batches have edge_index: make the Data without T.ToSparseTensor()")
     edge_index = data.edge_index
@@ -520,18 +518,13 @@ def _seeds_of(data: Data | Dataset, input_nodes: Any, num_nodes: int) -> _Seeds:
             names = f"or one of {', '.join(splits)}" if splits else "since the data has no named splits"
             raise ValueError(f"there is no split {input_nodes!r}: give input_nodes= as ids or as a mask, {names}")
         input_nodes = splits[input_nodes]
-    nodes = input_nodes.cpu() if isinstance(input_nodes, Tensor) else torch.as_tensor(input_nodes)
-    if nodes.dtype == torch.bool:
-        if nodes.shape != (num_nodes,):
-            raise ValueError(f"a mask must be [{num_nodes}], one entry per node, not {list(nodes.shape)}")
-        ids = nodes.nonzero().view(-1)
-        return _Seeds(ids, ids)
-    check_ids(nodes, num_nodes)
+    ids = as_node_ids(input_nodes, num_nodes).cpu()
+    is_mask = torch.as_tensor(input_nodes).dtype == torch.bool
     is_seed = torch.zeros(num_nodes, dtype=torch.bool)
-    is_seed[nodes.long()] = True
-    if int(is_seed.sum()) != nodes.numel():
+    is_seed[ids] = True
+    if int(is_seed.sum()) != ids.numel():
         raise ValueError("input_nodes names a node more than once: give each id once, for example input_nodes.unique()")
-    return _Seeds(nodes.long(), None)
+    return _Seeds(ids, ids if is_mask else None)
 
 
 def _device_of(data: Data | Dataset, graph: Graph, requested: torch.device | str | None) -> torch.device:

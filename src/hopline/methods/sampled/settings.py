@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
     import torch
     from torch import Tensor, nn
 
+    from hopline.core.sampler import NodeIds
     from hopline.data.dataset import Dataset
     from hopline.data.placement_settings import Placement
     from hopline.distributed.world import World
@@ -149,7 +150,7 @@ class Sampled(Method):
     def loader(
         self,
         data: Shard | ShardedData,
-        ids: Tensor | str = ...,
+        ids: NodeIds | str = ...,
         *,
         seed: int = ...,
         device: torch.device | str = ...,
@@ -160,7 +161,7 @@ class Sampled(Method):
     def loader(
         self,
         data: Dataset,
-        ids: Tensor | str = ...,
+        ids: NodeIds | str = ...,
         *,
         seed: int = ...,
         device: torch.device | str = ...,
@@ -172,7 +173,7 @@ class Sampled(Method):
     def loader(
         self,
         data: Dataset | Shard,
-        ids: Tensor | str = "train",
+        ids: NodeIds | str = "train",
         *,
         seed: int = 0,
         device: torch.device | str = "cpu",

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from hopline.contract import Guard, Job, Plan, Redraw, Unit, Work, WorkDescription
 from hopline.core.batch import Batch
 from hopline.core.row_handles import Rows
-from hopline.core.sampler import NeighborSampler
-from hopline.data.dataset import Dataset
+from hopline.core.sampler import NeighborSampler, NodeIds
+from hopline.data.dataset import Dataset, expect_dataset
+from hopline.data.nodes import select_nodes
 from hopline.distributed.world import World
 from hopline.inference import evaluating
 from hopline.methods.sampled.captured_step import CapturedWork
@@ -107,7 +108,7 @@ def inference_batches(method: Sampled, job: Job, ids: Tensor) -> Loader | Collec
 def make_loader(
     method: Sampled,
     data: Dataset | Shard,
-    ids: Tensor | str,
+    ids: NodeIds | str,
     *,
     seed: int,
     device: torch.device | str,
@@ -129,10 +130,9 @@ def make_loader(
         one_list = model is not None and isinstance(as_batch_model(model), Whole)
         return CollectiveLoader(data, ids, method, seed=seed, device=device, world=world, one_list=one_list)
 
-    if isinstance(ids, str) and ids not in data.splits:
-        raise ValueError(f"there is no split {ids!r}: choose one of {', '.join(data.splits)}")
-    seeds = data.splits[ids] if isinstance(ids, str) else torch.as_tensor(ids)
-    check_loader_ranks(world, method, data, ids if isinstance(ids, str) else seeds, seed=seed, model=model)
+    expect_dataset(data, "Sampled.loader")
+    seeds = select_nodes(data, ids)
+    check_loader_ranks(world, method, data, ids, seed=seed, model=model)
 
     batch_model = None
     if model is not None:
