@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 from torch_geometric.nn import SAGEConv
 
 import hopline as hl
@@ -78,10 +80,11 @@ REFUSED_BY_TRAINER = {
     "epochs": "epochs (2 against 1): give every rank the same",
     "train_step": "train_step ('cross_entropy' against None): give every rank the same",
     "budget": "budget.device ('2GiB' against '1GiB'): give every rank the same",
+    "optimizer": "optimizer ('RMSprop(alpha=0.6)' against 'RMSprop(alpha=0.5)'): give every rank the same",
 }
 ALLOWED = ("nothing", "workers", "one in memory, one mapped")
 """Differences that change no result."""
-ALLOWED_FOR_TRAINER = ("weights", "out, show and checkpoints on rank 0", "out on rank 1")
+ALLOWED_FOR_TRAINER = ("weights", "optimizer of torch", "out, show and checkpoints on rank 0", "out on rank 1")
 
 
 def arguments(case: str, method: str, rank: int, folder: Path) -> dict[str, Any]:
@@ -120,6 +123,11 @@ def arguments(case: str, method: str, rank: int, folder: Path) -> dict[str, Any]
         given["options"] = {"train_step": cross_entropy} if rank else {}
     elif case == "budget":
         given["options"] = {"budget": f"{1 + rank}GiB"}
+    elif case == "optimizer":
+        given["options"] = {"optimizer": partial(torch.optim.RMSprop, alpha=0.5 + rank / 10)}
+    elif case == "optimizer of torch":
+        optimizer = torch.optim.RMSprop(given["model"].parameters())
+        given["options"] = {"optimizer": optimizer, "schedule": partial(StepLR, step_size=1), "schedule_every": "step"}
     elif case == "out, show and checkpoints on rank 0":
         given["options"] = {"out": folder / f"run{method}", "show": True, "checkpoint_s": 0.0} if rank == 0 else {}
     elif case == "out on rank 1":

@@ -401,7 +401,7 @@ class Outline(ABC):
     job: Job
     """The job. Its data has not been placed on a GPU yet."""
     optimizer: str = "adam"
-    """The optimizer's name, which decides how much it remembers per weight."""
+    """The optimizer's name, which decides how much it remembers per weight. "own": one of the user."""
     placement: Placement = field(default_factory=Placement)
     """The placement of the data that the user asked for."""
     async_evaluation: bool = False

@@ -81,7 +81,7 @@ def test_early_stop_as_a_callback_ends_a_run():
     def scripted(model: nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]:
         return {"score": next(values)}
 
-    run = fit(small(), epochs=9, callbacks=[hl.EarlyStop(2)], test_step=scripted)
+    run = fit(small(), epochs=9, callbacks=[hl.EarlyStop(2)], test_step=scripted, metric_mode="max")
     assert evaluated(run) == [1, 2, 3]
     assert "for 2 evaluations" in run.reason
 
@@ -231,3 +231,23 @@ def test_that_kernels_are_compiled_is_said_once(capsys: pytest.CaptureFixture[st
     for times in (1, 0):
         fit(small(), epochs=1, show=True)
         assert capsys.readouterr().out.count("compiling kernels: once on this machine") == times
+
+
+@pytest.mark.parametrize("show", [True, False])
+@pytest.mark.parametrize("own_logging", [True, False])
+def test_a_trainer_in_python_prints_what_the_command_prints(
+    show: bool, own_logging: bool, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+):
+    """Once: a program whose own logging shows messages gets them there."""
+
+    class Advise(hl.Callback):
+        def on_fit_end(self, trainer: hl.Trainer, run: hl.Run) -> None:
+            trainer.say("set workers=4")
+
+    if own_logging:
+        caplog.set_level(logging.INFO, logger="hopline")
+    fit(small(), how=hl.FullBatch(), epochs=1, show=show, callbacks=[Advise()])
+    printed = capsys.readouterr().out
+    for line in ("set workers=4", "full batch by aggregation="):  # during the run, and while the method is bound
+        assert printed.count(line) == (show and not own_logging)
+        assert caplog.text.count(line) == own_logging

@@ -42,7 +42,8 @@ class Scripted:
 def scripted(name: str, *values: float, **settings: Any) -> hl.Run:
     """A run with an epoch for each value of its validation metric."""
     settings = {"epochs": len(values)} | settings
-    return fit(without(small(), "test"), test_step=Scripted(name, *values), **settings)
+    tried = [] if "metric_mode" in settings else [0.0]  # before training, to learn the name
+    return fit(without(small(), "test"), test_step=Scripted(name, *tried, *values), **settings)
 
 
 @pytest.mark.parametrize(
@@ -69,9 +70,29 @@ def test_a_plateau_schedule_acts_when_the_metric_no_longer_falls():
     assert [epoch.lr for epoch in run.history] == pytest.approx([1.0, 1.0, 1.0, 1.0, 0.1])
 
 
-def test_a_name_that_does_not_tell_is_refused():
-    with pytest.raises(ValueError, match=r"metric 'size' does not tell .*metric_mode='max' or metric_mode='min'"):
-        fit(small(), test_step=size)
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [({"size": 1.0}, "metric_mode='max' or metric_mode='min'"), (0.5, "as {'accuracy'"), (None, "as {'accuracy'")],
+    ids=str,
+)
+def test_what_a_test_step_returns_is_refused_before_training(returned: Any, words: str):
+    def train_step(model: nn.Module, batch: hl.Batch) -> Tensor:
+        pytest.fail("a step was trained")
+
+    with pytest.raises(ValueError, match=words):
+        fit(small(), train_step=train_step, test_step=lambda *_: returned)
+
+
+def test_a_test_step_for_which_a_few_nodes_are_too_few_is_asked_later():
+    def needs_many(model: nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]:
+        return {"accuracy": 1 / (ids.numel() > 64)}
+
+    assert fit(small(), test_step=needs_many).valid == 1.0
+
+
+def test_only_what_hopline_has_computed_over_every_edge_is_called_exact():
+    assert "exact: over every edge" in str(fit(small()))
+    assert "exact" not in str(fit(small(), test_step=loss_of))
 
 
 def size(model: nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]:

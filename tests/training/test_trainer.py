@@ -76,7 +76,7 @@ def test_early_stop_says_why_and_stops():
     def scripted(model: nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]:
         return {"score": next(values)}
 
-    run = fit(without(small(), "test"), epochs=6, patience=3, test_step=scripted)
+    run = fit(without(small(), "test"), epochs=6, patience=3, test_step=scripted, metric_mode="max")
     assert run.epochs == 5
     assert run.reason == "validation score has not risen above 0.5000 (epoch 2) for 3 evaluations"
     assert (run.best_epoch, run.valid) == (2, 0.5)
@@ -717,8 +717,13 @@ def test_evaluation_is_counted_to_the_epoch_it_follows_and_the_test_to_none():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"data": Data(x=torch.ones(2, 2))}, "data must be a hopline Dataset.*hl.from_pyg"),
+        ({"data": Data(x=torch.ones(2, 2))}, "takes a hopline Dataset.*hl.from_pyg"),
+        ({"data": [Data(x=torch.ones(2, 2))]}, "Batch.from_data_list"),
+        ({"data": "cora"}, "hl.open"),
         ({"model": nn.Identity()}, "nothing to train"),
+        ({"model": "sage"}, r"hl.nn.GNN\("),
+        ({"model": GraphSAGE}, r"GraphSAGE\(\.\.\.\)"),
+        ({"model": nn.Linear(2, 2).half()}, r"model.float\(\).*precision='bf16'"),
         (
             {"settings": {"patience": 2}, "splits": "valid"},
             "patience=2 needs a validation metric, and the dataset has no .valid. split",
@@ -726,7 +731,18 @@ def test_evaluation_is_counted_to_the_epoch_it_follows_and_the_test_to_none():
         ({"outputs": 2}, "puts out 2 columns for 4 classes"),
         ({"test_step": lambda *_: {}}, "evaluation gave no metric"),
     ],
-    ids=["pyg data", "frozen", "no validation", "too narrow", "no metric"],
+    ids=[
+        "pyg data",
+        "graphs",
+        "a name",
+        "frozen",
+        "model name",
+        "model class",
+        "half",
+        "no valid",
+        "narrow",
+        "no metric",
+    ],
 )
 def test_what_cannot_train_is_said_at_once(arguments: dict[str, Any], message: str):
     data = small()
@@ -777,7 +793,7 @@ def test_the_default_method_follows_the_models_depth():
 @pytest.mark.parametrize(
     ("method", "words"),
     [
-        ("sampled", r"method must be a Method such as hl.Sampled\(\), not the string 'sampled'"),
+        ("auto", "hopline plan"),
         ("histrical", r"such as hl.Historical\(\), not the string"),
         (hl.FullBatch, r"such as hl.FullBatch\(\), not the class"),
         (17, r"such as hl.Sampled\(\), not the object 17"),
@@ -790,6 +806,15 @@ def test_what_is_no_method_is_refused_with_what_to_write(method: Any, words: str
         hl.Trainer(sage(data), data, method)
 
 
+@pytest.mark.parametrize("name", ["sampled", "historical", "full_batch"])
+def test_a_method_and_a_schedule_are_given_by_name_as_on_the_command_line(name: str):
+    by_name = fit(small(), how=name, schedule="cosine")  # type: ignore[arg-type]
+    kinds = {"sampled": hl.Sampled, "historical": hl.Historical, "full_batch": hl.FullBatch}
+    by_object = fit(small(), how=kinds[name](), schedule=hl.Schedule(name="cosine"))
+    assert [e.loss for e in by_name.history] == [e.loss for e in by_object.history]
+    assert [e.lr for e in by_name.history] == [e.lr for e in by_object.history]
+
+
 def test_a_misspelt_argument_is_refused_with_the_one_that_was_meant():
     data = small()
     for name, meant in (
@@ -800,6 +825,11 @@ def test_a_misspelt_argument_is_refused_with_the_one_that_was_meant():
     ):
         with pytest.raises(TypeError, match=rf"Trainer has no setting '{name}'. Did you mean '{meant}'\?"):
             hl.Trainer(sage(data), data, **{name: None})  # type: ignore[arg-type]
+    for name, meant in (("metrics", "test_step="), ("loss", "train_step="), ("logger", "callbacks=")):
+        with pytest.raises(TypeError, match=rf"Trainer has no setting '{name}': give {meant}"):
+            hl.Trainer(sage(data), data, **{name: None})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"fanouts=\(15, 10, 5\), not '5,5'"):
+        hl.Sampled(fanouts="5,5")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"Sampled has no setting 'fanout'. Did you mean 'fanouts'\?"):
         hl.Sampled(fanout=(1, 2))  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"Sampled takes its settings by name, such as fanouts=\(1, 2\)"):

@@ -22,8 +22,9 @@ from hopline.nn.gnn import GNN, row_widths
 from hopline.tables import TieredTable
 from hopline.util.config import parse_size
 
-STATES = {"adam": 2, "adamw": 2, "sgd": 0}
-"""The number of state tensors of a parameter's size that each optimizer keeps: Adam has two moments."""
+STATES = {"adam": 2, "adamw": 2, "sgd": 0, "own": 3}
+"""The number of state tensors of a parameter's size that each optimizer keeps: Adam has two moments. One of the user
+counts as the largest of torch: centred RMSprop with momentum."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -211,6 +211,11 @@ class Report:
         write_text(self.folder / "config.json", json.dumps(_plain(description), indent=2) + "\n")
 
 
+def has_run(folder: Path) -> bool:
+    """Whether a folder holds the records of a run."""
+    return (folder / "metrics.jsonl").exists()
+
+
 def is_complete(folder: Path) -> bool:
     """Whether a run folder holds the report of a run that ended without an error or a signal."""
     records = report_html.read_records(folder / "metrics.jsonl")

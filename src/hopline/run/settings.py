@@ -72,6 +72,8 @@ class RunConfig(TrainSettings, LaunchSettings):
     def __post_init__(self) -> None:
         TrainSettings.__post_init__(self)
         LaunchSettings.__post_init__(self)
+        if self.overwrite and self.out is None:
+            raise ValueError("overwrite=true replaces the run in out=: add out=FOLDER, or leave it out")
         if isinstance(self.split, tuple):
             check_shares(self.split)
         elif self.split < 0:
@@ -295,6 +297,7 @@ def upgrade_config(config: Mapping[str, Any]) -> dict[str, Any]:
     # A program may have given a Trainer a RunConfig and gradients=. The Trainer stored "gradients" among the
     # settings, and RunConfig has no such field.
     upgraded.pop("gradients", None)
+    upgraded.pop("own", None)  # in the same way, names of an optimizer and a schedule of the user's own
 
     shares = upgraded.pop("split_shares", None)
     if shares is not None:

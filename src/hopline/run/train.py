@@ -297,7 +297,9 @@ def _identity(config: RunConfig, any_method: bool) -> RunConfig:
     """
     launch_defaults = {field.name: field.default for field in dataclasses.fields(LaunchSettings)}
     config = dataclasses.replace(config, method=Sampled()) if any_method else config
-    return dataclasses.replace(config, resume=False, show=True, out=None, epochs=1, checkpoint_s=0.0, **launch_defaults)
+    return dataclasses.replace(
+        config, resume=False, overwrite=False, show=True, out=None, epochs=1, checkpoint_s=0.0, **launch_defaults
+    )
 
 
 def open_data(config: RunConfig) -> Dataset:

@@ -511,10 +511,12 @@ class Checkpoints:
 
         A checkpoint of another run raises a ValueError.
         """
-        if self.path is None or not self.settings.resume:
+        if not self.settings.resume:
             return None
-        state = read_together(self.path, self.world)
-        if state is None:
+        state = None if self.path is None else read_together(self.path, self.world)
+        if self.path is None or state is None:
+            place = "without out= there is" if self.path is None else f"{self.path.parent} has"
+            trainer.say(f"nothing to resume: {place} no checkpoint, so the run starts anew")
             return None
         needed = ("identity", "position", "callbacks", "history", "evaluations")
         missing = [key for key in needed if key not in state]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -71,10 +71,7 @@ class Measure:
         data = job.data
         ids = data.splits[self.split]
         if self.test_step is not None:
-            # Random numbers that the user's function draws must not change those of training.
-            gpus = [job.device] if job.device.type == "cuda" else []
-            with infer.evaluating(job.model), torch.random.fork_rng(gpus):
-                return self.test_step(job.model, data, ids)
+            return run_test_step(self.test_step, job, ids)
 
         # None if inference is exact, by request or because the method has no other.
         batches = None if self.exact else self.method.inference_batches(job, ids)
@@ -153,6 +150,32 @@ class Measure:
         if has_budget or not self.exact or self.test_step is not None or isinstance(job.data, ShardedData):
             return None
         return self.captured.of(job, job.data.splits[self.split])
+
+
+def run_test_step(test_step: TestStep, job: Job, ids: Tensor) -> dict[str, float]:
+    """What the user's function returns for a model, in evaluation mode."""
+    # Random numbers that the function draws must not change those of training.
+    gpus = [job.device] if job.device.type == "cuda" else []
+    with infer.evaluating(job.model), torch.random.fork_rng(gpus):
+        return test_step(job.model, job.data, ids)
+
+
+def as_metrics(returned: Any) -> dict[str, float]:
+    """Metrics by name, as the user's function should have returned them. Raises ValueError."""
+    try:
+        metrics = {str(name): float(value) for name, value in returned.items()}
+    except (
+        AttributeError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:  # of a tensor with many elements: RuntimeError
+        raise ValueError(
+            f"test_step returned {returned!r:.60}: return numbers by name, as {{'accuracy': 0.9}}"
+        ) from error
+    if not metrics:
+        raise ValueError("evaluation gave no metric: let test_step return at least one, as {'accuracy': 0.9}")
+    return metrics
 
 
 # ---- modules that are not made of layers

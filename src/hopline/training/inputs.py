@@ -8,9 +8,10 @@ from __future__ import annotations
 import inspect
 import io
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import get_args
+from functools import partial
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +30,20 @@ from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import is_layered, num_wrapped_ranks, unwrap
 from hopline.shards.data import ShardedData
 from hopline.training.callbacks import Callback
+from hopline.training.lr_schedule import MakeScheduler
+from hopline.training.optimizer import MakeOptimizer, OwnOptimizer, describe_call
+from hopline.training.settings import Schedule
 from hopline.util.config import find_by_other_name, kind_of
 
+KEYWORDS_ELSEWHERE = {
+    **dict.fromkeys(("metric", "metrics"), "test_step=(model, data, ids) -> {'accuracy': value}"),
+    **dict.fromkeys(("loss", "loss_fn", "criterion"), "train_step=(model, batch) -> mean loss over the batch's seeds"),
+    **dict.fromkeys(("logger", "loggers"), "callbacks=[...] of classes derived from hl.Callback"),
+    **dict.fromkeys(("max_epochs", "num_epochs"), "epochs="),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "schedule="),
+    **dict.fromkeys(("batch_size", "fanouts"), "method=hl.Sampled(fanouts=(10, 10), batch_size=1024)"),
+}
+"""What a Trainer has in place of keyword arguments that users of other libraries look for."""
 NUM_SAMPLED_ROWS = 64
 """Rows of each array that are compared between epochs. So few that a memory-mapped file is read in no time."""
 
@@ -66,6 +79,11 @@ def unwrap_model(model: nn.Module, world: World) -> nn.Module:
     model = unwrap(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
+    if any(p.dtype == torch.float16 for p in model.parameters()):
+        raise ValueError(
+            "the model's parameters are float16, whose range is too small to train in: give model.float(), and "
+            "precision='bf16' for a forward pass in half precision"
+        )
     return model
 
 
@@ -84,26 +102,37 @@ def check_hooks(job: Job) -> None:
 def check_extra_state(model: nn.Module) -> None:
     """Refuse a module whose `get_extra_state` returns what no file of weights and no checkpoint can hold."""
     for name, value in model.state_dict().items():
-        if isinstance(value, Tensor):
-            continue
-        buffer = io.BytesIO()
-        try:
-            torch.save(value, buffer)
-            buffer.seek(0)
-            torch.load(buffer, weights_only=True)
-        except Exception as error:  # torch and pickle fail in many ways
-            raise ValueError(
-                f"{name} of the model is a {type(value).__name__}, which files of weights cannot hold: let "
-                "get_extra_state return tensors, numbers, strings, lists and dicts, or leave out out="
-            ) from error
+        if not isinstance(value, Tensor):
+            check_storable(f"{name} of the model (by get_extra_state)", value)
 
 
-def check_method(method: Method | None) -> Method:
-    """The method, or `Sampled()` if there is none."""
+def check_storable(what: str, value: Any) -> None:
+    """Refuse a value that torch.load would not read back without executing anything (`weights_only`)."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:  # torch and pickle fail in many ways
+        raise ValueError(
+            f"{what} holds more than tensors, numbers, strings, lists and dicts, which is all that files of a run can "
+            "hold: change it, or leave out out="
+        ) from error
+
+
+def check_method(method: Method | str | None) -> Method:
+    """The method, by its name too, or `Sampled()` if there is none."""
     if isinstance(method, Method | None):
         return method or Sampled()
     word = kind_of(method) if isinstance(method, type) else str(method).lower()
     kinds = {kind_of(kind): kind for kind in (Sampled, Historical, FullBatch)}
+    if isinstance(method, str) and method in kinds:
+        return kinds[method]()
+    if method == "auto":
+        raise ValueError(
+            "method='auto' times the methods on the command line alone: type `hopline plan DATASET`, and give the "
+            f"Trainer the one that it recommends, one of {', '.join(map(repr, kinds))}"
+        )
     matches = get_close_matches(word, kinds, n=1)
     cls, values = find_by_other_name(word, kinds.values()) or (kinds[matches[0]] if matches else Sampled, {})
     suggestion = f"hl.{cls.__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
@@ -160,6 +189,56 @@ def _takes_two_arguments(function: CombineGradients) -> bool:
     except ValueError:
         return True
     return True
+
+
+def check_optimizer(
+    optimizer: str | torch.optim.Optimizer | MakeOptimizer, settings: Mapping[str, Any]
+) -> OwnOptimizer | None:
+    """The user's optimizer. None for a name, which is one of the settings.
+
+    settings: those that the user gave.
+    """
+    torch_classes = {name.lower(): name for name in torch.optim.__all__}
+    if isinstance(optimizer, str):
+        if optimizer.lower() in torch_classes and optimizer not in ("adam", "adamw", "sgd"):
+            raise ValueError(
+                f"optimizer={optimizer!r} is no name here: give torch.optim.{torch_classes[optimizer.lower()]}"
+            )
+        return None
+    is_made = isinstance(optimizer, torch.optim.Optimizer)
+    if not is_made and not callable(optimizer):
+        raise ValueError(
+            "optimizer must be 'adam', 'adamw', 'sgd', a class such as torch.optim.RMSprop, or an optimizer over "
+            f"model.parameters(), not {optimizer!r:.60}"
+        )
+    for name in ("lr", "weight_decay", "weight_decay_rest"):
+        if is_made and name in settings:
+            raise ValueError(f"{type(optimizer).__name__} has {name}= of its own: leave it out of the Trainer")
+        if isinstance(optimizer, partial) and name in optimizer.keywords:
+            raise ValueError(
+                f"{describe_call(optimizer)} gets {name} from the Trainer: write "
+                f"hl.Trainer(..., {name}={optimizer.keywords[name]!r}), and leave it out there"
+            )
+    return OwnOptimizer(optimizer)
+
+
+def check_schedule(schedule: Schedule | str | MakeScheduler, every: str) -> MakeScheduler | None:
+    """The user's function that makes a scheduler. None for a `Schedule` or its name, which is one of the settings."""
+    if every not in ("epoch", "step"):
+        raise ValueError(f"schedule_every must be 'epoch' or 'step', not {every!r}")
+    if isinstance(schedule, Schedule | str):
+        if every == "step":
+            raise ValueError(
+                "schedule_every='step' is for schedulers of torch: give schedule=lambda optimizer: "
+                "torch.optim.lr_scheduler.OneCycleLR(optimizer, ...), or leave it out"
+            )
+        return None
+    if not callable(schedule):
+        raise ValueError(
+            f"schedule must be a function of the optimizer, not {type(schedule).__name__}: write schedule=lambda "
+            f"optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10), or schedule='cosine'"
+        )
+    return schedule
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:

@@ -1,5 +1,7 @@
 """The learning rate over the epochs: a warm-up, then a schedule of torch, both stepped once per epoch.
 
+`OwnScheduler` steps a scheduler of torch that a function of the user has made.
+
 On a GPU the rate of a parameter group may be a tensor that a captured optimizer step reads. Such a tensor
 is changed in place, and never read on the host.
 """
@@ -7,13 +9,18 @@ is changed in place, and never read on the host.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, ReduceLROnPlateau, StepLR
 
+from hopline.metrics import Mode
 from hopline.training.settings import EVERY, Schedule
+
+MakeScheduler = Callable[[Optimizer], LRScheduler]
+"""A function of the user, such as `lambda optimizer: StepLR(optimizer, 10)`."""
 
 
 class Scheduler:
@@ -89,6 +96,9 @@ class Scheduler:
                 else:
                     group["lr"] = lr
 
+    def after_step(self) -> None:
+        """Called after every step of the optimizer. The rate changes after epochs alone."""
+
     def step(self, value: float, *, evaluated: bool) -> None:
         """Set the rate after an epoch.
 
@@ -109,3 +119,54 @@ class Scheduler:
                     group["lr"].clamp_(min=self.floor)
                 else:
                     group["lr"] = max(group["lr"], self.floor)
+
+
+class OwnScheduler:
+    """A scheduler of torch, made by a function of the user and stepped after every epoch or every step.
+
+    mode: of the value that `step` will get, for ReduceLROnPlateau. None: not known.
+    """
+
+    def __init__(
+        self, make: MakeScheduler, optimizer: Optimizer, every: Literal["epoch", "step"], mode: Mode | None
+    ) -> None:
+        scheduler = make(optimizer)
+        if not isinstance(scheduler, LRScheduler) or scheduler.optimizer is not optimizer:
+            raise ValueError(
+                f"schedule= returned {scheduler!r:.60}: return a scheduler of the optimizer that it is given, as "
+                "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)"
+            )
+        self.scheduler = scheduler
+        self.every = every
+        self.plateau = scheduler if isinstance(scheduler, ReduceLROnPlateau) else None
+        if self.plateau is not None and every == "step":
+            raise ValueError(
+                "ReduceLROnPlateau goes by evaluations, which come after epochs: leave out schedule_every="
+            )
+        if self.plateau is not None and mode not in (None, self.plateau.mode):
+            raise ValueError(
+                f"ReduceLROnPlateau has mode={self.plateau.mode!r}, and what it goes by is best at its {mode}: make it "
+                f"with mode={mode!r}"
+            )
+
+    @property
+    def name(self) -> str:
+        return type(self.scheduler).__name__
+
+    def after_step(self) -> None:
+        if self.every == "step":
+            self.scheduler.step()
+
+    def step(self, value: float, *, evaluated: bool) -> None:
+        """As `Scheduler.step`. value: higher is better, so a scheduler of mode "min" gets it negated."""
+        if self.plateau is not None:
+            if evaluated:
+                self.plateau.step(value if self.plateau.mode == "max" else -value)
+        elif self.every == "epoch":
+            self.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state)

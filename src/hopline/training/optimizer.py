@@ -4,12 +4,17 @@ On a GPU, `Update` captures clipping and update once as a CUDA graph. In later s
 graph instead of each kernel. A graph reads gradients at fixed addresses, and settings such as the weight
 decay are part of it. `Update` keeps one graph for each combination that it meets, up to `MAX_CAPTURES`. The
 learning rate is a tensor on the GPU, so that schedules change it without a new capture.
+
+An optimizer of the user (`OwnOptimizer`) has a number as its rate, and steps kernel by kernel.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,6 +58,77 @@ def make_optimizer(kind: str, decays: Decays, lr: float) -> torch.optim.Optimize
     for group in groups:
         group["lr"] = torch.tensor(lr, dtype=torch.float32, device=device)
     return optimizer_class(groups, lr=groups[0]["lr"], **options)  # type: ignore[call-arg]
+
+
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
+"""A class of torch.optim, a `functools.partial` of one, or a function of (parameter groups, lr=)."""
+
+
+class OwnOptimizer:
+    """An optimizer that the user gave: an object over the model's parameters, or what makes one.
+
+    An object begins every `fit` with the state that it was given with.
+    """
+
+    def __init__(self, given: torch.optim.Optimizer | MakeOptimizer) -> None:
+        self.given = given
+        if isinstance(given, torch.optim.Optimizer):
+            self.name = type(given).__name__
+            self._state = copy.deepcopy(given.state_dict())
+        else:
+            self.name = describe_call(given)
+
+    def make(self, decays: Decays, lr: float) -> torch.optim.Optimizer:
+        """The optimizer of a run. decays, lr: for one that is made here. An object has its own."""
+        if isinstance(self.given, torch.optim.Optimizer):
+            self.given.load_state_dict(copy.deepcopy(self._state))
+            optimizer = self.given
+        else:
+            arguments = inspect.signature(self.given).parameters
+            if "lr" not in arguments:
+                raise ValueError(
+                    f"{self.name} takes no lr: write optimizer=lambda groups, lr: torch.optim.RMSprop(groups, lr=lr)"
+                )
+            has_decay = "weight_decay" in arguments
+            if not has_decay and any(decay for _, decay in decays):
+                raise ValueError(f"{self.name} takes no weight_decay: leave out weight_decay= of the Trainer")
+            groups = [
+                {"params": list(parameters)} | ({"weight_decay": decay} if has_decay else {})
+                for parameters, decay in decays
+                if len(parameters)
+            ]
+            optimizer = self.given(groups, lr=lr)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(
+                f"{self.name} made a {type(optimizer).__name__}: let optimizer= return a torch.optim.Optimizer over "
+                "the parameter groups that it is given"
+            )
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise ValueError(
+                f"{type(optimizer).__name__} computes the loss several times a step, which the Trainer does not: "
+                "choose another optimizer=, such as torch.optim.RMSprop"
+            )
+        return optimizer
+
+    def parts(self, model: nn.Module) -> Any:
+        """What a checkpoint compares: what was given. Of an object its class, and the settings of its groups."""
+        if not isinstance(self.given, torch.optim.Optimizer):
+            return self.given
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        groups = [
+            group | {"params": [names.get(id(parameter)) for parameter in group["params"]]}
+            for group in self.given.param_groups
+        ]
+        return [type(self.given), groups]
+
+
+def describe_call(function: Callable[..., Any]) -> str:
+    """A name for a class, a function or a partial of one, such as "RMSprop(alpha=0.9)"."""
+    if isinstance(function, partial):
+        arguments = [*map(repr, function.args), *(f"{name}={value!r}" for name, value in function.keywords.items())]
+        return f"{describe_call(function.func)}({', '.join(arguments)})"
+    return getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def split_decay(module: nn.Module, rest: Iterable[nn.Parameter], decay: float, decay_rest: float | None) -> Decays:

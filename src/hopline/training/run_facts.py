@@ -75,13 +75,21 @@ def gradients_of(gradients: Gradients) -> dict[str, Any]:
     return {"kind": name_of(gradients)} | (settings_or_repr(gradients) if has_settings else {})
 
 
+def own_settings(trainer: Trainer) -> dict[str, str]:
+    """Names of the optimizer and the schedule of the user's own, in place of those settings."""
+    own = {} if trainer.own_optimizer is None else {"optimizer": trainer.own_optimizer.name}
+    if trainer.own_schedule is not None:
+        own["schedule"] = f"{trainer.schedule_name}, after every {trainer.schedule_every}"
+    return own
+
+
 def settings_of(trainer: Trainer) -> dict[str, Any]:
     """The data, method, settings, gradients and model of a run, as the user asked for them."""
     method = trainer.requested_method
     return {
         "data": trainer.data.name,
         "method": {"kind": type(method).__name__} | settings_or_repr(method),
-        "train": to_dict(trainer.settings),
+        "train": to_dict(trainer.settings) | own_settings(trainer),
         "gradients": gradients_of(trainer.gradients),
         "model": repr(trainer.model),
     }
@@ -99,11 +107,12 @@ def stored_settings(trainer: Trainer) -> dict[str, Any]:
     if type(trainer.gradients) is not Gradients:
         own_gradients = {"gradients": settings["gradients"]}
         changed = [f"gradients.{key}" for key in settings["gradients"]]
+    own = own_settings(trainer)
     if trainer.config is not None:
-        config = to_dict(trainer.config) | own_gradients
+        config = to_dict(trainer.config) | own_gradients | ({"own": own} if own else {})
         return {"config": config, "changed": [*changed_keys(trainer.config), *changed], "inputs": inputs}
 
-    changed += ["data", "model", *(f"train.{key}" for key in changed_keys(trainer.settings))]
+    changed += ["data", "model", *(f"train.{key}" for key in [*changed_keys(trainer.settings), *own])]
     method = trainer.requested_method
     has_repr_only = "repr" in settings["method"]
     if has_repr_only or not isinstance(method, Sampled):  # Sampled is the default
@@ -139,6 +148,7 @@ def check_trainer_ranks(trainer: Trainer, method: Method, train_step: TrainStep 
     settings = {
         "method": {"kind": type(method).__name__} | settings_or_repr(method),
         **to_dict(trainer.settings),
+        **own_settings(trainer),
         "budget": None if budget is None else to_dict(budget),
         "gradients": gradients_of(trainer.gradients),
         "train_step": _function_name(train_step),

@@ -134,6 +134,8 @@ class TrainSettings:
     resume: bool = False
     """Whether to resume from the checkpoint in the run folder, if there is one. Without out=: in the folder
     of the newest run with these settings."""
+    overwrite: bool = False
+    """Permission to replace a run in the folder out=, once the new one has made its first step."""
     checkpoint_s: float = 60.0
     """Interval between checkpoints, in seconds. It is at least 50 times as long as writing one takes, except
     with 0: then every step writes one. The end of training always writes one."""
@@ -161,5 +163,7 @@ class TrainSettings:
                 "schedule.name=plateau needs each evaluation before the next epoch: set evaluate=blocking, or "
                 "schedule.name=cosine"
             )
+        if self.resume and self.overwrite:
+            raise ValueError("resume= continues the run that overwrite= would replace: set one of them")
         if self.clip_norm is not None and self.clip_norm <= 0:
             raise ValueError(f"clip_norm must be above 0 or none, not {self.clip_norm}")

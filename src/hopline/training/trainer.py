@@ -1,8 +1,8 @@
 """`Trainer`: one training loop for all methods.
 
     fit
-        open the run folder, the report and the callbacks           _open_run
-        make the optimizer, resume if there is a checkpoint         _begin_training
+        make the optimizer, open the run folder and the report      _open_run
+        describe the run, resume if there is a checkpoint           _begin_training
         for each epoch:                                             _train_epochs
             for each step:                                          _train_epoch
                 unit.forward_backward, for the units of the step    step
@@ -35,7 +35,7 @@ from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ from hopline.budget.guard import Guard, guard_of, limit_cuda_memory
 from hopline.budget.memory_plan import RunOutline
 from hopline.contract import Budget, Method, Plan, TrainStep, Unit, Work, in_groups, units_from
 from hopline.data.checks import check_training
-from hopline.data.dataset import Dataset
+from hopline.data.dataset import Dataset, expect_dataset
 from hopline.data.placement import describe
 from hopline.data.placement_settings import Placement
 from hopline.device.snapshots import preserve_all_rng, preserve_modes
@@ -60,15 +60,24 @@ from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import Whole, as_batch_model
 from hopline.nn.whole_module_probe import initialise
 from hopline.report.bottleneck import PREPARING_STAGES, TRAINING_STAGES
-from hopline.report.writer import Report, is_complete
+from hopline.report.writer import Report, has_run, is_complete
 from hopline.shards.data import ShardedData
 from hopline.training import checkpoint
 from hopline.training.async_evaluation import AsyncEvaluator, check_async
 from hopline.training.best_weights import KeepWeights
 from hopline.training.callbacks import Callback, EarlyStop, EpochEnd, Evaluation, Run, StepEnd
 from hopline.training.checkpoint import Checkpoints, Position
-from hopline.training.evaluation import Measure, TestStep, check_whole, part_hops_of, whole_notes
+from hopline.training.evaluation import (
+    Measure,
+    TestStep,
+    as_metrics,
+    check_whole,
+    part_hops_of,
+    run_test_step,
+    whole_notes,
+)
 from hopline.training.inputs import (
+    KEYWORDS_ELSEWHERE,
     InPlaceChangeCheck,
     WeightsCheck,
     bind_method,
@@ -78,16 +87,20 @@ from hopline.training.inputs import (
     check_hooks,
     check_method,
     check_metric_mode,
+    check_optimizer,
+    check_schedule,
+    check_storable,
     check_world,
     unwrap_model,
 )
-from hopline.training.lr_schedule import Scheduler
-from hopline.training.optimizer import Update, make_optimizer, split_decay
+from hopline.training.lr_schedule import MakeScheduler, OwnScheduler, Scheduler
+from hopline.training.optimizer import MakeOptimizer, Update, describe_call, make_optimizer, split_decay
+from hopline.training.overwrite import ReplaceRun, restore_overwritten
 from hopline.training.rank_steps import align_groups, total_size
 from hopline.training.report_callbacks import ShowProgress, WatchBudget, WatchPipeline, WriteReport, peak_bytes
 from hopline.training.run_facts import check_trainer_ranks, fingerprints, name_of, settings_of, stored_settings
 from hopline.training.run_lock import HANDOVER_S, RunLock
-from hopline.training.settings import TrainSettings
+from hopline.training.settings import Schedule, TrainSettings
 from hopline.training.validation import BlockingEvaluator, Evaluator, Result
 from hopline.training.watch_staleness import WatchHistory
 from hopline.units.batch_unit import own_threads
@@ -97,9 +110,11 @@ from hopline.util.config import check_names, removed_settings
 from hopline.util.errors import NotCopied
 from hopline.util.files import remove_unfinished
 from hopline.util.host import host_memory, keep_freed_memory_within, refuse_after_fork
-from hopline.util.log import logger
+from hopline.util.log import logger, print_messages
 from hopline.util.output import outlive_output
 
+NUM_TRIED_NODES = 64
+"""Validation nodes at which a `test_step` is tried before training. A rule of thumb."""
 BudgetLike = Budget | str | Mapping[str, str] | None
 """What `Trainer(budget=)` accepts: a budget, a limit of the device such as "8GiB", or a budget's fields."""
 
@@ -116,7 +131,13 @@ class Trainer(NotCopied):
     Args:
         model: A `GNN`, a PyG model, or any module with forward(x, edge_index). It is trained in place.
         data: A dataset with a "train" split. Validation and the final test run if it has "valid" and "test".
-        method: `hl.Sampled` (default), `hl.Historical`, `hl.FullBatch`, or one of your own.
+        method: `hl.Sampled` (default), `hl.Historical`, `hl.FullBatch`, or one of your own. Or a name: "sampled",
+            "historical" or "full_batch".
+        optimizer: "adam", "adamw" or "sgd". Or a class of torch.optim or a `functools.partial` of one, made with
+            `lr` and `weight_decay` of the Trainer. Or an optimizer over model.parameters(), with its own.
+        schedule: An `hl.Schedule`, or its name, such as "cosine". Or a function of the optimizer that returns a
+            scheduler of torch.
+        schedule_every: Whether a scheduler of torch is stepped after every "epoch" or every "step".
         callbacks: Called around steps, epochs and evaluations.
         train_step: (model, batch) -> mean loss over the batch's seeds, a scalar. Default: cross entropy, or
             binary cross entropy for several labels or a single score.
@@ -159,8 +180,11 @@ class Trainer(NotCopied):
         self,
         model: nn.Module,
         data: Dataset,
-        method: Method | None = None,
+        method: Method | str | None = None,
         *,
+        optimizer: str | torch.optim.Optimizer | MakeOptimizer = "adam",
+        schedule: Schedule | str | MakeScheduler = "constant",
+        schedule_every: Literal["epoch", "step"] = "epoch",
         callbacks: Sequence[Callback] = (),
         train_step: TrainStep | None = None,
         test_step: TestStep | None = None,
@@ -173,13 +197,27 @@ class Trainer(NotCopied):
         gradients: Gradients | CombineGradients | None = None,
         **settings: Any,
     ) -> None:
-        if not isinstance(data, Dataset):
-            raise ValueError(f"data must be a hopline Dataset, not {type(data).__name__}: for PyG, hl.from_pyg(data)")
+        expect_dataset(data, "Trainer")
         parameters = inspect.signature(Trainer).parameters.values()
         keywords = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
         setting_names = [field.name for field in fields(TrainSettings)]
-        check_names("Trainer", settings, [*keywords, *setting_names], removed_settings(TrainSettings))
+        removed = removed_settings(TrainSettings)
+        check_names("Trainer", settings, [*keywords, *setting_names], removed, KEYWORDS_ELSEWHERE)
+        self.own_optimizer = check_optimizer(optimizer, settings)
+        self.own_schedule = check_schedule(schedule, schedule_every)
+        self.schedule_every: Literal["epoch", "step"] = schedule_every
+        self.schedule_name = "" if self.own_schedule is None else describe_call(self.own_schedule)
+        """Name of the user's function until it has made a scheduler, then of that one's class."""
+        if self.own_optimizer is None:
+            settings["optimizer"] = optimizer
+        elif isinstance(optimizer, torch.optim.Optimizer):
+            first_group = optimizer.param_groups[0]
+            settings |= {name: float(first_group[name]) for name in ("lr", "weight_decay") if name in first_group}
+        if self.own_schedule is None:
+            settings["schedule"] = schedule
         self.settings = TrainSettings(**settings)
+        if self.settings.overwrite and out is None:
+            raise ValueError("overwrite=True replaces the run in out=: give out=, or leave it out")
         self.world = check_world(world, self.settings.device, device_is_given="device" in settings)
         self.device = self.world.device
 
@@ -216,8 +254,12 @@ class Trainer(NotCopied):
         """Fingerprints of the model, apart from its weights, and of the user's functions and classes, for checkpoints.
         Empty without a run folder."""
         if first_out is not None:
-            own_code = {"train_step": train_step, "test_step": test_step, "gradients": gradients}
+            own_code: dict[str, Any] = {"train_step": train_step, "test_step": test_step, "gradients": gradients}
             own_classes = {"method": type(self.method), "Trainer": type(self)}
+            if self.own_optimizer is not None:
+                own_code["optimizer"] = self.own_optimizer.parts(self.model)
+            if self.own_schedule is not None:
+                own_code["schedule"] = self.own_schedule
             self.contents, self.code = fingerprints(self.model, data, own_code | own_classes)
             check_extra_state(self.model)
         self._change_check = InPlaceChangeCheck(data)
@@ -251,7 +293,8 @@ class Trainer(NotCopied):
             world=self.world,
             say=self.say,
         )
-        self.work = self._bind_method(placement or Placement())
+        with print_messages(self.settings.show):
+            self.work = self._bind_method(placement or Placement())
         self.part_hops = part_hops_of(self.job, self.method)
         self.captured_inferences = CapturedInferences()
         if self._evaluates_exactly:
@@ -302,6 +345,7 @@ class Trainer(NotCopied):
         started = time.perf_counter()
         with ExitStack() as stack:
             stack.enter_context(outlive_output())
+            stack.enter_context(print_messages(self.settings.show))
             stack.enter_context(self.world.watch())
             stack.enter_context(keep_freed_memory_within())
             stack.enter_context(preserve_modes(self.model))
@@ -411,6 +455,7 @@ class Trainer(NotCopied):
                 position.units += len(step_units)
                 position.seconds = time.perf_counter() - started
                 self.num_steps += 1
+                self.schedule.after_step()
                 self.call("on_step_end", StepEnd(epoch=epoch, step=self.num_steps, loss=loss, size=size))
 
                 self.act_on(self.evaluations.poll(between_steps=True))
@@ -556,7 +601,7 @@ class Trainer(NotCopied):
         started = time.perf_counter()
         with trace.span("evaluate"):
             computes = self.world.rank == 0 or isinstance(self.data, ShardedData)
-            metrics = self.evaluate(split, exact=exact) if computes else {}
+            metrics = as_metrics(self.evaluate(split, exact=exact)) if computes else {}
             metrics = self.world.broadcast_object(metrics)
         return Evaluation(epoch=epoch, split=split, metrics=metrics, seconds=time.perf_counter() - started)
 
@@ -584,9 +629,7 @@ class Trainer(NotCopied):
         """
         evaluation = result.evaluation
         reason_now = self.stop_reason
-        if not evaluation.metrics:
-            raise ValueError("evaluation gave no metric: let test_step return at least one, as {name: value}")
-        self.metric = next(iter(evaluation.metrics))
+        self.metric = next(iter(as_metrics(evaluation.metrics)))
         if evaluation.split == "valid":
             # Raises if the metric may be better either way, before any callback compares it.
             self.score(evaluation.metrics)
@@ -726,7 +769,7 @@ class Trainer(NotCopied):
             return bind_method(self.method, self.job)
         outline = RunOutline(
             job=self.job,
-            optimizer=self.settings.optimizer,
+            optimizer=self.settings.optimizer if self.own_optimizer is None else "own",
             placement=placement,
             async_evaluation=self.settings.evaluate == "async",
         )
@@ -766,7 +809,27 @@ class Trainer(NotCopied):
                 )
             rest_parameters = self.job.model.rest_parameters()
         decays = split_decay(self.model, rest_parameters, settings.weight_decay, settings.weight_decay_rest)
+        if self.own_optimizer is not None:
+            return self.own_optimizer.make(decays, settings.lr)
         return make_optimizer(settings.optimizer, decays, settings.lr)
+
+    def _make_schedule(self, knows_metric: bool) -> Scheduler | OwnScheduler:
+        """The schedule of the optimizer's rate, by the settings or by the user's function.
+
+        knows_metric: whether `metric` is the one that evaluations will give.
+        """
+        if self.own_schedule is None:
+            return Scheduler(self.settings.schedule, self.optimizer, self.settings.epochs)
+        mode: Mode | None = "min"  # of the loss, without a validation split
+        if self.has("valid"):
+            mode = self.metric_mode or (mode_of(self.metric) if knows_metric else None)
+        schedule = OwnScheduler(self.own_schedule, self.optimizer, self.schedule_every, mode)
+        self.schedule_name = schedule.name
+        if schedule.plateau is not None and self.settings.evaluate == "async":
+            raise ValueError("ReduceLROnPlateau needs each evaluation before the next epoch: set evaluate='blocking'")
+        if self.checkpoints.path is not None:
+            check_storable(f"the state of {schedule.name}", schedule.state_dict())
+        return schedule
 
     @property
     def measure_options(self) -> dict[str, Any]:
@@ -788,7 +851,7 @@ class Trainer(NotCopied):
     # ---- before the loop: report, callbacks, and the checkpoint from which a run resumes
 
     def _open_run(self, stack: ExitStack) -> dict[str, Any] | None:
-        """Open the run folder and the report, and set up the callbacks.
+        """Make the optimizer and its schedule, open the run folder and the report, and set up the callbacks.
 
         Returns the state of the checkpoint to resume from. None for a new run.
 
@@ -815,16 +878,26 @@ class Trainer(NotCopied):
             resumes = self.settings.resume
             # A run that resumes waits for the processes of the earlier one to release the folder.
             stack.enter_context(RunLock(folder, wait_s=HANDOVER_S if resumes else 0.0))
-            if (folder / "metrics.jsonl").exists() and not resumes:
+            restore_overwritten(folder)
+            if has_run(folder) and not (resumes or self.settings.overwrite):
                 raise ValueError(
-                    f"{folder} already holds a run. Resume it with resume=true, or choose another folder with out="
+                    f"{folder} already holds a run. Resume it with resume=true, replace it with overwrite=true, or "
+                    "choose another folder with out="
                 )
         # For convs that draw from torch's generator, as attention dropout does.
         torch.manual_seed(self.settings.seed)
         self._initialise()
+        self.optimizer = self.make_optimizer()
+        self.update = Update(self.model, self.optimizer, self.settings.clip_norm, self.say)
+        knows_metric = self._try_test_step()
+        self.schedule = self._make_schedule(knows_metric)
         state = self.checkpoints.find(self)
         if folder is not None:
             remove_unfinished(folder)
+            if self.settings.overwrite and has_run(folder):
+                replace_run = ReplaceRun(folder)
+                self.active.append(replace_run)
+                stack.callback(lambda: replace_run.end(has_trained=self.num_steps > 0))
             is_over = state is not None and checkpoint.is_over(state, self.settings.epochs)
             # A run that is over is only tested again. Its folder has all records, so no report is opened.
             if not (is_over and is_complete(folder)):
@@ -841,6 +914,33 @@ class Trainer(NotCopied):
         self.evaluations: Evaluator = stack.enter_context(evaluator_class(self))
         self.active.append(self.evaluations.waiting)
         return state
+
+    def _try_test_step(self) -> bool:
+        """Call the user's `test_step` at a few nodes, to refuse what it returns before anything is trained.
+
+        Returns whether `metric` is known now. An error of `test_step` counts for nothing, since so few nodes may be
+        too few for it.
+        """
+        if self.test_step is None or self.metric_mode is not None or not self.has("valid"):
+            return self.test_step is None and type(self).evaluate is Trainer.evaluate
+        metric = ""
+        problem = ""
+        if self.world.rank == 0 or isinstance(self.data, ShardedData):
+            tried: list[Any] = []
+            with suppress(Exception):
+                ids = self.data.splits["valid"][:NUM_TRIED_NODES]
+                tried.append(run_test_step(self.test_step, self.job, ids))
+            try:
+                metric = next(iter(as_metrics(tried[0]))) if tried else ""
+            except ValueError as error:
+                problem = str(error)
+        metric, problem = self.world.broadcast_object([metric, problem])
+        if problem:
+            raise ValueError(problem)
+        if metric:
+            self.metric = metric
+            self.score({metric: 0.0})  # raises if the name does not tell what is best
+        return metric != ""
 
     def _open_report(self, stack: ExitStack, folder: Path, state: dict[str, Any] | None) -> None:
         """Start the records of the run, or continue those that are in the checkpoint.
@@ -882,14 +982,11 @@ class Trainer(NotCopied):
         self.world.broadcast_tensors(w for w in self.model.state_dict().values() if isinstance(w, Tensor))
 
     def _begin_training(self, state: dict[str, Any] | None) -> None:
-        """Make the optimizer, describe the run to the user, and resume from the checkpoint.
+        """Describe the run to the user, and resume from the checkpoint.
 
         state: the checkpoint. None for a new run.
         """
-        self.optimizer = self.make_optimizer()
         self.weights_check = WeightsCheck(self.model)
-        self.update = Update(self.model, self.optimizer, self.settings.clip_norm, self.say)
-        self.schedule = Scheduler(self.settings.schedule, self.optimizer, self.settings.epochs)
         if self._must_combine:
             self._exchange(self.gradients.begin)
 

@@ -756,7 +756,7 @@ def settings(cls: type[T]) -> type[T]:
     """Decorate a settings class: a frozen dataclass with keyword arguments only.
 
     Its constructor answers a misspelt keyword with the nearest name, and a removed one with what to use
-    instead. Where a field is a path, it takes text too.
+    instead. Where a field is a path, or a group with a short form (schedule="cosine"), it takes text too.
     """
     settings_class = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     construct = settings_class.__init__
@@ -769,18 +769,22 @@ def settings(cls: type[T]) -> type[T]:
                 f"{settings_class.__name__} takes its settings by name, such as {names[0]}={positional[0]!r}"
             )
         check_names(settings_class.__name__, values, names, removed_settings(settings_class))
-        construct(self, **{name: _as_path(value, settings_class, name) for name, value in values.items()})
+        construct(self, **{name: _from_text(value, settings_class, name) for name, value in values.items()})
 
     settings_class.__init__ = __init__
     return settings_class
 
 
-def _as_path(value: Any, cls: type, name: str) -> Any:
-    """The value of a field. Text becomes a path where the field's annotation admits a path and not the text."""
+def _from_text(value: Any, cls: type, name: str) -> Any:
+    """The value of a field. Text becomes what the field's annotation admits: a path, or a group by its short form."""
     if not isinstance(value, str):
         return value
     hint = _hints(cls)[name]
-    return Path(value) if value and _fits(Path(value), hint) and not _fits(value, hint) else value
+    if not value or _fits(value, hint):
+        return value
+    if _short_field(hint) is not None:
+        return _field_value(hint, None, [_Assignment(key=name, path=(name,), text=value)], name, root=None)
+    return Path(value) if _fits(Path(value), hint) else value
 
 
 def check_names(
@@ -788,15 +792,18 @@ def check_names(
     names: Iterable[str],
     valid: Collection[str],
     removed: Mapping[str, RemovedSetting] = MappingProxyType({}),
+    instead: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Raise TypeError for a keyword argument that the owner does not have.
 
     owner: the name of the class or function, for the message. names: keywords that the caller passed.
-    valid: keywords that exist.
+    valid: keywords that exist. instead: what to give for keywords of other libraries.
     """
     for name in names:
         if name in removed:
             raise TypeError(f"{owner}: {removed[name].refusal(name)}")
+        if name in instead:
+            raise TypeError(f"{owner} has no setting '{name}': give {instead[name]}")
         if name not in valid:
             hint = nearest(name, valid) or f" It has {', '.join(valid)}."
             raise TypeError(f"{owner} has no setting '{name}'.{hint}")
@@ -885,8 +892,8 @@ def parse_chunk_bytes(chunk_bytes: int | str | None) -> int | None:
 
 def check_fanouts(fanouts: Sequence[int], replace: bool = False) -> None:
     """Raise ValueError for fan-outs that name no layer, or that no sampler can draw."""
-    if isinstance(fanouts, int) or not fanouts:
-        raise ValueError("fanouts must name one number per layer, for example fanouts=(15, 10, 5)")
+    if isinstance(fanouts, int | str) or not fanouts:
+        raise ValueError(f"fanouts must name one number per layer, such as fanouts=(15, 10, 5), not {fanouts!r}")
     for fanout in fanouts:
         if not isinstance(fanout, int) or fanout < -1 or fanout == 0:
             raise ValueError(f"a fan-out is a positive number or -1 for all neighbours, not {fanout}")

@@ -1,7 +1,7 @@
 """Messages of hopline, through `logging` under the name "hopline". Progress bars are in `progress.py`.
 
-A program that uses the library sets up `logging` as it likes. The command line prints messages on standard
-output, through `print_messages`.
+A program that uses the library sets up `logging` as it likes. The command line, and a Trainer with show=True,
+print messages on standard output, through `print_messages`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class _StdoutHandler(logging.Handler):
 def print_messages(enabled: bool = True) -> Iterator[None]:
     """Print messages of level INFO and above on standard output while the context lasts.
 
-    enabled: False changes nothing, for runs with show=false. Of nested contexts only the outermost has an
-    effect, so that a message is printed once.
+    enabled: False changes nothing, for runs with show=false. Nor does a context inside another one, or in a
+    program whose own `logging` shows these messages: each is printed once.
     """
-    is_printing = any(isinstance(handler, _StdoutHandler) for handler in logger.handlers)
-    if not enabled or is_printing:
+    is_shown = logger.isEnabledFor(logging.INFO) and logger.hasHandlers()
+    if not enabled or is_shown:
         yield
         return
     handler = _StdoutHandler()
