@@ -93,7 +93,7 @@ from hopline.training.watch_staleness import WatchHistory
 from hopline.units.batch_unit import own_threads
 from hopline.units.job import make_job
 from hopline.util import trace
-from hopline.util.config import check_names, removed_settings
+from hopline.util.config import check_names
 from hopline.util.errors import NotCopied
 from hopline.util.files import remove_unfinished
 from hopline.util.host import host_memory, keep_freed_memory_within, refuse_after_fork
@@ -178,7 +178,7 @@ class Trainer(NotCopied):
         parameters = inspect.signature(Trainer).parameters.values()
         keywords = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
         setting_names = [field.name for field in fields(TrainSettings)]
-        check_names("Trainer", settings, [*keywords, *setting_names], removed_settings(TrainSettings))
+        check_names("Trainer", settings, [*keywords, *setting_names])
         self.settings = TrainSettings(**settings)
         self.world = check_world(world, self.settings.device, device_is_given="device" in settings)
         self.device = self.world.device
