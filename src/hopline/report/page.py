@@ -271,7 +271,7 @@ def _render(run: RunFiles) -> str:
     machine = {"platform": run.about.get("platform"), "cores": run.about.get("cpu_count")}
     versions = [*flatten(_mapping(run.about.get("versions"))), *machine.items()]
     versions_section = f"<h2>Versions and machine</h2>{table(('what', 'value'), versions, kind='keys')}"
-    settings = settings_section(config, run.about.get("changed"))
+    settings = settings_section(config, run.about["changed"])
     body.append(f'<div class="grid"><div>{settings}</div><div>{versions_section}</div></div>')
 
     # At least as many colours as the chart with the most parts has.
