@@ -21,7 +21,6 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 
@@ -194,19 +193,14 @@ class Work(ABC):
         )
 
 
-def units_from(work: Work, epoch: int, done: int = 0, examples: int = 0) -> Generator[Unit, None, None]:
-    """The units of an epoch that are not done yet.
-
-    Closing this generator closes the work's own iterator.
-    """
-    yield from work.units(epoch, done, examples)
-
-
-def in_groups(units: Generator[Unit, None, None], size: int) -> Generator[list[Unit], None, None]:
+def in_groups(units: Iterator[Unit], size: int) -> Generator[list[Unit], None, None]:
     """Units in lists of `size`. Closing it closes `units`, so that no thread prepares more of them."""
-    with closing(units):
+    try:
         while group := list(itertools.islice(units, size)):
             yield group
+    finally:
+        if isinstance(units, Generator):  # a user's work may yield from a list
+            units.close()
 
 
 class Method(ABC):

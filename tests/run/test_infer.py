@@ -197,7 +197,7 @@ def predict_on_ranks(world: World, folder: str, shards: str) -> list[Any]:
     by_settings = []
     for settings in SETTINGS:
         out = Path(folder) / "ranks.npy"
-        written = predict_rank(world, folder, to_dict(InferConfig(data=shards, out=out, **settings)))
+        written = predict_rank(world, folder, InferConfig(data=shards, out=out, **settings))
         by_settings.append(None if written is None else np.load(written["file"], allow_pickle=False).tolist())
     with pytest.raises(ValueError, match=r"devices=2 is for a dataset in shards: .*shards=2` and give data=FOLDER"):
         predict_rank(world, folder, to_dict(InferConfig()))

@@ -26,7 +26,7 @@ from hopline.methods.sampled.settings import Auto, Sampled
 from hopline.report.settings import read_config
 from hopline.run.model_settings import ModelSpec
 from hopline.training.settings import TrainSettings
-from hopline.util.config import check_fields, from_dict, parse_chunk_bytes, settings
+from hopline.util.config import check_fields, from_dict, parse_chunk_bytes, settings, to_dict
 from hopline.util.files import check_file
 
 PREDICTIONS = (".csv", ".parquet", ".npy")
@@ -74,6 +74,10 @@ class RunConfig(TrainSettings, LaunchSettings):
                 f"split must be at least 0, not {self.split}: set split=0 for the dataset's first split, or "
                 "split=0.6,0.2,0.2 to draw one"
             )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Ranks get the settings as plain data: no process can import a method of file.py:Class by its name.
+        return from_dict, (type(self), to_dict(self))
 
     @property
     def conversion(self) -> dict[str, Any]:

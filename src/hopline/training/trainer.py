@@ -44,7 +44,7 @@ from hopline import inference as infer
 from hopline import ops
 from hopline.budget.guard import Guard, guard_of, limit_cuda_memory
 from hopline.budget.memory_plan import RunOutline
-from hopline.contract import Budget, Method, Plan, TrainStep, Unit, Work, in_groups, units_from
+from hopline.contract import Budget, Method, Plan, TrainStep, Unit, Work, in_groups
 from hopline.data.checks import check_training
 from hopline.data.dataset import Dataset
 from hopline.data.placement import describe
@@ -398,7 +398,7 @@ class Trainer(NotCopied):
         position = self.position
         # As if the epoch had begun in this process, so that its seconds include those before a resume.
         started = time.perf_counter() - position.seconds
-        units = units_from(self.work, epoch, done=position.units, examples=round(position.seeds))
+        units = self.work.units(epoch, done=position.units, examples=round(position.seeds))
         groups = in_groups(units, self.settings.accumulate)
         with closing(align_groups(groups, self.world)) as steps:
             for step_units in steps:
