@@ -22,8 +22,7 @@ from html import escape
 from pathlib import Path, PurePath
 from typing import Any
 
-from hopline.report import colours as report_colours
-from hopline.report.charts import MAX_HOVERS, WIDTH, Points, bar_chart, line_chart, swatch
+from hopline.report.charts import MAX_HOVERS, PALETTE_STYLE, WIDTH, Points, bar_chart, line_chart, swatch
 from hopline.report.format import ABSENT, amount, duration, percent, unit_of
 from hopline.report.settings import flatten, read_config, split_settings
 from hopline.util.config import format_size
@@ -274,15 +273,11 @@ def _render(run: RunFiles) -> str:
     settings = settings_section(config, run.about["changed"])
     body.append(f'<div class="grid"><div>{settings}</div><div>{versions_section}</div></div>')
 
-    # At least as many colours as the chart with the most parts has.
-    num_stages = len({name for epoch in run.epochs for name in stages_of(epoch)})
-    num_metrics = len({(r.get("split"), name) for r in run.evaluations for name in r["metrics"]})
-    style = STYLE + report_colours.style(max(len(report_colours.CHOSEN), num_stages, num_metrics))
     content = "\n".join(section for section in body if section)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(run.name)} · hopline</title><style>{style}</style></head>\n"
+        f"<title>{escape(run.name)} · hopline</title><style>{STYLE}{PALETTE_STYLE}</style></head>\n"
         f"<body><main>\n{content}\n</main></body></html>\n"
     )
 
