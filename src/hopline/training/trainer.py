@@ -86,7 +86,6 @@ from hopline.training.optimizer import Update, make_optimizer, split_decay
 from hopline.training.rank_steps import align_groups, total_size
 from hopline.training.report_callbacks import ShowProgress, WatchBudget, WatchPipeline, WriteReport, peak_bytes
 from hopline.training.run_facts import check_trainer_ranks, fingerprints, name_of, settings_of, stored_settings
-from hopline.training.run_lock import HANDOVER_S, RunLock
 from hopline.training.settings import TrainSettings
 from hopline.training.validation import BlockingEvaluator, Evaluator, Result
 from hopline.training.watch_staleness import WatchHistory
@@ -95,11 +94,15 @@ from hopline.units.job import make_job
 from hopline.util import trace
 from hopline.util.config import check_names
 from hopline.util.errors import NotCopied
+from hopline.util.file_lock import FileLock
 from hopline.util.files import remove_unfinished
 from hopline.util.host import host_memory, keep_freed_memory_within, refuse_after_fork
 from hopline.util.log import logger
 from hopline.util.output import outlive_output
 
+HANDOVER_S = 5.0
+"""Seconds that a resumed run waits for the earlier run to end and release the folder. Ranks may need seconds to
+end after their launcher was stopped."""
 BudgetLike = Budget | str | Mapping[str, str] | None
 """What `Trainer(budget=)` accepts: a budget, a limit of the device such as "8GiB", or a budget's fields."""
 
@@ -814,7 +817,8 @@ class Trainer(NotCopied):
         if folder is not None:
             resumes = self.settings.resume
             # A run that resumes waits for the processes of the earlier one to release the folder.
-            stack.enter_context(RunLock(folder, wait_s=HANDOVER_S if resumes else 0.0))
+            wait_s = HANDOVER_S if resumes else 0.0
+            stack.enter_context(FileLock(folder / "run.lock", folder, wait_s, "choose another folder with out="))
             if (folder / "metrics.jsonl").exists() and not resumes:
                 raise ValueError(
                     f"{folder} already holds a run. Resume it with resume=true, or choose another folder with out="
