@@ -58,7 +58,7 @@ def test_a_folder_that_may_not_be_written_is_named(
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(ValueError, match=r"permission denied\): choose another folder"):
+    with pytest.raises(ValueError, match=r"Permission denied\): choose another folder"):
         tiny.save(tmp_path / "new")
 
 
