@@ -146,9 +146,9 @@ def memory_of_training(folder: Path) -> None:
     model = 4 * sum(p.numel() * p.element_size() for p in job.model.parameters())  # weights, gradients, two moments
     known = {t.untyped_storage().data_ptr() for t in (batch.x.reduced_and_own, *job.model.parameters())}  # type: ignore[union-attr]
     activations = sum(size for place, size in kept.items() if place not in known)
-    from hopline.methods.sampled.loader import resolve_workers
+    from hopline.pipeline.stages import resolve_threads
 
-    ahead = resolve_workers(job.method, job.world.num_cores)[1] + 1  # type: ignore[arg-type]
+    ahead = resolve_threads(job.method.workers, job.method.look_ahead, job.world.num_cores)[1] + 1
     due = data.num_bytes + ahead * batch.num_bytes + activations + model
     print(
         f"memory: peak {(peak[0] - before) / 2**20:.0f} MiB, of {due / 2**20:.0f} due (dataset "

@@ -374,7 +374,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="edge ids count the edges sorted by destination",
         area="other frameworks",
-        file="src/hopline/interop/__init__.py",
+        file="src/hopline/interop/sampler.py",
         old="part.edge.get(EDGE_IDS, part.edge_ids)",
         new="part.edge_ids",
         tests=("tests/interop/test_interop.py",),
@@ -680,7 +680,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="two processes may write one folder",
         area="data, conversion",
-        file="src/hopline/data/writer.py",
+        file="src/hopline/util/file_lock.py",
         old="fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         new="pass",
         tests=("tests/data/test_writer.py",),

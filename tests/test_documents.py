@@ -253,3 +253,66 @@ def test_the_changelog_speaks_of_this_version_or_of_what_is_unreleased():
 
 def test_the_version_is_stated_once_and_the_same():
     assert f'version = "{hl.__version__}"' in (ROOT / "pyproject.toml").read_text()
+
+
+# ---- names of ours in backticks: files, members of classes, public names
+
+SOURCE = ROOT / "src" / "hopline"
+OURS = {path.name for path in (*SOURCE.iterdir(), *ROOT.iterdir()) if path.is_dir()}
+"""Folders with which a path of ours begins, from the source or from the root."""
+
+
+def members_of_classes() -> dict[str, set[str]]:
+    """Class -> names of its fields, methods and attributes, those of base classes included."""
+    members: dict[str, set[str]] = {}
+    bases: dict[str, set[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                ours = members.setdefault(node.name, set())
+                bases.setdefault(node.name, set()).update(ast.unparse(base).split(".")[-1] for base in node.bases)
+                for inner in ast.walk(node):
+                    if isinstance(inner, ast.FunctionDef):
+                        ours.add(inner.name)
+                    elif isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
+                        ours.add(inner.attr)
+                    elif isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+                        ours.add(inner.id)
+    for _ in range(4):  # levels of inheritance
+        for name, names in bases.items():
+            members[name] |= {member for base in names for member in members.get(base, set())}
+    return members
+
+
+def is_name_of_ours(text: str, members: dict[str, set[str]]) -> bool:
+    """Whether a word in backticks is a path or a dotted name that exists, or is none of ours."""
+    word = text.split("(")[0].rstrip("/")
+    first = re.split(r"[./]", word)[0]
+    if "/" in word:
+        if first not in OURS or "NAME" in word:
+            return True
+        # A file, or a function of one: training/trainer.step
+        paths = (word, f"{word}.py", f"{word.rpartition('.')[0]}.py")
+        return any((root / path).exists() for root in (SOURCE, ROOT) for path in paths)
+    if first == "hl":
+        try:
+            return resolve(ast.parse(word, mode="eval").body) is not None
+        except AttributeError:
+            return False
+    return first not in members or all(part in members[first] for part in word.split(".")[1:2])
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "measurements" not in page.parts], ids=lambda p: p.stem)
+def test_names_in_backticks_exist(page: Path):
+    members = members_of_classes()
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    words = {word for word in re.findall(r"`([A-Za-z_][\w./]*[\w/](?:\([^`]*\))?)`", prose) if re.search(r"[./]", word)}
+    assert [word for word in sorted(words) if not is_name_of_ours(word, members)] == []
+
+
+def test_a_name_that_does_not_exist_is_noticed():
+    members = members_of_classes()
+    for word in ("Block.layer_hooks", "training/trainer.step", "tests/test_layers.py", "hl.nn.GNN", "torch.nn"):
+        assert is_name_of_ours(word, members), word
+    for word in ("Block.between", "training/loop.py", "hl.nn.Gnn"):
+        assert not is_name_of_ours(word, members), word

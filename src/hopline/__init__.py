@@ -98,9 +98,7 @@ __getattr__, __dir__ = on_first_use(
         "hopline.training.settings": ("Schedule",),
         "hopline.training.trainer": ("Trainer",),
     },
-    # For the errors of names that were once here: packages that have them now, and one that was renamed as well.
     elsewhere={"hl.extend": "hopline.extend", "hl.shards": "hopline.shards"},
-    moved={"open_sharded": "hl.shards.open"},
     missing={
         **dict.fromkeys(
             ("LinkNeighborLoader", "LinkLoader"),

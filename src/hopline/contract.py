@@ -21,12 +21,11 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 
 from hopline.data.placement_settings import Placement
-from hopline.util.config import RemovedSetting, check_fields, format_size, nearest, parse_size, settings
+from hopline.util.config import check_fields, format_size, nearest, parse_size, settings
 
 if TYPE_CHECKING:  # settings of methods derive from `Method`, and reading settings needs no torch
     import torch
@@ -194,19 +193,14 @@ class Work(ABC):
         )
 
 
-def units_from(work: Work, epoch: int, done: int = 0, examples: int = 0) -> Generator[Unit, None, None]:
-    """The units of an epoch that are not done yet.
-
-    Closing this generator closes the work's own iterator.
-    """
-    yield from work.units(epoch, done, examples)
-
-
-def in_groups(units: Generator[Unit, None, None], size: int) -> Generator[list[Unit], None, None]:
+def in_groups(units: Iterator[Unit], size: int) -> Generator[list[Unit], None, None]:
     """Units in lists of `size`. Closing it closes `units`, so that no thread prepares more of them."""
-    with closing(units):
+    try:
         while group := list(itertools.islice(units, size)):
             yield group
+    finally:
+        if isinstance(units, Generator):  # a user's work may yield from a list
+            units.close()
 
 
 class Method(ABC):
@@ -320,12 +314,6 @@ class Budget:
 
     SHORT: ClassVar[str] = "device"
     """The field that `budget=8GiB` sets."""
-    REMOVED: ClassVar = {
-        "split_by": RemovedSetting("balance", "micro-batches always have equal cost, so leave it out"),
-        "cut_by": RemovedSetting(
-            "random", "set budget.over_budget=cut_by_degree or budget.over_budget=cut_by_pagerank"
-        ),
-    }
     device: str | None = None
     """Memory limit of the device that trains, such as 8GiB (on a CPU: host memory). Default: no limit."""
     host: str | None = None
@@ -354,8 +342,6 @@ class Budget:
         if isinstance(given, Mapping):
             names = [field.name for field in fields(cls)]
             for name in given:
-                if name in cls.REMOVED:
-                    raise ValueError(cls.REMOVED[name].refusal(f"budget.{name}"))
                 if name not in names:
                     raise ValueError(
                         f"a budget has no {name!r}: give some of {', '.join(names)}.{nearest(name, names)}"
@@ -372,14 +358,6 @@ class Budget:
         limits = [self.device] if device.type == "cuda" else [self.device, self.host]
         sizes = [parse_size(limit) for limit in limits if limit is not None]
         return min(sizes) if sizes else None
-
-
-def upgrade_budget(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored budget in the fields of this version: `cut_by` was a setting, now part of `over_budget`."""
-    upgraded = {key: value for key, value in stored.items() if key != "cut_by"}
-    if stored.get("over_budget") == "cut" and stored.get("cut_by", "random") != "random":
-        upgraded["over_budget"] = f"cut_by_{stored['cut_by']}"
-    return upgraded
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hopline.report.charts import MAX_BARS, MAX_HOVERS, bar_chart, format_short, line_chart, ticks
+from hopline.report.charts import (
+    MAX_BARS,
+    MAX_HOVERS,
+    PALETTE,
+    PALETTE_STYLE,
+    bar_chart,
+    colour_of,
+    format_short,
+    line_chart,
+    ticks,
+)
 from hopline.report.format import MILLISECONDS, SECONDS
 
 
@@ -111,7 +121,15 @@ def test_bars_are_drawn_in_their_unit():
 
 
 def test_every_name_has_a_colour_of_its_own_in_bars_and_legend():
-    names = [f"stage{i}" for i in range(20)]
+    names = [f"stage{i}" for i in range(16)]
     figure = bar_chart("Stages", names, [(1, dict.fromkeys(names, 1.0))], SECONDS)
-    assert re.findall(r"fill:var\((--c\d+)\)", figure) == [f"--c{i}" for i in range(20)]
-    assert re.findall(r"background:var\((--c\d+)\)", figure) == [f"--c{i}" for i in range(20)]
+    assert re.findall(r"fill:var\((--c\d+)\)", figure) == [f"--c{i}" for i in range(16)]
+    assert re.findall(r"background:var\((--c\d+)\)", figure) == [f"--c{i}" for i in range(16)]
+
+
+def test_there_is_a_colour_for_every_number_on_both_pages():
+    light, dark = PALETTE_STYLE.split("@media (prefers-color-scheme: dark)")
+    for page in (light, dark):
+        assert re.findall(r"--c(\d+):#[0-9a-f]{6};", page) == [str(number) for number in range(len(PALETTE))]
+    assert len(set(PALETTE)) == len(PALETTE)
+    assert colour_of(len(PALETTE)) == colour_of(0) != colour_of(1)

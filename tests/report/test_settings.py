@@ -54,12 +54,6 @@ def test_what_differs_from_the_defaults_of_a_run_and_of_its_method(config: RunCo
     assert settings.others
 
 
-def test_a_run_that_did_not_store_what_was_changed_folds_nothing_away():
-    settings = split_settings(to_dict(RunConfig(lr=0.5)), None)
-    assert settings.others == {}
-    assert settings.changed["lr"] == 0.5
-
-
 class Mine(hl.extend.Method):
     """A method of the user's own, no dataclass."""
 

@@ -25,7 +25,6 @@ from hopline.run.models import make_model
 from hopline.run.saved import bare_values
 from hopline.run.settings import InferConfig, RunConfig
 from hopline.shards.write import cut
-from hopline.util.config import to_dict
 from tests.runs import method, quick, small
 
 
@@ -197,12 +196,12 @@ def predict_on_ranks(world: World, folder: str, shards: str) -> list[Any]:
     by_settings = []
     for settings in SETTINGS:
         out = Path(folder) / "ranks.npy"
-        written = predict_rank(world, folder, to_dict(InferConfig(data=shards, out=out, **settings)))
+        written = predict_rank(world, folder, InferConfig(data=shards, out=out, **settings))
         by_settings.append(None if written is None else np.load(written["file"], allow_pickle=False).tolist())
     with pytest.raises(ValueError, match=r"devices=2 is for a dataset in shards: .*shards=2` and give data=FOLDER"):
-        predict_rank(world, folder, to_dict(InferConfig()))
+        predict_rank(world, folder, InferConfig())
     with pytest.raises(ValueError, match=r"folder= is for one process, which goes over all shards"):
-        predict_rank(world, folder, to_dict(InferConfig(data=shards, folder=Path("hidden"))))
+        predict_rank(world, folder, InferConfig(data=shards, folder=Path("hidden")))
     return by_settings
 
 

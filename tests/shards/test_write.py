@@ -146,7 +146,7 @@ def private_bytes() -> int:
 
 
 def measure_growth(folder: Path) -> tuple[int, int]:
-    """Write a large dataset as shards; return by how many bytes this process grew meanwhile, and the dataset's bytes."""
+    """Write a large dataset as shards. Returns the bytes that this process grew by, and those of the dataset."""
     cutting.CHUNK = 1 << 14
     cutting.BYTES_AT_ONCE = 1 << 20
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hopline.training.lr_schedule import Scheduler
-from hopline.training.settings import Schedule, upgrade_schedule
+from hopline.training.settings import Schedule
 
 
 def rates_of_run(
@@ -134,26 +134,6 @@ def test_a_run_resumed_with_another_number_of_epochs_has_the_rates_of_a_run_of_t
 def test_every_is_10_epochs_of_step_and_5_evaluations_of_plateau_by_default():
     assert rates_of_run(Schedule(name="step"), 12) == [1] * 10 + [0.5] * 2
     assert rates_of_run(Schedule(name="plateau"), 8, values=[0.5] * 8) == [1] * 7 + [0.5]
-
-
-def test_patience_is_refused_with_what_to_type():
-    with pytest.raises(TypeError, match=r"patience was removed: set schedule.every= with schedule.name=plateau"):
-        Schedule(name="plateau", patience=3)  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize(
-    ("stored", "every"),
-    [
-        ({"name": "constant", "patience": 5, "every": 10}, None),
-        ({"name": "plateau", "patience": 5, "every": 10}, None),
-        ({"name": "plateau", "patience": 3, "every": 10}, 3),
-        ({"name": "step", "patience": 5, "every": 10}, None),
-        ({"name": "step", "patience": 7, "every": 4}, 4),
-        ({"name": "plateau", "every": 10}, 10),
-    ],
-)
-def test_a_stored_schedule_with_both_settings_is_read_as_the_one_they_became(stored: dict[str, Any], every: int | None):
-    assert upgrade_schedule(stored) == {"name": stored["name"], "every": every}
 
 
 @pytest.mark.parametrize(

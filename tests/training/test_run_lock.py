@@ -12,10 +12,17 @@ from pathlib import Path
 import pytest
 
 import hopline as hl
-from hopline.training import run_lock
-from hopline.training.run_lock import FILE, RunLock
+from hopline.util import file_lock
+from hopline.util.file_lock import FileLock
 from tests.runs import fit, records, small
 from tests.warm import Process, python
+
+FILE = "run.lock"
+
+
+def run_lock(folder: Path, wait_s: float = 0.0) -> FileLock:
+    return FileLock(folder / FILE, folder, wait_s)
+
 
 TRAIN = """
 import sys, time
@@ -66,7 +73,7 @@ def test_of_two_runs_that_start_at_once_one_is_refused(more: tuple[str, ...], tm
         finally:
             for one in pair:
                 one.kill()
-        refused = [errors for _, errors in ended if "is being written by another run" in errors]
+        refused = [errors for _, errors in ended if "is being written by" in errors]
         # Without resume one may also come so late that the other has ended.
         late = [errors for _, errors in ended if "run already holds a run" in errors]
         assert len(refused) + len(late) == 1, ended
@@ -76,15 +83,12 @@ def test_of_two_runs_that_start_at_once_one_is_refused(more: tuple[str, ...], tm
 
 
 def test_a_run_that_is_going_on_cannot_be_resumed_and_a_killed_one_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(run_lock, "HANDOVER_S", 0.2)
     monkeypatch.setattr("hopline.training.trainer.HANDOVER_S", 0.2)
     (tmp_path / "go").touch()
     process = start(tmp_path, "a", 100_000)
     try:
         wait_for(tmp_path / "run" / "last.pt", process)
-        message = (
-            rf"run is being written by another run \(process {process.pid} on .*\): wait for its end, choose another"
-        )
+        message = rf"run is being written by process {process.pid} on .*: wait for its end, choose another"
         with pytest.raises(ValueError, match=message):
             fit(small(), out=tmp_path / "run", resume=True)
         with pytest.raises(ValueError, match=message):
@@ -98,12 +102,12 @@ def test_a_run_that_is_going_on_cannot_be_resumed_and_a_killed_one_can(tmp_path:
 
 
 def test_a_run_that_is_resumed_waits_for_the_one_before_it(tmp_path: Path):
-    with RunLock(tmp_path / "run"):
+    with run_lock(tmp_path / "run"):
         child = os.fork()
         if child == 0:  # its copy of the lock is gone: it waits for this process's
             status = 1
             try:
-                with RunLock(tmp_path / "run", 30.0):
+                with run_lock(tmp_path / "run", 30.0):
                     status = 0
             finally:
                 os._exit(status)
@@ -125,8 +129,8 @@ def test_a_folder_that_another_run_removes_before_the_file_is_opened_is_made_aga
             folder.rmdir()
         return open_file(path, *args)
 
-    monkeypatch.setattr(run_lock.os, "open", open_after_removal)
-    with RunLock(folder):
+    monkeypatch.setattr(file_lock.os, "open", open_after_removal)
+    with run_lock(folder):
         assert paths == [folder / FILE] * 2
         assert (folder / FILE).exists()
 
@@ -145,7 +149,7 @@ def test_a_folder_that_another_run_removes_while_it_is_made_is_made_again(
         make_folder(path, mode, parents=parents, exist_ok=exist_ok)
 
     monkeypatch.setattr(Path, "mkdir", fail_once)
-    with RunLock(folder):
+    with run_lock(folder):
         assert paths[:2] == [folder, folder]
         assert (folder / FILE).exists()
 
@@ -153,7 +157,7 @@ def test_a_folder_that_another_run_removes_while_it_is_made_is_made_again(
 def test_a_forked_process_that_outlives_a_killed_run_does_not_hold_it(tmp_path: Path):
     parent = os.fork()
     if parent == 0:
-        with RunLock(tmp_path / "run"):
+        with run_lock(tmp_path / "run"):
             if os.fork() == 0:
                 (tmp_path / "child").write_text(str(os.getpid()))
                 time.sleep(60)
@@ -166,23 +170,23 @@ def test_a_forked_process_that_outlives_a_killed_run_does_not_hold_it(tmp_path: 
     child = int((tmp_path / "child").read_text())
     try:
         os.kill(child, 0)  # it is alive
-        with RunLock(tmp_path / "run"):
+        with run_lock(tmp_path / "run"):
             pass
     finally:
         os.kill(child, signal.SIGKILL)
 
 
 def test_one_process_does_not_hold_a_folder_twice(tmp_path: Path):
-    with RunLock(tmp_path), pytest.raises(ValueError, match=f"process {os.getpid()} on"), RunLock(tmp_path):
+    with run_lock(tmp_path), pytest.raises(ValueError, match=f"process {os.getpid()} on"), run_lock(tmp_path):
         pass
-    with RunLock(tmp_path):
+    with run_lock(tmp_path):
         pass
     assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_was_removed_meanwhile_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    first = RunLock(tmp_path)
-    second = RunLock(tmp_path, 5.0)
+    first = run_lock(tmp_path)
+    second = run_lock(tmp_path, 5.0)
     first.__enter__()
     real = fcntl.flock
 
@@ -193,7 +197,7 @@ def test_a_file_that_was_removed_meanwhile_is_no_lock(tmp_path: Path, monkeypatc
         real(file, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with second, pytest.raises(ValueError, match="is being written"), RunLock(tmp_path):
+    with second, pytest.raises(ValueError, match="is being written"), run_lock(tmp_path):
         pass
 
 
@@ -205,7 +209,7 @@ def test_where_nothing_can_be_locked_the_run_trains_and_says_so(
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
     assert fit(small(), out=tmp_path / "run").epochs == 2
-    assert "run cannot be locked (No locks available): see to it that no other run has this folder" in caplog.text
+    assert "run cannot be locked (No locks available): see to it that no other process writes it" in caplog.text
     assert not (tmp_path / "run" / FILE).exists()
 
 
@@ -218,5 +222,5 @@ def test_what_was_made_for_a_run_that_never_began_is_removed(tmp_path: Path):
         fit(small(), out=tmp_path / "runs" / "one", callbacks=[Fails()])
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"Cannot write the run folder '.*file/run' \(.*\): choose another with out="):
+    with pytest.raises(ValueError, match=r"Cannot write .*file/run \(.*\): choose another folder with out="):
         fit(small(), out=tmp_path / "file" / "run")

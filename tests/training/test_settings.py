@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import hopline as hl
-from hopline.util.config import from_dict
 
 
 @pytest.mark.parametrize(
@@ -29,7 +28,6 @@ from hopline.util.config import from_dict
         ({"clip_norm": 0.0}, "clip_norm must be above 0"),
         ({"accumulate": 0}, "accumulate must be at least 1"),
         ({"evaluate": "later"}, "evaluate must be 'blocking' or 'async', not 'later'"),
-        ({"evaluate": "async_cpu"}, "evaluate=async_cpu was removed: set evaluate=async or evaluate=blocking, which"),
         ({"evaluate": "async", "schedule": hl.Schedule(name="plateau")}, "plateau needs each evaluation before"),
     ],
     ids=str,
@@ -41,16 +39,3 @@ def test_a_setting_that_means_nothing_is_refused(wrong: dict[str, Any], message:
 
 def test_defaults_are_valid():
     assert hl.extend.TrainSettings().epochs == 10
-
-
-def test_evaluate_on_was_removed_and_is_read_where_it_had_its_default():
-    refused = (
-        lambda: hl.extend.TrainSettings(evaluate_on="host"),  # type: ignore[call-arg]
-        lambda: from_dict(hl.extend.TrainSettings, {"evaluate_on": "host"}),
-    )
-    for give in refused:
-        with pytest.raises(
-            (TypeError, ValueError), match="evaluate_on was removed: set evaluate=async or evaluate=blocking"
-        ):
-            give()
-    assert from_dict(hl.extend.TrainSettings, {"evaluate_on": "device"}) == hl.extend.TrainSettings()

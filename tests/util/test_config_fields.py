@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import pytest
 
 from hopline.util.config import (
     Keywords,
-    RemovedSetting,
     check_fields,
     from_dict,
     override,
@@ -92,47 +91,6 @@ def test_a_path_may_be_given_as_text_in_every_settings_class():
     for wrong in (3, ""):
         with pytest.raises(ValueError, match="place must be Path or None"):
             SettingsWithPaths(place=wrong)  # type: ignore[arg-type]
-
-
-@settings
-class SettingsWithRemovedRate:
-    """Settings of a class that once had a rate, 0.5 by default."""
-
-    REMOVED: ClassVar = {
-        "rate": RemovedSetting(0.5, "set count=2"),
-        "order=best": RemovedSetting(None, "set order=first"),
-    }
-    count: int = 1
-    order: Literal["first", "last"] = "first"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
-def test_a_removed_setting_is_refused_with_what_to_do_instead():
-    with pytest.raises(TypeError, match="SettingsWithRemovedRate: rate was removed: set count=2"):
-        SettingsWithRemovedRate(rate=0.5)  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match="rate was removed: set count=2"):
-        override(SettingsWithRemovedRate(), ["rate=0.5"])
-    with pytest.raises(ValueError, match="rate was removed: set count=2"):
-        from_dict(SettingsWithRemovedRate, {"count": 3, "rate": 0.7})
-
-
-def test_a_removed_value_is_refused_with_what_to_do_instead():
-    refused = (
-        lambda: SettingsWithRemovedRate(order="best"),  # type: ignore[arg-type]
-        lambda: override(SettingsWithRemovedRate(), ["order=best"]),
-        lambda: from_dict(SettingsWithRemovedRate, {"order": "best"}),
-    )
-    for give in refused:
-        with pytest.raises(ValueError, match=r"^order=best was removed: set order=first"):
-            give()
-    with pytest.raises(ValueError, match=r"order=lst is not valid: .*Did you mean 'last'"):
-        override(SettingsWithRemovedRate(), ["order=lst"])
-
-
-def test_a_stored_run_that_had_a_removed_settings_default_is_read():
-    assert from_dict(SettingsWithRemovedRate, {"count": 3, "rate": 0.5}) == SettingsWithRemovedRate(count=3)
 
 
 @settings

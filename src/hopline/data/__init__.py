@@ -14,7 +14,7 @@ Read `dataset` first, then `registry` (the names that `hl.open` takes) and `stor
     host_copy                      one copy in memory for all ranks of a host
     fingerprint                    tells whether two datasets hold the same numbers
 
-Files on disk are a contract: `tests/formats` has folders that earlier versions wrote. This folder imports
+Files on disk are a contract: each has the number of its format (`tests/test_formats.py`). This folder imports
 from `nn` and the layers below it.
 
 State of the process: `fingerprint` owns a cache of checksums, by tensor. An entry lives as long as its

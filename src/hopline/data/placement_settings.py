@@ -6,9 +6,9 @@ They are plain data, so reading them needs no torch. `placement` carries them ou
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
-from hopline.util.config import RemovedSetting, check_fields, parse_size, settings
+from hopline.util.config import check_fields, parse_size, settings
 
 
 @settings
@@ -27,12 +27,6 @@ class Placement:
         'auto'
     """
 
-    REMOVED: ClassVar = {
-        "order": RemovedSetting(
-            default="access",
-            instead="the rows that a batch most probably reads are cached; hl.table(order=) chooses others",
-        )
-    }
     features: Literal["auto", "device", "pinned", "host"] = "auto"
     """Place of the rows: `device`, `pinned` (the GPU reads them by zero-copy) or `host` (the host reads
     them). `auto` takes `device` if they fit, else `pinned`, or `host` for sparse rows."""

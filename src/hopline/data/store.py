@@ -8,7 +8,7 @@ Opening costs no time for the data: pages are read when they are touched, and pr
 them. A missing, truncated or grown file is refused at once. Damage inside a file is found by `verify`
 alone.
 
-docs/data.md describes the format. Folders of earlier versions are in `tests/formats`.
+docs/data.md describes the format. A folder with another version's number is refused (`manifest`).
 """
 
 from __future__ import annotations

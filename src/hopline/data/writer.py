@@ -16,6 +16,7 @@ process ends.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import platform
 import re
@@ -23,7 +24,7 @@ import shutil
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,13 +37,8 @@ from hopline.data import manifest as manifests
 from hopline.data.arrays import ArrayWriter, checksum_text, dtype_name, file_bytes
 from hopline.data.manifest import ArrayEntry, Manifest
 from hopline.data.paths import MANIFEST, backup_of
+from hopline.util.file_lock import FileLock
 from hopline.util.files import sync_folder
-from hopline.util.log import logger
-
-try:
-    import fcntl
-except ImportError:  # not on every system
-    fcntl = None
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of the system that mean: no space on the disk, quota exceeded, file too large."""
@@ -77,55 +73,15 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
     folder = Path(os.path.abspath(folder.expanduser()))
     path = folder.parent / f".{folder.name}.lock"
     key = (path, threading.get_ident())
-    if key in _held or fcntl is None:
+    if key in _held:
         yield
         return
-    new_folders = [parent for parent in folder.parents if not parent.exists()]
-    with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        file = _take_lock(path, folder, wait)
-    _held.add(key)
-    try:
-        yield
-    finally:
-        _held.discard(key)
-        # Removed first: after its release, the file may be another writer's. The lock is released, not only closed:
-        # a process that was forked meanwhile has the file open, too.
-        path.unlink(missing_ok=True)
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_UN)
-        os.close(file)
-        with suppress(OSError):  # of a writer that was refused nothing stays
-            for parent in new_folders:
-                parent.rmdir()
-
-
-def _take_lock(path: Path, folder: Path, wait: bool) -> int:
-    """Open and lock a file, whose text says who holds it. Returns its descriptor."""
-    assert fcntl is not None
-    while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    with FileLock(path, folder, wait_s=math.inf if wait else 0.0):
+        _held.add(key)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(file, 200, 0).decode(errors="replace").strip() or "another process"
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                logger.warning(f"{folder} cannot be locked ({error.strerror}): see to it that nobody else writes it")
-                return file
-            if not wait:
-                os.close(file)
-                raise ValueError(
-                    f"{folder} is being written by {holder}: wait for its end, or choose another folder."
-                ) from None
-            logger.info(f"waiting for {holder}, which writes {folder}")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        # The holder may have removed the file after it was opened here. Then the lock protects nothing.
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file), os.stat(path)):
-                os.ftruncate(file, 0)
-                os.pwrite(file, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
-                return file
-        os.close(file)
+            yield
+        finally:
+            _held.discard(key)
 
 
 class FolderWriter:

@@ -5,22 +5,15 @@ The module imports no torch, so that reading them is fast.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
-from hopline.util.config import RemovedSetting, check_fields, settings
+from hopline.util.config import check_fields, settings
 
 
 @settings
 class LaunchSettings:
     """How many processes train together, and how they find each other."""
 
-    REMOVED: ClassVar = {
-        "backend": RemovedSetting(
-            default=None,
-            instead="it follows the device. To choose, set the environment variable HOPLINE_BACKEND=gloo",
-        ),
-        "port": RemovedSetting(default=None, instead="set address=HOST:PORT, or address=:PORT"),
-    }
     devices: int | Literal["auto"] = 1
     """Processes to start on this host, or under each task of torchrun or srun. auto: one per GPU."""
     address: str | None = None

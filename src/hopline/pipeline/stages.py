@@ -7,8 +7,7 @@
 One thread takes one request through all stages, so that threads share nothing.
 
 Threads compete with training for cores. So they run at a lower priority (`give_way`), and their kernels run
-in the thread alone unless the caller leaves the cores idle. `Load` reports how busy a run was; `tuning`
-chooses the number of threads by it.
+in the thread alone unless the caller leaves the cores idle. `Load` reports how busy a run was.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -31,6 +30,21 @@ from hopline import ops
 from hopline.util import trace
 from hopline.util.errors import StageError
 from hopline.util.host import queued_s, refuse_after_fork
+
+MAX_WORKERS = 8
+"""Most threads of `workers="auto"`."""
+
+
+def resolve_threads(
+    workers: int | Literal["auto"], look_ahead: int | Literal["auto"], num_cores: int
+) -> tuple[int, int]:
+    """(threads that prepare batches, batches that they may be ahead), with "auto" replaced.
+
+    One thread per core: they may take all cores, because they give way to training. Two batches per thread:
+    one is prepared while another waits to be taken.
+    """
+    num_workers = min(MAX_WORKERS, num_cores) if workers == "auto" else workers
+    return num_workers, 2 * max(1, num_workers) if look_ahead == "auto" else look_ahead
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
     writer       appends records to metrics.jsonl while a run lasts, and writes a Chrome trace at its end
     page         makes report.html from these files
     charts       draws curves and bars as SVG, for the page
-    colours      finds colours that can be told apart, for the charts
     format       writes times, shares and counts for people
     settings     tells changed settings from defaults
     bottleneck   says why an epoch takes as long as it does, and what to change

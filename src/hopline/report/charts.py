@@ -2,7 +2,7 @@
 
 The charts are for the HTML page of a run's report (`report/page.py`). That page needs no script and no other
 file. A value is shown on hover by the `<title>` of its shape. Colours are CSS variables, `--c0`, `--c1`, ...,
-which `colours.style` defines.
+which `PALETTE` has.
 
     y of the SVG grows downwards       TOP +-----------------+
                                            |    the curves   |
@@ -16,6 +16,38 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from hopline.report.format import Unit
+
+PALETTE = (
+    ("#2563eb", "#6ea0ff"),
+    ("#e8710a", "#ff9f43"),
+    ("#12946b", "#3ecf9b"),
+    ("#b83280", "#f277b8"),
+    ("#7c5cd6", "#a78bfa"),
+    ("#b58900", "#e0b93a"),
+    ("#0891b2", "#38c6de"),
+    ("#77808f", "#a3acba"),
+    ("#4b4b06", "#929218"),
+    ("#c876c1", "#ffbff8"),
+    ("#831b11", "#d36757"),
+    ("#035062", "#109bbc"),
+    ("#7ba944", "#b9ea85"),
+    ("#6f226b", "#bb6ab4"),
+    ("#6397ee", "#c1d9ff"),
+    ("#16b09b", "#50f5db"),
+)
+"""(on a light page, on a dark page): colours that can be told apart, furthest from one another first."""
+
+PALETTE_STYLE = ":root{{{light}}}@media (prefers-color-scheme: dark){{:root{{{dark}}}}}".format(
+    light="".join(f"--c{i}:{light};" for i, (light, _) in enumerate(PALETTE)),
+    dark="".join(f"--c{i}:{dark};" for i, (_, dark) in enumerate(PALETTE)),
+)
+"""The colours as CSS variables --c0, --c1, ..."""
+
+
+def colour_of(number: int) -> str:
+    """The colour of a curve or a part, by its number. After the last colour come the first ones again."""
+    return f"var(--c{number % len(PALETTE)})"
+
 
 Points = Sequence[tuple[float, float]]
 """(epoch or step, value) of each point of a curve."""
@@ -68,7 +100,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 def swatch(colour: int, name: str) -> str:
     """Write a name with its colour before it, as HTML. colour: its number, as in `--c0`."""
-    return f'<span class="key"><i style="background:var(--c{colour})"></i>{escape(name)}</span>'
+    return f'<span class="key"><i style="background:{colour_of(colour)}"></i>{escape(name)}</span>'
 
 
 def _figure(title: str, names: Iterable[str], width: int, drawing: str) -> str:
@@ -154,7 +186,7 @@ def line_chart(
 
     parts = [_axes([scale_x(x) for x in x_ticks], [f"{x:g}" for x in x_ticks], y_ticks, width, over)]
     for i, (name, points) in enumerate(series.items()):
-        colour = f"var(--c{i})"
+        colour = colour_of(i)
         drawn = [(scale_x(x), scale_y(y)) for x, y in points]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
         parts.append(f'<polyline class="curve" style="stroke:{colour}" points="{line}"/>')
@@ -206,5 +238,5 @@ def bar_chart(title: str, names: Sequence[str], bars: Sequence[tuple[float, Mapp
             top = _scale(height_below, 0, y_ticks[-1], HEIGHT - BOTTOM, TOP)
             box = f'x="{centre - bar_width / 2:.1f}" y="{top:.1f}" width="{bar_width:.1f}" height="{bottom - top:.1f}"'
             hover = escape(f"{name}, epoch {label}: {unit.write(value * unit.seconds)} {unit.name}")
-            parts.append(f'<rect {box} style="fill:var(--c{i})"><title>{hover}</title></rect>')
+            parts.append(f'<rect {box} style="fill:{colour_of(i)}"><title>{hover}</title></rect>')
     return _figure(f"{title}, in {unit.name}", names, width, "".join(parts))

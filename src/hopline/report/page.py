@@ -3,7 +3,7 @@
     config.json, metrics.jsonl  --read_run-->  RunFiles  --render-->  one HTML text
 
 The page is one file without scripts: style, charts and tables are in it. It can be made at any time: of a
-run that ended, failed, was killed or is under way, and of runs that earlier versions wrote. So a value
+run that ended, failed, was killed or is under way. So a value
 of a record may be missing or of another type (`is_number`, `numbers`). A section without values is left out.
 
 Sections, from the top: header, tiles, facts, notices, curves, time by part, pipeline, memory plan, memory
@@ -22,10 +22,9 @@ from html import escape
 from pathlib import Path, PurePath
 from typing import Any
 
-from hopline.report import colours as report_colours
-from hopline.report.charts import MAX_HOVERS, WIDTH, Points, bar_chart, line_chart, swatch
+from hopline.report.charts import MAX_HOVERS, PALETTE_STYLE, WIDTH, Points, bar_chart, line_chart, swatch
 from hopline.report.format import ABSENT, amount, duration, percent, unit_of
-from hopline.report.settings import flatten, split_settings
+from hopline.report.settings import flatten, read_config, split_settings
 from hopline.util.config import format_size
 from hopline.util.files import check_file
 
@@ -187,16 +186,8 @@ def read_run(folder: Path) -> RunFiles:
 
 def _run_files(folder: Path, lines: Sequence[Record | None]) -> RunFiles:
     """The contents of a run folder. lines: the records of metrics.jsonl, None for a line that is none."""
-    path = folder / "config.json"
-    if path.exists():
-        check_file(path)
-    try:
-        about = json.loads(path.read_text("utf-8"))
-        name = str(about["config"].get("name") or folder.resolve().name)
-    except FileNotFoundError:
-        raise ValueError(f"'{path}' is missing: give the folder of a run, as `hopline train out=` names it.") from None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        raise ValueError(f"'{path}' is damaged: restore it, or run again with another out=FOLDER.") from None
+    about = read_config(folder)
+    name = str(about["config"].get("name") or folder.resolve().name)
     records = [record for record in lines if record is not None]
     # By epoch and split: a resumed run may evaluate an epoch again, and the last record counts.
     evaluations: dict[tuple[float, str], Record] = {}
@@ -260,7 +251,7 @@ def _render(run: RunFiles) -> str:
     config = run.about["config"]
     # A Trainer in Python stores its settings under "train". `hopline train` stores them without that key.
     evaluate = config.get("evaluate") or _mapping(config.get("train")).get("evaluate")
-    is_async = evaluate in ("async", "async_cpu")  # earlier versions wrote the second
+    is_async = evaluate == "async"
     # Asynchronous evaluation validates while training continues. Training waits for the other splits.
     waited_for = [r for r in run.evaluations if not is_async or r.get("split") != "valid"]
     parts = time_by_part(run.elapsed_s, run.epochs, waited_for)
@@ -279,18 +270,14 @@ def _render(run: RunFiles) -> str:
     machine = {"platform": run.about.get("platform"), "cores": run.about.get("cpu_count")}
     versions = [*flatten(_mapping(run.about.get("versions"))), *machine.items()]
     versions_section = f"<h2>Versions and machine</h2>{table(('what', 'value'), versions, kind='keys')}"
-    settings = settings_section(config, run.about.get("changed"))
+    settings = settings_section(config, run.about["changed"])
     body.append(f'<div class="grid"><div>{settings}</div><div>{versions_section}</div></div>')
 
-    # At least as many colours as the chart with the most parts has.
-    num_stages = len({name for epoch in run.epochs for name in stages_of(epoch)})
-    num_metrics = len({(r.get("split"), name) for r in run.evaluations for name in r["metrics"]})
-    style = STYLE + report_colours.style(max(len(report_colours.CHOSEN), num_stages, num_metrics))
     content = "\n".join(section for section in body if section)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(run.name)} · hopline</title><style>{style}</style></head>\n"
+        f"<title>{escape(run.name)} · hopline</title><style>{STYLE}{PALETTE_STYLE}</style></head>\n"
         f"<body><main>\n{content}\n</main></body></html>\n"
     )
 
@@ -696,12 +683,9 @@ def _facts_of_settings(config: Mapping[str, Any]) -> Record:
     }
 
 
-def settings_section(config: Mapping[str, Any], keys: Any) -> str:
-    """Tables of the changed settings and, folded, of the others.
-
-    keys: Keys of the changed settings, as config.json has them. Anything but a list: not known.
-    """
-    changed, others = split_settings(config, keys if isinstance(keys, list) else None)
+def settings_section(config: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """Tables of the changed settings, whose keys are given, and, folded, of the others."""
+    changed, others = split_settings(config, keys)
 
     def rows(settings: Mapping[str, Any]) -> str:
         return table(("key", "value"), settings.items(), kind="keys")

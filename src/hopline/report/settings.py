@@ -1,4 +1,4 @@
-"""Which settings of a run differ from their defaults.
+"""The settings of a run in its config.json, and which of them differ from their defaults.
 
 `changed_keys` finds their keys when the run begins, and config.json stores the keys. The report page of the
 run (`report.page`) reads that file, and `split_settings` sorts its settings into changed ones and others.
@@ -7,20 +7,47 @@ run (`report.page`) reads that file, and `split_settings` sorts its settings int
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hopline.util.config import defaults_of, to_dict
+from hopline.util.files import check_file
+
+FORMAT = 3
+"""The number of the format of config.json. Other numbers are refused."""
 
 
 class Settings(NamedTuple):
     """The settings of a run by key, such as "method.fanouts"."""
 
     changed: dict[str, Any]
-    """Settings that differ from their defaults. It holds all settings if config.json does not say which ones
-    differ."""
+    """Settings that differ from their defaults."""
     others: dict[str, Any]
     """Settings with their default values."""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of a run's config.json, as `report.writer.describe` made it.
+
+    Raises:
+        ValueError: The folder is no run folder, or the file is damaged or of another format.
+    """
+    path = folder / "config.json"
+    if not path.exists():
+        raise ValueError(f"{folder} is not a run folder: it has no config.json. Check the path.")
+    check_file(path)
+    try:
+        stored = json.loads(path.read_text("utf-8"))
+        number = stored["format"]
+        if not isinstance(stored["config"], dict) or not isinstance(stored["changed"], list):
+            raise TypeError("it holds no settings")
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is damaged ({error}): restore it, or train again") from error
+    if number != FORMAT:
+        raise ValueError(f"{path} has format {number}, this version of hopline reads {FORMAT}: train again")
+    return stored
 
 
 def changed_keys(settings: Any) -> list[str]:
@@ -57,15 +84,12 @@ def changed_keys(settings: Any) -> list[str]:
     return changed
 
 
-def split_settings(config: Mapping[str, Any], changed: Iterable[str] | None) -> Settings:
-    """Split the settings of a run into changed ones and others.
+def split_settings(config: Mapping[str, Any], changed: Iterable[str]) -> Settings:
+    """Split the settings of a run, as config.json has them, into changed ones and others.
 
-    config: Settings as config.json has them.
-    changed: Keys of the changed ones. None: the run did not store them.
+    changed: keys of the changed ones.
     """
     settings = dict(flatten(config))
-    if changed is None:
-        return Settings(settings, {})
     keys = set(changed)
     return Settings(
         changed={key: value for key, value in settings.items() if key in keys},

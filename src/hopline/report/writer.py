@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from hopline.report import page as report_html
+from hopline.report.settings import FORMAT
 from hopline.util.config import to_dict
 from hopline.util.files import replacing
 
@@ -52,8 +53,7 @@ class Report:
     Args:
         folder: The run folder. It is created if it does not exist.
         config: The settings, as `to_dict` returns them.
-        changed: Keys of the settings that differ from their defaults, such as "method.fanouts". None: not
-            known.
+        changed: Keys of the settings that differ from their defaults, such as "method.fanouts".
         inputs: The form of the training data (`data.inputs.Inputs`), for predictions. None: not known.
         resume: Continue the records of the run that is in the folder. Else they are removed.
         is_kept: Says which records of that run stay.
@@ -68,7 +68,7 @@ class Report:
         folder: Path,
         config: Mapping[str, Any],
         *,
-        changed: Sequence[str] | None = None,
+        changed: Sequence[str] = (),
         inputs: Mapping[str, Any] | None = None,
         resume: bool = False,
         is_kept: Callable[[Mapping[str, Any]], bool] = lambda record: True,
@@ -223,11 +223,11 @@ def is_complete(folder: Path) -> bool:
 
 
 def describe(
-    config: Mapping[str, Any], changed: Sequence[str] | None = None, inputs: Mapping[str, Any] | None = None
+    config: Mapping[str, Any], changed: Sequence[str] = (), inputs: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the contents of config.json: the settings, and what else a reader needs to repeat the run."""
     return {
-        "format": 3,
+        "format": FORMAT,
         "config": config,
         "changed": changed,
         "inputs": inputs,

@@ -27,7 +27,7 @@ from torch import nn
 from hopline.budget.guard import guard_of, limit_cuda_memory
 from hopline.budget.memory_plan import RunOutline
 from hopline.budget.probe import job_of
-from hopline.contract import PLACES, Budget, Job, Method, Plan, Work, units_from
+from hopline.contract import PLACES, Budget, Job, Method, Plan, Work
 from hopline.core.graph import Graph
 from hopline.data.dataset import Dataset
 from hopline.data.placement import place
@@ -209,7 +209,7 @@ def _time_steps(work: Work, job: Job) -> list[float]:
 
     A step is a unit of `work`. The first one warms up, and is left out unless it is the only one.
     """
-    epochs = (units_from(work, epoch) for epoch in count(1))
+    epochs = (work.units(epoch) for epoch in count(1))
     durations_s: list[float] = []
     with preserve_rng(job.device), own_threads(job):
         # The chain has no name, so the end of the loop frees it. That closes the work's iterator, which must

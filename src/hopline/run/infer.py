@@ -51,7 +51,6 @@ from hopline.shards.all_shards import join_shards
 from hopline.shards.data import ShardedData, open_sharded
 from hopline.shards.shard import is_shards
 from hopline.tables import TensorTable
-from hopline.util.config import from_dict, to_dict
 from hopline.util.files import replacing
 from hopline.util.log import logger, print_messages
 
@@ -94,7 +93,7 @@ def predict(folder: Path, config: InferConfig) -> Prediction | None:
     find_device(config.device)
     load_trusted(folder, config.trust)
     launch_settings = launch_settings_of(config)
-    written = launch.run(predict_rank, launch_settings, str(folder), to_dict(config), device=config.device)
+    written = launch.run(predict_rank, launch_settings, str(folder), config, device=config.device)
     return None if written is None else Prediction(**written)
 
 
@@ -107,14 +106,11 @@ def evaluate(folder: Path, config: EvaluateConfig) -> dict[str, float]:
         return run.evaluate(config.data, config.split, inference=config.inference, show=True, **options)
 
 
-def predict_rank(world: World, folder: str, stored: dict[str, Any]) -> dict[str, Any] | None:
+def predict_rank(world: World, folder: str, config: InferConfig) -> dict[str, Any] | None:
     """Run one rank's part of a prediction.
 
     The first rank writes the file and returns a `Prediction` as plain data; others return None.
-
-    stored: an `InferConfig` as plain data, since it may come from another process.
     """
-    config = from_dict(InferConfig, stored)
     with print_messages(world.rank == 0):
         run = load(folder, weights=config.weights, device=world.device, trust=config.trust)
         assert run.settings is not None  # `load` asks for model= in a run of Python

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import ClassVar, Literal
+from typing import Literal
 
-from hopline.util.config import Keywords, RemovedSetting, check_fields, nearest, settings
+from hopline.util.config import Keywords, check_fields, nearest, settings
 
 NAMES = ("sage", "gcn", "gat", "gatv2", "gin", "graphconv", "pna", "transformer", "mlp", "gcnii", "appnp")
 """The names of models that `hopline.run.models.make_model` builds."""
@@ -15,17 +15,6 @@ NAMES = ("sage", "gcn", "gat", "gatv2", "gin", "graphconv", "pna", "transformer"
 class ModelSpec:
     """The settings of a model that `make_model`, or a function of the user, builds."""
 
-    REMOVED: ClassVar = {
-        "residual_first": RemovedSetting(False, "set model.residual=before"),
-        "aggr": RemovedSetting("mean", "set model.conv.aggr="),
-        "heads": RemovedSetting(4, "set model.conv.heads="),
-        "attention_dropout": RemovedSetting(0.0, "set model.conv.dropout="),
-        "alpha": RemovedSetting(0.1, "set model.conv.alpha="),
-        "theta": RemovedSetting(0.5, "set model.conv.theta="),
-        "shared_weights": RemovedSetting(True, "set model.conv.shared_weights="),
-        "aggregators": RemovedSetting(["mean", "min", "max", "std"], "set model.conv.aggregators="),
-        "scalers": RemovedSetting(["identity", "amplification", "attenuation"], "set model.conv.scalers="),
-    }
     name: str = "sage"
     """Name of the model, such as sage, gcn, gat, gin, pna, gcnii, appnp or mlp. Your own function is
     package.module:function or file.py:function."""

@@ -11,7 +11,6 @@ function, which gets the training data again.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -30,6 +29,7 @@ from hopline.data.nodes import select_nodes
 from hopline.data.splits import random_split
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn.whole_module import as_batch_model
+from hopline.report.settings import read_config
 from hopline.run.models import make_model
 from hopline.run.settings import RunConfig, is_run_of_trainer, load_trusted
 from hopline.run.train import load_weights, open_data
@@ -104,13 +104,11 @@ def load(
 
 def read_inputs(folder: Path) -> Inputs:
     """The form of a run's training data, from config.json. Raises a ValueError if it is not there."""
-    path = folder / "config.json"
+    stored = read_config(folder)
     try:
-        return Inputs.from_dict(json.loads(path.read_text()).get("inputs"))
-    except FileNotFoundError:
-        raise ValueError(f"{folder} is not a run folder: it has no config.json. Check the path.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} cannot be used for predictions ({error}): train again") from error
+        return Inputs.from_dict(stored.get("inputs"))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / 'config.json'} cannot be used for predictions ({error}): train again") from error
 
 
 def build_model(settings: RunConfig, inputs: Inputs) -> nn.Module:

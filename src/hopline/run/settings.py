@@ -9,13 +9,12 @@ the user names the same method (`load_config`) or trusts the model's module (`lo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from hopline.contract import Budget, Job, Method, Work, upgrade_budget
+from hopline.contract import Budget, Job, Method, Work
 from hopline.data.options import Columns, EdgeOptions, check_shares
 from hopline.data.paths import dgl_config, is_dataset
 from hopline.data.placement_settings import Placement
@@ -24,24 +23,20 @@ from hopline.distributed.launch_settings import LaunchSettings
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.settings import Auto, Sampled
+from hopline.report.settings import read_config
 from hopline.run.model_settings import ModelSpec
-from hopline.training.settings import TrainSettings, upgrade_schedule
-from hopline.util.config import RemovedSetting, check_fields, from_dict, parse_chunk_bytes, settings
+from hopline.training.settings import TrainSettings
+from hopline.util.config import check_fields, from_dict, parse_chunk_bytes, settings, to_dict
 from hopline.util.files import check_file
 
-DATA_ROOT = {"data_root": RemovedSetting(default=None, instead="set the environment variable HOPLINE_DATA")}
-"""The removed setting for the folder of datasets that are found by name, for a class's `REMOVED`."""
 PREDICTIONS = (".csv", ".parquet", ".npy")
 """Suffixes of files that predictions are written to."""
-SPLIT_SHARES = {"split_shares": RemovedSetting(default=None, instead="set split=0.6,0.2,0.2")}
-"""The removed setting for the shares of a split that is drawn, for a class's `REMOVED`."""
 
 
 @settings
 class RunConfig(TrainSettings, LaunchSettings):
     """The settings of a whole run: of `hopline train` and `hopline plan`."""
 
-    REMOVED: ClassVar = DATA_ROOT | SPLIT_SHARES
     data: str = "demo"
     """Dataset: a name, a folder or an .npz file."""
     split: int | tuple[float, float, float] = 0
@@ -82,6 +77,10 @@ class RunConfig(TrainSettings, LaunchSettings):
                 "split=0.6,0.2,0.2 to draw one"
             )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Ranks get the settings as plain data: no process can import a method of file.py:Class by its name.
+        return from_dict, (type(self), to_dict(self))
+
     @property
     def conversion(self) -> dict[str, Any]:
         """Options of the dataset's conversion that the user has set, as keywords of `open_dataset`."""
@@ -103,7 +102,6 @@ class ExportConfig:
 class InferConfig(LaunchSettings):
     """The settings of `hopline infer RUN`."""
 
-    REMOVED: ClassVar = DATA_ROOT
     nodes: str = "all"
     """Nodes to predict: all, train, valid, test, or a file of ids (.csv, .txt, .parquet or .npy)."""
     write: Literal["classes", "probabilities", "scores", "embeddings"] = "classes"
@@ -173,7 +171,6 @@ class EvaluateConfig:
 class ConvertConfig(EdgeOptions):
     """The settings of `hopline convert SOURCE FOLDER`."""
 
-    REMOVED: ClassVar = DATA_ROOT | SPLIT_SHARES
     nodes: Path | None = None
     """Node file of an edge list: features, label and split of each node."""
     columns: Columns = Columns()
@@ -199,7 +196,6 @@ class ConvertConfig(EdgeOptions):
 class PartitionConfig:
     """The settings of `hopline partition DATASET FOLDER`."""
 
-    REMOVED: ClassVar = DATA_ROOT
     shards: int = 0
     """Number of shards, one for each rank. Required."""
     how: Literal["metis", "streaming", "random", "range", "labels"] = "metis"
@@ -244,90 +240,35 @@ def load_config(folder: Path, *, own_method: str = "") -> RunConfig:
     Raises:
         ValueError: The folder is no run folder, or config.json is damaged or holds other settings.
     """
-    path = folder / "config.json"
-    if path.exists():
-        check_file(path)
-    try:
-        stored = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{folder} is not a run folder: it has no config.json. Check the path.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): restore it or train again") from error
-    if _is_of_trainer(stored):
+    config = read_config(folder)["config"]
+    if _is_of_trainer(config):
         raise ValueError(
             f"{folder} is a run of hl.Trainer in Python, whose model only your program can build: there, predict with "
             f"hl.load('{folder}', model=model).predict(data)"
         )
-    config = stored.get("config") if isinstance(stored, dict) else None
-    if isinstance(config, dict) and stored.get("format", 1) < 2 and config.get("symmetrize") is False:
-        config["symmetrize"] = None  # format 1 wrote false for "as the dataset says"
+    # A program may give a Trainer a RunConfig, and what it has no field for: gradients=, an optimizer of its own.
+    config = {key: value for key, value in config.items() if key not in ("gradients", "own")}
+    method = config.get("method")
     try:
-        config = upgrade_config(stored["config"])  # raises if `stored` has no settings
-        method = config.get("method")
         kind = str(method.get("kind", "")) if isinstance(method, Mapping) else ""
         if ":" not in kind or kind == own_method:
             return from_dict(RunConfig, config)
         without_method = {key: value for key, value in config.items() if key != "method"}
         return replace(from_dict(RunConfig, without_method), method=NotImported(name=kind))
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} does not hold the settings of a `hopline train` run: {error}") from error
+        raise ValueError(
+            f"{folder / 'config.json'} does not hold the settings of a `hopline train` run: {error}"
+        ) from error
 
 
 def is_run_of_trainer(folder: Path) -> bool:
     """Whether a folder holds a run of hl.Trainer in Python, rather than of `hopline train`."""
-    try:
-        return _is_of_trainer(json.loads((folder / "config.json").read_text()))
-    except (OSError, ValueError):  # `load_config` says what is wrong
-        return False
+    return _is_of_trainer(read_config(folder)["config"])
 
 
-def _is_of_trainer(stored: Any) -> bool:
-    """Whether config.json is a Trainer's. It has settings under "train"; `hopline train` has none there."""
-    config = stored.get("config") if isinstance(stored, dict) else None
-    return isinstance(config, dict) and "train" in config
-
-
-def upgrade_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a stored run as this version has them, where settings were merged or renamed.
-
-    `REMOVED` of a class refuses removed settings by name, unless they have their old default. `split_shares`
-    is in `REMOVED` for users who type it. A stored value has a successor, and becomes `split` here.
-    """
-    upgraded = dict(config)
-    # A program may have given a Trainer a RunConfig and gradients=. The Trainer stored "gradients" among the
-    # settings, and RunConfig has no such field.
-    upgraded.pop("gradients", None)
-    upgraded.pop("own", None)  # in the same way, names of an optimizer and a schedule of the user's own
-
-    shares = upgraded.pop("split_shares", None)
-    if shares is not None:
-        upgraded["split"] = shares
-
-    # Earlier versions could evaluate in a process on the CPU: evaluate=async_cpu, and before that
-    # evaluate=async with evaluate_on=host. Both become evaluate=async, which gives the same run: results are
-    # used as in a blocking run, on whichever device they are computed. Only metrics of a run on a GPU may
-    # differ in the last digits.
-    upgraded.pop("evaluate_on", None)
-    if upgraded.get("evaluate") == "async_cpu":
-        upgraded["evaluate"] = "async"
-
-    budget = upgraded.get("budget")
-    if isinstance(budget, Mapping) and "cut_by" in budget:
-        upgraded["budget"] = upgrade_budget(budget)
-
-    model = upgraded.get("model")
-    if isinstance(model, Mapping) and isinstance(model.get("residual"), bool):
-        upgraded_model = {key: value for key, value in model.items() if key != "residual_first"}
-        if not model["residual"]:
-            upgraded_model["residual"] = "none"
-        else:
-            upgraded_model["residual"] = "before" if model.get("residual_first") else "after"
-        upgraded["model"] = upgraded_model
-
-    schedule = upgraded.get("schedule")
-    if isinstance(schedule, Mapping):
-        upgraded["schedule"] = upgrade_schedule(schedule)
-    return upgraded
+def _is_of_trainer(config: Mapping[str, Any]) -> bool:
+    """Whether settings are a Trainer's. It stores some under "train"; `hopline train` stores none there."""
+    return "train" in config
 
 
 def load_trusted(folder: Path, trust: bool) -> RunConfig:

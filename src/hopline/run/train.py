@@ -68,7 +68,7 @@ def train(config: RunConfig) -> Run:
     find_device(config.device)  # before processes are started, each of which would raise the same error
     config = _with_whole_paths(config)
     launch_settings = launch_settings_of(config)
-    run = launch.run(train_rank, launch_settings, to_dict(config), device=config.device)
+    run = launch.run(train_rank, launch_settings, config, device=config.device)
     return run if isinstance(run, Run) else _from_plain(run)
 
 
@@ -88,12 +88,8 @@ def _with_whole_paths(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, model=model)
 
 
-def train_rank(world: World, stored: dict[str, Any]) -> Run | dict[str, Any]:
-    """Run one rank's part of a run. Returns the run, as plain data if there are several ranks.
-
-    stored: a `RunConfig` as plain data, since it may come from another process.
-    """
-    config = from_dict(RunConfig, stored)
+def train_rank(world: World, config: RunConfig) -> Run | dict[str, Any]:
+    """Run one rank's part of a run. Returns the run, as plain data if there are several ranks."""
     with print_messages(config.show):
         data = _open_together(config, world)
         check_name(data.name)

@@ -18,10 +18,7 @@ and `step`.
     async_evaluation    the evaluator that works while training continues
     checkpoint          the state of a run in a file, and resuming from it
     run_facts           facts about a run, for the report, config.json and checkpoints
-    run_lock            the lock of a run folder
 
-The files of a run folder are a contract: later versions read them, or refuse them by name. The package
-imports from `methods` and the folders below it.
-
-State of the process: `run_lock` owns the locks of run folders that this process holds.
+The files of a run folder are a contract: a format of another number is refused by name. The package imports
+from `methods` and the folders below it.
 """

@@ -45,7 +45,6 @@ from hopline.report.writer import versions
 from hopline.training.callbacks import EpochEnd, Evaluation, Run
 from hopline.training.settings import TrainSettings
 from hopline.util import trace
-from hopline.util.config import RemovedSetting, removed_settings
 from hopline.util.files import replacing
 from hopline.util.signals import Interrupted, Signals
 
@@ -366,15 +365,11 @@ def identity(
     }
 
 
-def check_identity(
-    stored: Mapping[str, Any], ours: Mapping[str, Any], path: Path, removed: Mapping[str, RemovedSetting]
-) -> None:
+def check_identity(stored: Mapping[str, Any], ours: Mapping[str, Any], path: Path) -> None:
     """Refuse a checkpoint of another run, and name the first fact that differs.
 
-    stored, ours: what `identity` returned for the checkpoint and for this run. removed: settings that the
-    method no longer has.
+    stored, ours: what `identity` returned for the checkpoint and for this run.
     """
-    stored = {**stored, "method": _without_removed(stored.get("method"), removed, path)}
     for key, value in ours.items():
         if key == "code":  # compared last: differences of settings are easier to read
             continue
@@ -437,16 +432,6 @@ def _check_code(stored: Mapping[str, Mapping[str, str]], ours: Mapping[str, Mapp
 def _first_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     """The first name whose values differ, or that only one of the two has."""
     return next(name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name))
-
-
-def _without_removed(method: Any, removed: Mapping[str, RemovedSetting], path: Path) -> Any:
-    """The settings of a stored method that still exist. One that was removed must have had its default."""
-    if not isinstance(method, Mapping):
-        return method
-    for key in method.keys() & removed.keys():
-        if method[key] != removed[key].default:
-            raise ValueError(f"{path} is of a run with method.{key}={method[key]}. {removed[key].refusal(key)}")
-    return {key: value for key, value in method.items() if key not in removed}
 
 
 def check_mode(state: Mapping[str, Any], metric_mode: Mode | None, path: Path) -> None:
@@ -522,8 +507,7 @@ class Checkpoints:
         missing = [key for key in needed if key not in state]
         if missing:
             raise _damage_error(self.path, f"it has no {missing[0]}")
-        removed = removed_settings(type(trainer.requested_method))
-        check_identity(state["identity"], trainer.identity(), self.path, removed)
+        check_identity(state["identity"], trainer.identity(), self.path)
         check_mode(state, trainer.metric_mode, self.path)
         num_ranks = len(state["ranks"])
         if num_ranks not in (0, self.world.size):

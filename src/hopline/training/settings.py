@@ -6,15 +6,12 @@ field as its description.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
-from hopline.util.config import RemovedSetting, check_fields, settings
+from hopline.util.config import check_fields, settings
 
 EVERY = {"step": 10, "plateau": 5}
 """Default of `Schedule.every`, by the name of the schedule: epochs of `step`, evaluations of `plateau`."""
-SAME_DEVICE = "set evaluate=async or evaluate=blocking, which evaluate on the device that trains"
-"""Advice for settings that were removed with evaluation by a process on the CPU."""
 
 
 @settings
@@ -33,9 +30,6 @@ class Schedule:
         0.0
     """
 
-    REMOVED: ClassVar = {
-        "patience": RemovedSetting(default=5, instead="set schedule.every= with schedule.name=plateau")
-    }
     name: Literal["constant", "cosine", "plateau", "step"] = "constant"
     """Learning rate over the epochs: `constant`, `cosine` down to `floor` after the last epoch, `plateau`
     (lower when the validation metric stalls) or `step` (lower every few epochs)."""
@@ -62,21 +56,6 @@ class Schedule:
             raise ValueError(f"schedule.warmup must be at least 0, not {self.warmup}")
 
 
-def upgrade_schedule(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A schedule from a checkpoint, in the fields of this version.
-
-    Earlier versions had `patience` for `plateau`, and `every` for `step` alone.
-    """
-    if "patience" not in stored:
-        return dict(stored)
-    name = stored.get("name")
-    every = stored["patience"] if name == "plateau" else stored.get("every")
-    # Now None is the default. A schedule that does not read `every` counts as one with the default.
-    is_default = name not in EVERY or every == EVERY[name]
-    upgraded = {key: value for key, value in stored.items() if key != "patience"}
-    return upgraded | {"every": None if is_default else every}
-
-
 @settings
 class TrainSettings:
     """How to train, apart from the method: the fields are keyword arguments of `Trainer`.
@@ -89,11 +68,6 @@ class TrainSettings:
         'adam'
     """
 
-    # "name=value" is a value that was removed. It has no default.
-    REMOVED: ClassVar = {
-        "evaluate_on": RemovedSetting(default="device", instead=SAME_DEVICE),
-        "evaluate=async_cpu": RemovedSetting(default=None, instead=SAME_DEVICE),
-    }
     epochs: int = 10
     """Number of epochs to train, unless training stops early."""
     lr: float = 0.003

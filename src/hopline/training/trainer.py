@@ -44,7 +44,7 @@ from hopline import inference as infer
 from hopline import ops
 from hopline.budget.guard import Guard, guard_of, limit_cuda_memory
 from hopline.budget.memory_plan import RunOutline
-from hopline.contract import Budget, Method, Plan, TrainStep, Unit, Work, in_groups, units_from
+from hopline.contract import Budget, Method, Plan, TrainStep, Unit, Work, in_groups
 from hopline.data.checks import check_training
 from hopline.data.dataset import Dataset, expect_dataset
 from hopline.data.placement import describe
@@ -99,20 +99,23 @@ from hopline.training.overwrite import ReplaceRun, restore_overwritten
 from hopline.training.rank_steps import align_groups, total_size
 from hopline.training.report_callbacks import ShowProgress, WatchBudget, WatchPipeline, WriteReport, peak_bytes
 from hopline.training.run_facts import check_trainer_ranks, fingerprints, name_of, settings_of, stored_settings
-from hopline.training.run_lock import HANDOVER_S, RunLock
 from hopline.training.settings import Schedule, TrainSettings
 from hopline.training.validation import BlockingEvaluator, Evaluator, Result
 from hopline.training.watch_staleness import WatchHistory
 from hopline.units.batch_unit import own_threads
 from hopline.units.job import make_job
 from hopline.util import trace
-from hopline.util.config import check_names, removed_settings
+from hopline.util.config import check_names
 from hopline.util.errors import NotCopied
+from hopline.util.file_lock import FileLock
 from hopline.util.files import remove_unfinished
 from hopline.util.host import host_memory, keep_freed_memory_within, refuse_after_fork
 from hopline.util.log import logger, print_messages
 from hopline.util.output import outlive_output
 
+HANDOVER_S = 5.0
+"""Seconds that a resumed run waits for the earlier run to end and release the folder. Ranks may need seconds to
+end after their launcher was stopped."""
 NUM_TRIED_NODES = 64
 """Validation nodes at which a `test_step` is tried before training. A rule of thumb."""
 BudgetLike = Budget | str | Mapping[str, str] | None
@@ -201,8 +204,7 @@ class Trainer(NotCopied):
         parameters = inspect.signature(Trainer).parameters.values()
         keywords = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
         setting_names = [field.name for field in fields(TrainSettings)]
-        removed = removed_settings(TrainSettings)
-        check_names("Trainer", settings, [*keywords, *setting_names], removed, KEYWORDS_ELSEWHERE)
+        check_names("Trainer", settings, [*keywords, *setting_names], KEYWORDS_ELSEWHERE)
         self.own_optimizer = check_optimizer(optimizer, settings)
         self.own_schedule = check_schedule(schedule, schedule_every)
         self.schedule_every: Literal["epoch", "step"] = schedule_every
@@ -442,7 +444,7 @@ class Trainer(NotCopied):
         position = self.position
         # As if the epoch had begun in this process, so that its seconds include those before a resume.
         started = time.perf_counter() - position.seconds
-        units = units_from(self.work, epoch, done=position.units, examples=round(position.seeds))
+        units = self.work.units(epoch, done=position.units, examples=round(position.seeds))
         groups = in_groups(units, self.settings.accumulate)
         with closing(align_groups(groups, self.world)) as steps:
             for step_units in steps:
@@ -877,7 +879,8 @@ class Trainer(NotCopied):
         if folder is not None:
             resumes = self.settings.resume
             # A run that resumes waits for the processes of the earlier one to release the folder.
-            stack.enter_context(RunLock(folder, wait_s=HANDOVER_S if resumes else 0.0))
+            wait_s = HANDOVER_S if resumes else 0.0
+            stack.enter_context(FileLock(folder / "run.lock", folder, wait_s, "choose another folder with out="))
             restore_overwritten(folder)
             if has_run(folder) and not (resumes or self.settings.overwrite):
                 raise ValueError(

@@ -105,39 +105,6 @@ def nearest(name: str, options: Iterable[str]) -> str:
     return f" Did you mean '{by_lower[close[0]]}'?" if close else ""
 
 
-class RemovedSetting(typing.NamedTuple):
-    """A setting, or a value of one, that earlier versions had.
-
-    A settings class lists them in its `REMOVED`, by the name of a setting that is gone, or by "name=value"
-    for a value that is gone.
-    """
-
-    default: Any
-    """The default of the setting, as JSON holds it. A stored run with this value is read without the
-    setting."""
-    instead: str
-    """Advice for the user, such as "set refresh_every=1"."""
-
-    def refusal(self, key: str) -> str:
-        """The message for a user who types the setting. key: as typed, such as method.compress."""
-        return f"{key} was removed: {self.instead}"
-
-
-def removed_settings(cls: type) -> Mapping[str, RemovedSetting]:
-    """The removed settings of a class and of its base classes, by name. A class overrides its bases."""
-    removed: dict[str, RemovedSetting] = {}
-    for base in reversed(cls.__mro__):
-        removed |= vars(base).get("REMOVED", {})
-    return removed
-
-
-def _refuse_removed_value(cls: type, name: str, value: Any, key: str) -> None:
-    """Raise ValueError for a value that a setting no longer has. key: as typed, such as method.compress."""
-    removed = removed_settings(cls).get(f"{name}={value}")
-    if removed is not None:
-        raise ValueError(removed.refusal(f"{key}={value}"))
-
-
 def kind_of(cls: type) -> str:
     """Return the name by which a class is picked in settings: FullBatch is "full_batch"."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
@@ -270,15 +237,6 @@ def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
 def _from_dict(cls: type[Any], data: Mapping[str, Any], prefix: str) -> Any:
     """`from_dict` for a class whose keys have a prefix, such as "model."."""
     hints = _settable(cls)
-    removed = removed_settings(cls)
-    # The config.json of an earlier version names every setting, removed ones too. Their default is what
-    # hopline does now, so that only another value is refused.
-    for key in set(data) & set(removed):
-        if data[key] != removed[key].default:
-            raise ValueError(removed[key].refusal(prefix + key))
-    data = {key: value for key, value in data.items() if key not in removed}
-    for key, value in data.items():
-        _refuse_removed_value(cls, key, value, prefix + key)
     for key in set(data) - set(hints):
         valid = ", ".join(prefix + name for name in hints)
         raise ValueError(f"Unknown key '{prefix}{key}'.{nearest(key, hints)} Valid keys here: {valid}.")
@@ -444,14 +402,10 @@ def _apply(cls: type[Any], base: Any, items: Sequence[_Assignment], prefix: str,
     """
     hints = _settable(cls)
     groups: dict[str, list[_Assignment]] = {}
-    removed = removed_settings(cls)
     for item in items:
         name = item.path[0]
-        if name in removed:
-            raise ValueError(removed[name].refusal(item.key))
         if name not in hints:
             raise _unknown_key(item.key, prefix, hints, root)
-        _refuse_removed_value(cls, name, item.text, item.key)
         groups.setdefault(name, []).append(item)
 
     current = defaults_of(cls) if base is None else {name: getattr(base, name) for name in hints}
@@ -482,7 +436,7 @@ def _field_value(annotation: Any, current: Any, group: Sequence[_Assignment], ke
     whole = [item.text for item in group if item.is_whole]
     inner = [item.inside() for item in group if not item.is_whole]
     if inner and cls is None:
-        raise _unknown_key(inner[0].key, prefix="", valid=(), root=root)
+        raise _unknown_key(inner[0].key, prefix="", valid={}, root=root)
 
     if whole:
         value = _read(whole[-1], annotation, key, _text_as)
@@ -608,11 +562,11 @@ def _number(text: str, member: type[int] | type[float]) -> float:
     return member(number)
 
 
-def _unknown_key(key: str, prefix: str, valid: Iterable[str], root: Any) -> ValueError:
+def _unknown_key(key: str, prefix: str, valid: Mapping[str, Any], root: Any) -> ValueError:
     """An error for a key that does not exist at its level, with the best suggestion among all keys.
 
-    prefix: of the level, such as "model.". valid: names of the level's fields. root: the outermost
-    settings.
+    prefix: of the level, such as "model.". valid: annotations of the level's fields by name. root: the
+    outermost settings.
     """
     level_keys = [prefix + name for name in valid]
     group_of_key = {setting.key: setting.group for setting in _walk(type(root))}
@@ -623,6 +577,10 @@ def _unknown_key(key: str, prefix: str, valid: Iterable[str], root: Any) -> Valu
         hint = f" Did you mean '{same_ending[0]}'?"
     else:
         hint = nearest(key, [*level_keys, *group_of_key])
+    # Such as model.heads, which GATConv has and the model has not.
+    for keywords in (name for name, annotation in valid.items() if _is_mapping(annotation)):
+        name = key.removeprefix(prefix)
+        hint += f" As a keyword argument of PyG's {keywords} it is {prefix}{keywords}.{name}."
     valid_keys = f" Valid keys here: {', '.join(level_keys)}." if level_keys else ""
     return ValueError(f"Unknown key '{key}'.{hint}{valid_keys}")
 
@@ -755,8 +713,8 @@ def _sentences(cls: type) -> dict[str, str]:
 def settings(cls: type[T]) -> type[T]:
     """Decorate a settings class: a frozen dataclass with keyword arguments only.
 
-    Its constructor answers a misspelt keyword with the nearest name, and a removed one with what to use
-    instead. Where a field is a path, or a group with a short form (schedule="cosine"), it takes text too.
+    Its constructor answers a misspelt keyword with the nearest name. Where a field is a path, or a group with a
+    short form (schedule="cosine"), it takes text too.
     """
     settings_class = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     construct = settings_class.__init__
@@ -768,7 +726,7 @@ def settings(cls: type[T]) -> type[T]:
             raise TypeError(
                 f"{settings_class.__name__} takes its settings by name, such as {names[0]}={positional[0]!r}"
             )
-        check_names(settings_class.__name__, values, names, removed_settings(settings_class))
+        check_names(settings_class.__name__, values, names)
         construct(self, **{name: _from_text(value, settings_class, name) for name, value in values.items()})
 
     settings_class.__init__ = __init__
@@ -791,7 +749,6 @@ def check_names(
     owner: str,
     names: Iterable[str],
     valid: Collection[str],
-    removed: Mapping[str, RemovedSetting] = MappingProxyType({}),
     instead: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Raise TypeError for a keyword argument that the owner does not have.
@@ -800,8 +757,6 @@ def check_names(
     valid: keywords that exist. instead: what to give for keywords of other libraries.
     """
     for name in names:
-        if name in removed:
-            raise TypeError(f"{owner}: {removed[name].refusal(name)}")
         if name in instead:
             raise TypeError(f"{owner} has no setting '{name}': give {instead[name]}")
         if name not in valid:
@@ -817,7 +772,6 @@ def check_fields(obj: Any) -> None:
     hints = _hints(type(obj))
     for field in dataclasses.fields(obj):
         value = getattr(obj, field.name)
-        _refuse_removed_value(type(obj), field.name, value, field.name)
         check_value(field.name, value, hints[field.name])
 
 

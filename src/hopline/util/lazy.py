@@ -18,7 +18,6 @@ def on_first_use(
     package: str,
     names_of: Mapping[str, Sequence[str]],
     elsewhere: Mapping[str, str] = MappingProxyType({}),
-    moved: Mapping[str, str] = MappingProxyType({}),
     missing: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's `__getattr__` and `__dir__`.
@@ -27,9 +26,7 @@ def on_first_use(
     names_of: module -> names that the package takes from it. "new=old" takes the module's `old` under the
         name `new`, and "new=." the module itself. A module without names is itself a public name, the last
         part of its path.
-    elsewhere: text that users type ("hl.extend") -> a package that has names which were once in this one.
-        The error for such a name says where it is now.
-    moved: former name -> text that users type now, for names that were also renamed.
+    elsewhere: text that users type ("hl.extend") -> a package whose names users look for in this one.
     missing: name that users of PyG look for -> why there is none, and what to do without it.
     """
     sources: dict[str, _Source] = {}
@@ -46,7 +43,7 @@ def on_first_use(
         if name not in sources:
             if name in missing:
                 raise AttributeError(f"there is no hl.{name}, since {missing[name]}")
-            raise _missing_name(package, name, sources, elsewhere, moved)
+            raise _missing_name(package, name, sources, elsewhere)
         source = sources[name]
         module = importlib.import_module(source.module)
         value = module if source.name is None else getattr(module, source.name)
@@ -66,21 +63,14 @@ class _Source(NamedTuple):
     """The name in the module; None for the module itself."""
 
 
-def _missing_name(
-    package: str, name: str, names: Iterable[str], elsewhere: Mapping[str, str], moved: Mapping[str, str]
-) -> AttributeError:
-    """An error for a name that a package does not have.
-
-    It says where the name is now, or which name is similar.
-    """
+def _missing_name(package: str, name: str, names: Iterable[str], elsewhere: Mapping[str, str]) -> AttributeError:
+    """An error for a name that a package does not have. It says where the name is, or which one is similar."""
     message = f"module {package!r} has no attribute {name!r}"
     if name.startswith("_"):  # Python and its tools look for many such names: no advice for them
         return AttributeError(message)
-    if name in moved:
-        return AttributeError(f"hl.{name} has moved: use {moved[name]}")
     for typed, other_package in elsewhere.items():
         if name in importlib.import_module(other_package).__all__:
-            return AttributeError(f"hl.{name} has moved: use {typed}.{name}")
+            return AttributeError(f"{message}: use {typed}.{name}")
     from hopline.util.config import nearest
 
     hint = nearest(name, names)

@@ -3,8 +3,8 @@
     with progress("convert", total=num_edges, unit="edges") as shown:
         shown.advance(1000, loss=0.7)
 
-A terminal can hold one live display, so all bars of a console share one `_Display`. The first bar starts it
-and the last one stops it. Any thread may advance any bar.
+rich draws the bars. It has no lines for a file, and a terminal holds one of its displays at a time; so all bars
+of a console share one, from the first bar to the last. Any thread may advance any bar.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn
+from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
 from rich.progress import Progress as RichDisplay
 from rich.table import Column
 from rich.text import Text
 
 PLAIN_INTERVAL_S = 10.0
-"""Least seconds from one plain line to the next, where there is no terminal. A rule of thumb."""
+"""Least seconds from one plain line to the next, where there is no terminal."""
 REFRESH_INTERVAL_S = 0.1
-"""Least seconds from one drawing of the bars to the next. A rule of thumb."""
+"""Least seconds from one drawing of the bars to the next."""
 
 _lock = threading.RLock()
 """Held while `_displays`, a display or one of its bars is read or changed."""
@@ -74,23 +74,13 @@ def progress(
     elif not console.is_terminal:
         reporter = _Lines(console, label, total, unit, brief)
     else:
-        reporter = _open_bar(console, label, total, unit, brief)
+        reporter = _Bar(console, label, total, unit, brief)
     completed = False
     try:
         yield reporter
         completed = True
     finally:
         reporter.close(completed)
-
-
-def _open_bar(console: Console, label: str, total: int | None, unit: str, brief: bool) -> _Bar:
-    """A new bar in the display of a console, which is created if the console has none."""
-    with _lock:
-        display = _displays.get(console)
-        if display is None:
-            display = _Display(console)
-            _displays[console] = display
-        return _Bar(display, label, total, unit, brief)
 
 
 @functools.cache
@@ -158,124 +148,77 @@ class _Lines(Progress):
         self._console.file.flush()
 
 
-class _Display:
-    """The live display that all bars of one console share, since a terminal can hold only one.
-
-    It lives from the first bar to the last one. Callers hold `_lock`.
-    """
+class _Display(RichDisplay):
+    """The bars of one console. Callers hold `_lock`."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
-        self._num_bars = 0
-        self._refreshed_s = 0.0
-        # No automatic refresh: `advance` refreshes. rich's own refreshing thread would outlive a stopped
-        # display.
-        self.rich = RichDisplay(
-            TextColumn("{task.description}", markup=False, style="bold"),
-            BarColumn(bar_width=20),
-            *(column(Column(no_wrap=True)) for column in (_AmountColumn, _TimeColumn, _ValuesColumn)),
-            console=console,
-            auto_refresh=False,
-        )
+        # No automatic refresh: rich's own thread would outlive a stopped display. Transient: a bar that ends is
+        # printed above those that go on, so that the live part of the screen stays small.
+        columns = (TextColumn("{task.description}", markup=False, style="bold"), BarColumn(bar_width=20))
+        status = _StatusColumn(Column(no_wrap=True))
+        super().__init__(*columns, status, console=console, auto_refresh=False, transient=True)
+        self._drawn_s = 0.0
 
-    def enter(self) -> None:
-        """Count a new bar. The first one starts the display."""
-        self._num_bars += 1
-        if self._num_bars == 1:
-            self.rich.start()
-
-    def leave(self, task_id: TaskID, remove: bool) -> None:
-        """End a bar. The last one stops the display. remove: leave no trace of the bar on the terminal."""
-        self._num_bars -= 1
-        if remove:
-            # `stop` draws the bars a last time, and this one must not be among them.
-            self.rich.update(task_id, visible=False)
-        if self._num_bars == 0:
-            del _displays[self._console]
-            self.rich.stop()
-        elif remove:
-            self.rich.remove_task(task_id)
-        else:
-            # The bar that ended is printed above the live ones, and scrolls away. So the live part of the
-            # screen stays small, however many bars have ended.
-            task = self.task(task_id)
-            self.rich.remove_task(task_id)
-            self._console.print(self.rich.make_tasks_table([task]))
-
-    def task(self, task_id: TaskID) -> Task:
-        """rich's record of a bar."""
-        return next(task for task in self.rich.tasks if task.id == task_id)
-
-    def refresh(self) -> None:
+    def draw(self) -> None:
         """Draw the bars, unless they were drawn less than `REFRESH_INTERVAL_S` ago."""
         now_s = time.monotonic()
-        if now_s - self._refreshed_s >= REFRESH_INTERVAL_S:
-            self._refreshed_s = now_s
-            self.rich.refresh()
+        if now_s - self._drawn_s >= REFRESH_INTERVAL_S:
+            self._drawn_s = now_s
+            self.refresh()
 
 
 class _Bar(Progress):
     """Progress as one bar of the shared display. Any thread may call; calls after `close` do nothing."""
 
-    def __init__(self, display: _Display, label: str, total: int | None, unit: str, brief: bool) -> None:
-        self._display = display
-        self._total = total
+    def __init__(self, console: Console, label: str, total: int | None, unit: str, brief: bool) -> None:
         self._brief = brief
-        self._is_open = True
-        self._task_id: TaskID = display.rich.add_task(label, total=total, unit=unit, values={})
         self._values: dict[str, Any] = {}
-        display.enter()
+        with _lock:
+            if console not in _displays:
+                _displays[console] = _Display(console)
+                _displays[console].start()
+            self._display = _displays[console]
+            self._task_id = self._display.add_task(label, total=total, unit=unit, values=self._values)
 
     def advance(self, n: float = 1, **info: Any) -> None:
         with _lock:
-            if self._is_open:
+            if self._task_id in self._display.task_ids:
                 self._values |= info
-                self._display.rich.update(self._task_id, advance=n, values=dict(self._values))
-                self._display.refresh()
+                self._display.update(self._task_id, advance=n)
+                self._display.draw()
 
     def info(self, **values: Any) -> None:
         self.advance(0, **values)
 
     def close(self, completed: bool) -> None:
         with _lock:
-            self._is_open = False
-            rich = self._display.rich
-            rich.stop_task(self._task_id)
-            if completed and self._total is None:
-                # A bar without a total pulses. With a total it is shown as full.
-                num_done = self._display.task(self._task_id).completed
-                rich.update(self._task_id, total=num_done)
-            self._display.leave(self._task_id, remove=self._brief and completed)
+            self._display.stop_task(self._task_id)
+            task = next(task for task in self._display.tasks if task.id == self._task_id)
+            if completed and task.total is None:  # a bar without a total pulses, with one it is full
+                self._display.update(self._task_id, total=task.completed)
+            self._display.remove_task(self._task_id)
+            if not self._display.tasks:
+                self._display.stop()
+                del _displays[self._display.console]
+            if not (self._brief and completed):
+                self._display.console.print(self._display.make_tasks_table([task]))
 
 
-class _AmountColumn(ProgressColumn):
-    """The column of units done, out of the total if it is known."""
-
-    def render(self, task: Task) -> Text:
-        total = None if task.total is None else int(task.total)
-        return Text(_format_amount(int(task.completed), total, task.fields["unit"]), style="progress.download")
-
-
-class _TimeColumn(ProgressColumn):
-    """The column of the rate, the time since the start and the estimated time left."""
+class _StatusColumn(ProgressColumn):
+    """The column of units done, the rate, the time since the start, the estimated time left, and values."""
 
     def render(self, task: Task) -> Text:
+        unit = task.fields["unit"]
         elapsed_s = task.elapsed or 0.0
-        text = _format_clock(elapsed_s)
-        if task.total and 0 < task.completed < task.total and not task.stop_time:
-            remaining_s = elapsed_s / task.completed * (task.total - task.completed)
-            text += f" < {_format_clock(remaining_s)}"
+        total = None if task.total is None else int(task.total)
+        text = Text(_format_amount(int(task.completed), total, unit), style="progress.download")
         if elapsed_s and task.completed:
-            rate = _format_rate(task.completed / elapsed_s, task.fields["unit"])
-            text = f"{rate}  {text}"
-        return Text(text, style="progress.remaining")
-
-
-class _ValuesColumn(ProgressColumn):
-    """The column of values that `advance` and `info` report."""
-
-    def render(self, task: Task) -> Text:
-        return Text(_format_values(task.fields["values"]), style="cyan")
+            text.append(f"  {_format_rate(task.completed / elapsed_s, unit)}", style="progress.remaining")
+        clock = _format_clock(elapsed_s)
+        if task.total and 0 < task.completed < task.total and not task.stop_time:
+            clock += f" < {_format_clock(elapsed_s / task.completed * (task.total - task.completed))}"
+        text.append(f"  {clock}", style="progress.remaining")
+        return text.append(f"  {_format_values(task.fields['values'])}", style="cyan")
 
 
 def _format_amount(num_done: float, total: int | None, unit: str) -> str:
@@ -297,7 +240,7 @@ def _format_clock(duration_s: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def _format_values(values: dict[str, Any]) -> str:
+def _format_values(values: Mapping[str, Any]) -> str:
     """Values with their names, such as "loss 0.71, lr 0.01"."""
     return ", ".join(f"{name} {_format_value(value)}" for name, value in values.items())
 

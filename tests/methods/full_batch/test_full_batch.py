@@ -16,7 +16,6 @@ from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
 from hopline.shards.write import cut
-from hopline.util.config import from_dict
 from hopline.util.errors import RankError
 from tests.helpers import GNN_OPTIONS, KERNEL_DEVICE, dataset_of, gnn_of, plain_gnn, randn, random_graph
 from tests.methods.full_batch.ranks import DATA, differences, model_of, train, train_all, train_until_death
@@ -230,33 +229,12 @@ def test_a_killed_rank_is_named_and_the_run_resumes_exactly(tmp_path: Path):
     [
         ({"num_shards": 0}, "num_shards must be at least 1"),
         ({"aggregation": "one_shot", "folder": Path("x")}, "folder= is for a sweep"),
-        ({"compress": "topk"}, "compress=topk was removed: set compress=bf16"),
         ({"compress": "fp16"}, "compress must be 'none' or 'bf16' or 'bf16_both'"),
     ],
 )
 def test_invalid_settings_are_refused_with_a_message(settings: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         hl.FullBatch(**settings)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "instead"),
-    [
-        ("depth", 2, "leave it out"),
-        ("chunk", "1MiB", "leave it out"),
-        ("topk", 0.5, "set compress=bf16"),
-        ("compress_gradients", True, "set compress=bf16_both"),
-        ("boundary_rate", 0.5, "set compress=bf16"),
-        ("stale", True, "leave it out"),
-    ],
-)
-def test_removed_settings_are_refused_with_what_to_do_and_read_where_they_had_their_default(
-    name: str, value: Any, instead: str
-):
-    for make_method in (lambda: hl.FullBatch(**{name: value}), lambda: from_dict(hl.FullBatch, {name: value})):
-        with pytest.raises((TypeError, ValueError), match=f"{name} was removed: .*{instead}"):
-            make_method()
-    assert from_dict(hl.FullBatch, {name: hl.FullBatch.REMOVED[name].default}) == hl.FullBatch()
 
 
 @pytest.mark.parametrize("settings", [{"compress": "bf16"}, {"compress": "bf16_both"}], ids=str)

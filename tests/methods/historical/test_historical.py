@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hopline.contract import Job
 from hopline.distributed.world import World
 from hopline.methods.historical.settings import Historical
-from hopline.util.config import from_dict, override
+from hopline.util.config import override
 from tests.methods.historical.test_work import DATA, model_of, trainer_of
 
 
@@ -35,27 +35,6 @@ from tests.methods.historical.test_work import DATA, model_of, trainer_of
 def test_invalid_settings_are_refused_with_a_message(settings: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         Historical(**settings)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "instead"),
-    [
-        ("momentum", 0.5, "set refresh_every=1"),
-        ("mixing", 0.5, "set refresh_every=1"),
-        ("mixing_score", "linear", "set refresh_every=1"),
-        ("refresh_with_evaluation", True, "set refresh_every=evaluation"),
-        ("measure_bias", True, "benchmarks/history_bias.py"),
-        ("pool_size", 0, "4 pinned buffers of 32 MiB, so leave it out"),
-        ("buffer_rows", 64, "4 pinned buffers of 32 MiB, so leave it out"),
-    ],
-)
-def test_removed_settings_are_refused_with_what_to_do_and_read_where_they_had_their_default(
-    name: str, value: Any, instead: str
-):
-    for make_method in (lambda: Historical(**{name: value}), lambda: from_dict(Historical, {name: value})):
-        with pytest.raises((TypeError, ValueError), match=f"{name} was removed: .*{instead}"):
-            make_method()
-    assert from_dict(Historical, {name: Historical.REMOVED[name].default}) == Historical()
 
 
 @pytest.mark.parametrize(("text", "value"), [("none", None), ("3", 3), ("evaluation", "evaluation")])

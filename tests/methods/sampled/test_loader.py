@@ -14,11 +14,10 @@ from torch_geometric.nn import SAGEConv
 
 import hopline as hl
 from hopline.data.placement import place
-from hopline.methods.sampled.loader import resolve_layout, resolve_workers
+from hopline.methods.sampled.loader import resolve_layout
 from hopline.methods.sampled.work import SampledWork
 from hopline.nn import GNN
-from hopline.pipeline.stages import Load
-from hopline.pipeline.tuning import Tuning
+from hopline.pipeline.stages import resolve_threads
 from hopline.tables import TensorTable
 from tests.helpers import dataset_of, randn, random_graph
 from tests.ranks import AgreeingWorld
@@ -85,30 +84,10 @@ def test_layout_tree_gives_tree_blocks():
 
 
 def test_workers_and_look_ahead_follow_the_number_of_cores():
-    assert resolve_workers(hl.Sampled(), 2) == (2, 4)
-    assert resolve_workers(hl.Sampled(), 64) == (8, 16)
-    assert resolve_workers(hl.Sampled(workers=0), 64) == (0, 2)
-
-
-def test_threads_are_tuned_between_epochs_only_where_the_method_leaves_them_open(monkeypatch: pytest.MonkeyPatch):
-    loads: list[Load] = []
-    monkeypatch.setattr(Tuning, "learn", lambda tuning, load: (loads.append(load), setattr(tuning, "workers", 1)))
-    monkeypatch.setattr("hopline.distributed.world.num_cores", lambda: 3)
-    tuned = hl.Sampled(fanouts=(3,), batch_size=4).loader(DATA)
-    assert tuned.threads == (3, 6)
-
-    first = list(tuned)
-    second = list(tuned.epoch(1))
-    assert [load.workers for load in loads] == [3, 1], "the epoch that is over, and the next with what was learnt"
-    assert [load.num_results for load in loads] == [len(first)] * 2
-    assert all(map(torch.equal, (b.input_ids for b in first), (b.input_ids for b in second)))
-
-    for fixed in ({"workers": 2}, {"look_ahead": 3}, {"workers": 0}):
-        loader = hl.Sampled(fanouts=(3,), batch_size=4, **fixed).loader(DATA)  # type: ignore[arg-type]
-        before = loader.threads
-        assert len(list(loader)) == len(first)
-        assert loader.threads == before
-    assert len(loads) == 2
+    assert resolve_threads("auto", "auto", 2) == (2, 4)
+    assert resolve_threads("auto", "auto", 64) == (8, 16)
+    assert resolve_threads(0, "auto", 64) == (0, 2)
+    assert resolve_threads("auto", 3, 64) == (8, 3)
 
 
 def test_a_loader_for_a_budget_is_another_loader_of_the_same_batches():

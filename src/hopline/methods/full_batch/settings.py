@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from hopline.contract import Budget, Job, Method, Outline, Plan, Work
 from hopline.data.placement_settings import Placement, with_graph_on_host
-from hopline.util.config import RemovedSetting, check_fields, settings
+from hopline.util.config import check_fields, settings
 
 if TYPE_CHECKING:  # loaders need torch; the settings do not
     import torch
@@ -25,9 +25,6 @@ if TYPE_CHECKING:  # loaders need torch; the settings do not
     from hopline.shards.shard import Shard
 
 Aggregation = Literal["auto", "sweep", "sequential", "stored", "one_shot"]
-
-FEWER_BYTES = "set compress=bf16, which sends every row in fewer bytes"
-"""Advice in place of removed settings, which sent only some rows of each message."""
 
 
 @settings
@@ -50,18 +47,6 @@ class FullBatch(Method):
         (True, 3)
     """
 
-    # Each with its default, and the advice for a user who sets it.
-    REMOVED: ClassVar = {
-        "depth": RemovedSetting(1, "the rows of one shard are always asked for ahead, so leave it out"),
-        "chunk": RemovedSetting("4MiB", "the messages of a chunk of edges always take about 4 MiB, so leave it out"),
-        "topk": RemovedSetting(0.25, FEWER_BYTES),
-        "compress=topk": RemovedSetting(None, FEWER_BYTES),
-        "compress_gradients": RemovedSetting(False, "set compress=bf16_both, which rounds rows and their gradients"),
-        "boundary_rate": RemovedSetting(1.0, FEWER_BYTES),
-        "stale": RemovedSetting(
-            False, "rows of this epoch are always used, so leave it out; compress=bf16 makes messages smaller"
-        ),
-    }
     num_shards: int = 8
     """Shards of the graph. With several ranks there is one shard per rank."""
     aggregation: Aggregation = "auto"

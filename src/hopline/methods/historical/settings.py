@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from hopline.contract import Budget, Job, Method, Outline, Plan
 from hopline.data.placement_settings import Placement, with_graph_on_host
-from hopline.util.config import RemovedSetting, check_fields, settings
+from hopline.util.config import check_fields, settings
 
 if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
     import torch
@@ -24,14 +24,6 @@ if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
     from hopline.distributed.world import World
     from hopline.methods.historical.loader import HistoricalLoader
     from hopline.methods.historical.work import HistoricalWork
-
-FRESH_TABLES = "set refresh_every=1, which makes the tables exact at the beginning of every epoch"
-"""Advice in place of `momentum`, `mixing` and `mixing_score`.
-
-These settings mixed the halo's historical embeddings with new ones, computed from some of their in-edges.
-"""
-PINNED_BUFFERS = "rows of tables=host go through 4 pinned buffers of 32 MiB, so leave it out"
-"""Advice in place of `pool_size` and `buffer_rows`."""
 
 
 @settings
@@ -60,15 +52,6 @@ class Historical(Method):
 
     KNOWN_AS: ClassVar = {"cluster": {"halo": "drop"}, "clustergcn": {"halo": "drop"}, "gas": {}, "gnnautoscale": {}}
     """Names of papers and other libraries, by their letters -> settings."""
-    REMOVED: ClassVar = {
-        "momentum": RemovedSetting(default=0.0, instead=FRESH_TABLES),
-        "mixing": RemovedSetting(default=0.0, instead=FRESH_TABLES),
-        "mixing_score": RemovedSetting(default="convex", instead=FRESH_TABLES),
-        "refresh_with_evaluation": RemovedSetting(default=False, instead="set refresh_every=evaluation"),
-        "pool_size": RemovedSetting(default="auto", instead=PINNED_BUFFERS),
-        "buffer_rows": RemovedSetting(default="auto", instead=PINNED_BUFFERS),
-        "measure_bias": RemovedSetting(default=False, instead="run benchmarks/history_bias.py, which measures it"),
-    }
     num_parts: int = 40
     """Parts of the graph."""
     parts_per_batch: int = 10

@@ -46,7 +46,6 @@ from hopline.nn.whole_module import Whole
 from hopline.ops import Slots
 from hopline.pipeline.stages import Load, Pipeline, Stage
 from hopline.pipeline.transfer import Mover, PendingBatch
-from hopline.pipeline.tuning import Threads
 from hopline.util import trace
 
 if TYPE_CHECKING:
@@ -199,7 +198,6 @@ class Loader(SeedLoader):
             for batch in batches:
                 yield batch if mover is None else self._finish_move(mover, batch)
         self.load = pipeline.load
-        self._threads.learn(self.load)
 
     def _batch(self, step: RankSeeds) -> Batch:
         return self._add_rows_on_gpu(self._gather(self._sample(step)).to(self.device))
@@ -230,11 +228,6 @@ class Loader(SeedLoader):
         if not self.read_by_gpu:
             return batch
         return replace(batch, x=self.data.tables["x"].read(batch.input_ids))
-
-    @property
-    def threads(self) -> tuple[int, int]:
-        """(threads that prepare the next epoch, batches that they may be ahead)."""
-        return self._threads.now
 
     def describe(self) -> WorkDescription:
         """Describes how batches were prepared in the last epoch, or will be in the first one."""
@@ -367,8 +360,3 @@ def resolve_layout(
     num_slots = Slots(method.batch_size, method.fanout_per_layer).offsets[-1]
     is_small = num_slots <= max(MAX_TREE_SLOTS, data.num_nodes)
     return "tree" if is_readable and is_small else "block"
-
-
-def resolve_workers(method: Sampled, num_cores: int) -> tuple[int, int]:
-    """(workers, look_ahead) with "auto" replaced, as in the first epoch, before any tuning."""
-    return Threads(method.workers, method.look_ahead, num_cores).now

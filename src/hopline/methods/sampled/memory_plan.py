@@ -34,10 +34,11 @@ from hopline.data.placement import SHARE, DataBytes, make_layout
 from hopline.data.placement_settings import Placement
 from hopline.device.meter import library_bytes
 from hopline.device.out_of_memory import state_bytes
-from hopline.methods.sampled.loader import Loader, resolve_workers
+from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn.gnn import GNN
 from hopline.ops import Slots
+from hopline.pipeline.stages import resolve_threads
 from hopline.util.host import num_cores
 
 NUM_DRAWN_BATCHES = 3
@@ -101,7 +102,7 @@ class SampledForms:
         tree = self.tree()
         if tree is not None:
             yield tree
-        workers, max_look_ahead = resolve_workers(self.method, num_cores())
+        workers, max_look_ahead = resolve_threads(self.method.workers, self.method.look_ahead, num_cores())
         batches_on_host_choices = (False, True) if self._can_wait_on_host else (False,)
         if workers > 0:
             for batches_on_host in batches_on_host_choices:

@@ -194,7 +194,7 @@ class NeighborLoader(SeedLoader):
         return f"NeighborLoader({len(self.dataset):,} seeds, {self.num_neighbors}, batch_size={self.batch_size})"
 
     def _batches(self, steps: Iterator[RankSeeds]) -> Iterator[Data]:
-        workers, look_ahead = self._threads.now
+        workers, look_ahead = self.threads
         builder = _BatchBuilder(self._columns(), self._edges, self.device)
         mover = Mover(self.device, look_ahead)
         stages = [Stage("sample", self._sample), Stage("gather", builder.gather), Stage("move", mover.move)]
@@ -204,7 +204,6 @@ class NeighborLoader(SeedLoader):
             for moved in prepared:
                 batch = builder.finish(mover.ready(moved))
                 yield batch if self.transform is None else self.transform(batch)
-        self._threads.learn(pipeline.load)
 
     def _batch(self, step: RankSeeds) -> Data:
         builder = _BatchBuilder(self._columns(), self._edges, self.device)

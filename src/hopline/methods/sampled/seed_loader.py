@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from hopline import ops
 from hopline.core.seed_order import SeedOrder, StepSeeds, share_of
 from hopline.distributed.world import World
-from hopline.pipeline.tuning import Threads
+from hopline.pipeline.stages import resolve_threads
 from hopline.util.log import logger
 
 ONE_BY_ONE = 0
@@ -103,7 +103,8 @@ class SeedLoader(DataLoader):
         self.rank = ranks.rank
         self.size = ranks.size
         self.num_cores = ranks.num_cores
-        self._threads = Threads(num_workers, look_ahead, self.num_cores, by_gpu=on_gpu)
+        self.threads = (0, 1) if on_gpu else resolve_threads(num_workers, look_ahead, self.num_cores)
+        """(threads that prepare batches, batches that they may be ahead). A GPU works in order, without threads."""
         self._order = SeedOrder(
             ids=ids, per_step=batch_size * self.size, seed=seed, shuffle=bool(shuffle), drop_last=drop_last
         )

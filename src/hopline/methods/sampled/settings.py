@@ -76,7 +76,7 @@ class Sampled(Method):
     """Scaling of sums over sampled edges by degree / sampled, so that they estimate the full sum. GCNConv
     always scales."""
     workers: int | Literal["auto"] = "auto"
-    """Threads that prepare batches. 0: the training thread does. Default: at first one per core, up to 8."""
+    """Threads that prepare batches. 0: the training thread does. Default: one per core, up to 8."""
     look_ahead: int | Literal["auto"] = "auto"
     """Batches prepared before they are needed. Default: two per thread."""
 

@@ -62,7 +62,9 @@ def bind(method: Sampled, job: Job) -> Work:
     if isinstance(job.data, ShardedData):
         shard = job.data.shard
         job.model.check_blocks(shard.num_features, shard.edge)
-        loader = method.loader(shard, job.train_ids, seed=job.seed, device=job.device, model=job.model, world=job.world)
+        loader = make_loader(
+            method, shard, job.train_ids, seed=job.seed, device=job.device, model=job.model, world=job.world
+        )
         return SampledWork(job, loader)
 
     job.model.check_blocks(job.data.num_features, job.data.graph.edge)
@@ -102,7 +104,7 @@ def inference_batches(method: Sampled, job: Job, ids: Tensor) -> Loader | Collec
         )
     # The ids are those of this rank, so no other rank has a share of them.
     alone = World.alone(job.device)
-    return in_order.loader(job.data, ids, seed=job.seed, device=job.device, model=job.model, world=alone)
+    return make_loader(in_order, job.data, ids, seed=job.seed, device=job.device, model=job.model, world=alone)
 
 
 def make_loader(
