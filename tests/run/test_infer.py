@@ -90,7 +90,7 @@ def test_predictions_can_be_by_sampling_and_by_the_last_weights(run_folder: Path
     ],
 )
 def test_classes_follow_the_task(task: str, outputs: int, shape: tuple[int, ...], dtype: type):
-    inputs = dataclasses.replace(Inputs.of(small()), task=task, num_classes=max(2, outputs))
+    inputs = dataclasses.replace(Inputs.of(small(), []), task=task, num_classes=max(2, outputs))
     classes = bare_values(inputs, torch.randn(3, outputs), "classes")
     assert (classes.shape, classes.dtype) == (shape, dtype)
 

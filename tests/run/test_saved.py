@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 import hopline as hl
 from hopline.run import train as run
@@ -216,6 +217,50 @@ def test_what_is_left_out_is_named(trained: Path, tmp_path: Path, caplog: pytest
     with caplog.at_level(logging.WARNING, "hopline"):
         hl.load(trained).predict(data)
     assert "they are left out: height" in caplog.text
+
+
+EDGE_ARRAYS: dict[str, tuple[torch.nn.Module, list[str], list[str]]] = {
+    "gcn": (hl.nn.GNN([GCNConv(3, 3)]), ["weight"], ["uses edge weights", "does not use 'attr', 'distance'"]),
+    "sage": (hl.nn.GNN([SAGEConv(3, 3)]), [], ["does not use 'weight', 'attr', 'distance'"]),
+    "gat": (
+        hl.nn.GNN([GATConv(3, 3, edge_dim=2)]),
+        ["attr"],
+        ["uses edge features", "does not use 'weight', 'distance'"],
+    ),
+    "gat without edge features": (hl.nn.GNN([GATConv(3, 3)]), [], ["does not use 'weight', 'attr', 'distance'"]),
+    "a module": (GCNConv(3, 3), ["weight"], ["uses edge weights", "does not use 'attr', 'distance'"]),
+}
+
+
+@pytest.mark.parametrize("case", EDGE_ARRAYS)
+def test_a_run_says_which_edge_arrays_it_uses_and_asks_for_no_others(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    model, used, lines = EDGE_ARRAYS[case]
+    arrays = {"weight": torch.rand(4), "attr": torch.rand(4, 2), "distance": torch.rand(4)}
+    edge_index = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
+    options: dict[str, Any] = {"x": torch.rand(4, 3), "y": torch.tensor([0, 1, 2, 0]), "splits": {"train": [0, 1]}}
+    data = hl.from_edges(edge_index, edge=arrays, **options)
+    hl.Trainer(model, data, hl.Sampled(fanouts=(2,)), epochs=1, out=tmp_path).fit()
+    printed = capsys.readouterr().out
+    assert [line in printed for line in lines] == [True] * len(lines)
+    assert ("data.without_edge_arrays()" in printed) == bool(used)
+    saved = hl.load(tmp_path, model=model)
+    assert list(saved.inputs.edge) == used
+    fewer = hl.from_edges(edge_index, edge={name: arrays[name] for name in used}, **options)
+    np.testing.assert_array_equal(saved.predict(fewer)["probability"], saved.predict(data)["probability"])
+
+
+def test_edge_arrays_that_are_left_out_change_nothing(trained: Path, tmp_path: Path):
+    data = str(trained.parent / "data")
+    typed = [data, "model=gcn", "model.layers=1", "epochs=1", "edge_arrays=none", f"out={tmp_path / 'run'}"]
+    assert "uses edge weights" not in command("train", *typed).out
+    saved = hl.load(tmp_path / "run")
+    given = hl.open(data)
+    rows = given.x.read(torch.arange(NUM_NODES))
+    expected = saved.model.eval()(rows, given.graph.edge_index()).softmax(1).max(1).values.detach()
+    for other in (given, given.without_edge_arrays(), None):
+        np.testing.assert_allclose(saved.predict(other)["probability"], expected, rtol=1e-5)
 
 
 # ---- the metric

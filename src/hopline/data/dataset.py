@@ -227,6 +227,10 @@ class Dataset:
             raise ValueError(f"Dataset {self.name!r} has no split {k}: choose from 0 to {num_splits - 1}.")
         return replace(self, splits=self.alternatives[k]) if self.alternatives else self
 
+    def without_edge_arrays(self) -> Dataset:
+        """A dataset with the edges alone, so that no conv uses weights, features or types of edges."""
+        return replace(self, graph=Graph(self.graph.indptr, self.graph.indices))
+
     def normalized(self, table: str = "x") -> Dataset:
         """A dataset with each row of a table divided by its sum, or by 1 if the sum is less than 1."""
         old = self.tables[table]

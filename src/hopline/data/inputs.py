@@ -5,7 +5,7 @@ brings a dataset into that form, or refuses it:
 
     feature columns   matched by name, in the order of the training data
     standardisation   mean and deviation of the training data
-    edge arrays       those of the training data
+    edge arrays       those that the model reads
     classes           the classes of the training data, by name
 
 A dataset knows its columns and classes by `meta["columns"]` and `meta["classes"]`, and how its features were
@@ -44,7 +44,7 @@ class Inputs:
     """How the features were made: {"kind": "standardized", "mean", "deviation"}, {"kind": "normalized"} or
     {"kind": "one_hot"}. None: as they were given."""
     edge: dict[str, list[int]]
-    """By name: the shape of an edge array's entry, [] for a number."""
+    """By name: the shape of an entry of an edge array that the model reads, [] for a number."""
     symmetric: bool | None
     """Whether every edge had its reverse. None: not known."""
     task: Task
@@ -55,13 +55,13 @@ class Inputs:
     """Names of the classes by number. None: classes are numbers."""
 
     @classmethod
-    def of(cls, data: Dataset) -> Inputs:
-        """The form of a dataset."""
+    def of(cls, data: Dataset, edge_arrays: Sequence[str]) -> Inputs:
+        """The form of a dataset. edge_arrays: names of those that the model reads."""
         return cls(
             num_features=data.num_features,
             columns=data.meta.get("columns"),
             features=data.meta.get("features"),
-            edge={name: list(array.shape[1:]) for name, array in data.edge_arrays.items()},
+            edge={name: list(data.edge_arrays[name].shape[1:]) for name in edge_arrays},
             symmetric=data.is_symmetric,
             task=data.task,
             num_classes=data.num_classes,
@@ -85,9 +85,11 @@ class Inputs:
         """All fields as plain JSON values."""
         return asdict(self)
 
-    def fit(self, data: Dataset, *, labels: bool = False) -> Dataset:
+    def fit(self, data: Dataset, edge_arrays: Sequence[str], *, labels: bool = False) -> Dataset:
         """The dataset in the form of the training data.
 
+        edge_arrays: names of those of the dataset that the model would read. The result has none that the training
+        data had not.
         labels: whether the labels are needed, for a metric. Else the result has none.
 
         Raises:
@@ -102,7 +104,7 @@ class Inputs:
         table = self._table(data)
         if table is not None:
             changes["tables"] = {**data.tables, "x": table}
-        edge = self._edge(data)
+        edge = self._edge(data, edge_arrays)
         if edge is not None:
             changes["graph"] = Graph(data.graph.indptr, data.graph.indices, edge)
         return data.with_fields(**changes)
@@ -195,8 +197,8 @@ class Inputs:
 
     # ---- edges
 
-    def _edge(self, data: Dataset) -> dict[str, Tensor] | None:
-        """The edge arrays that the training data had. None: the dataset has just these."""
+    def _edge(self, data: Dataset, read: Sequence[str]) -> dict[str, Tensor] | None:
+        """The edge arrays that the training data had. None: the model reads no others."""
         if self.symmetric and data.is_symmetric is False:
             raise ValueError(
                 f"the edges of {data.name!r} go one way, and those of the training data both ways: convert it with "
@@ -215,12 +217,12 @@ class Inputs:
                     f"run was trained with {shape}"
                 )
         extra = [name for name in edge if name not in self.edge]
-        if not extra:
-            return None
-        logger.warning(
-            f"{data.name!r} has edge arrays that the run does not know, and they are left out: {_listed(extra)}"
-        )
-        return {name: edge[name] for name in self.edge}
+        if extra:
+            logger.warning(
+                f"{data.name!r} has edge arrays that the run does not use, and they are left out: {_listed(extra)}"
+            )
+        # The edges of a dataset in shards cannot be changed, and need not be for arrays that nothing reads.
+        return {name: edge[name] for name in self.edge} if set(read) - set(self.edge) else None
 
     # ---- classes
 

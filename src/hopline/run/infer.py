@@ -117,7 +117,9 @@ def predict_rank(world: World, folder: str, stored: dict[str, Any]) -> dict[str,
     with print_messages(world.rank == 0):
         run = load(folder, weights=config.weights, device=world.device, trust=config.trust)
         assert run.settings is not None  # `load` asks for model= in a run of Python
-        settings = dataclasses.replace(run.settings, data=config.data or run.settings.data, features="given")
+        settings = dataclasses.replace(
+            run.settings, data=config.data or run.settings.data, features="given", edge_arrays="given"
+        )
         if config.nodes not in SPLITS and isinstance(settings.split, tuple):
             # The run drew its split among labelled nodes. These nodes need no split, and the graph of data= may
             # have no labels. So the dataset's own first split, if there is one, is opened instead.

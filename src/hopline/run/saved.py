@@ -28,7 +28,7 @@ from hopline.data.ids import original_ids
 from hopline.data.inputs import Inputs
 from hopline.data.splits import random_split
 from hopline.methods.sampled.settings import Sampled
-from hopline.nn.whole_module import as_batch_model
+from hopline.nn.whole_module import as_batch_model, edge_arrays_read
 from hopline.run.models import make_model
 from hopline.run.settings import RunConfig, is_run_of_trainer, load_trusted
 from hopline.run.train import load_weights, open_data
@@ -226,12 +226,15 @@ class SavedRun:
             raise ValueError(
                 f"data must be a Dataset, or the name or folder of one, not {kind}: for PyG, hl.from_pyg(data)"
             )
-        return self.inputs.fit(data, labels=labels)
+        read = edge_arrays_read(as_batch_model(self.model), data.edge_arrays)
+        return self.inputs.fit(data, read, labels=labels)
 
     def _open(self, name: str | None) -> Dataset:
         if self.settings is None:
             raise ValueError(f"{self.folder} is a run of hl.Trainer in Python: give predict the dataset")
-        settings = dataclasses.replace(self.settings, features="given", data=name or self.settings.data)
+        settings = dataclasses.replace(
+            self.settings, features="given", edge_arrays="given", data=name or self.settings.data
+        )
         shares = settings.split
         if not isinstance(shares, tuple):
             return open_data(settings)

@@ -25,6 +25,7 @@ from hopline.data.inputs import Inputs
 from hopline.distributed.gradients import CombinedBy, Gradients
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn.structure import parts_of, parts_of_function
+from hopline.nn.whole_module import edge_arrays_read
 from hopline.report.settings import changed_keys
 from hopline.shards.data import ShardedData
 from hopline.units.rank_facts import check_ranks, settings_or_repr
@@ -93,7 +94,8 @@ def stored_settings(trainer: Trainer) -> dict[str, Any]:
     "config": all settings. "changed": the keys without their defaults. "inputs": the form of the training data.
     """
     settings = settings_of(trainer)
-    inputs = Inputs.of(trainer.data).to_dict()
+    data = trainer.data
+    inputs = Inputs.of(data, edge_arrays_read(trainer.job.model, data.edge_arrays)).to_dict()
     own_gradients: dict[str, Any] = {}
     changed: list[str] = []
     if type(trainer.gradients) is not Gradients:
