@@ -15,7 +15,7 @@ have no names. Then the widths are compared, and a line says so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hopline.core.graph import Graph
-from hopline.data.dataset import METRICS, Dataset, standardize
+from hopline.data.dataset import METRICS, Dataset, normalize, standardize
 from hopline.data.manifest import Task
 from hopline.tables import Table
 from hopline.util.log import logger
@@ -101,18 +101,17 @@ class Inputs:
         meta |= {key: value for key, value in known.items() if value is not None}
         changes: dict[str, Any] = {"task": self.task, "num_classes": self.num_classes, "meta": meta}
         changes["y"] = self.labels(data) if labels else None
-        table = self._table(data)
-        if table is not None:
-            changes["tables"] = {**data.tables, "x": table}
+        change_features = self._change_of_features(data)
         edge = self._edge(data, edge_arrays)
         if edge is not None:
             changes["graph"] = Graph(data.graph.indptr, data.graph.indices, edge)
-        return data.with_fields(**changes)
+        fitted = data.with_fields(**changes)
+        return fitted if change_features is None else fitted.map_features(change_features)
 
     # ---- features
 
-    def _table(self, data: Dataset) -> Table | None:
-        """The features of a dataset in the form of the training data. None: they are in it already."""
+    def _change_of_features(self, data: Dataset) -> Callable[[Table], Table] | None:
+        """A function that brings a dataset's features into the form of the training data. None: they are in it."""
         kind = None if self.features is None else self.features["kind"]
         own = data.meta.get("features")
         if kind == "one_hot":
@@ -128,7 +127,7 @@ class Inputs:
                     f"the run learnt an embedding for each of its nodes (features=one_hot), and {data.name!r} has "
                     "others, or in another order: give the nodes of the training data, in their order"
                 )
-            return same_order.x
+            return lambda table: same_order.x
         if own is not None and own != self.features:
             raise ValueError(
                 f"the features of {data.name!r} are {own['kind']} by numbers of their own, and the run has those of "
@@ -138,15 +137,19 @@ class Inputs:
         is_made = own is not None or kind is None  # by the same numbers already, or there is nothing to do
         if is_made and order is None:
             return None
-        ordered = data.x if order is None else _Columns(data.x, order)
-        if is_made:
-            return ordered
-        if kind == "standardized":
+
+        def change(table: Table) -> Table:
+            ordered = table if order is None else _Columns(table, order)
+            if is_made:
+                return ordered
+            if kind == "normalized":
+                return normalize(ordered)
             assert self.features is not None
             # float64 holds every number of float32, so no bit is lost on the way through JSON.
             mean, deviation = (torch.tensor(self.features[key], dtype=torch.float64) for key in ("mean", "deviation"))
             return _Standardized(ordered, mean, deviation)
-        return data.with_fields(tables={"x": ordered}).normalized().x
+
+        return change
 
     def _order(self, data: Dataset) -> Tensor | None:
         """[num_features] int64: the column of the dataset for each of the training data. None: the same order.
@@ -190,9 +193,12 @@ class Inputs:
         assert self.columns is not None
         ours = [_describe(column) for column in self.columns]
         theirs = [_describe(column) for column in columns]
+        type_of = {name: type_ for name, type_, _ in columns}
+        bools = [name for name, type_, _ in self.columns if type_ == "bool" and type_of.get(name) == "number"]
+        mend = f"write true and false in {_listed(bools)}, in place of 1 and 0, or " if bools else ""
         return (
-            f"the feature columns of {name!r} are not those of the run, for example {_listed(wrong)}: convert it with "
-            f"columns of these names and types\n  the run:  {', '.join(ours)}\n  {name}:  {', '.join(theirs)}"
+            f"the feature columns of {name!r} are not those of the run, for example {_listed(wrong)}: {mend}convert it "
+            f"with columns of these names and types\n  the run:  {', '.join(ours)}\n  {name}:  {', '.join(theirs)}"
         )
 
     # ---- edges
