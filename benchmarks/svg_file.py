@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hopline.report.charts import line_chart
-from hopline.report.colours import find_colours
+from hopline.report.charts import PALETTE, line_chart
 
 
 def svg_file(series: Mapping[str, Sequence[tuple[float, float]]], over: str, always_shown: float | None = None) -> str:
@@ -16,7 +15,7 @@ def svg_file(series: Mapping[str, Sequence[tuple[float, float]]], over: str, alw
     """
     chart = line_chart("", series, over=over, always_shown=always_shown)
     drawing = chart[chart.index("<svg ") + 5 : chart.index("</svg>")]
-    colours = [colour.light for colour in find_colours(len(series))]
+    colours = [light for light, _ in PALETTE[: len(series)]]
     variables = "".join(f"--c{i}:{colour};" for i, colour in enumerate(colours))
     style = f"svg{{{variables}font:11px sans-serif;background:#fff}}.gridline{{stroke:#ddd}}.curve{{fill:none}}"
     key = "".join(

@@ -27,13 +27,14 @@ class ByDegreeWork(hl.extend.Work):
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[hl.extend.Unit]:
         data, world = self.job.data, self.job.world
-        generator = torch.Generator().manual_seed(epoch * world.size + world.rank)  # each rank draws seeds of its own
+        rank_key = hl.extend.derive_key(self.job.seed, epoch, world.rank)  # each rank draws seeds of its own
+        generator = torch.Generator().manual_seed(rank_key)
         weights = data.graph.in_degrees(self.job.train_ids).double() + 1
         for step in range(self.spec.steps):
             seeds = self.job.train_ids[weights.multinomial(self.spec.batch_size, generator=generator)]
             if step < done:  # trained before the run was interrupted: only its draw is repeated
                 continue
-            key = epoch * 1_000_003 + step
+            key = hl.extend.derive_key(self.job.seed, epoch, step)
             blocks = self.sampler.sample(seeds, key)
             yield hl.extend.BatchUnit(
                 self.job,

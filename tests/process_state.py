@@ -133,7 +133,7 @@ class Steps:
         self.sampler = hl.extend.NeighborSampler(self.data.graph, (3, 3))
         self.loader = hl.Sampled(fanouts=(3, 3), batch_size=16, workers=2).loader(self.data)
         self.pyg_loader = hl.NeighborLoader(
-            pyg_data, [3, 3], batch_size=16, num_workers=2, input_nodes=pyg_data.train_mask
+            pyg_data, [3, 3], batch_size=16, num_workers=2, seed=0, input_nodes=pyg_data.train_mask
         )
 
     def take_some_batches(self) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,6 +119,19 @@ def test_own_method_trains_by_its_own_steps(graph: str, monkeypatch: pytest.Monk
     run = example("own_method", monkeypatch).main(graph, epochs=2)
     assert run.epochs == 2
     assert losses(run)[1] < losses(run)[0]
+
+
+@pytest.mark.parametrize(("module", "method"), [("own_method", "ByDegree"), ("own_sampler.sampler", "SharedDraws")])
+def test_seeds_and_epochs_of_an_own_method_share_no_draws(module: str, method: str, monkeypatch: pytest.MonkeyPatch):
+    make = getattr(example(module, monkeypatch), method)
+    data = small(num_train=150)
+    job: Any = SimpleNamespace(data=data, train_ids=data.train_ids, world=World.alone())
+    firsts: list[tuple[int, list[int]]] = []
+    for seed, epoch in itertools.product(range(3), range(1, 4)):
+        job.seed = seed
+        batch = next(make(fanouts=(2,), batch_size=50).bind(job).units(epoch)).batch
+        firsts.append((batch.key, batch.seeds.tolist()))
+    assert len({key for key, _ in firsts}) == len({tuple(seeds) for _, seeds in firsts}) == 9
 
 
 def test_own_conv_reads_blocks_and_equals_itself_on_the_whole_graph(graph: str, monkeypatch: pytest.MonkeyPatch):

@@ -68,9 +68,10 @@ class SeedWork(hl.extend.Work):  # with any such sampler: the order of seeds, ea
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[hl.extend.Unit]:
         data = self.job.data
         ids = self.job.train_ids
-        order = torch.randperm(ids.numel(), generator=torch.Generator().manual_seed(self.job.seed + epoch))
+        epoch_key = hl.extend.derive_key(self.job.seed, epoch)
+        order = torch.randperm(ids.numel(), generator=torch.Generator().manual_seed(epoch_key))
         for step, all_seeds in list(enumerate(ids[order].split(self.sampler.batch_size)))[done:]:
-            key = epoch * 1_000_003 + step
+            key = hl.extend.derive_key(epoch_key, step)
             seeds = all_seeds.tensor_split(self.job.world.size)[self.job.world.rank]
             blocks = self.sampler.sample(data.graph, seeds, key)
             x = hl.extend.Rows(data.x, blocks[0].src_ids)

@@ -221,7 +221,7 @@ class Method(ABC):
         ...
         ...     def units(self, epoch, done=0, examples=0):
         ...         for step, seeds in enumerate(self.job.train_ids.split(1)[done:], start=done):
-        ...             key = 1000 * epoch + step  # of dropout
+        ...             key = hl.extend.derive_key(self.job.seed, epoch, step)  # of dropout
         ...             blocks = self.sampler.sample(seeds, key)
         ...             x = hl.extend.Rows(self.job.data.x, blocks[0].src_ids)
         ...             batch = hl.Batch(seeds, blocks, x, self.job.data.labels[seeds], key=key)

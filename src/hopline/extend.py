@@ -7,6 +7,7 @@
 - Convs. A conv gets a `Block`, or its `Part`s, in place of `edge_index`.
 - Layer-wise computation. A `LayerPlan` divides the nodes into `Piece`s. `Layers` computes each layer of a
   model at all pieces before the next layer. `Boundaries` read and write the rows between layers.
+- Draws. `derive_key` makes keys of a run's seed, an epoch and a step.
 - Ranks. `World` has the collective calls, and `Gradients` says how ranks combine their gradients.
 - Callbacks. Hooks get a `StepEnd`, an `EpochEnd` or an `Evaluation`. `Timers` and `Counters` listen to a
   run.
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from hopline.distributed.gradients import Gradients
     from hopline.distributed.world import World
     from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece
+    from hopline.ops.random import derive_key
     from hopline.tables import CachedTable, SparseTable, Table, TensorTable, TieredTable
     from hopline.tables.layers import LayerTables
     from hopline.training.callbacks import EpochEnd, Evaluation, StepEnd
@@ -47,6 +49,7 @@ __getattr__, __dir__ = on_first_use(
         "hopline.distributed.gradients": ("Gradients",),
         "hopline.distributed.world": ("World",),
         "hopline.layerwise.engine": ("Boundaries", "LayerPlan", "Layers", "Piece"),
+        "hopline.ops.random": ("derive_key",),
         "hopline.tables": ("CachedTable", "SparseTable", "Table", "TensorTable", "TieredTable"),
         "hopline.tables.layers": ("LayerTables",),
         "hopline.training.callbacks": ("EpochEnd", "Evaluation", "StepEnd"),
@@ -92,6 +95,7 @@ __all__ = [
     "Work",
     "WorkDescription",
     "World",
+    "derive_key",
     "keep_freed_memory",
     "own_threads",
 ]

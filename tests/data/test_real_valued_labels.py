@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,6 +27,24 @@ def test_labels_that_are_no_classes_are_refused_with_what_to_type(shape: str):
     pyg_data = small().to_pyg()
     with pytest.raises(ValueError, match=INSTEAD):
         hl.from_pyg(Data(x=pyg_data.x, edge_index=pyg_data.edge_index, y=FLOATS[shape]))
+
+
+@pytest.mark.parametrize("source", ["pyg", "npz", "csv"])
+def test_floats_with_whole_values_become_classes_and_that_is_said_once(
+    source: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    edges, y = np.array([[0, 1, 2], [1, 2, 0]]), np.array([0.0, 2.0, 1.0])
+    (tmp_path / "edges.csv").write_text("src,dst\n0,1\n1,2\n2,0\n")
+    (tmp_path / "nodes.csv").write_text("id,age,label\n0,3,0.0\n1,4,2.0\n2,5,1.0\n")
+    np.savez(tmp_path / "graph.npz", edge_index=edges, x=np.ones((3, 1)), y=y)
+    make: dict[str, Callable[[], hl.Dataset]] = {
+        "pyg": lambda: hl.from_pyg(Data(edge_index=torch.from_numpy(edges), y=torch.from_numpy(y), num_nodes=3)),
+        "npz": lambda: hl.open(str(tmp_path / "graph.npz")),
+        "csv": lambda: hl.from_csv(tmp_path / "edges.csv", tmp_path / "nodes.csv"),
+    }
+    with caplog.at_level(logging.WARNING, "hopline"):
+        assert make[source]().labels.tolist() == [0, 2, 1]
+    assert caplog.text.count("are taken for class numbers") == 1
 
 
 def test_real_numbers_are_not_trained_as_zeros_and_ones():

@@ -89,7 +89,7 @@ def test_predictions_can_be_by_sampling_and_by_the_last_weights(run_folder: Path
     ],
 )
 def test_classes_follow_the_task(task: str, outputs: int, shape: tuple[int, ...], dtype: type):
-    inputs = dataclasses.replace(Inputs.of(small()), task=task, num_classes=max(2, outputs))
+    inputs = dataclasses.replace(Inputs.of(small(), []), task=task, num_classes=max(2, outputs))
     classes = bare_values(inputs, torch.randn(3, outputs), "classes")
     assert (classes.shape, classes.dtype) == (shape, dtype)
 
@@ -182,10 +182,15 @@ def test_shards_in_one_process_give_what_the_dataset_gives(config: RunConfig, ru
         predictions(run_folder, data=data, write="scores", inference="sampled") for data in (shards, config.data)
     ]
     np.testing.assert_allclose(*sampled, rtol=1e-5, atol=1e-6)
-    scaled = run.train(dataclasses.replace(config, features="standardized", out=tmp_path / "scaled")).folder
-    assert scaled is not None
-    with pytest.raises(ValueError, match=r"must be changed for this run, and it is in shards: give data= the"):
-        predictions(scaled, data=shards)
+    for features in ("standardized", "normalized", "one_hot"):
+        made = run.train(dataclasses.replace(config, features=features, out=tmp_path / features)).folder
+        assert made is not None
+        if features == "one_hot":
+            with pytest.raises(ValueError, match=r"must be changed for this run, and it is in shards: give data= the"):
+                predictions(made, data=shards)
+            continue
+        ours = predictions(made, data=shards, write="scores")
+        np.testing.assert_allclose(ours, predictions(made, write="scores"), rtol=1e-5, atol=1e-5)
     shutil.rmtree(tmp_path / "shards" / "shard-1")
     with pytest.raises(ValueError, match=r"there is no shard 1 in .*: it is missing: copy it there"):
         predictions(run_folder, data=shards)

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import logging
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 import hopline as hl
 from hopline.run import train as run
@@ -180,7 +182,7 @@ REFUSED: dict[str, tuple[Callable[[Path], hl.Dataset], str]] = {
     ),
     "a bool as a number": (
         lambda path: dataset(path, changed(lambda row: row | {"is_new": float(row["is_new"])})),
-        r"is_new \(bool\)(.|\n)*is_new \(number\)",
+        r"write true and false in is_new(.|\n)*is_new \(bool\)(.|\n)*is_new \(number\)",
     ),
     "no features": (lambda path: dataset(path, without("size", "age", "is_new")), r"has 0 features"),
     "standardised by its own numbers": (standardized, r"give the dataset as it was before standardized\(\)"),
@@ -216,6 +218,113 @@ def test_what_is_left_out_is_named(trained: Path, tmp_path: Path, caplog: pytest
     with caplog.at_level(logging.WARNING, "hopline"):
         hl.load(trained).predict(data)
     assert "they are left out: height" in caplog.text
+
+
+EDGE_ARRAYS: dict[str, tuple[torch.nn.Module, list[str], list[str]]] = {
+    "gcn": (hl.nn.GNN([GCNConv(3, 3)]), ["weight"], ["uses edge weights", "does not use 'attr', 'distance'"]),
+    "sage": (hl.nn.GNN([SAGEConv(3, 3)]), [], ["does not use 'weight', 'attr', 'distance'"]),
+    "gat": (
+        hl.nn.GNN([GATConv(3, 3, edge_dim=2)]),
+        ["attr"],
+        ["uses edge features", "does not use 'weight', 'distance'"],
+    ),
+    "gat without edge features": (hl.nn.GNN([GATConv(3, 3)]), [], ["does not use 'weight', 'attr', 'distance'"]),
+    "a module": (GCNConv(3, 3), ["weight"], ["uses edge weights", "does not use 'attr', 'distance'"]),
+}
+
+
+@pytest.mark.parametrize("case", EDGE_ARRAYS)
+def test_a_run_says_which_edge_arrays_it_uses_and_asks_for_no_others(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    model, used, lines = EDGE_ARRAYS[case]
+    arrays = {"weight": torch.rand(4), "attr": torch.rand(4, 2), "distance": torch.rand(4)}
+    edge_index = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
+    options: dict[str, Any] = {"x": torch.rand(4, 3), "y": torch.tensor([0, 1, 2, 0]), "splits": {"train": [0, 1]}}
+    data = hl.from_edges(edge_index, edge=arrays, **options)
+    hl.Trainer(model, data, hl.Sampled(fanouts=(2,)), epochs=1, out=tmp_path).fit()
+    printed = capsys.readouterr().out
+    assert [line in printed for line in lines] == [True] * len(lines)
+    assert ("data.without_edge_arrays()" in printed) == bool(used)
+    saved = hl.load(tmp_path, model=model)
+    assert list(saved.inputs.edge) == used
+    fewer = hl.from_edges(edge_index, edge={name: arrays[name] for name in used}, **options)
+    np.testing.assert_array_equal(saved.predict(fewer)["probability"], saved.predict(data)["probability"])
+
+
+def test_edge_arrays_that_are_left_out_change_nothing(trained: Path, tmp_path: Path):
+    data = str(trained.parent / "data")
+    typed = [data, "model=gcn", "model.layers=1", "epochs=1", "edge_arrays=none", f"out={tmp_path / 'run'}"]
+    assert "uses edge weights" not in command("train", *typed).out
+    saved = hl.load(tmp_path / "run")
+    given = hl.open(data)
+    rows = given.x.read(torch.arange(NUM_NODES))
+    expected = saved.model.eval()(rows, given.graph.edge_index()).softmax(1).max(1).values.detach()
+    for other in (given, given.without_edge_arrays(), None):
+        np.testing.assert_allclose(saved.predict(other)["probability"], expected, rtol=1e-5)
+
+
+def test_shards_of_a_standardised_run_give_what_the_dataset_gives(trained: Path, tmp_path: Path):
+    hl.shards.cut(hl.open(trained.parent / "data"), tmp_path / "shards", 2)
+    expected = predict(trained, InferConfig(out=tmp_path / "whole.csv"))
+    alone = predict(trained, InferConfig(data=str(tmp_path / "shards"), out=tmp_path / "alone.csv"))
+    predict(trained, InferConfig(data=str(tmp_path / "shards"), devices=2, out=tmp_path / "ranks.csv"))
+    assert expected is not None
+    assert alone is not None
+    assert alone.metrics == expected.metrics is not None
+    whole, *others = (
+        np.genfromtxt(tmp_path / f"{name}.csv", str, delimiter=",") for name in ("whole", "alone", "ranks")
+    )
+    for other in others:
+        assert np.array_equal(other[:, :2], whole[:, :2]), "ids and classes"
+        np.testing.assert_allclose(other[1:, 2].astype(float), whole[1:, 2].astype(float), rtol=1e-5)
+
+
+def test_the_training_data_are_known_again(tmp_path: Path):
+    """Gone, changed under the same path, or as they were."""
+    data = dataset(tmp_path, node_rows(), split_shares=(0.5, 0.2, 0.3))
+    data.save(tmp_path / "data")
+    typed = ["model.layers=1", "epochs=1", "features=standardized", f"out={tmp_path / 'run'}"]
+    assert command("train", tmp_path / "data", *typed).status == 0
+    for name in ("infer", "test"):
+        assert "not those that the run was trained on" not in command(name, tmp_path / "run").out
+
+    changes = {
+        "table 'x'": changed(lambda row: row | {"size": row["size"] + 1}),
+        "labels": changed(lambda row: row | {"label": "cat" if row["id"] == "n1" else row["label"]}),
+    }
+    for what, nodes in changes.items():
+        shutil.rmtree(tmp_path / "data")
+        dataset(tmp_path, nodes, split_shares=(0.5, 0.2, 0.3)).save(tmp_path / "data")
+        for name in ("infer", "test"):
+            printed = command(name, tmp_path / "run").out
+            assert f"not those that the run was trained on, which had other {what}: give data=" in printed
+    shutil.rmtree(tmp_path / "data")
+    for name in ("infer", "test"):
+        assert_refused(command(name, tmp_path / "run"), "training data", "give data=")
+
+
+def test_nodes_that_are_not_there_are_named(trained: Path, tmp_path: Path):
+    (tmp_path / "ids.txt").write_text("n1\nn999\n")
+    assert_refused(command("infer", trained, f"nodes={tmp_path / 'ids.txt'}"), "ids.txt", "n999", "data=")
+    with pytest.raises(ValueError, match=r"mask \[7\].*has 90 nodes: give a mask \[90\], or node numbers"):
+        hl.load(trained).predict(nodes=torch.ones(7, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty"])
+def test_files_without_labels_are_data_to_predict(
+    trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+):
+    nodes = without("label") if kind == "missing" else changed(lambda row: row | {"label": ""})
+    with caplog.at_level(logging.WARNING, "hopline"):
+        data = dataset(tmp_path, nodes)
+    (message,) = caplog.messages
+    assert "nodes get no labels" in message
+    assert not any(f"columns.label={name}" in message for name in ("size", "age", "is_new"))
+    assert data.y is None
+    assert len(hl.load(trained).predict(data)["class"]) == NUM_NODES
+    with pytest.raises(ValueError, match="has no labels"):
+        data.train_ids  # noqa: B018
 
 
 # ---- the metric

@@ -56,8 +56,6 @@ class SeedOrder:
     """[n] int64: the seeds, each once."""
     per_step: int
     """Seeds of a step, over all ranks."""
-    seed: int
-    """Decides the order and the keys, together with the epoch."""
     shuffle: bool
     drop_last: bool
     """Whether to leave out the last step of an epoch if it has fewer seeds."""
@@ -67,13 +65,12 @@ class SeedOrder:
         has_smaller_step = num_remaining > 0 and not self.drop_last
         return num_full + 1 if has_smaller_step else num_full
 
-    def steps(self, epoch: int, done: int = 0, seeds_done: int = 0) -> Iterator[StepSeeds]:
-        """The steps of one epoch, counted from 1.
+    def steps(self, epoch_key: int, done: int = 0, seeds_done: int = 0) -> Iterator[StepSeeds]:
+        """The steps of one epoch, whose key decides the order and the keys of the steps.
 
         done: the number of steps to leave out at the beginning. seeds_done: the number of their seeds. Both are
         needed, because these steps may have had another size.
         """
-        epoch_key = ops.derive_key(self.seed, epoch)
         batches = seed_batches(
             self.ids, self.per_step, epoch_key, shuffle=self.shuffle, drop_last=self.drop_last, done=seeds_done
         )

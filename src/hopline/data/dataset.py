@@ -7,7 +7,7 @@ number. The arrays are in memory, or mapped from a folder, whose pages are read 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,7 +160,7 @@ class Dataset:
         if ids is not None and ids.numel():
             return ids
         # A dataset in shards has classes but no `y` here: each rank has the labels of its own shard.
-        if self.y is None and not self.num_classes:
+        if not self.num_classes if self.y is None else not bool((self.y >= 0).any()):
             raise self._no_labels_error()
         raise ValueError(
             f"Dataset {self.name!r} has no training nodes: draw some with split=0.6,0.2,0.2 (in Python "
@@ -249,22 +249,13 @@ class Dataset:
             raise ValueError(f"Dataset {self.name!r} has no split {k}: choose from 0 to {num_splits - 1}.")
         return replace(self, splits=self.alternatives[k]) if self.alternatives else self
 
+    def without_edge_arrays(self) -> Dataset:
+        """A dataset with the edges alone, so that no conv uses weights, features or types of edges."""
+        return replace(self, graph=Graph(self.graph.indptr, self.graph.indices))
+
     def normalized(self, table: str = "x") -> Dataset:
         """A dataset with each row of a table divided by its sum, or by 1 if the sum is less than 1."""
-        old = self.tables[table]
-        if isinstance(old, SparseTable):
-            row_of_entry = torch.repeat_interleave(torch.arange(len(old)), old.indptr.diff())
-            sums = torch.zeros(len(old), dtype=old.dtype).index_add_(0, row_of_entry, old.values).clamp(min=1.0)
-            normalized: Table = SparseTable(
-                indptr=old.indptr,
-                columns=old.columns,
-                values=old.values / sums[row_of_entry],
-                num_columns=old.num_columns,
-            )
-        else:
-            rows = old.read(torch.arange(len(old)))
-            normalized = TensorTable(rows / rows.sum(-1, keepdim=True).clamp(min=1.0))
-        return self._with_features(table, normalized, {"kind": "normalized"})
+        return self._with_features(table, normalize(self.tables[table]), {"kind": "normalized"})
 
     def one_hot(self, table: str = "x") -> Dataset:
         """A dataset whose features are the identity matrix [num_nodes, num_nodes], stored sparse.
@@ -302,12 +293,29 @@ class Dataset:
 
     def _with_features(self, table: str, rows: Table, features: dict[str, Any]) -> Dataset:
         """A dataset with another table. `meta` says how "x" was made, for predictions on other data."""
-        meta = {**self.meta, "features": features} if table == "x" else self.meta
-        return replace(self, tables={**self.tables, table: rows}, meta=meta)
+        from hopline.data.fingerprint import table_checksum
+
+        meta = self.meta
+        if table == "x":
+            is_made_of_x = features["kind"] != "one_hot"
+            # The table as it was, by which a run knows its training data again.
+            of = {"of": table_checksum(self.tables["x"])} if is_made_of_x else {}
+            meta = {**meta, "features": features | of}
+        return self.with_fields(tables={**self.tables, table: rows}, meta=meta)
 
     def validate(self) -> list[str]:
         """Check every number: ranges of indices and labels, NaN, splits. Returns a sentence per check."""
         return check_dataset(self, lambda array: f"Array {array!r} of dataset {self.name!r}")
+
+    def map_features(self, function: Callable[[Table], Table]) -> Dataset:
+        """A dataset whose features are `function(x)`, which computes each row from the same row of `x`."""
+        return self.with_fields(tables={**self.tables, "x": function(self.x)})
+
+    def contents(self) -> dict[str, str]:
+        """Checksums of the arrays by name, by which a run knows its training data again (`contents_of`)."""
+        from hopline.data.fingerprint import contents_of
+
+        return contents_of(self)
 
     def facts(self) -> dict[str, Fact]:
         """The arrays by name, as ranks compare them before they train together. No array is read whole."""
@@ -329,6 +337,21 @@ class Dataset:
         from hopline.data.formats.pyg import to_pyg
 
         return to_pyg(self)
+
+
+def normalize(table: Table) -> Table:
+    """A table with each row divided by its sum, or by 1 if the sum is less than 1. A sparse one stays sparse."""
+    if not isinstance(table, SparseTable):
+        rows = table.read(torch.arange(len(table)))
+        return TensorTable(rows / rows.sum(-1, keepdim=True).clamp(min=1.0))
+    row_of_entry = torch.repeat_interleave(torch.arange(len(table)), table.indptr.diff())
+    sums = torch.zeros(len(table), dtype=table.dtype).index_add_(0, row_of_entry, table.values).clamp(min=1.0)
+    return SparseTable(
+        indptr=table.indptr,
+        columns=table.columns,
+        values=table.values / sums[row_of_entry],
+        num_columns=table.num_columns,
+    )
 
 
 def standardize(rows: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ checksum they compare `NUM_SAMPLED` rows.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 NUM_SAMPLED = 1000
 """Rows of an array that ranks compare if it has no cached checksum. A rule of thumb: some milliseconds."""
+
+X = "table 'x'"
+"""The name of the features in `contents_of`."""
 
 MAX_IDS = 1_000_000
 """Node ids of a split that ranks read whole to compare them: some 10 ms. A rule of thumb."""
@@ -93,6 +96,15 @@ def contents_of(data: Dataset) -> dict[str, str]:
     if data.y is not None:
         contents["labels"] = checksum_of(data.y)
     return contents
+
+
+def before_features(contents: Mapping[str, str], data: Dataset) -> dict[str, str]:
+    """`contents` of a dataset, with its features as they were before `Dataset.standardized` and the like."""
+    made = data.meta.get("features")
+    if made is None:
+        return dict(contents)
+    others = {name: text for name, text in contents.items() if name != X}
+    return others | ({X: made["of"]} if "of" in made else {})
 
 
 def fingerprint(data: Dataset) -> str:

@@ -142,10 +142,12 @@ class IdMap:
     """Maps ids to node numbers: an id's node number is its position in `ids`.
 
     ids: [num_nodes], int64 or texts. An id that occurs twice is refused.
+    missing: What an error says of an id that the map does not hold.
     """
 
-    def __init__(self, ids: np.ndarray) -> None:
+    def __init__(self, ids: np.ndarray, missing: str = "is not in the node file: add a row for it") -> None:
         self.ids = ids
+        self.missing = missing
         self.order = np.argsort(ids, kind="stable")
         self.sorted = ids[self.order]
         repeated = np.flatnonzero(self.sorted[1:] == self.sorted[:-1])
@@ -179,10 +181,9 @@ class IdMap:
             raise self._unknown_id_error(ids, int(unknown[0]), where, first)
         return self.order[sorted_idx]
 
-    @staticmethod
-    def _unknown_id_error(ids: np.ndarray, index: int, where: str, first: int) -> ValueError:
+    def _unknown_id_error(self, ids: np.ndarray, index: int, where: str, first: int) -> ValueError:
         shown = " ".join(str(ids[index]).split())[:60]
-        return ValueError(f"{where} {first + index}: node {shown} is not in the node file: add a row for it.")
+        return ValueError(f"{where} {first + index}: node {shown} {self.missing}.")
 
     def table(self) -> torch.Tensor:
         """The ids as rows of a table: [N] int64, or [N, width] uint8 of UTF-8 padded with zeros.

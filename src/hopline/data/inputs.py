@@ -5,7 +5,7 @@ brings a dataset into that form, or refuses it:
 
     feature columns   matched by name, in the order of the training data
     standardisation   mean and deviation of the training data
-    edge arrays       those of the training data
+    edge arrays       those that the model reads
     classes           the classes of the training data, by name
 
 A dataset knows its columns and classes by `meta["columns"]` and `meta["classes"]`, and how its features were
@@ -15,7 +15,7 @@ have no names. Then the widths are compared, and a line says so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hopline.core.graph import Graph
-from hopline.data.dataset import METRICS, Dataset, standardize
+from hopline.data.dataset import METRICS, Dataset, normalize, standardize
 from hopline.data.manifest import Task
 from hopline.tables import Table
 from hopline.util.log import logger
@@ -44,7 +44,7 @@ class Inputs:
     """How the features were made: {"kind": "standardized", "mean", "deviation"}, {"kind": "normalized"} or
     {"kind": "one_hot"}. None: as they were given."""
     edge: dict[str, list[int]]
-    """By name: the shape of an edge array's entry, [] for a number."""
+    """By name: the shape of an entry of an edge array that the model reads, [] for a number."""
     symmetric: bool | None
     """Whether every edge had its reverse. None: not known."""
     task: Task
@@ -55,13 +55,13 @@ class Inputs:
     """Names of the classes by number. None: classes are numbers."""
 
     @classmethod
-    def of(cls, data: Dataset) -> Inputs:
-        """The form of a dataset."""
+    def of(cls, data: Dataset, edge_arrays: Sequence[str]) -> Inputs:
+        """The form of a dataset. edge_arrays: names of those that the model reads."""
         return cls(
             num_features=data.num_features,
             columns=data.meta.get("columns"),
             features=data.meta.get("features"),
-            edge={name: list(array.shape[1:]) for name, array in data.edge_arrays.items()},
+            edge={name: list(data.edge_arrays[name].shape[1:]) for name in edge_arrays},
             symmetric=data.is_symmetric,
             task=data.task,
             num_classes=data.num_classes,
@@ -85,9 +85,11 @@ class Inputs:
         """All fields as plain JSON values."""
         return asdict(self)
 
-    def fit(self, data: Dataset, *, labels: bool = False) -> Dataset:
+    def fit(self, data: Dataset, edge_arrays: Sequence[str], *, labels: bool = False) -> Dataset:
         """The dataset in the form of the training data.
 
+        edge_arrays: names of those of the dataset that the model would read. The result has none that the training
+        data had not.
         labels: whether the labels are needed, for a metric. Else the result has none.
 
         Raises:
@@ -99,18 +101,17 @@ class Inputs:
         meta |= {key: value for key, value in known.items() if value is not None}
         changes: dict[str, Any] = {"task": self.task, "num_classes": self.num_classes, "meta": meta}
         changes["y"] = self.labels(data) if labels else None
-        table = self._table(data)
-        if table is not None:
-            changes["tables"] = {**data.tables, "x": table}
-        edge = self._edge(data)
+        change_features = self._change_of_features(data)
+        edge = self._edge(data, edge_arrays)
         if edge is not None:
             changes["graph"] = Graph(data.graph.indptr, data.graph.indices, edge)
-        return data.with_fields(**changes)
+        fitted = data.with_fields(**changes)
+        return fitted if change_features is None else fitted.map_features(change_features)
 
     # ---- features
 
-    def _table(self, data: Dataset) -> Table | None:
-        """The features of a dataset in the form of the training data. None: they are in it already."""
+    def _change_of_features(self, data: Dataset) -> Callable[[Table], Table] | None:
+        """A function that brings a dataset's features into the form of the training data. None: they are in it."""
         kind = None if self.features is None else self.features["kind"]
         own = data.meta.get("features")
         if kind == "one_hot":
@@ -126,7 +127,7 @@ class Inputs:
                     f"the run learnt an embedding for each of its nodes (features=one_hot), and {data.name!r} has "
                     "others, or in another order: give the nodes of the training data, in their order"
                 )
-            return same_order.x
+            return lambda table: same_order.x
         if own is not None and own != self.features:
             raise ValueError(
                 f"the features of {data.name!r} are {own['kind']} by numbers of their own, and the run has those of "
@@ -136,15 +137,19 @@ class Inputs:
         is_made = own is not None or kind is None  # by the same numbers already, or there is nothing to do
         if is_made and order is None:
             return None
-        ordered = data.x if order is None else _Columns(data.x, order)
-        if is_made:
-            return ordered
-        if kind == "standardized":
+
+        def change(table: Table) -> Table:
+            ordered = table if order is None else _Columns(table, order)
+            if is_made:
+                return ordered
+            if kind == "normalized":
+                return normalize(ordered)
             assert self.features is not None
             # float64 holds every number of float32, so no bit is lost on the way through JSON.
             mean, deviation = (torch.tensor(self.features[key], dtype=torch.float64) for key in ("mean", "deviation"))
             return _Standardized(ordered, mean, deviation)
-        return data.with_fields(tables={"x": ordered}).normalized().x
+
+        return change
 
     def _order(self, data: Dataset) -> Tensor | None:
         """[num_features] int64: the column of the dataset for each of the training data. None: the same order.
@@ -188,15 +193,18 @@ class Inputs:
         assert self.columns is not None
         ours = [_describe(column) for column in self.columns]
         theirs = [_describe(column) for column in columns]
+        type_of = {name: type_ for name, type_, _ in columns}
+        bools = [name for name, type_, _ in self.columns if type_ == "bool" and type_of.get(name) == "number"]
+        mend = f"write true and false in {_listed(bools)}, in place of 1 and 0, or " if bools else ""
         return (
-            f"the feature columns of {name!r} are not those of the run, for example {_listed(wrong)}: convert it with "
-            f"columns of these names and types\n  the run:  {', '.join(ours)}\n  {name}:  {', '.join(theirs)}"
+            f"the feature columns of {name!r} are not those of the run, for example {_listed(wrong)}: {mend}convert it "
+            f"with columns of these names and types\n  the run:  {', '.join(ours)}\n  {name}:  {', '.join(theirs)}"
         )
 
     # ---- edges
 
-    def _edge(self, data: Dataset) -> dict[str, Tensor] | None:
-        """The edge arrays that the training data had. None: the dataset has just these."""
+    def _edge(self, data: Dataset, read: Sequence[str]) -> dict[str, Tensor] | None:
+        """The edge arrays that the training data had. None: the model reads no others."""
         if self.symmetric and data.is_symmetric is False:
             raise ValueError(
                 f"the edges of {data.name!r} go one way, and those of the training data both ways: convert it with "
@@ -215,12 +223,12 @@ class Inputs:
                     f"run was trained with {shape}"
                 )
         extra = [name for name in edge if name not in self.edge]
-        if not extra:
-            return None
-        logger.warning(
-            f"{data.name!r} has edge arrays that the run does not know, and they are left out: {_listed(extra)}"
-        )
-        return {name: edge[name] for name in self.edge}
+        if extra:
+            logger.warning(
+                f"{data.name!r} has edge arrays that the run does not use, and they are left out: {_listed(extra)}"
+            )
+        # The edges of a dataset in shards cannot be changed, and need not be for arrays that nothing reads.
+        return {name: edge[name] for name in self.edge} if set(read) - set(self.edge) else None
 
     # ---- classes
 

@@ -59,6 +59,10 @@ def node_data(
 ) -> NodeData:
     """Features, labels and splits in any accepted form, checked."""
     labels, task = normalize_labels(y, task)
+    if labels is not None and task != "multi" and as_tensor(y, "y").is_floating_point():
+        logger.warning(
+            f"labels are floating-point numbers with whole values, and are taken for class numbers; {REGRESSION}"
+        )
     found = {name: as_table(rows, name) for name, rows in (tables or {}).items()}
     if x is not None:
         found = {"x": _floating(as_table(x)), **found}
@@ -246,9 +250,6 @@ def normalize_labels(y: Any, task: Task | None) -> tuple[Tensor | None, Task]:
                 )
             if labels.numel() and float(labels.max()) > MAX_CLASSES:
                 raise _too_large(f"{float(labels.max()):g}")
-            logger.warning(
-                f"labels are floating-point numbers with whole values, and are taken for class numbers; {REGRESSION}"
-            )
         return labels.long(), task or "single"
     if task not in (None, "multi"):
         raise ValueError(f"y has shape {list(labels.shape)}, which only fits task='multi'.")

@@ -15,8 +15,9 @@ Sources of a chunk may be in any shard. Their embeddings come from the layer's t
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,9 +136,8 @@ class AllShards(Dataset):
         self.task = first.task
         self.num_classes = first.num_classes
         self.cut = first.cut  # a hash of the dataset and its partition
-        # Fields of a `Dataset` that stay empty, but for the ids that nodes had in their file. Features are in `rows`.
+        # Of the tables it has only the ids that nodes had in their file. Features are in `rows`.
         self.tables = {}
-        self.y = None
         self.alternatives = ()
         self.meta = first.meta
         self._edge_arrays = first.edge
@@ -146,8 +146,10 @@ class AllShards(Dataset):
         self._num_edges = first.num_edges
         self.nodes = torch.cat([shard.nodes for shard in shards])
         """[num_nodes] int64: the node id at each position."""
+        position = self.nodes.argsort()
+        self.y = None if first.y is None else torch.cat([shard.labels for shard in shards])[position]
         if "node_ids" in first.tables:
-            self.tables["node_ids"] = RowsOfShards([shard.tables["node_ids"] for shard in shards], self.nodes.argsort())
+            self.tables["node_ids"] = RowsOfShards([shard.tables["node_ids"] for shard in shards], position)
         self.rows = StackedTable([s.tables["x"] for s in shards]) if "x" in first.tables else None
         """The table of features by position; None if there are none."""
 
@@ -166,6 +168,15 @@ class AllShards(Dataset):
 
     def with_fields(self, **fields: Any) -> AllShards:
         return copy_with(self, fields)
+
+    def map_features(self, function: Callable[[Table], Table]) -> AllShards:
+        copied = copy.copy(self)
+        copied.rows = None if self.rows is None else function(self.rows)
+        return copied
+
+    def contents(self) -> dict[str, str]:
+        """The hash that all shards of one cut share. It stands for the arrays of the whole dataset."""
+        return {"cut": self.cut}
 
     @property
     def graph(self) -> Graph:  # type: ignore[override]

@@ -311,17 +311,22 @@ def edge_arguments(conv: nn.Module, edge: Mapping[str, Tensor], dtype: torch.dty
 
     Weights and real numbers become `dtype`.
     """
-    parameters = _arguments(type(conv))
     arguments = {}
-    for argument, name in EDGE_ARGUMENTS.items():
-        if argument not in parameters or name not in edge:
-            continue
+    for argument in edge_arguments_of(conv, edge):
+        name = EDGE_ARGUMENTS[argument]
         rows = edge[name]
-        if argument == "edge_attr" and _lacks_edge_features(conv, rows):
-            continue
         is_real = rows.is_floating_point() or name == "weight"
         arguments[argument] = rows.to(dtype) if is_real else rows
     return arguments
+
+
+def edge_arguments_of(conv: nn.Module, edge: Mapping[str, Tensor]) -> list[str]:
+    """Names of the arguments for which this conv is given one of the graph's edge arrays."""
+    names = [argument for argument in EDGE_ARGUMENTS if argument in _arguments(type(conv))]
+    names = [argument for argument in names if EDGE_ARGUMENTS[argument] in edge]
+    if "edge_attr" in names and _lacks_edge_features(conv, edge["attr"]):
+        names.remove("edge_attr")
+    return names
 
 
 def _lacks_edge_features(conv: nn.Module, attr: Tensor) -> bool:

@@ -26,7 +26,7 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from hopline.core.batch import Batch, Block
 from hopline.core.row_handles import Readable, as_dtype, as_tensor
-from hopline.nn.conv_adapter import EDGE_ARGUMENTS, edge_arguments
+from hopline.nn.conv_adapter import EDGE_ARGUMENTS, edge_arguments, edge_arguments_of
 from hopline.nn.gnn import GNN
 from hopline.nn.probe import without_caches
 from hopline.util.host import refuse_after_fork
@@ -171,6 +171,18 @@ def depth_of(model: nn.Module) -> int:
             "per hop that it reaches, such as fanouts=(15, 10)"
         )
     return num_convs
+
+
+def edge_arrays_read(model: GNN | Whole, edge: Mapping[str, Tensor]) -> list[str]:
+    """Names of the graph's edge arrays that a conv of the model takes. edge: all arrays, of which no row is read.
+
+    A subclass counts as reading all of them, since its own layers may take any from a block.
+    """
+    if type(model) not in (GNN, Whole):
+        return list(edge)
+    convs = model.convs if isinstance(model, GNN) else [model.module]
+    names = {EDGE_ARGUMENTS[argument] for conv in convs for argument in edge_arguments_of(conv, edge)}
+    return [name for name in edge if name in names]
 
 
 def as_batch_model(model: nn.Module) -> GNN | Whole:

@@ -49,9 +49,20 @@ def _times_golden(number: int) -> int:
 
 
 def derive_key(seed: int, *parts: int) -> int:
-    """A 64-bit key, as a signed int, for the path `parts` in the tree of keys below `seed`.
+    """The key of a path of numbers below a seed, such as an epoch and a step. It decides random draws.
 
-    The seed may be a key itself. Examples: derive_key(seed, epoch, step), derive_key(key, layer).
+    Other seeds and paths have other keys. A sum has not: seed 0 in epoch 1 would draw as seed 1 in epoch 0.
+
+    Args:
+        seed: The seed of a run, or a key.
+        parts: The path, such as epoch and step.
+
+    Returns:
+        An int of 64 bits, for `NeighborSampler.sample`, `Batch(key=)` and `torch.Generator().manual_seed`.
+
+    Example:
+        >>> hl.extend.derive_key(0, 1) == hl.extend.derive_key(1, 0)  # (seed 0, epoch 1) and (seed 1, epoch 0)
+        False
     """
     state = _mix_int(seed & _MASK)
     for part in parts:

@@ -55,6 +55,7 @@ class Report:
         config: The settings, as `to_dict` returns them.
         changed: Keys of the settings that differ from their defaults, such as "method.fanouts".
         inputs: The form of the training data (`data.inputs.Inputs`), for predictions. None: not known.
+        contents: Checksums of the training data by array. None: not known.
         resume: Continue the records of the run that is in the folder. Else they are removed.
         is_kept: Says which records of that run stay.
         max_spans: Most spans of the trace. Further ones are only counted.
@@ -70,6 +71,7 @@ class Report:
         *,
         changed: Sequence[str] = (),
         inputs: Mapping[str, Any] | None = None,
+        contents: Mapping[str, str] | None = None,
         resume: bool = False,
         is_kept: Callable[[Mapping[str, Any]], bool] = lambda record: True,
         max_spans: int = MAX_SPANS,
@@ -86,7 +88,7 @@ class Report:
         self._new_folders = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._start_files(describe(config, changed, inputs), resume, is_kept)
+            self._start_files(describe(config, changed, inputs, contents), resume, is_kept)
         except OSError as error:
             reason = error.strerror or type(error).__name__
             raise ValueError(
@@ -223,7 +225,10 @@ def is_complete(folder: Path) -> bool:
 
 
 def describe(
-    config: Mapping[str, Any], changed: Sequence[str] = (), inputs: Mapping[str, Any] | None = None
+    config: Mapping[str, Any],
+    changed: Sequence[str] = (),
+    inputs: Mapping[str, Any] | None = None,
+    contents: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return the contents of config.json: the settings, and what else a reader needs to repeat the run."""
     return {
@@ -231,6 +236,7 @@ def describe(
         "config": config,
         "changed": changed,
         "inputs": inputs,
+        "contents": contents,
         "command": [_without_folders(argument) for argument in sys.argv],
         "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "versions": versions(),

@@ -113,13 +113,14 @@ def predict_rank(world: World, folder: str, config: InferConfig) -> dict[str, An
     """
     with print_messages(world.rank == 0):
         run = load(folder, weights=config.weights, device=world.device, trust=config.trust)
-        assert run.settings is not None  # `load` asks for model= in a run of Python
-        settings = dataclasses.replace(run.settings, data=config.data or run.settings.data, features="given")
+        settings = run.settings_for(config.data)
         if config.nodes not in SPLITS and isinstance(settings.split, tuple):
             # The run drew its split among labelled nodes. These nodes need no split, and the graph of data= may
             # have no labels. So the dataset's own first split, if there is one, is opened instead.
             settings = dataclasses.replace(settings, split=0)
         raw = _open(settings, config, world)
+        if config.data is None and world.rank == 0:
+            run.tell_other_data(raw)
         data = run.fit(raw)
         ids = select_nodes(data, config.nodes if config.nodes in ("all", *SPLITS) else _ids_of_file(data, config.nodes))
         chunks = _chunks(run, data, ids, config, world)
@@ -192,7 +193,8 @@ def _ids_of_file(data: Dataset, path: str) -> Tensor:
                 f"{file} has no column 'id', only {', '.join(names)}: begin it with a line that names it id"
             )
         ids = np.concatenate([chunk["id"] for chunk in read_file(file, columns=["id"], ids=["id"])])
-    known = IdMap(user_ids(data, torch.arange(data.num_nodes)))
+    missing = f"is not in {data.name!r}: leave it out, or give data= a dataset that has it"
+    known = IdMap(user_ids(data, torch.arange(data.num_nodes)), missing)
     where = f"{file}, row"
     positions = known.positions(checked_ids(np.asarray(ids), where), where)
     if not positions.size:

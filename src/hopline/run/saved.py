@@ -26,9 +26,10 @@ from hopline.data.dataset import Dataset, expect_dataset
 from hopline.data.ids import original_ids
 from hopline.data.inputs import Inputs
 from hopline.data.nodes import select_nodes
+from hopline.data.registry import locate
 from hopline.data.splits import random_split
 from hopline.methods.sampled.settings import Sampled
-from hopline.nn.whole_module import as_batch_model
+from hopline.nn.whole_module import as_batch_model, edge_arrays_read
 from hopline.report.settings import read_config
 from hopline.run.models import make_model
 from hopline.run.settings import RunConfig, is_run_of_trainer, load_trusted
@@ -36,6 +37,7 @@ from hopline.run.train import load_weights, open_data
 from hopline.shards.shard import is_shards
 from hopline.tables import TensorTable
 from hopline.training.evaluation import hops_by_fanouts
+from hopline.util.log import logger
 
 CHUNK_NODES = 1 << 18
 """Nodes whose rows are computed into columns at a time. A rule of thumb."""
@@ -82,7 +84,7 @@ def load(
         ['id', 'class', 'probability']
     """
     folder = Path(folder)
-    stored = read_inputs(folder)
+    stored, contents = read_inputs(folder)
     if is_run_of_trainer(folder):
         if model is None:
             raise ValueError(
@@ -99,14 +101,17 @@ def load(
     if not is_of_run and not file.is_file():
         raise ValueError(f"there is no file {file}: give weights=best, weights=last or a state_dict file")
     load_weights(model, file, of_run=is_of_run)
-    return SavedRun(folder, model.to(device), settings, stored, torch.device(device))
+    return SavedRun(folder, model.to(device), settings, stored, contents, torch.device(device))
 
 
-def read_inputs(folder: Path) -> Inputs:
-    """The form of a run's training data, from config.json. Raises a ValueError if it is not there."""
+def read_inputs(folder: Path) -> tuple[Inputs, dict[str, str]]:
+    """The form and the checksums of a run's training data, from config.json.
+
+    Raises a ValueError if the form is not there.
+    """
     stored = read_config(folder)
     try:
-        return Inputs.from_dict(stored.get("inputs"))
+        return Inputs.from_dict(stored.get("inputs")), stored.get("contents") or {}
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / 'config.json'} cannot be used for predictions ({error}): train again") from error
 
@@ -150,6 +155,8 @@ class SavedRun:
     """The settings of a run of `hopline train`. None for a run of `hl.Trainer`."""
     inputs: Inputs
     """The form of the training data: columns, statistics and classes."""
+    contents: dict[str, str]
+    """Checksums of the training data by array, as `Dataset.contents` has them. Empty if they are not known."""
     device: torch.device
     """The device that computes."""
 
@@ -221,18 +228,52 @@ class SavedRun:
         if data is None or isinstance(data, str):
             data = self._open(data)
         expect_dataset(data, "a run", "a hopline Dataset, or the name or folder of one")
-        return self.inputs.fit(data, labels=labels)
+        read = edge_arrays_read(as_batch_model(self.model), data.edge_arrays)
+        return self.inputs.fit(data, read, labels=labels)
 
     def _open(self, name: str | None) -> Dataset:
         if self.settings is None:
             raise ValueError(f"{self.folder} is a run of hl.Trainer in Python: give predict the dataset")
-        settings = dataclasses.replace(self.settings, features="given", data=name or self.settings.data)
+        settings = self.settings_for(name)
         shares = settings.split
-        if not isinstance(shares, tuple):
-            return open_data(settings)
         # The run drew its split among labelled nodes. Other data are split in the same way, if they have labels.
-        data = open_data(dataclasses.replace(settings, split=0))
-        return data if data.y is None or is_shards(settings.data) else random_split(data, shares)
+        is_drawn = isinstance(shares, tuple)
+        data = open_data(dataclasses.replace(settings, split=0) if is_drawn else settings)
+        if name is None:
+            self.tell_other_data(data)
+        if not is_drawn or data.y is None or is_shards(settings.data):
+            return data
+        return random_split(data, shares)
+
+    def settings_for(self, name: str | None) -> RunConfig:
+        """The settings that open a dataset as it is stored: the one that is named, or the run's own.
+
+        Raises:
+            ValueError: The run's own is not there any more.
+        """
+        assert self.settings is not None
+        if name is None:
+            try:
+                locate(self.settings.data, options=self.settings.conversion)
+            except ValueError as error:
+                raise ValueError(
+                    f"the training data of {self.folder} cannot be opened ({str(error).rstrip('.')}): give data= the "
+                    "dataset to predict on"
+                ) from error
+        data = name or self.settings.data
+        return dataclasses.replace(self.settings, features="given", edge_arrays="given", data=data)
+
+    def tell_other_data(self, data: Dataset) -> None:
+        """Say if the run's own data, which were opened by their path, are not those that it was trained on."""
+        now = data.contents()
+        is_comparable = any(name in now for name in self.contents)  # shards are known by their cut
+        others = [name for name, text in self.contents.items() if now.get(name) != text]
+        if is_comparable and others:
+            assert self.settings is not None
+            logger.warning(
+                f"the data at {self.settings.data} are not those that the run was trained on, which had other "
+                f"{', '.join(others)}: give data= if other data are meant"
+            )
 
     def chunks(
         self,

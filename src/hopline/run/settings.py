@@ -49,6 +49,8 @@ class RunConfig(TrainSettings, LaunchSettings):
     """Input features: `given` as stored, `normalized` with rows divided by their sums, `standardized` with
     columns of mean 0 and deviation 1, `one_hot` with a column per node, so that model.linear=true learns an
     embedding per node."""
+    edge_arrays: Literal["given", "none"] = "given"
+    """Edge weights, features and types: `given`, so that every conv that takes some is given them, or `none`."""
     model: ModelSpec = ModelSpec()
     """The model."""
     method: Sampled | Historical | FullBatch | Auto | Method = Sampled()

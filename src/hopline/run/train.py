@@ -205,10 +205,10 @@ def _open_shards(config: RunConfig, world: World) -> Dataset:
     Raises:
         ValueError: A setting would change the dataset, which must happen before it is partitioned.
     """
-    if config.symmetrize or config.features != "given":
+    if config.symmetrize or config.features != "given" or config.edge_arrays != "given":
         raise ValueError(
-            f"{config.data} is in shards already: leave out symmetrize= and features=, or train on the dataset that "
-            "was partitioned"
+            f"{config.data} is in shards already: leave out symmetrize=, features= and edge_arrays=, or train on the "
+            "dataset that was partitioned"
         )
     if isinstance(config.split, tuple):
         shares = ",".join(f"{share:g}" for share in config.split)
@@ -306,6 +306,8 @@ def open_data(config: RunConfig) -> Dataset:
         data = random_split(open_dataset(config.data, **config.conversion), config.split)
     else:
         data = open_dataset(config.data, split=config.split, **config.conversion)
+    if config.edge_arrays == "none":
+        data = data.without_edge_arrays()
     if config.features == "normalized":
         return data.normalized()
     if config.features == "standardized":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -111,6 +112,16 @@ class ShardedData(Dataset):
         """Bytes of this rank's shard."""
         return self.shard.num_bytes
 
+    def map_features(self, function: Callable[[Table], Table]) -> ShardedData:
+        copied = copy.copy(self)
+        tables = self.shard.tables
+        copied.shard = replace(self.shard, tables={**tables, "x": function(tables["x"])})
+        return copied
+
+    def contents(self) -> dict[str, str]:
+        """The hash that all shards of one cut share. It stands for the arrays of the whole dataset."""
+        return {"cut": self.shard.cut}
+
     def facts(self) -> dict[str, Fact]:
         """The hash that all shards of one cut share. It stands for the arrays of the whole dataset."""
         return {"the cut of the dataset": Fact("", checksum=self.shard.cut)}
@@ -123,7 +134,7 @@ T = TypeVar("T", bound=Dataset)
 
 
 def copy_with(data: T, fields: dict[str, Any]) -> T:
-    """A copy of a dataset in shards with another task, other classes or another `meta`. Labels stay in the shards.
+    """A copy of a dataset in shards with other labels, another task, other classes or another `meta`.
 
     Raises:
         ValueError: `fields` has tables or a graph, which are in the files of the shards.
@@ -131,6 +142,7 @@ def copy_with(data: T, fields: dict[str, Any]) -> T:
     if "tables" in fields or "graph" in fields:
         raise refuse_change(data)
     copied = copy.copy(data)
+    copied.y = fields.get("y", data.y)
     copied.task = fields.get("task", data.task)
     copied.num_classes = fields.get("num_classes", data.num_classes)
     copied.meta = fields.get("meta", data.meta)

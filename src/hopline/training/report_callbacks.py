@@ -21,6 +21,7 @@ import psutil
 import torch
 
 from hopline import ops
+from hopline.nn.whole_module import edge_arrays_read
 from hopline.report.bottleneck import Explanation, Setup, explain
 from hopline.report.page import read_records, thin_out
 from hopline.report.writer import Report, write_text
@@ -278,6 +279,8 @@ class ShowProgress(Callback):
         model = f"{type(trainer.model).__name__}, {num_parameters:,} parameters"
         ranks = f", {trainer.world.size} ranks" if trainer.world.size > 1 else ""
         self._print(trainer, f"{model}, {format_changed(trainer.method)}, {trainer.device}{ranks}")
+        for line in _edge_array_lines(trainer):
+            self._print(trainer, line)
         if ops.is_first_time():
             self._print(trainer, "compiling kernels: once on this machine, some ten seconds")
 
@@ -340,6 +343,26 @@ class ShowProgress(Callback):
     def _print(self, trainer: Trainer, text: str) -> None:
         print(text, flush=True)
         trainer.note(text)
+
+
+EDGE_WORDS = {"weight": "edge weights", "attr": "edge features", "type": "edge types"}
+"""Words for the edge arrays that convs read."""
+
+
+def _edge_array_lines(trainer: Trainer) -> list[str]:
+    """Which edge arrays the model uses, and how to leave them out; and which it does not use."""
+    edge = trainer.data.edge_arrays
+    read = edge_arrays_read(trainer.job.model, edge)
+    unused = [repr(name) for name in edge if name not in read]
+    lines = []
+    if read:
+        words = " and ".join(EDGE_WORDS.get(name, f"the edge array {name!r}") for name in read)
+        off = "data.without_edge_arrays()" if trainer.config is None else "edge_arrays=none"
+        lines.append(f"uses {words} (to leave them out: {off})")
+    if unused:
+        takes = "a conv can take weight, attr and type, if it is made for them"
+        lines.append(f"does not use {', '.join(unused)} of the edges: {takes}")
+    return lines
 
 
 def format_changed(settings: Any) -> str:

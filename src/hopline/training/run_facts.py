@@ -20,13 +20,13 @@ from torch import nn
 
 from hopline.contract import Method, TrainStep
 from hopline.data.dataset import Dataset
-from hopline.data.fingerprint import contents_of
+from hopline.data.fingerprint import before_features
 from hopline.data.inputs import Inputs
 from hopline.distributed.gradients import CombinedBy, Gradients
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn.structure import parts_of, parts_of_function
+from hopline.nn.whole_module import edge_arrays_read
 from hopline.report.settings import changed_keys
-from hopline.shards.data import ShardedData
 from hopline.units.rank_facts import check_ranks, settings_or_repr
 from hopline.util.config import kind_of, to_dict
 
@@ -99,9 +99,12 @@ def stored_settings(trainer: Trainer) -> dict[str, Any]:
     """The content of config.json.
 
     "config": all settings. "changed": the keys without their defaults. "inputs": the form of the training data.
+    "contents": checksums of the training data.
     """
     settings = settings_of(trainer)
-    inputs = Inputs.of(trainer.data).to_dict()
+    data = trainer.data
+    inputs = Inputs.of(data, edge_arrays_read(trainer.job.model, data.edge_arrays)).to_dict()
+    of_data = {"inputs": inputs, "contents": before_features(trainer.contents, data)}
     own_gradients: dict[str, Any] = {}
     changed: list[str] = []
     if type(trainer.gradients) is not Gradients:
@@ -110,7 +113,7 @@ def stored_settings(trainer: Trainer) -> dict[str, Any]:
     own = own_settings(trainer)
     if trainer.config is not None:
         config = to_dict(trainer.config) | own_gradients | ({"own": own} if own else {})
-        return {"config": config, "changed": [*changed_keys(trainer.config), *changed], "inputs": inputs}
+        return {"config": config, "changed": [*changed_keys(trainer.config), *changed], **of_data}
 
     changed += ["data", "model", *(f"train.{key}" for key in [*changed_keys(trainer.settings), *own])]
     method = trainer.requested_method
@@ -119,7 +122,7 @@ def stored_settings(trainer: Trainer) -> dict[str, Any]:
         changed.append("method.kind")
     method_keys = ["repr"] if has_repr_only else changed_keys(method)
     changed += [f"method.{key}" for key in method_keys]
-    return {"config": settings, "changed": changed, "inputs": inputs}
+    return {"config": settings, "changed": changed, **of_data}
 
 
 def fingerprints(
@@ -132,10 +135,8 @@ def fingerprints(
     code: functions, classes and objects by name, such as "train_step". The model is added as "model". Its
     fingerprint is apart from its weights.
     """
-    # The hash that all shards of one partition share stands for the arrays of the whole dataset.
-    contents = {"cut": data.shard.cut} if isinstance(data, ShardedData) else contents_of(data)
     parts = {name: parts_of_function(name, what, model) for name, what in code.items()}
-    return contents, {"model": parts_of(model), **parts}
+    return data.contents(), {"model": parts_of(model), **parts}
 
 
 def check_trainer_ranks(trainer: Trainer, method: Method, train_step: TrainStep | None) -> None:

@@ -52,8 +52,8 @@ def irregular_data(*, shuffled: bool = True) -> Any:
 def batches(
     data: Any, num_neighbors: list[int], input_nodes: Any = None, *, batch_size: int = 7, **arguments: Any
 ) -> list[Any]:
-    """All batches of one epoch of `hl.NeighborLoader`."""
-    return list(hl.NeighborLoader(data, num_neighbors, input_nodes, batch_size=batch_size, **arguments))
+    """All batches of one epoch of `hl.NeighborLoader`, with seed 0."""
+    return list(hl.NeighborLoader(data, num_neighbors, input_nodes, batch_size=batch_size, seed=0, **arguments))
 
 
 def check_batch(batch: Any, data: Any, num_neighbors: list[int]) -> None:
@@ -221,6 +221,29 @@ def test_epochs_differ_and_a_seed_repeats_them_for_any_number_of_threads():
     assert not all(map(torch.equal, first, edge_ids_of_epochs(1, 0)[0]))
 
 
+def test_without_a_seed_an_epoch_draws_one_number_of_torch_which_repeats_it():
+    data = irregular_data()
+    loaders = [hl.NeighborLoader(data, [3, 2], batch_size=8, shuffle=True, num_workers=workers) for workers in (0, 3)]
+
+    def epochs(loader: hl.NeighborLoader, seed: int) -> list[list[list[int]]]:
+        torch.manual_seed(seed)
+        return [[[*batch.input_id.tolist(), *batch.e_id.tolist()] for batch in loader] for _ in range(2)]
+
+    first, second = epochs(loaders[0], 0)
+    assert [batch[:8] for batch in first] != [batch[:8] for batch in second], "another order"
+    assert [first, second] == epochs(loaders[0], 0) == epochs(loaders[1], 0)
+    assert epochs(loaders[0], 1)[0] not in (first, second)
+
+    torch.manual_seed(0)
+    torch.empty((), dtype=torch.int64).random_()  # as torch's DataLoader does
+    expected = torch.get_rng_state()
+    torch.manual_seed(0)
+    list(loaders[1])
+    assert torch.equal(torch.get_rng_state(), expected)
+    list(hl.NeighborLoader(data, [2], batch_size=8, shuffle=True, seed=7))
+    assert torch.equal(torch.get_rng_state(), expected), "an explicit seed leaves torch alone"
+
+
 def test_seeds_come_in_order_as_ids_as_a_mask_or_all():
     data = irregular_data()
     ids = torch.tensor([40, 3, 49, 47, 0])  # some without in-edges
@@ -320,7 +343,7 @@ def test_a_dataset_gives_the_batches_of_its_pyg_data():
     graph = random_graph(NUM_NODES, 300, loops=True, weight=True, attr=2)
     dataset = dataset_of(graph, randn(NUM_NODES, 6))
     data = dataset.to_pyg()
-    settings: dict[str, Any] = {"batch_size": 9, "shuffle": True}
+    settings: dict[str, Any] = {"batch_size": 9, "shuffle": True, "seed": 0}
     pairs = list(
         zip(
             hl.NeighborLoader(dataset, [3, 2], "train", **settings),
@@ -454,7 +477,7 @@ def test_batches_come_to_the_gpu(moved: tuple[str, ...] | None):
 def test_a_placed_dataset_gives_the_batches_of_the_host(placement: dict[str, Any]):
     dataset = dataset_of(random_graph(NUM_NODES, 300, loops=True, weight=True), randn(NUM_NODES, 6))
     placed = place(dataset, hl.Placement(**placement), "cuda")
-    settings: dict[str, Any] = {"batch_size": 9, "shuffle": True}
+    settings: dict[str, Any] = {"batch_size": 9, "shuffle": True, "seed": 0}
     loader_of_placed = hl.NeighborLoader(placed, [3, 2], "train", device="cuda", **settings)
     for expected, ours in zip(hl.NeighborLoader(dataset, [3, 2], "train", **settings), loader_of_placed, strict=True):
         assert ours["x"].is_cuda

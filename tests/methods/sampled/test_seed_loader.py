@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import logging
 import pickle
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Weigh
 from torch_geometric.data import Data
 
 import hopline as hl
+from hopline.distributed.launch import run
+from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
 from hopline.methods.sampled import seed_loader
 from tests.helpers import dataset_of, randn, random_graph
@@ -140,6 +143,35 @@ def test_a_loader_that_is_taken_apart_gives_whole_batches_with_new_draws(make: M
     one, other = ([content_of(one.collate_fn([0, 1, 2, 3])) for _ in range(20)] for one in in_order)
     assert one == other, "a copy draws the same"
     assert any(batch != one[0] for batch in one), "every call draws anew"
+
+
+def test_taken_apart_without_a_seed_a_loader_follows_torch():
+    def apart(seed: int) -> list[Any]:
+        torch.manual_seed(seed)
+        return [content_of(batch) for batch in map(neighbor_loader(seed=None).collate_fn, [[0, 1, 2]] * 20)]
+
+    assert apart(0) == apart(0) != apart(1)
+
+
+def epochs_of_ranks(world: World) -> list[Any]:
+    """Two epochs on each rank, whose torch generators differ. Then the error of ranks with different seeds."""
+    torch.manual_seed(world.rank)
+    loader = neighbor_loader(seed=None, world=world)
+    epochs = [[content_of(batch) for batch in loader] for _ in range(2)]
+    ranks = [json.loads(content) for content in world.gather_bytes(json.dumps(epochs).encode())]
+    with pytest.raises(ValueError, match="one seed"):
+        neighbor_loader(seed=None if world.rank else 3, world=world)
+    return ranks
+
+
+def test_ranks_of_a_world_follow_torch_of_rank_0():
+    ranks = run(epochs_of_ranks, LaunchSettings(devices=2, timeout_s=30))
+    torch.manual_seed(0)
+    alone = neighbor_loader(seed=None, batch_size=4)
+    for epoch in range(2):
+        seeds = [[one[0] for one in rank[epoch]] for rank in ranks]
+        together = [first + second for first, second in zip(*seeds, strict=True)]
+        assert together == [seeds_of(batch) for batch in alone]
 
 
 def test_a_batch_sampler_decides_the_batches():

@@ -289,14 +289,17 @@ def _read_nodes(path: Path, columns: Columns, ids: Ids) -> tuple[dict[str, Any],
         types = ["bool" if whole[name].dtype.kind == "b" else "number" for name in features]
         widths = [1 if part.ndim == 1 else part.shape[1] for part in parts]
         meta["columns"] = [list(column) for column in zip(features, types, widths, strict=True)]
-    if columns.label not in whole:
+    labels, classes = _labels(whole[columns.label], path) if columns.label in whole else (None, [])
+    if labels is None:
         logger.warning(
-            f"{path} has no column {columns.label!r}, so nodes get no labels and all columns are features: name the "
-            f"column of labels with columns.label={features[-1] if features else 'NAME'}"
+            f"{path} has no column {columns.label!r}, so nodes get no labels: that is right for nodes to predict; if "
+            "another column holds their labels, name it with columns.label="
         )
+    elif not (labels >= 0).any():  # empty cells are -1 or NaN
+        logger.warning(f"{path}: column {columns.label!r} is empty, so nodes get no labels")
     else:
-        given["y"], classes = _labels(whole[columns.label], path)
-        _tell_unused_classes(given["y"], path)
+        _tell_unused_classes(labels, path)
+        given["y"] = labels
         if classes:
             meta["classes"] = classes
     if columns.split in whole:

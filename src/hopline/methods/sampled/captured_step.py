@@ -71,7 +71,7 @@ class DeviceBatches:
 
     def start(self, epoch: int, done: int, seeds_done: int) -> None:
         """Begin an epoch after its first `done` steps, which had `seeds_done` seeds over all ranks."""
-        key = ops.derive_key(self.loader.seed, epoch)
+        key = self.loader.epoch_key(epoch)
         draws = ops.gpu_kernels("tree").start_epoch(
             self.state, self.prefetch_state, self.ids.numel(), key, step=done, position=seeds_done
         )

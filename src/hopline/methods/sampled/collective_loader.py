@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hopline import ops
 from hopline.contract import WorkDescription
 from hopline.core.batch import Batch
 from hopline.core.sampler import NodeIds, as_node_ids
@@ -126,7 +127,6 @@ class CollectiveLoader:
         self._order = SeedOrder(
             ids=self.positions,
             per_step=method.batch_size * self.channel.size,
-            seed=seed,
             shuffle=method.shuffle,
             drop_last=method.drop_last,
         )
@@ -183,7 +183,7 @@ class CollectiveLoader:
 
     def _requests(self, epoch: int, done: int, seeds_done: int) -> Iterator[_Request]:
         """The steps of an epoch, as this rank samples them. The arguments are those of `epoch`."""
-        for positions, key in self._order.steps(epoch, done, seeds_done):
+        for positions, key in self._order.steps(ops.derive_key(self.seed, epoch), done, seeds_done):
             # Sorted by position, a rank's share is mostly its own nodes, if the shards have equally many
             # seeds.
             in_order = positions.sort().values if self.method.shuffle else positions

@@ -101,6 +101,8 @@ class Loader(SeedLoader):
         (2, [2, 2])
     """
 
+    seed: int
+
     def __init__(
         self,
         data: Dataset,
@@ -180,7 +182,7 @@ class Loader(SeedLoader):
         done: the number of batches to leave out at the beginning. seeds_done: the number of their seeds,
         over all ranks. Both are needed, because these batches may have had another size.
         """
-        return self._batches(self._shared_steps(self._order.steps(epoch, done, seeds_done)))
+        return self._batches(self._shared_steps(self._order.steps(self.epoch_key(epoch), done, seeds_done)))
 
     def _batches(self, steps: Iterator[RankSeeds]) -> Generator[Batch, None, None]:
         self.load = None

@@ -31,8 +31,10 @@ from hopline import ops
 from hopline.core.graph import Graph, checksum
 from hopline.core.sampler import NeighborSampler, NodeIds, Subgraph, as_node_ids, check_ids
 from hopline.data.dataset import Dataset, expect_dataset
+from hopline.data.fingerprint import ids_fact
 from hopline.data.formats.pyg import split_masks
 from hopline.device.meter import with_index
+from hopline.distributed.agreement import check_same
 from hopline.distributed.world import World
 from hopline.methods.sampled.seed_loader import RankSeeds, SeedLoader
 from hopline.methods.sampled.settings import Sampled
@@ -40,6 +42,7 @@ from hopline.pipeline.stages import Pipeline, Stage
 from hopline.pipeline.transfer import Mover
 from hopline.tables import Table, TensorTable
 from hopline.tables.build import check_cuda
+from hopline.units.rank_facts import settings_facts
 from hopline.util.config import nearest
 
 IGNORED = frozenset(
@@ -105,7 +108,8 @@ class NeighborLoader(SeedLoader):
         replace: Whether neighbours are drawn with replacement.
         transform: Called with each batch, in order, in the thread that iterates.
         num_workers: Threads (not processes) that prepare batches. 0: the thread that iterates does.
-        seed: Seed of every random draw, together with the epoch.
+        seed: Seed of every random draw, together with the epoch. Default: each epoch draws one from torch's default
+            generator, so `torch.manual_seed` decides, as with PyG's loader. That of rank 0 counts in a `world`.
         device: The device of the batches. Default: the GPU that `data` has tensors on, else the CPU.
         world: The ranks that share the seeds of each step, such as `hl.World.current()`.
         sampler: Positions in `input_nodes`, in place of `shuffle`. They may repeat.
@@ -113,8 +117,8 @@ class NeighborLoader(SeedLoader):
         pyg_arguments: Other arguments of PyG's loader. Those on which no batch depends do nothing.
 
     Raises:
-        ValueError: An argument of PyG would change batches or has a wrong value, a seed is no node, or `data` is of
-            another type.
+        ValueError: An argument of PyG would change batches or has a wrong value, a seed is no node, `data` is of
+            another type, or ranks of a `world` were given different seeds.
         TypeError: PyG's loader has no such argument.
 
     Example:
@@ -138,7 +142,7 @@ class NeighborLoader(SeedLoader):
         replace: bool = False,
         transform: Callable[[Data], Data] | None = None,
         num_workers: int | Literal["auto"] = "auto",
-        seed: int = 0,
+        seed: int | None = None,
         device: torch.device | str | None = None,
         world: World | None = None,
         sampler: Iterable[int] | None = None,
@@ -182,6 +186,8 @@ class NeighborLoader(SeedLoader):
             sampler=sampler,
             batch_sampler=batch_sampler,
         )
+        if world is not None:
+            check_same(world, settings_facts({"seed": seed}) | {"the seeds": ids_fact(seeds.ids)})
         num_remaining = len(self.dataset) % (batch_size * self.size)
         if 0 < num_remaining < self.size and not drop_last:
             # The mean loss of an empty batch is NaN, and DistributedDataParallel would give it to all ranks.

@@ -10,7 +10,9 @@ There are no worker processes, so `num_workers` is 0 for whoever asks. Lightning
 making it again: they read its arguments from the attributes of the same names, and add `sampler=`.
 
 Draws have the key of (seed, epoch, step), and ranks that a sampler divides have the same one in a step. So all
-ranks together draw as one process with a batch of all their seeds.
+ranks together draw as one process with a batch of all their seeds. With seed=None the key of an epoch is a number
+that torch's default generator draws. Ranks of a `world` take that of rank 0. Others each draw one of their own, and
+have the same one if they have called `torch.manual_seed` alike, as Lightning's `seed_everything` does.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class SeedLoader(DataLoader):
         batch_size: Seeds per batch and rank.
         shuffle: Whether the seeds have a new order in each epoch.
         drop_last: Whether to leave out the last batch of an epoch if it is not full.
-        seed: Seed of every random draw, together with the epoch.
+        seed: Seed of every random draw, together with the epoch. None: torch's default generator decides.
         num_workers: Threads that prepare batches. 0: the thread that iterates does.
         look_ahead: Batches prepared before they are needed.
         on_gpu: Whether a GPU samples. Then there are no threads.
@@ -81,7 +83,7 @@ class SeedLoader(DataLoader):
         batch_size: int,
         shuffle: bool | None,
         drop_last: bool,
-        seed: int,
+        seed: int | None,
         num_workers: int | Literal["auto"],
         look_ahead: int | Literal["auto"],
         on_gpu: bool,
@@ -105,11 +107,10 @@ class SeedLoader(DataLoader):
         self.num_cores = ranks.num_cores
         self.threads = (0, 1) if on_gpu else resolve_threads(num_workers, look_ahead, self.num_cores)
         """(threads that prepare batches, batches that they may be ahead). A GPU works in order, without threads."""
-        self._order = SeedOrder(
-            ids=ids, per_step=batch_size * self.size, seed=seed, shuffle=bool(shuffle), drop_last=drop_last
-        )
+        self._order = SeedOrder(ids=ids, per_step=batch_size * self.size, shuffle=bool(shuffle), drop_last=drop_last)
         self._num_epochs = 0
         self._num_collated = 0
+        self._collate_key: int | None = None
 
         super().__init__(
             range(ids.numel()),  # type: ignore[arg-type]
@@ -148,10 +149,20 @@ class SeedLoader(DataLoader):
         if self.world is None and not self._follows_sampler and _num_ranks() > 1:
             _say_that_ranks_repeat_seeds()
         self._num_epochs += 1
-        epoch = self._num_epochs
+        key = self.epoch_key(self._num_epochs)
         if self._follows_sampler:
-            return self._batches(self._sampled_steps(epoch))
-        return self._batches(self._shared_steps(self._order.steps(epoch)))
+            return self._batches(self._sampled_steps(key))
+        return self._batches(self._shared_steps(self._order.steps(key)))
+
+    def epoch_key(self, epoch: int) -> int:
+        """The key of an epoch. Without a seed it is drawn anew in each call, which is collective in a `world`."""
+        if self.seed is not None:
+            return ops.derive_key(self.seed, epoch)
+        # As torch's DataLoader draws the base seed of its workers, and nothing else of torch's state changes.
+        drawn = torch.empty((), dtype=torch.int64, device="cpu").random_()
+        if self.world is not None:
+            self.world.broadcast_tensors([drawn])
+        return int(drawn)
 
     @abstractmethod
     def _batches(self, steps: Iterator[RankSeeds]) -> Iterator[Any]:
@@ -168,24 +179,25 @@ class SeedLoader(DataLoader):
             total = None if self.world is None else seeds.numel()
             yield RankSeeds(share_of(seeds, self.rank, self.size), key, first, total)
 
-    def _sampled_steps(self, epoch: int) -> Iterator[RankSeeds]:
+    def _sampled_steps(self, epoch_key: int) -> Iterator[RankSeeds]:
         """The steps that the sampler gives."""
         for step, positions in enumerate(self.batch_sampler):  # type: ignore[arg-type]
-            yield self._sampled_step(positions, epoch, step)
+            yield self._sampled_step(positions, epoch_key, step)
 
-    def _sampled_step(self, positions: list[int], epoch: int, step: int) -> RankSeeds:
+    def _sampled_step(self, positions: list[int], epoch_key: int, step: int) -> RankSeeds:
         """The step of positions in the seeds."""
         seeds = self._order.ids[torch.as_tensor(positions)]
         # Trees draw by slot, so the slots of ranks must differ.
         first = dist.get_rank() * seeds.numel() if _num_ranks() > 1 else 0
-        key = ops.derive_key(ops.derive_key(self.seed, epoch), step)
-        return RankSeeds(seeds, key, first, total=None)
+        return RankSeeds(seeds, ops.derive_key(epoch_key, step), first, total=None)
 
     def _collate(self, positions: list[int]) -> Any:
         """The batch of items of the dataset, which are positions in the seeds. Every call draws anew."""
+        if self._collate_key is None:
+            self._collate_key = self.epoch_key(ONE_BY_ONE)
         step = self._num_collated
         self._num_collated += 1
-        return self._batch(self._sampled_step(positions, ONE_BY_ONE, step))
+        return self._batch(self._sampled_step(positions, self._collate_key, step))
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
