@@ -24,6 +24,7 @@ from hopline import cli
 from hopline.recipes import RECIPES, find_recipe
 from hopline.run import train as run
 from hopline.run.settings import load_config
+from hopline.util.config import settings_of
 from tests.runs import assert_refused, command, labels, overrides, records, small, without
 
 COMMANDS = (
@@ -264,6 +265,15 @@ def test_keys_of_a_group_are_described_in_full():
         assert ("method.fanouts" in text) == (group == "method")
     assert_refused(command("train", "--keys", "modle"), "there is no group 'modle'", "Did you mean 'model'?")
     assert_refused(command("doctor", "--keys"), "hopline doctor has no settings")
+
+
+def test_keys_fit_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("COLUMNS", "80")
+    for name, settings in cli.SETTINGS.items():
+        groups = {setting.group for setting in settings_of(settings)}
+        for group in ([], *([group] for group in groups)):
+            cli._print_keys(name, before=[], groups=group)
+            assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("train", "--help")])

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -155,7 +157,8 @@ def plan(
     config = _run_config(name, overrides)
 
     with _loading():
-        from hopline.run.compare_methods import recommend, table_of
+        from hopline.methods.plan_within import settings_to_type
+        from hopline.run.compare_methods import REASON, recommend, table_of
         from hopline.run.train import plan as plan_methods
 
     candidates = plan_methods(config)
@@ -166,8 +169,8 @@ def plan(
                 print(f"{candidate.name} {line}")
     best = recommend(candidates)
     if best is None:
-        raise ValueError("no method fits this budget: set a larger budget=, or make the model or the batches smaller")
-    print(f"recommended: method={best.name}, the fastest steps of those that fit")
+        raise ValueError("no method fits this budget: set a larger budget=")
+    print(f"recommended: {settings_to_type(best.method)}, {REASON}")
 
 
 def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -409,8 +412,10 @@ def _print_keys(command: str, before: list[str], groups: list[str]) -> None:
             hint = nearest(group, titles)
             raise ValueError(f"there is no group {group!r} of settings.{hint} Groups: {', '.join(titles)}.")
 
-    # On a terminal a setting has one line, which ends at the right edge. In a file or pipe lines are whole.
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    # On a terminal, or with COLUMNS set, lines end at the right edge: that of a setting is cut, the text of a group is
+    # wrapped. In a file or pipe lines are whole.
+    has_edge = sys.stdout.isatty() or "COLUMNS" in os.environ
+    width = shutil.get_terminal_size().columns if has_edge else None
     for title in titles:
         if groups and not any(_is_named(title, group) for group in groups):
             continue
@@ -421,7 +426,9 @@ def _print_keys(command: str, before: list[str], groups: list[str]) -> None:
             default = "VALUE" if setting.default is None else setting.default
             assignment = f"{setting.key}={default}"
             if groups:
-                print(f"  {assignment}\n      {setting.sentence} ({setting.expected})")
+                text = f"{setting.sentence} ({setting.expected})"
+                lines = [text] if width is None else textwrap.wrap(text, width - 6, break_on_hyphens=False)
+                print("\n      ".join([f"  {assignment}", *lines]))
                 continue
             line = f"  {assignment:<34} {setting.sentence}"
             if width is not None and len(line) > width:

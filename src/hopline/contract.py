@@ -284,6 +284,8 @@ PLACES: tuple[Place, ...] = ("device", "host", "disk")
 """All kinds of memory, fastest first."""
 ASYNC_EVALUATION_SHARE = 0.25
 """Share of the bytes left for steps that asynchronous evaluation gets. A rule of thumb."""
+MAX_SLOWDOWN = 10
+"""Time within a budget, as a multiple of the time without, from which on the plan warns. A rule of thumb."""
 OverBudget = Literal["split", "resample", "cut", "cut_by_degree", "cut_by_pagerank", "refuse"]
 CutBy = Literal["random", "degree", "pagerank"]
 CUTS: Mapping[str, CutBy] = {"cut": "random", "cut_by_degree": "degree", "cut_by_pagerank": "pagerank"}
@@ -358,6 +360,11 @@ class Budget:
         limits = [self.device] if device.type == "cuda" else [self.device, self.host]
         sizes = [parse_size(limit) for limit in limits if limit is not None]
         return min(sizes) if sizes else None
+
+    def key_on(self, device: torch.device) -> str:
+        """The key that sets the limit where a device computes: "budget", or "budget.host" if that is the smaller."""
+        is_limited_by_host = self.host is not None and parse_size(self.host) == self.bytes_on(device)
+        return "budget.host" if device.type == "cpu" and is_limited_by_host else "budget"
 
 
 @dataclass(frozen=True)
@@ -440,6 +447,18 @@ class Outline(ABC):
         """
 
 
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """The time that a budget costs, from the steps that a plan has measured."""
+
+    step_s: float
+    """Expected seconds of an optimizer step within the budget."""
+    free_step_s: float
+    """Expected seconds of an optimizer step without a budget."""
+    free_step_bytes: float
+    """The predicted peak of a step that the budget neither splits nor divides."""
+
+
 class DoesNotFit(ValueError):
     """Raised if a method cannot keep to a budget. `smallest_bytes`: by place, a limit that would do."""
 
@@ -516,6 +535,10 @@ class Plan:
     process_bytes: int = 0
     """Host memory that the process takes beside the run's tensors, measured before the plan: Python, torch and
     whatever else it has loaded. No limit of a budget covers it. 0: not measured."""
+    price: Price | None = None
+    """The time that the budget costs. None: the budget makes no step longer, or the time is not known."""
+    budget_key: str = "budget"
+    """The setting that limits the place of the steps."""
 
     def budget_bytes(self, place: Place) -> int | None:
         """The most bytes that may be taken at a place. None for no limit."""
@@ -618,12 +641,9 @@ class Plan:
         """By place, for those whose limit is too small: the smallest limit that would do."""
         return {place: self.smallest_bytes(place) for place in PLACES if not self._fits(place)}
 
-    def refusal(self, smallest: Mapping[Place, int], budget_key: str = "budget") -> DoesNotFit:
-        """An error that names limits that would do.
-
-        smallest: by place, these limits. budget_key: the setting that limits the place of the steps.
-        """
-        keys = {place: f"budget.{place}" for place in smallest} | {self.compute_place: budget_key}
+    def refusal(self, smallest: Mapping[Place, int]) -> DoesNotFit:
+        """An error that names limits that would do. smallest: by place, these limits."""
+        keys = {place: f"budget.{place}" for place in smallest} | {self.compute_place: self.budget_key}
         needs = ", ".join(f"{keys[place]}={_format_limit(num_bytes)}" for place, num_bytes in smallest.items())
         limits = ", ".join(f"{format_size(self.limits[place] or 0)} on the {place}" for place in smallest)
         largest = self._describe_largest(smallest)
@@ -651,7 +671,7 @@ class Plan:
         return f" ({name} alone {verb} {format_size(num_bytes)})"
 
     def lines(self) -> list[str]:
-        """The plan as lines to print: one per place in use, and one about the steps."""
+        """The plan as lines to print: one per place in use, one about the steps, and what the budget costs."""
         lines = []
         for place in PLACES:
             items = [item for item in self.items if item.place == place and item.num_bytes]
@@ -659,7 +679,7 @@ class Plan:
                 continue
             parts = [f"{item.name} {format_size(item.num_bytes)}" for item in items]
             if place == self.compute_place:
-                split = f", in up to {self.num_micro_batches} micro-batches" if self.num_micro_batches > 1 else ""
+                split = f", in up to {self.num_micro_batches:,} micro-batches" if self.num_micro_batches > 1 else ""
                 step_bytes = min(self.step_bytes, self.limit_bytes)
                 parts.append(f"a step {format_size(step_bytes)}{split}")
                 if self.async_evaluation:
@@ -670,7 +690,25 @@ class Plan:
             lines.append(f"plan: {place} {format_size(self.peak_bytes(place))}{of_limit}: {', '.join(parts)}")
         if self.process_bytes:
             lines.append(f"plan: the process takes {format_size(self.process_bytes)} beside these tensors")
-        return [*lines, f"plan: {self.step_summary}"]
+        lines.append(f"plan: {self.step_summary}")
+        if self.price is not None:
+            epoch, free_epoch = (self.steps * step_s for step_s in (self.price.step_s, self.price.free_step_s))
+            lines.append(f"plan: an epoch takes about {epoch:.2g} s, without a budget about {free_epoch:.2g} s")
+        return [*lines, *([self.price_warning] if self.price_warning else [])]
+
+    @property
+    def price_warning(self) -> str:
+        """The line of the plan about a budget that makes a run `MAX_SLOWDOWN` times as long or longer, else ""."""
+        price = self.price
+        if price is None or not price.step_s >= MAX_SLOWDOWN * price.free_step_s:
+            return ""
+        step_bytes = math.ceil(with_evaluation(price.free_step_bytes, self.async_evaluation))
+        enough = _format_limit(self.resident_bytes(self.compute_place) + step_bytes)
+        return (
+            f"plan: the budget of {format_size(self.limits[self.compute_place] or 0)} makes the run about "
+            f"{price.step_s / price.free_step_s:.0f} times as long as without, and changes nothing that is learnt: "
+            f"{self.budget_key}={enough} would cost no time"
+        )
 
     def excess_warning(self, host_bytes: int) -> str:
         """A sentence if the host's limit and the process together exceed the memory of the host, else "".

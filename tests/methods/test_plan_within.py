@@ -7,6 +7,7 @@ prefetches less, then splits; rows and tables count in the place where they are.
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,6 +115,33 @@ def test_full_batch_takes_as_many_shards_as_it_needs():
     assert tight.partition is not None
     assert tight.partition.num_parts > 2
     assert tight.step_bytes <= tight.limit_bytes
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
+def test_the_plan_says_what_the_budget_costs_and_which_would_cost_nothing(method: Method):
+    outline = outline_of()
+    learn(outline, 2)
+    whole = plan_of(method, outline, Budget())
+    limit = whole.resident_bytes("host") + int(0.6 * whole.step_bytes)
+    if isinstance(method, Sampled):  # a plan without prefetching leaves more for a step
+        limit = whole.smallest_bytes("host")
+    plan = plan_of(method, outline, Budget(host=str(limit)))
+    assert plan.price is not None
+    assert 0 < plan.price.free_step_s < plan.price.step_s < 60
+    assert re.search(
+        r"plan: an epoch takes about [\d.e+-]+ s, without a budget about [\d.e+-]+ s", "\n".join(plan.lines())
+    )
+
+    cheap, dear = (
+        replace(plan, price=replace(plan.price, step_s=times * plan.price.free_step_s), budget_key="budget.host")
+        for times in (9, 280)
+    )
+    assert cheap.price_warning == ""
+    assert dear.lines()[-1] == dear.price_warning
+    assert "about 280 times as long as without" in dear.price_warning
+    (named,) = re.findall(r"budget\.host=(\S+) would cost no time", dear.price_warning)
+    assert plan_of(method, outline, Budget(host=named)).price is None
+    assert whole.price is None
 
 
 def test_full_batch_knows_the_part_with_the_hub():

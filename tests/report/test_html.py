@@ -197,7 +197,7 @@ def test_work_is_shown_in_place_of_times_that_hold_waiting(tmp_path: Path):
     shown_text = text(page)
     assert "Work by stage, in s" in page
     assert "sample 1.00 1.00 0 25%" in shown_text
-    assert "forward 3.00 3.00 0 75%" in shown_text
+    assert "forward bottleneck 3.00 3.00 0 75%" in shown_text, "the stage of the tile"
     assert "all stages, one after the other 4.00 100%" in shown_text
     assert "40.0" not in page
     assert "</i>wait" not in page
@@ -267,7 +267,7 @@ def test_a_killed_run_is_shown_as_far_as_it_got(tmp_path: Path):
 def test_one_epoch_says_that_there_is_no_mean(tmp_path: Path):
     shown_text = text(render(write(tmp_path, [epoch(1), CLOSE])))
     assert "Only one epoch was completed" in shown_text
-    assert "1 loss 50 seeds per second 1 epochs" in shown_text
+    assert "1 loss 50 seeds per second 1 epoch " in shown_text
     assert "stage epoch (s) sample 0.50 gather 1.00" in shown_text
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from hopline.budget.memory_plan import RunOutline
 from hopline.contract import Budget, DoesNotFit, Plan
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
-from hopline.methods.plan_within import learn, plan_of
+from hopline.methods.plan_within import plan_of
 from hopline.methods.sampled.settings import Auto, Sampled
 from hopline.nn import GNN
 from hopline.run import compare_methods as choosing
@@ -45,23 +45,48 @@ def test_every_method_is_planned_and_timed():
     rows = table_of(choices)
     assert [len(row) for row in rows] == [7] * 3
     assert rows[0][-1] == "batches of 100 seeds, whole"
-    assert rows[2][-1] == "a graph in 1 shard, whole"
+    assert rows[2][-1] == "a graph in 8 shards, whole"
     assert all(p.grad is None for p in outline.job.module.parameters())
+
+
+@pytest.mark.parametrize("limit", ["600KiB", "1MiB"])
+def test_the_plan_of_a_method_is_that_of_a_run_with_the_same_settings(limit: str):
+    budget = Budget(host=limit)
+    choices = compare(None, outline_of(), budget)
+    assert any(choice.plan is not None for choice in choices)
+    for choice in choices:
+        kind: Any = {"sampled": Sampled, "historical": Historical, "full_batch": FullBatch}[choice.name]
+        method = kind(**({"folder": choice.method.folder} if getattr(choice.method, "folder", None) else {}))
+        outline = outline_of()
+        if choice.plan is None:
+            with pytest.raises(DoesNotFit):
+                Trainer(outline.job.module, outline.data, method, budget=budget, show=False)
+            continue
+        plan = Trainer(outline.job.module, outline.data, method, budget=budget, show=False).plan
+        assert plan is not None
+        assert _without_times(plan) == _without_times(choice.plan)
+        if plan.partition is not None and choice.plan.partition is not None:
+            assert torch.equal(plan.partition.part_of, choice.plan.partition.part_of)
+            is_changed = plan.partition.num_parts != method.num_shards
+            assert (f"num_shards={method.num_shards}" in plan.step_summary) == is_changed
+
+
+def _without_times(plan: Plan) -> list[str]:
+    return replace(plan, price=None, process_bytes=0).lines()
 
 
 def test_what_does_not_fit_in_memory_is_tried_with_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     outline = outline_of()
-    learn(outline, 2)
     memory, files = (m for m in choosing.alternatives(SAMPLED, outline) if isinstance(m, FullBatch))
     smallest_bytes = [plan_of(m, outline, Budget(host="1KiB")).smallest_bytes("host") for m in (memory, files)]
     assert smallest_bytes[1] < smallest_bytes[0]
     limit = sum(smallest_bytes) // 2
-    choices = compare(SAMPLED, outline, Budget(host=str(limit)), probe=False)
+    choices = compare(SAMPLED, outline, Budget(host=str(limit)))
     full_batch = choices[-1]
     assert isinstance(full_batch.method, FullBatch)
     assert (full_batch.plan is None, full_batch.method.folder) == (False, Path("tables"))
-    assert all(math.isnan(c.epoch_s) for c in choices)
+    assert choosing.settings_to_type(full_batch.method) == "method=full_batch method.folder=tables"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -79,6 +104,7 @@ def test_auto_says_why_it_chose_and_refuses_a_budget_that_no_method_fits(monkeyp
     monkeypatch.setattr(choosing, "NUM_TIMED_STEPS", 1)
     method, why = choose(outline_of(), Budget(host="1GiB"))
     assert why.startswith(f"method={choosing.kind_of(type(method))}: an epoch takes about ")
+    assert "the fastest steps of those that fit; which method is more accurate is not known" in why
     with pytest.raises(ValueError, match="method=auto is found before a run"):
         Auto().bind(outline_of().job)
     with pytest.raises(ValueError, match="no method fits this budget: Sampled does not fit 1 KiB"):
@@ -106,6 +132,13 @@ def test_a_large_graph_is_timed_on_a_part(monkeypatch: pytest.MonkeyPatch):
     assert outline.data.num_nodes < 600
     assert scale == 4800 / outline.data.num_edges
     assert outline.train_ids.numel() > 0
+
+
+def test_a_large_graph_in_the_parts_of_a_budget_is_timed_on_a_part(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(choosing, "MAX_TIMED_EDGES", 4000)
+    (full_batch,) = (c for c in compare(SAMPLED, outline_of(), Budget(host="600KiB")) if c.name == "full_batch")
+    assert full_batch.refusal == ""
+    assert full_batch.epoch_s > 0
 
 
 # ---- what is refused

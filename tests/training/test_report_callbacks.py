@@ -66,8 +66,8 @@ def test_a_budgets_record_is_in_the_report_of_its_epoch(tmp_path: Path, caplog: 
         assert words in line
     assert "up to 80 B, predicted 90 B, allowed 100 B" in line
     (line,) = messages_with(caplog, "epoch 1: ")
-    assert "memory ran out in 1 steps" in line
-    assert "2 steps were over the limit" in line
+    assert "memory ran out in 1 step," in line
+    assert "2 steps went over the limit" in line
     assert "Memory budget" in (tmp_path / "report.html").read_text()
 
 

@@ -622,7 +622,7 @@ def test_a_loss_that_is_not_a_number_ends_training_with_advice():
 
 def test_a_method_without_batches_is_an_error():
     with pytest.raises(
-        ValueError, match=r"no batches for .* training nodes: make batch_size smaller, or set drop_last=false"
+        ValueError, match=r"no batches for .* training nodes: set drop_last=false, or make batch_size smaller"
     ):
         fit(small(), how=method(batch_size=1000, drop_last=True))
 

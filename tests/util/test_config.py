@@ -285,6 +285,14 @@ def test_format_size(num_bytes: int, text: str):
     assert spec.format_size(num_bytes) == text
 
 
+def test_a_noun_follows_its_number():
+    assert [spec.plural(1, noun) for noun in ("micro-batch", "epoch")] == ["micro-batch", "epoch"]
+    assert [spec.plural(n, noun) for n in (0, 2) for noun in ("micro-batch", "epoch")] == [
+        "micro-batches",
+        "epochs",
+    ] * 2
+
+
 def test_nearest_ignores_case_and_says_nothing_when_nothing_is_near():
     assert spec.nearest("FANOUT", ["batch_size", "fanouts"]) == " Did you mean 'fanouts'?"
     assert spec.nearest("zzz", ["batch_size", "fanouts"]) == ""

@@ -53,7 +53,7 @@ from hopline.device.out_of_memory import StepSnapshot, attempt, gradient_bytes, 
 from hopline.units.batch_unit import BatchUnit, autocast
 from hopline.units.loss_at_outputs import OutputLoss, batch_of_seeds, loss_at_outputs
 from hopline.util import trace
-from hopline.util.config import format_size, parse_size
+from hopline.util.config import CHANGES_TRAINING, format_size, parse_size
 
 Step = Callable[[Batch], Tensor]
 """A function that trains on, or infers from, a batch or a micro-batch."""
@@ -118,10 +118,7 @@ class Guard:
 
     def __post_init__(self) -> None:
         if self.limit_bytes <= 0:
-            raise ValueError(
-                f"the budget leaves {format_size(max(0, self.limit_bytes))} for a step: give more, or make the model "
-                "smaller"
-            )
+            raise ValueError(f"the budget leaves {format_size(max(0, self.limit_bytes))} for a step: give more")
         self.target_bytes = self.limit_bytes
         self.ledger = Ledger(self.limit_bytes)
         self._lock = threading.Lock()  # `_predictor` makes the predictor, and preparing threads call it too
@@ -299,7 +296,7 @@ class Guard:
         seed_idx: [n] int64, positions of these seeds; None for the whole batch.
         """
         if self.budget.over_budget == "refuse":
-            raise ValueError("memory ran out in a step: make batch_size smaller, or set over_budget=split")
+            raise ValueError("memory ran out in a step: set over_budget=split")
         if self.budget.over_budget in CUTS:
             return self._cut(batch), [None]
         self._check_split()
@@ -311,8 +308,8 @@ class Guard:
         self._num_single_seed_failures += 1
         if self._num_single_seed_failures > 1:
             raise ValueError(
-                "memory ran out twice in a step of a single seed: make the fan-outs or the model smaller "
-                f"(the budget leaves {format_size(self.limit_bytes)} for a step)"
+                f"memory ran out twice in a step of a single seed, for which the budget leaves "
+                f"{format_size(self.limit_bytes)}: give more, or make the fan-outs smaller {CHANGES_TRAINING}"
             )
         return batch, [seeds]
 
@@ -344,7 +341,7 @@ class Guard:
 
     def _check_split(self) -> None:
         """Raise a ValueError if the model's outputs would change when a batch is split."""
-        instead = "make batch_size smaller" if self.forward_only else "set over_budget=cut"
+        instead = "make batch_size smaller" if self.forward_only else f"set over_budget=cut {CHANGES_TRAINING}"
         check_split(self.job.model, instead=instead)
 
     # ---- a step whose micro-batches need each other's rows
@@ -443,8 +440,8 @@ class Guard:
         missing = format_size(needed_bytes - self.target_bytes)
         return ValueError(
             f"a batch may take {format_size(needed_bytes)}, and {format_size(self.target_bytes)} are left for a step: "
-            f"give the budget {missing} more, make {smaller_by} smaller, or set over_budget=split instead of "
-            f"{self.budget.over_budget}"
+            f"give the budget {missing} more, set over_budget=split instead of {self.budget.over_budget}, or make "
+            f"{smaller_by} smaller {CHANGES_TRAINING}"
         )
 
     def overhead_bytes(self, is_split: bool = False) -> int:
@@ -649,8 +646,8 @@ class GuardedUnit(Unit):
         if not torch.equal(before, _random_state(job.device)):
             raise ValueError(
                 "a loss of your own over a batch in micro-batches needs the same outputs twice, and a part of the "
-                "model draws random numbers by itself, as attention dropout does: set its dropout to 0, or make "
-                "batch_size smaller"
+                "model draws random numbers by itself, as attention dropout does: give a larger budget, or set its "
+                f"dropout to 0 or make batch_size smaller {CHANGES_TRAINING}"
             )
         labels = None if batch.y is None else batch.y.to(job.device)
         whole = batch_of_seeds(job, batch.seeds.to(job.device), labels, batch.key)

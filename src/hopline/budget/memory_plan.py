@@ -7,7 +7,7 @@ limit of a step. The outline's predictor predicts the peak of a step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -33,6 +33,10 @@ class RunOutline(Outline):
 
     predictors: dict[int, Predictor] = field(default_factory=dict)
     """The predictor of the model's steps for each number of blocks in a batch."""
+
+    def forget(self) -> RunOutline:
+        """The outline of the same run, which has measured nothing yet: what a new run knows."""
+        return replace(self, predictors={}, learnt={})
 
     def predictor(self, num_blocks: int) -> Predictor:
         """The predictor for batches of that many blocks.

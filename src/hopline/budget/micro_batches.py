@@ -33,7 +33,7 @@ from hopline.core.row_handles import Readable, ReducedRows, Rows
 from hopline.core.sizes import Sizes
 from hopline.nn.whole_module import Whole
 from hopline.ops.cpu import cut_batches as cpu_cut_batches
-from hopline.util.config import format_size
+from hopline.util.config import CHANGES_TRAINING, format_size
 
 P = TypeVar("P")
 """The type of what `find_fewest` splits into: groups of seeds here, ranges of nodes or a plan elsewhere."""
@@ -67,7 +67,9 @@ def can_split(model: nn.Module) -> bool:
     return True
 
 
-def check_split(model: nn.Module, instead: str = "set over_budget=cut", training: bool = False) -> None:
+def check_split(
+    model: nn.Module, instead: str = f"set over_budget=cut {CHANGES_TRAINING}", training: bool = False
+) -> None:
     """Raise a ValueError if micro-batches would not give what the whole batch gives. It names the module.
 
     instead: the advice at the end of the message. training: check as in training mode, whatever the mode is
@@ -361,7 +363,8 @@ def groups_to_fit(
         return groups
     raise ValueError(
         f"one seed takes {format_size(seed_bytes)} and {format_size(max_bytes)} are left for a step: give the budget "
-        f"{format_size(seed_bytes - max_bytes)} more, make the fan-outs smaller, or set over_budget=cut"
+        f"{format_size(seed_bytes - max_bytes)} more, or make the fan-outs smaller or set "
+        f"over_budget=cut {CHANGES_TRAINING}"
     )
 
 
@@ -442,7 +445,7 @@ def cut_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, by: CutBy = "rando
     if not fits(seeds_alone):
         raise ValueError(
             f"the seeds alone take more than the {format_size(limit)} left for a step: give a larger budget, or make "
-            "batch_size smaller"
+            f"batch_size smaller {CHANGES_TRAINING}"
         )
     last = cpu_cut_batches.last_that_fits([*node_entries, *edge_entries], lambda counts: fits(counts.tolist()))
     return _batch_up_to(batch, block_edges, node_entries, edge_entries, last)
@@ -517,9 +520,7 @@ def with_rows(batch: Batch, tables: Mapping[str, Readable]) -> Batch:
 def _check_divisible(block: Block) -> Block:
     """The block itself; raises a ValueError if its edges cannot be divided."""
     if not block.is_divisible:
-        raise ValueError(
-            f"a {type(block).__name__} cannot be split or cut: set layout=block, or make batch_size smaller"
-        )
+        raise ValueError(f"a {type(block).__name__} cannot be split or cut: set layout=block")
     return block
 
 

@@ -302,6 +302,8 @@ class Predictor:
         )
         self._observed: list[tuple[Sizes, float]] = []
         """Sizes and peak of the steps that the fit uses."""
+        self._timed: list[tuple[float, float]] = []
+        """Nodes and edges of all layers together, and seconds, of the steps that were timed."""
         self._lock = threading.Lock()
 
     @property
@@ -313,9 +315,11 @@ class Predictor:
         """Whether enough steps were measured to predict less than the bound."""
         return self.num_seen >= ENOUGH
 
-    def observe(self, sizes: Sizes, peak_bytes: int) -> None:
-        """Learn from a step that took `peak_bytes`."""
+    def observe(self, sizes: Sizes, peak_bytes: int, seconds: float | None = None) -> None:
+        """Learn from a step that took `peak_bytes`. seconds: its time. None: it was not timed."""
         with self._lock:
+            if seconds is not None:
+                self._timed.append((float(sizes.array.sum()), seconds))
             before = self._fit
             if before.num_seen == 1:
                 # The second step replaces the first, which may have allocated memory that later steps find
@@ -348,6 +352,18 @@ class Predictor:
     def expected_bytes(self, sizes: Sizes) -> float:
         """The expected bytes of a step of these sizes, without a margin. Before the first step, the bound."""
         return float((self.costs.array * sizes.array) @ self._fit.factors)
+
+    def expected_s(self, sizes: Sizes) -> float:
+        """The expected seconds of a step of these sizes. nan before the first timed step.
+
+        A line from the fastest timed step through a large one. Of the three largest, the one with the flattest line
+        counts: another process may have held up the others.
+        """
+        if not self._timed:
+            return math.nan
+        fixed_s = min(seconds for _, seconds in self._timed)
+        per_size_s = min((seconds - fixed_s) / size for size, seconds in sorted(self._timed)[-3:])
+        return fixed_s + per_size_s * float(sizes.array.sum())
 
     def predict_peak(self, sizes: Sizes) -> float:
         """The bytes that a step of these sizes will not exceed: the bound at first, then the fit and a

@@ -8,6 +8,7 @@ predictor.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -60,8 +61,10 @@ def measure_steps(
                 if predictor.num_seen and predictor.expected_bytes(sizes) > limit:
                     break
                 batch = batch.to(outline.device)
+                start_s = time.perf_counter()
                 with meter_of(outline.device) as meter:
                     BatchUnit(job, batch).forward_backward(batch.num_seeds)
+                seconds = seconds_since(start_s, outline.device)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -70,12 +73,19 @@ def measure_steps(
             if is_first:  # convs of the copy are tried out when they first run, so it does not count
                 is_first = False
                 continue
-            predictor.observe(sizes, meter.peak_bytes)
+            predictor.observe(sizes, meter.peak_bytes, seconds)
             was_large = num_seeds >= min(MAX_PROBE_SEEDS, num_train) or meter.peak_bytes > LARGE_STEP_BYTES
             if predictor.is_sure and was_large:
                 break
             num_seeds = min(2 * num_seeds, num_train)
     free_memory(outline.device)
+
+
+def seconds_since(start_s: float, device: torch.device) -> float:
+    """Seconds since `start_s` of `time.perf_counter`, once the device has finished."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start_s
 
 
 def job_of(outline: Outline) -> Job:

@@ -10,7 +10,6 @@ plans again:
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,9 +23,9 @@ from hopline.core.batch import Batch
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.memory_plan import draw_batches
-from hopline.methods.sampled.settings import Sampled, usual_fanouts
+from hopline.methods.sampled.settings import Sampled
 from hopline.nn.gnn import GNN
-from hopline.util.config import kind_of, parse_size
+from hopline.util.config import CHANGES_TRAINING, kind_of
 from hopline.util.host import process_bytes
 
 PROBED_FANOUT = 10
@@ -43,9 +42,9 @@ def plan_within(method: Method, outline: RunOutline, budget: Budget) -> Plan:
     try:
         return replace(plan_or_raise(method, outline, budget), process_bytes=other_bytes)
     except DoesNotFit as error:
-        fitting = [other for other in alternatives(method, outline) if _fits(other, outline, budget)]
+        fitting = [other for other in alternatives(method, outline) if _fits(other, outline.forget(), budget)]
         if fitting:
-            tip = f"with this budget {_settings_to_type(fitting[0])} fits"
+            tip = f"with this budget {settings_to_type(fitting[0])} fits {CHANGES_TRAINING}"
         else:
             tip = "no other method fits this budget either"
         raise DoesNotFit(f"{error}; {tip}", error.smallest_bytes) from None
@@ -59,17 +58,10 @@ def _other_process_bytes(outline: RunOutline) -> int:
 
 def plan_or_raise(method: Method, outline: RunOutline, budget: Budget) -> Plan:
     """The method's plan; if it does not fit, an error with limits that do."""
-    plan = _find_plan(method, outline, budget)
+    plan = replace(_find_plan(method, outline, budget), budget_key=budget.key_on(outline.device))
     if plan.fits:
         return plan
-    sufficient = _find_sufficient_limits(method, outline, budget, plan.smallest_limits)
-    # On a CPU the smaller of `budget` and `budget.host` is the limit. The error names that one.
-    is_limited_by_host = (
-        outline.compute_place == "host"
-        and budget.host is not None
-        and parse_size(budget.host) == budget.bytes_on(outline.device)
-    )
-    raise plan.refusal(sufficient, "budget.host" if is_limited_by_host else "budget")
+    raise plan.refusal(_find_sufficient_limits(method, outline, budget, plan.smallest_limits))
 
 
 def plan_of(method: Method, outline: RunOutline, budget: Budget) -> Plan:
@@ -119,7 +111,7 @@ def _find_sufficient_limits(
     """
     sufficient: dict[Place, int] | None = None
     for _ in range(MAX_TRIED_BUDGETS):
-        new_outline = replace(outline, predictors={}, learnt={})
+        new_outline = outline.forget()
         plan = _find_plan(method, new_outline, _raise_limits(budget, guess, outline))
         if not plan.fits:
             # Sufficient limits have been lowered too far: the try before this one counts.
@@ -175,21 +167,18 @@ def _fits(method: Method, outline: RunOutline, budget: Budget) -> bool:
 
 
 def alternatives(method: Method | None, outline: RunOutline) -> list[Method]:
-    """The library's other methods with their usual settings; some a second time, with tables in files.
+    """The library's other methods with their default settings; some a second time, with tables in files.
 
     method: the method to leave out.
     """
-    num_layers = getattr(outline.model, "num_layers", 3)  # a module without layers: 3, a rule of thumb
-    methods: list[Method] = [Sampled(fanouts=usual_fanouts(num_layers))]
+    methods: list[Method] = [Sampled()]
     if isinstance(outline.model, GNN):
-        partition = "metis" if importlib.util.find_spec("pymetis") else "streaming"
-        historical = Historical(partition=partition).for_graph(outline.data.num_nodes)
-        full_batch = FullBatch(num_shards=1, partition=partition)
-        methods += [historical, full_batch, replace(historical, folder=FOLDER), replace(full_batch, folder=FOLDER)]
-    return [other for other in methods if type(other) is not type(method)]
+        methods += [Historical(), FullBatch(), Historical(folder=FOLDER), FullBatch(folder=FOLDER)]
+    others = [other for other in methods if type(other) is not type(method)]
+    return [other.for_model(outline.model).for_graph(outline.data.num_nodes) for other in others]
 
 
-def _settings_to_type(method: Method) -> str:
+def settings_to_type(method: Method) -> str:
     """The settings that choose a method, as a user types them."""
     folder = getattr(method, "folder", None)
     folder_setting = "" if folder is None else f" method.folder={folder}"

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hopline.util.config import CHANGES_TRAINING
+
 PREPARING_STAGES = ("sample", "gather", "divide", "move")
 """Stages that threads can run before training needs the batch, in the order of a batch.
 
@@ -38,7 +40,7 @@ MIN_GPU_SHARE = 0.5
 """Of the work: a stage of preparation that runs on the GPU."""
 MIN_IDLE = 0.3
 """Of the time of preparing threads: they have nothing to do, because they may not prepare more batches."""
-REST = "everything else"
+REST = "between the stages"
 """The name of a bottleneck that is no stage, in the records."""
 
 
@@ -94,7 +96,7 @@ class Explanation:
     bottleneck: str
     """The stage that decides, or "look_ahead", "cores" or `REST`."""
     sentence: str
-    """The bottleneck, how much of the time or work it is, and what to change. At most 88 characters."""
+    """The bottleneck, how much of the time or work it is, and what to change. At most 96 characters."""
     advice: str
     """What to change. "" if nothing can be done about it."""
 
@@ -219,7 +221,7 @@ class _Facts:
             if setup.planned:
                 advice = "raise budget="
             elif setup.sampled:
-                advice = "set a larger method.batch_size"
+                advice = f"set a larger method.batch_size {CHANGES_TRAINING}"
             else:
                 advice = "make callbacks or your own sampler faster"
             return _Verdict(REST, f"{name}, {self.rest:.0%} of an epoch", advice)
@@ -262,17 +264,21 @@ class _Facts:
     def _blame_preparation(self) -> _Verdict:
         """The verdict if the thread that trains, or its GPU, prepares the batches."""
         setup = self.setup
-        slowest = self._slowest(PREPARING_STAGES)
-        if setup.drawn_on_gpu and self.shares[slowest] < MIN_GPU_SHARE:
-            return self._blame_training()
+        # One stage after the other: the stage with the largest share decides, whatever its kind.
+        slowest = self._slowest((*PREPARING_STAGES, *TRAINING_STAGES))
+        is_preparing = slowest in PREPARING_STAGES
         if setup.drawn_on_gpu:
+            if not is_preparing or self.shares[slowest] < MIN_GPU_SHARE:
+                return self._blame_training()
             return _Verdict(slowest, self._share_of(slowest), self._advise_less_work(slowest))
 
-        extent = f"preparing batches without prefetch, {self.prepared:.0%} of the work"
+        extent = f"{self._share_of(slowest)}, preparing without prefetch {self.prepared:.0%}"
         if setup.planned:
             return _Verdict(slowest, extent, "raise budget=")
         if setup.max_workers and (setup.on_gpu or setup.num_cores > 1):
             return _Verdict(slowest, extent, "set method.workers=auto")
+        if not is_preparing:
+            return self._blame_training()
         return _Verdict(slowest, extent, self._advise_less_work(slowest))
 
     def _advise_less_work(self, slowest: str) -> str:
@@ -283,7 +289,7 @@ class _Facts:
         if setup.on_gpu and not setup.drawn_on_gpu and setup.max_workers:
             return "set placement.graph=pinned placement.features=pinned"  # it then samples itself, too
         if setup.sampled:
-            return "set smaller method.fanouts" + (", or device=cuda" if setup.gpu_free else "")
+            return "set device=cuda" if setup.gpu_free else f"set smaller method.fanouts {CHANGES_TRAINING}"
         return ""
 
     def _blame_training(self) -> _Verdict:
@@ -294,13 +300,13 @@ class _Facts:
         setup = self.setup
         slowest = self._slowest(TRAINING_STAGES)
         if slowest == "exchange":
-            advice = "set a larger method.batch_size or accumulate="
+            advice = f"set a larger method.batch_size or accumulate= {CHANGES_TRAINING}"
         elif slowest == "checkpoint":
             advice = "set a larger checkpoint_s=, or out= on a faster disk"
         elif setup.gpu_free:
             advice = "set device=cuda"
         elif setup.on_gpu and not setup.bf16:
-            advice = "try precision=bf16"
+            advice = f"try precision=bf16 {CHANGES_TRAINING}"
         else:
             advice = ""
         return _Verdict(slowest, self._share_of(slowest), advice)

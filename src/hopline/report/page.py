@@ -25,7 +25,7 @@ from typing import Any
 from hopline.report.charts import MAX_HOVERS, PALETTE_STYLE, WIDTH, Points, bar_chart, line_chart, swatch
 from hopline.report.format import ABSENT, amount, duration, percent, unit_of
 from hopline.report.settings import flatten, read_config, split_settings
-from hopline.util.config import format_size
+from hopline.util.config import format_size, plural
 from hopline.util.files import check_file
 
 Record = dict[str, Any]
@@ -35,11 +35,11 @@ STYLE = """
 :root {
   color-scheme: light dark;
   --ink: #1c2430; --dim: #667085; --line: #e4e7ec; --page: #f6f7f9; --card: #fff;
-  --good: #067647; --bad: #b42318; --mark: #e8710a;
+  --good: #067647; --bad: #b42318; --mark: #e8710a; --shade: #1c243038;
 }
 @media (prefers-color-scheme: dark) { :root {
   --ink: #e6e9ef; --dim: #98a2b3; --line: #2c3442; --page: #12161d; --card: #1a202a;
-  --good: #47cd89; --bad: #f97066; --mark: #ff9f43;
+  --good: #47cd89; --bad: #f97066; --mark: #ff9f43; --shade: #e6e9ef38;
 } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font-variant-numeric: tabular-nums;
@@ -61,7 +61,8 @@ code { font: 12.5px/1.5 ui-monospace, "DejaVu Sans Mono", monospace; overflow-wr
 code + .notice { margin-top: 14px; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(128px, 100%), 1fr)); gap: 12px; }
 .tiles { margin: 20px 0 12px; }
-.tile, figure, .table, .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
+.tile, figure, .card { background: var(--card); }
+.tile, figure, .table, .card { border: 1px solid var(--line); border-radius: 10px; }
 .tile { padding: 12px 14px; }
 .tile b { display: block; font-size: 19px; line-height: 1.3; overflow-wrap: anywhere; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 12px; }
@@ -78,13 +79,18 @@ figcaption { font-weight: 600; margin-bottom: 6px; }
 .key { font-weight: 400; white-space: nowrap; }
 .key i { display: inline-block; width: 10px; height: 10px; border-radius: 3px; margin-right: 6px; }
 figcaption .key { color: var(--dim); margin-left: 14px; }
-.scroll { overflow-x: auto; }
+/* A shadow at an edge behind which there is more: the first two layers scroll along and cover it at the ends. */
+.scroll, .table { overflow-x: auto; background:
+  linear-gradient(to right, var(--card) 50%, transparent) local left / 48px 100%,
+  linear-gradient(to left, var(--card) 50%, transparent) local right / 48px 100%,
+  linear-gradient(to right, var(--shade), transparent) left / 18px 100%,
+  linear-gradient(to left, var(--shade), transparent) right / 18px 100%, var(--card);
+  background-repeat: no-repeat; }
 svg { display: block; width: 100%; height: auto; }
 svg text { font-size: 11px; fill: var(--dim); }
 .three svg text { font-size: 15px; }
 .gridline { stroke: var(--line); }
 .curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
-.table { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; }
 th, td { text-align: left; padding: 6px 16px; border-top: 1px solid var(--line); vertical-align: top; }
 th { color: var(--dim); font-weight: 500; font-size: 12.5px; }
@@ -313,7 +319,7 @@ def _tiles(run: RunFiles, total_s: float) -> str:
         values = {value for _, value in _series(run.epochs, name)}
         if len(values) == 1:  # no chart shows a value that never changes
             tiles.append((label, amount(*values)))
-    tiles.append(("epochs", f"{len(run.epochs):,}"))
+    tiles.append((plural(len(run.epochs), "epoch"), f"{len(run.epochs):,}"))
     if total_s > 0:
         tiles.append(("total time", duration(total_s)))
     seconds = [value for _, value in _series(run.epochs, "seconds")]
@@ -801,7 +807,9 @@ def pipeline_section(pipeline: Record, epochs: Sequence[Record]) -> str:
     rows = []
     for i, name in enumerate(names):
         first, *later = [stages.get(name, 0.0) for stages in work]
-        cells = [Html(swatch(i, name)), unit.write(first)]
+        # The tile names the same stage, from the same record.
+        mark = ' <span class="dim">bottleneck</span>' if name == pipeline.get("bottleneck") else ""
+        cells = [Html(swatch(i, name) + mark), unit.write(first)]
         if has_several:
             cells.append(unit.write(statistics.fmean(later)))
             cells.append(unit.write(statistics.stdev(later) if len(later) > 1 else None))
@@ -830,11 +838,11 @@ def _pipeline_note(pipeline: Record, has_work: bool) -> str:
     if pipeline.get("shares"):
         workers = pipeline.get("workers")
         if workers:
-            threads = "thread" if workers == 1 else "threads"
-            sentences.append(f"Prefetch by {workers} {threads}: stages overlap.")
+            sentences.append(f"Prefetch by {workers} {plural(workers, 'thread')}: stages overlap.")
         else:
             sentences.append("No prefetch: the thread that trains also prepares the batches.")
-        sentences.append(f"{pipeline['num_batches']:,} batches per epoch.")
+        num_batches = pipeline["num_batches"]
+        sentences.append(f"{num_batches:,} {plural(num_batches, 'batch')} per epoch.")
         if not has_work:
             sentences.append("Times include waiting for a core, shares do not.")
     return " ".join(sentences)

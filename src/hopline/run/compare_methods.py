@@ -29,6 +29,7 @@ from hopline.budget.memory_plan import RunOutline
 from hopline.budget.probe import job_of
 from hopline.contract import PLACES, Budget, Job, Method, Plan, Work
 from hopline.core.graph import Graph
+from hopline.core.partition import Partition
 from hopline.data.dataset import Dataset
 from hopline.data.placement import place
 from hopline.data.placement_settings import Placement
@@ -36,7 +37,7 @@ from hopline.device.meter import find_device
 from hopline.device.snapshots import preserve_rng
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
-from hopline.methods.plan_within import alternatives, learn, plan_or_raise
+from hopline.methods.plan_within import alternatives, learn, plan_or_raise, settings_to_type
 from hopline.methods.sampled.settings import Sampled
 from hopline.tables import TensorTable
 from hopline.training.settings import TrainSettings
@@ -53,6 +54,9 @@ MAX_TIMED_EDGES = 1 << 23
 
 On a larger graph, the method is timed on the graph's first nodes.
 """
+
+REASON = "the fastest steps of those that fit; which method is more accurate is not known before training"
+"""Why a method is recommended, and what the recommendation does not know."""
 
 
 def outline_of_run(
@@ -88,25 +92,14 @@ class Candidate:
         return kind_of(type(self.method))
 
 
-def compare(method: Method | None, outline: RunOutline, budget: Budget, *, probe: bool = True) -> list[Candidate]:
-    """Return a candidate for each kind of method.
+def compare(method: Method | None, outline: RunOutline, budget: Budget) -> list[Candidate]:
+    """Return a candidate for each kind of method, with the plan that a run of it has.
 
     A kind may have several forms, with tables in memory or on disk. The first form that fits is the
     candidate.
 
-    method: the method of the run, with its settings; None to compare all with their usual settings. probe:
-    whether to run steps, which teach the memory predictor and give `Candidate.epoch_s`.
+    method: the method of the run, with its settings; None to compare all with their default settings.
     """
-    if probe:
-        # There is a memory predictor for each number of blocks of a batch. The run's method has a block per
-        # fan-out. The sampled method of `alternatives` has one per layer: 3 if the model does not say.
-        depths: set[int] = set()
-        if isinstance(method, Sampled):
-            depths.add(len(method.fanout_per_layer))
-        depths.add(getattr(outline.model, "num_layers", 3))
-        for num_blocks in depths:
-            learn(outline, num_blocks)
-
     methods = alternatives(method, outline)
     if method is not None:
         methods = [method, *methods]
@@ -115,31 +108,33 @@ def compare(method: Method | None, outline: RunOutline, budget: Budget, *, probe
         earlier = candidates.get(kind_of(type(form)))
         if earlier is not None and earlier.plan is not None:
             continue
-        candidate = _plan(form, outline, budget)
+        candidate = _candidate(form, outline.forget(), budget)
         # If no form fits, the refusal of the first one is shown.
         if earlier is None or candidate.plan is not None:
             candidates[candidate.name] = candidate
-    if not probe:
-        return list(candidates.values())
-    return [_with_epoch_time(candidate, budget, outline) for candidate in candidates.values()]
+    return list(candidates.values())
 
 
-def _plan(method: Method, outline: RunOutline, budget: Budget) -> Candidate:
-    """A candidate that is not timed yet."""
+def _candidate(method: Method, outline: RunOutline, budget: Budget) -> Candidate:
+    """A method with its plan and the time of an epoch, or a refusal.
+
+    outline: one that has measured nothing. So the plan is that of a run, which knows nothing of other methods.
+    """
     try:
-        return Candidate(method=method, plan=plan_or_raise(method, outline, budget))
-    except ValueError as error:  # the method does not fit, or cannot train this model
+        plan = plan_or_raise(method, outline, budget)
+        if budget == Budget() and plan.num_blocks is not None:
+            # A run without a budget has no plan. Measured steps predict less than the bound.
+            learn(outline, plan.num_blocks)
+            plan = plan_or_raise(method, outline, budget)
+        epoch_s = _estimate_epoch_s(plan, budget, outline)
+    except ValueError as error:  # the method does not fit, cannot train this model, or a guard refused a step
         return Candidate(method=method, refusal=str(error))
-
-
-def _with_epoch_time(candidate: Candidate, budget: Budget, outline: RunOutline) -> Candidate:
-    """A candidate with `epoch_s`. One whose steps fail within the budget becomes a refusal."""
-    if candidate.plan is None:
-        return candidate
-    try:
-        return replace(candidate, epoch_s=_estimate_epoch_s(candidate.plan, budget, outline))
-    except ValueError as error:  # a guard refused a step
-        return replace(candidate, plan=None, refusal=str(error))
+    if plan.price is not None:
+        # The timed steps are the better estimate, and the ratio stays that of a run's plan.
+        step_s = epoch_s / plan.steps
+        free_step_s = step_s * plan.price.free_step_s / plan.price.step_s
+        plan = replace(plan, price=replace(plan.price, step_s=step_s, free_step_s=free_step_s))
+    return Candidate(method=method, plan=plan, epoch_s=epoch_s)
 
 
 def recommend(candidates: Sequence[Candidate]) -> Candidate | None:
@@ -170,8 +165,8 @@ def choose(outline: RunOutline, budget: Budget) -> tuple[Method, str]:
         if candidate is not best:
             verdict = f"{candidate.epoch_s:.2g} s" if candidate.plan else "does not fit"
             others.append(f"{candidate.name} {verdict}")
-    reason = f"method={best.name}: an epoch takes about {best.epoch_s:.2g} s ({', '.join(others)})"
-    return best.method, reason
+    times = f"an epoch takes about {best.epoch_s:.2g} s ({', '.join(others)})"
+    return best.method, f"{settings_to_type(best.method)}: {times}; {REASON}"
 
 
 # ---- time of an epoch
@@ -182,6 +177,12 @@ def _estimate_epoch_s(plan: Plan, budget: Budget, outline: RunOutline) -> float:
     scale = 1.0
     if not isinstance(plan.method, Sampled):
         outline, scale = _shrink(outline)
+    if plan.partition is not None and scale > 1:
+        # Parts of about as many edges as those of the plan, which are parts of the whole graph.
+        num_parts = math.ceil(plan.partition.num_parts / scale)
+        num_nodes = outline.data.num_nodes
+        part_of = (torch.arange(num_nodes) * num_parts // num_nodes).int()
+        plan = replace(plan, partition=Partition(part_of, num_parts, "range"))
     if outline.device.type == "cuda":
         placement = plan.placement or plan.method.placement(outline.placement)
         data = place(outline.data, placement, outline.device)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hopline.util.config import format_size, nearest
+from hopline.util.config import format_size, nearest, plural
 from hopline.util.trace import RegionStatistics
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Run:
     reserved."""
 
     def __repr__(self) -> str:
-        parts = [f"{self.epochs} epochs", f"best epoch {self.best_epoch}"]
+        parts = [f"{self.epochs} {plural(self.epochs, 'epoch')}", f"best epoch {self.best_epoch}"]
         for split, value in (("valid", self.valid), ("test", self.test)):
             if not math.isnan(value):
                 parts.append(f"{split} {self.metric} {value:.4f}")

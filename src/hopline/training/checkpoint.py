@@ -524,7 +524,9 @@ class Checkpoints:
         if trainer.stop_reason is not None and not trainer.has_steps_left:
             progress = f"training has ended after epoch {run.epochs}: {trainer.stop_reason}"
         elif position.epoch > self.settings.epochs:
-            progress = f"all {run.epochs} epochs were trained"
+            progress = (
+                f"all {run.epochs} epochs were trained" if run.epochs > 1 else "1 epoch was trained, the only one"
+            )
         else:
             progress = f"epoch {position.epoch}, {round(position.seeds):,} of {trainer.num_seeds:,} seeds done"
 

@@ -27,7 +27,7 @@ from hopline.report.page import read_records, thin_out
 from hopline.report.writer import Report, write_text
 from hopline.training.callbacks import Callback, EpochEnd, Evaluation, Run, StepEnd, format_seconds
 from hopline.training.run_facts import run_facts
-from hopline.util.config import format_size
+from hopline.util.config import format_size, plural
 from hopline.util.progress import Progress, progress
 
 if TYPE_CHECKING:
@@ -121,18 +121,18 @@ def _describe_batches(record: dict[str, Any], names: tuple[str, ...]) -> str:
 
     names: counts to mention if they are not 0.
     """
+
+    def count(key: str, noun: str) -> str:
+        return f"{record[key]:,} {plural(record[key], noun)}"
+
     phrases = {
-        "split": f"{_count_batches(record['split'])} split into {record['pieces']} micro-batches",
-        "resampled": f"{record['resampled']} samples drawn anew",
-        "cut": f"{record['edges_cut']:,} edges cut from {_count_batches(record['cut'])}",
-        "oom": f"memory ran out in {record['oom']} steps, which ran again in smaller micro-batches",
-        "over": f"{record['over']} steps were over the limit",
+        "split": f"{count('split', 'batch')} split into {count('pieces', 'micro-batch')}",
+        "resampled": f"{count('resampled', 'sample')} drawn anew",
+        "cut": f"{count('edges_cut', 'edge')} cut from {count('cut', 'batch')}",
+        "oom": f"memory ran out in {count('oom', 'step')}, run again in smaller micro-batches",
+        "over": f"{count('over', 'step')} went over the limit",
     }
     return ", ".join(phrases[name] for name in names if record[name])
-
-
-def _count_batches(number: int) -> str:
-    return "1 batch" if number == 1 else f"{number} batches"
 
 
 class WatchPipeline(Callback):

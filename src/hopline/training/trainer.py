@@ -105,7 +105,7 @@ from hopline.training.watch_staleness import WatchHistory
 from hopline.units.batch_unit import own_threads
 from hopline.units.job import make_job
 from hopline.util import trace
-from hopline.util.config import check_names
+from hopline.util.config import CHANGES_TRAINING, check_names
 from hopline.util.errors import NotCopied
 from hopline.util.file_lock import FileLock
 from hopline.util.files import remove_unfinished
@@ -532,8 +532,8 @@ class Trainer(NotCopied):
         num_seeds = self.position.seeds
         if not num_seeds:
             raise ValueError(
-                f"the method gave no batches for {self.num_seeds:,} training nodes: make batch_size smaller, or set "
-                "drop_last=false"
+                f"the method gave no batches for {self.num_seeds:,} training nodes: set drop_last=false, or make "
+                f"batch_size smaller {CHANGES_TRAINING}"
             )
         mean_loss = self.world.sum([float(self.position.loss_sum)])[0] / num_seeds
         trace.end_device_spans()
@@ -997,7 +997,7 @@ class Trainer(NotCopied):
             self.say(describe(self.data))
         if self.plan is not None:
             for line in self.plan.lines():
-                self.say(line)
+                self.say(line, logging.WARNING if line == self.plan.price_warning else logging.INFO)
             warning = self.plan.excess_warning(host_memory().total)
             if warning:
                 self.say(warning, logging.WARNING)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from hopline.report.writer import Report
 from hopline.training.callbacks import Callback, EpochEnd, Run
+from hopline.util.config import CHANGES_TRAINING
 
 if TYPE_CHECKING:
     from hopline.training.trainer import Trainer
@@ -56,7 +57,7 @@ def state_of(drifts: list[float], age: float, refreshes: bool) -> HistoryState:
         drift=drift,
         age=age,
         sentence=f"histories are old: rows move by {drift:.0%} of their norm in the {age:.1f} steps that they wait",
-        advice=f"set {remedies}",
+        advice=f"set {remedies} {CHANGES_TRAINING}",
     )
 
 

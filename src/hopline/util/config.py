@@ -98,6 +98,17 @@ def format_size(num_bytes: float) -> str:
     return f"{value:.1f}".removesuffix(".0") + f" {unit}"
 
 
+CHANGES_TRAINING = "(changes the training)"
+"""Follows advice that changes what is learnt, and not only memory or time."""
+
+
+def plural(number: int, noun: str) -> str:
+    """The noun for that many of it: "batch" for 1, else "batches"."""
+    if number == 1:
+        return noun
+    return f"{noun}es" if noun.endswith("tch") else f"{noun}s"
+
+
 def nearest(name: str, options: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the option closest to a mistyped name, or "" when none is close."""
     by_lower = {option.lower(): option for option in options}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hopline.budget.predictor import Predictor, costs_of
 from hopline.budget.probe import LARGE_STEP_BYTES, job_of
-from hopline.contract import Budget, Item, Outline, Plan
+from hopline.contract import Budget, Item, Outline, Plan, Price
 from hopline.core.graph import Graph
 from hopline.core.partition import Partition
 from hopline.core.sizes import Sizes
@@ -40,6 +40,7 @@ from hopline.shards.convs.patch_message_passing import FetchMode
 from hopline.tables import TensorTable
 from hopline.units.batch_unit import own_threads
 from hopline.units.loss_at_outputs import LOSS_COPIES
+from hopline.util.config import plural
 
 MAX_PARTS = 1 << 8
 """Most parts that a plan makes of a graph, or as many as the settings ask for. A rule of thumb: a step goes over all
@@ -105,6 +106,16 @@ def _plan_sweep(method: FullBatch, outline: Outline, budget: Budget, model: GNN)
         step_bytes += LOSS_COPIES * _output_bytes(outline, model)
     layers = measured_layers(outline, partition, max_bytes=sized.limit_bytes - step_bytes)
     parts, part_bytes = _parts_within(sized.limit_bytes - step_bytes, data.graph, partition, layers)
+    price = None
+    instead = ""
+    if parts.num_parts > method.num_shards:
+        instead = f" (the budget allows no fewer; num_shards={method.num_shards})"
+        requested = sizes_of_parts(data.graph, partition)
+        price = Price(
+            step_s=layers.sweep_s(sizes_of_parts(data.graph, parts)),
+            free_step_s=layers.sweep_s(requested),
+            free_step_bytes=step_bytes + max(map(layers.largest, requested)),
+        )
     step_bytes += part_bytes
     return replace(
         sized,
@@ -112,7 +123,8 @@ def _plan_sweep(method: FullBatch, outline: Outline, budget: Budget, model: GNN)
         min_step_bytes=step_bytes,  # a step is not split any further
         partition=parts,
         count=parts.num_parts,
-        covers="a graph in {} shard" if parts.num_parts == 1 else "a graph in {} shards",
+        covers=f"a graph in {{}} {plural(parts.num_parts, 'shard')}{instead}",
+        price=price,
     )
 
 

@@ -35,6 +35,7 @@ from hopline.units.batch_unit import autocast
 from hopline.units.loss_at_outputs import batch_of_seeds, loss_at_outputs
 from hopline.units.measured_unit import MeasuredUnit
 from hopline.util import trace
+from hopline.util.config import plural
 
 
 def bind(method: FullBatch, job: Job) -> Work:
@@ -53,8 +54,7 @@ def bind(method: FullBatch, job: Job) -> Work:
     aggregation, reason = choose_aggregation(method, job, model)
     if method.aggregation == "auto":
         num_shards = job.world.size if job.world.size > 1 else method.num_shards
-        plural = "" if num_shards == 1 else "s"
-        job.say(f"full batch by aggregation={aggregation} ({reason}), {num_shards} shard{plural}")
+        job.say(f"full batch by aggregation={aggregation} ({reason}), {num_shards} {plural(num_shards, 'shard')}")
     if aggregation == "sweep":
         return SweepWork(job, model, method)
     return ShardedWork(job, model, method, mode=aggregation)

@@ -8,13 +8,14 @@ measured at that node.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from hopline.budget.micro_batches import can_split
-from hopline.contract import Budget, Item, Outline, Plan
+from hopline.contract import Budget, Item, Outline, Plan, Price
 from hopline.core.sizes import Sizes
 from hopline.device.out_of_memory import state_bytes
 from hopline.methods.historical.settings import Historical
-from hopline.methods.partitioned.layer_bytes import measured_layers
+from hopline.methods.partitioned.layer_bytes import FORWARD_SHARE, measured_layers
 from hopline.methods.partitioned.memory_plan import (
     ENOUGH_NODES,
     MAP_BYTES_PER_NODE,
@@ -29,6 +30,7 @@ from hopline.methods.partitioned.work import partition_together
 from hopline.nn.gnn import row_widths
 from hopline.tables.history import DTYPES
 from hopline.units.loss_at_outputs import LOSS_COPIES
+from hopline.util.config import plural
 
 MARGIN = 2.0
 """Margin of the smallest micro-batch, since a run measures and predicts it anew. A rule of thumb."""
@@ -65,7 +67,9 @@ def plan(method: Historical, outline: Outline, budget: Budget) -> Plan:
             edges[l] += data.num_edges
         nodes[-1] += data.num_nodes
 
-    step_bytes = outline.predictor(model.num_layers).predict_peak(Sizes(tuple(nodes), tuple(edges)))
+    sizes = Sizes(tuple(nodes), tuple(edges))
+    predictor = outline.predictor(model.num_layers)
+    step_bytes = predictor.predict_peak(sizes)
     min_step_bytes = step_bytes
     if budget.over_budget == "split" and can_split(model):
         # Kept by a split batch during its step, as `MicroBatches` counts it: own rows and gradients after layers.
@@ -86,7 +90,7 @@ def plan(method: Historical, outline: Outline, budget: Budget) -> Plan:
         piece_bytes = MARGIN * max(layers.largest(one_node), layers.largest(probed))
         piece_bytes += EDGES_BYTES * max(one_node.nodes[0], probed.nodes[0])
         min_step_bytes = sum(state_bytes(model)) + resident_bytes + piece_bytes
-    return Plan(
+    plan = Plan(
         method=method,
         items=(
             *outline.resident_items(),
@@ -103,6 +107,21 @@ def plan(method: Historical, outline: Outline, budget: Budget) -> Plan:
         min_step_bytes=min_step_bytes,
         steps=-(-method.num_parts // method.parts_per_batch),
         count=method.parts_per_batch,
-        covers=f"batches of {{}} of {method.num_parts} parts",
+        covers=f"batches of {{}} of {method.num_parts} {plural(method.num_parts, 'part')}",
         num_blocks=model.num_layers,
     )
+    free_step_s = predictor.expected_s(sizes)
+    if plan.num_micro_batches == 1 or math.isnan(free_step_s):
+        return plan
+    micro_batch_s = predictor.expected_s(_divide(sizes, plan.num_micro_batches))
+    # All layers but the last are computed twice, which is counted as if they all were.
+    step_s = (1 + FORWARD_SHARE) * plan.num_micro_batches * micro_batch_s
+    return replace(plan, price=Price(step_s=step_s, free_step_s=free_step_s, free_step_bytes=step_bytes))
+
+
+def _divide(sizes: Sizes, num_micro_batches: int) -> Sizes:
+    """The sizes of a micro-batch, with a source of its own for each in-edge, or all of the batch's."""
+    edges = tuple(math.ceil(num_edges / num_micro_batches) for num_edges in sizes.edges)
+    num_own = math.ceil(sizes.nodes[-1] / num_micro_batches)
+    nodes = tuple(min(num_src, num_own + edges[0]) for num_src in sizes.nodes[:-1])
+    return Sizes((*nodes, num_own), edges)

@@ -49,7 +49,7 @@ from hopline.tables.history import report_ages
 from hopline.units.batch_unit import autocast
 from hopline.units.loss_at_outputs import LOSS_COPIES
 from hopline.util import trace
-from hopline.util.config import format_size
+from hopline.util.config import CHANGES_TRAINING, format_size
 
 if TYPE_CHECKING:
     from hopline.contract import Guard
@@ -131,7 +131,7 @@ def runs_to_fit(
     raise ValueError(
         f"one node of a batch takes {format_size(peak_bytes)}, and the batch's own rows leave "
         f"{format_size(max(0, limit))}: give the budget {format_size(peak_bytes - limit)} more, or make "
-        "parts_per_batch smaller"
+        f"parts_per_batch smaller {CHANGES_TRAINING}"
     )
 
 
@@ -185,13 +185,13 @@ def check_micro_batches(model: GNN) -> None:
         ValueError: A module needs the whole batch, as a batch norm does. Or an encoder has dropout: a node that two
             micro-batches encode would get two masks.
     """
-    check_split(model, instead="make parts_per_batch smaller")
+    check_split(model, instead=f"make parts_per_batch smaller {CHANGES_TRAINING}")
     for name, module in model.named_modules():
         has_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
         if has_dropout and name.startswith("encoder."):
             raise ValueError(
                 f"{name} draws anew wherever a node's row is encoded, so no batch can be split: use input_dropout= or "
-                "dropout= of hl.nn.GNN, or make parts_per_batch smaller"
+                f"dropout= of hl.nn.GNN, or make parts_per_batch smaller {CHANGES_TRAINING}"
             )
 
 
@@ -438,7 +438,7 @@ class MicroBatches(BatchPlan):
                 f"the rows of a batch's {hist_batch.block.num_dst} nodes and their gradients take "
                 f"{format_size(self.resident_bytes)}, and {format_size(guard.target_bytes)} are left for a step: give "
                 f"the budget {format_size(-self.limit_bytes)} more and something for the layers, or make "
-                "parts_per_batch smaller"
+                f"parts_per_batch smaller {CHANGES_TRAINING}"
             )
         if not work.layer_bytes.is_sure:
             Probe(work, hist_batch).teach(work.layer_bytes, self.limit_bytes)

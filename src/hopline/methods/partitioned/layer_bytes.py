@@ -8,6 +8,8 @@ any case. So what no piece can be smaller than is measured, and not extrapolated
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hopline.budget.predictor import Predictor, costs_of
-from hopline.budget.probe import LARGE_STEP_BYTES, job_of
+from hopline.budget.probe import LARGE_STEP_BYTES, job_of, seconds_since
 from hopline.contract import Job, Outline
 from hopline.core.batch import Batch
 from hopline.core.partition import Partition
@@ -31,6 +33,9 @@ from hopline.methods.partitioned.work import PartsSpec, PartsWork
 from hopline.nn.gnn import GNN
 from hopline.tables.layers import At, as_positions
 from hopline.units.batch_unit import autocast, own_threads
+
+FORWARD_SHARE = 1 / 3
+"""Time of a layer's forward pass as a share of forward and backward. A rule of thumb."""
 
 
 def at_layer(model: GNN, sizes: Sizes, l: int) -> Sizes:
@@ -82,9 +87,21 @@ class LayerBytes:
             peaks.append(self.predict_peak(l, Sizes((sizes.nodes[l], num_own), (num_edges,))))
         return sum(peaks)
 
-    def learn(self, l: int, sizes: Sizes, peak_bytes: int) -> None:
-        """Add a measurement: layer `l` at a block of these sizes had this peak."""
-        self.predictors[l].observe(at_layer(self.model, sizes, l), peak_bytes)
+    def sweep_s(self, pieces: Sequence[Sizes]) -> float:
+        """Expected seconds of a sweep over pieces of these sizes. nan if no layer was timed.
+
+        A sweep computes every layer but the last twice: before the loss, and once more to go back.
+        """
+        last = self.model.num_layers - 1
+        seconds = 0.0
+        for l, predictor in enumerate(self.predictors):
+            num_passes = 1.0 if l == last else 1 + FORWARD_SHARE
+            seconds += num_passes * sum(predictor.expected_s(at_layer(self.model, sizes, l)) for sizes in pieces)
+        return seconds
+
+    def learn(self, l: int, sizes: Sizes, peak_bytes: int, seconds: float | None = None) -> None:
+        """Add a measurement: layer `l` at a block of these sizes had this peak and, if it was timed, took `seconds`."""
+        self.predictors[l].observe(at_layer(self.model, sizes, l), peak_bytes, seconds)
 
 
 class FixedGradients(SweepLoss):
@@ -180,6 +197,7 @@ class _LayerProbe:
         peak_bytes = 0
         for l in range(self.work.model.num_layers):
             job.module.zero_grad(set_to_none=True)
+            start_s = time.perf_counter()
             with meter_of(job.device) as meter, autocast(job):
                 piece = self._piece(nodes)
                 with self.engine.same_draws(l, piece):
@@ -187,7 +205,8 @@ class _LayerProbe:
                         self.engine.from_loss(piece, loss_for_probe(job))
                     else:
                         self.engine.through_layer(l, piece)
-            self.layers.learn(l, Sizes.of_blocks((piece.block,)), meter.peak_bytes)
+            seconds = seconds_since(start_s, job.device)
+            self.layers.learn(l, Sizes.of_blocks((piece.block,)), meter.peak_bytes, seconds)
             peak_bytes = max(peak_bytes, meter.peak_bytes)
             del piece
         return peak_bytes

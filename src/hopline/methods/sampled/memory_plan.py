@@ -26,7 +26,7 @@ from torch import Tensor
 from hopline import ops
 from hopline.budget.micro_batches import MicroBatchBytes, can_split
 from hopline.budget.predictor import Predictor
-from hopline.contract import CUTS, Budget, Item, Outline, OverBudget, Place, Plan, with_evaluation
+from hopline.contract import CUTS, Budget, Item, Outline, OverBudget, Place, Plan, Price, with_evaluation
 from hopline.core.batch import Batch
 from hopline.core.graph import Graph
 from hopline.core.sizes import Sizes
@@ -39,6 +39,7 @@ from hopline.methods.sampled.settings import Sampled
 from hopline.nn.gnn import GNN
 from hopline.ops import Slots
 from hopline.pipeline.stages import resolve_threads
+from hopline.util.config import plural
 from hopline.util.host import num_cores
 
 NUM_DRAWN_BATCHES = 3
@@ -55,7 +56,9 @@ MAX_FREE_BYTES = 1 << 50
 
 def plan(method: Sampled, outline: Outline, budget: Budget) -> Plan:
     """The plan of the fastest form in which whole batches fit, else of one in which micro-batches fit."""
-    return SampledForms(method, outline, outline.limits(budget), budget.over_budget).best()
+    forms = SampledForms(method, outline, outline.limits(budget), budget.over_budget)
+    best = forms.best()
+    return replace(best, price=forms.price_of(best))
 
 
 @dataclass(eq=False)
@@ -97,6 +100,21 @@ class SampledForms:
                 return plan
         return plans[-1]
 
+    def price_of(self, plan: Plan) -> Price | None:
+        """The time that micro-batches cost. None if whole batches fit, or if no step was timed."""
+        is_split = 0 < plan.limit_bytes < plan.step_bytes and self.over_budget in ("split", "resample")
+        free_step_s = self.predictor.expected_s(Sizes.of(self._largest_batch))
+        if not is_split or math.isnan(free_step_s):
+            return None
+        num_seeds = min(self.method.batch_size, self._num_seeds)
+        num_at_once = max(1, int(num_seeds * plan.limit_bytes / plan.step_bytes))
+        # Sampled anew, since micro-batches have nodes in common: together they have more than the batch.
+        micro_batch = next(draw_batches(self.method, self.outline, num_at_once))
+        micro_batch_s = self.predictor.expected_s(Sizes.of(micro_batch))
+        return Price(
+            step_s=num_seeds / num_at_once * micro_batch_s, free_step_s=free_step_s, free_step_bytes=plan.step_bytes
+        )
+
     def plans(self) -> Iterator[Plan]:
         """The plans of all forms, fastest first."""
         tree = self.tree()
@@ -118,7 +136,7 @@ class SampledForms:
         on_gpu = self.outline.compute_place == "device"
         # The batch that trains, and those that threads have prefetched.
         count = 1 + (look_ahead if workers else 0)
-        name = "1 prepared batch" if count == 1 else f"{count} prepared batches"
+        name = f"{count} prepared {plural(count, 'batch')}"
         prepared = [Item(name, "host", count * self._batch_bytes)]
         if on_gpu and not batches_on_host:
             # One more on the device: a batch is freed only when the next one has arrived.
@@ -272,7 +290,7 @@ class SampledForms:
             min_step_bytes=min_step_bytes,
             steps=-(-self._num_seeds // method.batch_size),
             count=method.batch_size,
-            covers="batches of {} seeds",
+            covers=f"batches of {{}} {plural(method.batch_size, 'seed')}",
             placement=placement,
             batches_on_host=batches_on_host,
             num_blocks=len(self.method.fanout_per_layer),
