@@ -31,7 +31,7 @@ from svg_file import svg_file
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 import hopline as hl
-from hopline.budget.guard import Guard
+from hopline.budget.guard import BudgetGuard
 from hopline.budget.memory_plan import RunOutline
 from hopline.budget.predictor import Predictor
 from hopline.contract import Budget
@@ -73,7 +73,7 @@ def setting_of(graph: str, folder: Path | None) -> Setting:
     return Setting(replace(data, splits={"train": train, "valid": valid, "test": test}), (10, 10), 512)
 
 
-class Late(Guard):
+class Late(BudgetGuard):
     """Finds pieces in the training thread."""
 
     def split_ahead(self, batch: Batch) -> Batch:
@@ -116,9 +116,9 @@ def trained(
     name: str,
     epochs: int,
     limit: int | None,
-    kind: type[Guard] = Guard,
+    kind: type[BudgetGuard] = BudgetGuard,
     predictor: Predictor | None = None,
-    measure_every: int = Guard.measure_every,
+    measure_every: int = BudgetGuard.measure_every,
 ) -> Outcome:
     """A run under a limit; predictor: what is known already."""
     torch.manual_seed(0)
@@ -207,11 +207,11 @@ def overhead(setting: Setting, name: str, epochs: int, rounds: int) -> dict[str,
     found, limit = trained(setting, name, epochs, 1 << 60), 1 << 60
     for _ in range(2):  # promises become tighter with the first runs, and pieces are known after a run that had some
         limit = int(np.quantile(found.tally.all("before"), 0.9)) + found.overhead_bytes
-        found = trained(setting, name, epochs, limit, Guard, found.predictor)
-    ways: dict[str, tuple[int | None, type[Guard]]] = {
-        "plain": (None, Guard),
-        "meter": (1 << 60, Guard),
-        "threads": (limit, Guard),
+        found = trained(setting, name, epochs, limit, BudgetGuard, found.predictor)
+    ways: dict[str, tuple[int | None, type[BudgetGuard]]] = {
+        "plain": (None, BudgetGuard),
+        "meter": (1 << 60, BudgetGuard),
+        "threads": (limit, BudgetGuard),
         "training thread": (limit, Late),
     }
     taken: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}

@@ -22,7 +22,7 @@ import torch
 from torch_geometric.nn import GATConv, GCNConv
 
 import hopline as hl
-from hopline.budget.guard import Guard
+from hopline.budget.guard import BudgetGuard
 from hopline.budget.memory_plan import RunOutline
 from hopline.contract import Budget
 from hopline.nn import GNN
@@ -43,7 +43,7 @@ class CallingConvention:
             [data.num_features, *[hidden] * (layers - 1), data.num_classes],
         )
         self.conv = CONVS[conv]
-        self.guard: Guard | None = None
+        self.guard: BudgetGuard | None = None
         self.seconds: list[float] = []
         self.peak = self.promised = self.over = self.pieces = self.batches = 0
 
@@ -54,7 +54,7 @@ class CallingConvention:
         trainer = hl.Trainer(model, self.data, method, epochs=epochs, evaluate_every=epochs, show=False)
         if self.limit is not None:
             known = None if self.guard is None else self.guard.predictor
-            self.guard = trainer.guard = Guard(trainer.job, Budget(), self.limit, predictor=known)
+            self.guard = trainer.guard = BudgetGuard(trainer.job, Budget(), self.limit, predictor=known)
             plan = method.plan(RunOutline(job=trainer.job), Budget())
             trainer.work = trainer.work.guarded(self.guard, plan)
         history = trainer.fit().history

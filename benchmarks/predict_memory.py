@@ -34,8 +34,8 @@ from hopline import ops
 from hopline.budget.micro_batches import MicroBatch, split_to_fit
 from hopline.budget.predictor import Predictor, costs_of
 from hopline.core.batch import Batch
+from hopline.core.batch_sizes import Sizes
 from hopline.core.row_handles import as_tensor
-from hopline.core.sizes import Sizes
 from hopline.data.dataset import Dataset
 from hopline.data.synthetic import planted_partition
 from hopline.device.meter import meter_of

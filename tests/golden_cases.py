@@ -37,11 +37,11 @@ from hopline.core.tree_layout import TreeSampler
 from hopline.data import planted_partition
 from hopline.data.placement import place
 from hopline.distributed.world import World
+from hopline.methods.historical.edge_dropout import drop_edges
 from hopline.methods.historical.groups import Groups
-from hopline.methods.historical.regularise import drop_edges
+from hopline.methods.partitioned.rank_histories import PartAssignment
 from hopline.methods.sampled.captured_step import CapturedWork
 from hopline.shards.layout import shard_layouts
-from hopline.tables.history_ranks import PartAssignment
 from hopline.tables.hot_rows import hottest, out_degrees
 
 Result = dict[str, Any]

@@ -20,7 +20,7 @@ import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
-from hopline.budget.guard import Guard
+from hopline.budget.guard import BudgetGuard
 from hopline.contract import Method, Plan, Work
 from hopline.core.batch import Batch, Block
 from hopline.core.graph import Graph
@@ -374,7 +374,7 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def guarded(work: Work, method: Method, guard: Guard) -> Work:
+def guarded(work: Work, method: Method, guard: BudgetGuard) -> Work:
     """Have the steps of a method keep to the limit of a guard. The plan predicts nothing."""
     sizes = {"step_bytes": 0.0, "min_step_bytes": 0.0, "steps": 1, "count": 1, "covers": "steps of {}"}
     return work.guarded(guard, Plan(method=method, items=(), limits={}, compute_place="host", **sizes))

@@ -342,10 +342,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="written rows stay old in the cache",
         area="cached tables",
-        file="src/hopline/tables/cache.py",
+        file="src/hopline/tables/ram_cache.py",
         old="self.hot[slot[is_hit]] = rows[is_hit].to(self.dtype)",
         new="self.hot[slot[is_hit]] = self.hot[slot[is_hit]]",
-        tests=("tests/tables/test_cache.py",),
+        tests=("tests/tables/test_ram_cache.py",),
     ),
     Fault(
         name="a loader does not follow its sampler",
@@ -415,10 +415,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="gradient of a norm stays on its rank",
         area="norms over ranks",
-        file="src/hopline/shards/convs/norm.py",
+        file="src/hopline/shards/convs/batch_norm.py",
         old="return _all_reduce(grad, ctx.world), None",
         new="return grad.clone(), None",
-        tests=("tests/shards/convs/test_norm.py",),
+        tests=("tests/shards/convs/test_batch_norm.py",),
     ),
     Fault(
         name="jumping knowledge in the wrong order",

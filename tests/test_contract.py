@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hopline.contract import Unit
 from hopline.core.batch import Batch
-from hopline.units.batch_unit import supervised_loss
+from hopline.units.losses import supervised_loss
 from tests.helpers import randint, randn
 
 

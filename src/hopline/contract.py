@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # settings of methods derive from `Method`, and reading setti
     from torch import Tensor, nn
 
     from hopline.core.batch import Batch, Block
+    from hopline.core.batch_sizes import Sizes
     from hopline.core.partition import Partition
-    from hopline.core.sizes import Sizes
     from hopline.data.dataset import Dataset
     from hopline.device.meter import Meter
     from hopline.distributed.world import World

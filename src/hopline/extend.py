@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from hopline.training.callbacks import EpochEnd, Evaluation, StepEnd
     from hopline.training.settings import TrainSettings
     from hopline.units.batch_unit import BatchUnit
-    from hopline.units.batch_unit import own_threads_for as own_threads
     from hopline.units.measured_unit import MeasuredUnit
+    from hopline.units.own_threads import own_threads_for as own_threads
     from hopline.util.host import keep_freed_memory
     from hopline.util.trace import Counters, Timers
 
@@ -54,7 +54,8 @@ __getattr__, __dir__ = on_first_use(
         "hopline.tables.layers": ("LayerTables",),
         "hopline.training.callbacks": ("EpochEnd", "Evaluation", "StepEnd"),
         "hopline.training.settings": ("TrainSettings",),
-        "hopline.units.batch_unit": ("BatchUnit", "own_threads=own_threads_for"),
+        "hopline.units.batch_unit": ("BatchUnit",),
+        "hopline.units.own_threads": ("own_threads=own_threads_for",),
         "hopline.units.measured_unit": ("MeasuredUnit",),
         "hopline.util.host": ("keep_freed_memory",),
         "hopline.util.trace": ("Counters", "Timers"),

@@ -1,4 +1,4 @@
-"""Guard: steps that keep to a memory budget, with the gradients of the undisturbed batch.
+"""BudgetGuard: steps that keep to a memory budget, with the gradients of the undisturbed batch.
 
 A guard predicts the peak of a step. A batch that would exceed the limit is split, cut, resampled or refused
 (`over_budget=`). Three claims are tested for each way:
@@ -24,17 +24,18 @@ from torch_geometric.nn import TransformerConv
 
 from hopline import infer, ops
 from hopline.budget import micro_batches
-from hopline.budget.guard import Guard, GuardedUnit
+from hopline.budget.guard import BudgetGuard, GuardedUnit
 from hopline.budget.predictor import ENOUGH, Predictor
 from hopline.contract import Budget, Job, TrainStep
 from hopline.core.batch import Batch
+from hopline.core.batch_sizes import Sizes
 from hopline.core.sampler import NeighborSampler
-from hopline.core.sizes import Sizes
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.nn.whole_module import as_batch_model
 from hopline.training.trainer import Trainer
-from hopline.units.batch_unit import BatchUnit, supervised_loss
+from hopline.units.batch_unit import BatchUnit
+from hopline.units.losses import supervised_loss
 from hopline.util import trace
 from tests.helpers import batch_of, dataset_of, gnn_of, gradients, guarded, randn, random_graph, stack_of
 
@@ -67,9 +68,9 @@ def guard_of(
     batches_on_host: bool = False,
     measure_every: int = 8,
     **settings: Any,
-) -> Guard:
+) -> BudgetGuard:
     """A guard whose steps may take `limit` bytes. settings: of the `Budget`."""
-    return Guard(
+    return BudgetGuard(
         job_of(model, loss),
         Budget(**settings),
         limit,

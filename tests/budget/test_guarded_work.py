@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_geometric.nn import SAGEConv
 
 from hopline import contract
-from hopline.budget.guard import Guard, limit_cuda_memory
+from hopline.budget.guard import BudgetGuard, limit_cuda_memory
 from hopline.contract import Budget, DoesNotFit, Job, Method, Outline, Plan, Unit, Work
 from hopline.data import planted_partition
 from hopline.data.placement_settings import Placement
@@ -31,7 +31,8 @@ from hopline.nn import GNN
 from hopline.nn.whole_module import as_batch_model
 from hopline.training.callbacks import Callback, Run, StepEnd
 from hopline.training.trainer import Trainer
-from hopline.units.batch_unit import BatchUnit, supervised_loss
+from hopline.units.batch_unit import BatchUnit
+from hopline.units.losses import supervised_loss
 from hopline.units.measured_unit import MeasuredUnit
 from hopline.util import trace
 from tests.helpers import dataset_of, guarded, randn, random_graph, stack_of
@@ -193,7 +194,9 @@ def test_a_gpu_that_is_out_of_memory_splits_the_batch_and_has_the_same_gradients
         del batch
     free_all()
     limit_bytes = torch.cuda.memory_allocated() + int(0.7 * meter.peak_bytes)
-    guard = Guard(job, Budget(), 1 << 40)  # it does not know how small the GPU is, so it predicts that the batch fits
+    guard = BudgetGuard(
+        job, Budget(), 1 << 40
+    )  # it does not know how small the GPU is, so it predicts that the batch fits
     with limit_cuda_memory(Budget(device=str(limit_bytes)), device):
         ours = guard.unit(loaded).forward_backward(seeds)
     record = guard.take_record()
@@ -221,7 +224,7 @@ def test_a_batch_that_does_not_fit_on_the_gpu_stays_on_the_host_and_is_split():
     work = method.bind(job)
     assert isinstance(work, SampledWork)
     expected_losses = [unit.forward_backward(4096).item() for unit in work.units(1)]
-    guard = Guard(job, Budget(), 1 << 40)
+    guard = BudgetGuard(job, Budget(), 1 << 40)
     work = guarded(work, method, guard)
     assert isinstance(work, SampledWork)
     with closing(work.loader.epoch(1)) as batches:
@@ -261,7 +264,7 @@ class UnguardedWork(Work):
     """One step that cannot be split. Without `guarded`, so a budget is refused."""
 
     def __init__(self) -> None:
-        self.guard_and_plan: tuple[contract.Guard, Plan] | None = None
+        self.guard_and_plan: tuple[contract.BudgetGuard, Plan] | None = None
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
         assert self.guard_and_plan is not None
@@ -272,7 +275,7 @@ class UnguardedWork(Work):
 class MeasuredWork(UnguardedWork):
     """The same step, measured by the guard."""
 
-    def guarded(self, guard: contract.Guard, plan: Plan) -> MeasuredWork:
+    def guarded(self, guard: contract.BudgetGuard, plan: Plan) -> MeasuredWork:
         self.guard_and_plan = guard, plan
         return self
 

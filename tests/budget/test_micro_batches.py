@@ -23,8 +23,8 @@ from hopline.budget import micro_batches
 from hopline.budget.predictor import Costs
 from hopline.contract import CutBy
 from hopline.core.batch import Batch, Block, Part
+from hopline.core.batch_sizes import Sizes
 from hopline.core.row_handles import ReducedRows, Rows
-from hopline.core.sizes import Sizes
 from hopline.core.tree_layout import TreeSampler
 from hopline.device.meter import meter_of
 from hopline.nn import GNN

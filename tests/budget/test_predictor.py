@@ -23,7 +23,7 @@ from hopline import ops
 from hopline.budget import micro_batches
 from hopline.budget.predictor import DEVIATIONS, ENOUGH, Costs, Predictor, costs_of
 from hopline.core.batch import Batch
-from hopline.core.sizes import Sizes
+from hopline.core.batch_sizes import Sizes
 from hopline.device.meter import meter_of
 from hopline.nn import GNN
 from hopline.nn.whole_module import Whole

@@ -28,7 +28,7 @@ import hopline as hl
 from hopline.contract import Method
 from hopline.core.batch import Batch
 from hopline.nn.whole_module import Whole, as_batch_model
-from hopline.units.batch_unit import supervised_loss
+from hopline.units.losses import supervised_loss
 from tests.conv_table.cases import Case
 from tests.conv_table.graph import BATCH_SIZE, HUB, NUM_CLASSES, NUM_PARTS, SEEDS, SOME_IDS, max_degree
 from tests.helpers import randn

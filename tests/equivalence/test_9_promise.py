@@ -21,14 +21,16 @@ import hopline as hl
 from hopline.budget.guard import guard_of
 from hopline.budget.memory_plan import RunOutline
 from hopline.contract import Budget, DoesNotFit, Job, Plan
-from hopline.core.sizes import Sizes
+from hopline.core.batch_sizes import Sizes
 from hopline.device.meter import meter_of
 from hopline.methods.plan_within import plan_of
 from hopline.methods.sampled.memory_plan import draw_batches
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.nn.whole_module import as_batch_model
-from hopline.units.batch_unit import BatchUnit, own_threads, supervised_loss
+from hopline.units.batch_unit import BatchUnit
+from hopline.units.losses import supervised_loss
+from hopline.units.own_threads import own_threads
 from tests.budget.random_budgets import draw_case, run_case, table_lines
 from tests.helpers import dataset_of, randn, random_graph, stack_of
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import hopline as hl
-from hopline.budget.guard import Guard
+from hopline.budget.guard import BudgetGuard
 from hopline.contract import Budget
 from hopline.nn import smoothness
 from hopline.training.settings import Schedule
@@ -335,7 +335,7 @@ def test_batches_split_by_a_budget_train_as_whole_ones(name: str, way: str) -> N
     counters = trace.Counters()
     plain_model = plain_twin(model)
     trainer = trainer_of(scenario, WAYS[way], model, callbacks=[steps])
-    trainer.work = guarded(trainer.work, trainer.method, Guard(trainer.job, Budget(), SPLIT_BYTES[way]))
+    trainer.work = guarded(trainer.work, trainer.method, BudgetGuard(trainer.job, Budget(), SPLIT_BYTES[way]))
     with trace.listen(counters):
         trainer.fit()
     counters.next_epoch()

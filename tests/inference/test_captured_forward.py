@@ -28,7 +28,7 @@ from hopline.inference.cache import LastInference
 from hopline.inference.captured_forward import CapturedInference, CapturedInferences, repeats
 from hopline.nn.gnn import GNN
 from hopline.training.evaluation import Measure
-from hopline.units.batch_unit import supervised_loss
+from hopline.units.losses import supervised_loss
 from tests.fake_cuda import FakeCuda, Stream
 from tests.runs import sage, small
 

@@ -26,7 +26,8 @@ from hopline.methods.plan_within import learn, plan_of
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.nn.whole_module import as_batch_model
-from hopline.units.batch_unit import BatchUnit, supervised_loss
+from hopline.units.batch_unit import BatchUnit
+from hopline.units.losses import supervised_loss
 from hopline.util.config import parse_size
 from tests.helpers import dataset_of, randn, random_graph, stack_of
 

@@ -16,10 +16,11 @@ from hopline.contract import Budget, DoesNotFit, Plan
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.plan_within import plan_of
-from hopline.methods.sampled.settings import Auto, Sampled
+from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.run import compare_methods as choosing
 from hopline.run.compare_methods import Candidate, choose, compare, first_nodes, outline_of_run, recommend, table_of
+from hopline.run.settings import Auto
 from hopline.training.settings import TrainSettings
 from hopline.training.trainer import Trainer
 from hopline.util.config import parse_size

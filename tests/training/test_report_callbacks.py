@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import hopline as hl
-from hopline.budget.guard import Guard
+from hopline.budget.guard import BudgetGuard
 from hopline.contract import Budget
 from hopline.report.bottleneck import Explanation, Setup, explain
 from hopline.report.page import render
@@ -112,7 +112,7 @@ def test_a_resumed_run_records_each_epochs_budget_once(tmp_path: Path):
         guarded_trainer = hl.Trainer(
             sage(data), data, method(), epochs=epochs, out=tmp_path, resume=epochs > 1, show=False
         )
-        guarded_trainer.guard = Guard(guarded_trainer.job, Budget(device="8GiB"), 200_000)
+        guarded_trainer.guard = BudgetGuard(guarded_trainer.job, Budget(device="8GiB"), 200_000)
         guarded_trainer.work = guarded(guarded_trainer.work, guarded_trainer.method, guarded_trainer.guard)
         return guarded_trainer
 

@@ -1,6 +1,6 @@
 """Steps that keep to a memory budget.
 
-A `Guard` predicts the peak of each step before it runs, and makes a step smaller that would not fit. It
+A `BudgetGuard` predicts the peak of each step before it runs, and makes a step smaller that would not fit. It
 measures steps and gives the measurements to its predictor. There are three kinds of steps:
 
     run       a sampled batch       micro-batches are independent: one that fails is made smaller and tried again
@@ -16,7 +16,7 @@ The way of a sampled batch:
 
 `run` and `step` share `_attempt`. After out of memory it restores gradients, buffers and random numbers,
 and lowers `target_bytes` for a while. The costs are a prediction per step and, on a CPU, the meter
-(`Guard.measure_every`).
+(`BudgetGuard.measure_every`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from hopline.budget.micro_batches import (
 from hopline.budget.predictor import Predictor, costs_of
 from hopline.contract import CUTS, Budget, Job, Outline, Plan, Redraw, SplittableStep, Unit
 from hopline.core.batch import Batch, Block
-from hopline.core.sizes import Sizes
+from hopline.core.batch_sizes import Sizes
 from hopline.device.meter import Meter, NoMeter, meter_of, with_index
 from hopline.device.out_of_memory import StepSnapshot, attempt, gradient_bytes, state_bytes
 from hopline.units.batch_unit import BatchUnit, autocast
@@ -60,10 +60,10 @@ Step = Callable[[Batch], Tensor]
 MAX_REDRAWS = 10
 """Samples that over_budget=resample draws for a batch before it is split instead. A rule of thumb."""
 SHRINK = 0.8
-"""`Guard.target_bytes` after out of memory, as a fraction of the smaller of predicted peak and old target.
+"""`BudgetGuard.target_bytes` after out of memory, as a fraction of the smaller of predicted peak and old target.
 A rule of thumb."""
 RECOVER = 1.02
-"""Factor by which `Guard.target_bytes` grows again after each step that succeeds, up to the limit.
+"""Factor by which `BudgetGuard.target_bytes` grows again after each step that succeeds, up to the limit.
 
 A rule of thumb.
 """
@@ -83,7 +83,7 @@ class FittedBatch(NamedTuple):
 
 
 @dataclass(eq=False)
-class Guard:
+class BudgetGuard:
     """Keeps the steps of one job within `limit_bytes`.
 
     A guard owns its predictor and its ledger; the job and its model belong to the trainer. `split_ahead`
@@ -132,9 +132,9 @@ class Guard:
         """The most expected bytes of a whole batch that was measured in this epoch."""
 
     @cached_property
-    def inference(self) -> Guard:
+    def inference(self) -> BudgetGuard:
         """The guard of sampled inference, with the same limit. It always splits: that changes no output."""
-        return Guard(self.job, replace(self.budget, over_budget="split"), self.limit_bytes, forward_only=True)
+        return BudgetGuard(self.job, replace(self.budget, over_budget="split"), self.limit_bytes, forward_only=True)
 
     def take_record(self) -> dict[str, Any]:
         """The ledger's record since the last call, at the end of an epoch.
@@ -575,7 +575,7 @@ class GuardedUnit(Unit):
 
     job: Job
     batch: Batch
-    guard: Guard
+    guard: BudgetGuard
     redraw: Redraw | None = None
 
     @property
@@ -664,11 +664,11 @@ def _random_state(device: torch.device) -> Tensor:
 # ---- a run within a budget
 
 
-def guard_of(plan: Plan, budget: Budget, job: Job, outline: Outline) -> Guard | None:
+def guard_of(plan: Plan, budget: Budget, job: Job, outline: Outline) -> BudgetGuard | None:
     """The guard of a run, with the predictor of its plan; None where the plan sets no limit for a step."""
     if plan.limit_bytes == math.inf:
         return None
-    return Guard(
+    return BudgetGuard(
         job,
         budget,
         limit_bytes=int(plan.limit_bytes),

@@ -29,8 +29,8 @@ from hopline import ops
 from hopline.budget.predictor import Costs
 from hopline.contract import CutBy
 from hopline.core.batch import Batch, Block, Part
+from hopline.core.batch_sizes import Sizes
 from hopline.core.row_handles import Readable, ReducedRows, Rows
-from hopline.core.sizes import Sizes
 from hopline.nn.whole_module import Whole
 from hopline.ops.cpu import cut_batches as cpu_cut_batches
 from hopline.util.config import CHANGES_TRAINING, format_size

@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
+from hopline.core.batch_sizes import Sizes
 from hopline.core.row_handles import Readable, Rows
-from hopline.core.sizes import Sizes
 from hopline.nn.fused import NORMALISED, is_fused
 from hopline.nn.gnn import GNN, out_width
 from hopline.nn.whole_module import Whole

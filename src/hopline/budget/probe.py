@@ -17,12 +17,13 @@ import torch
 from hopline.budget.predictor import Predictor
 from hopline.contract import Job, Outline
 from hopline.core.batch import Batch
-from hopline.core.sizes import Sizes
+from hopline.core.batch_sizes import Sizes
 from hopline.device.meter import meter_of
 from hopline.device.out_of_memory import free_memory, is_out_of_memory
 from hopline.nn.probe import copy_module
 from hopline.nn.whole_module import as_batch_model
-from hopline.units.batch_unit import BatchUnit, own_threads
+from hopline.units.batch_unit import BatchUnit
+from hopline.units.own_threads import own_threads
 
 # ---- ends of the probe, once the predictor is sure
 

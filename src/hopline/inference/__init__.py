@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from hopline import metrics
-from hopline.budget.guard import Guard
+from hopline.budget.guard import BudgetGuard
 from hopline.contract import KeepRows
 from hopline.core.batch import Batch
 from hopline.core.row_handles import Rows
@@ -45,7 +45,7 @@ from hopline.inference.resumable import LayerFiles, weights_checksum
 from hopline.nn.structure import hash_of_parts, opaque_part, parts_of
 from hopline.nn.whole_module import Whole, as_batch_model
 from hopline.nn.whole_module_probe import find_hops, find_reach, initialise
-from hopline.units.batch_unit import narrow_output_error
+from hopline.units.losses import narrow_output_error
 from hopline.util.config import format_size, parse_chunk_bytes
 from hopline.util.log import logger
 from hopline.util.progress import progress
@@ -232,7 +232,7 @@ def sampled(
     *,
     num_nodes: int | None = None,
     show: bool = False,
-    guard: Guard | None = None,
+    guard: BudgetGuard | None = None,
 ) -> Tensor:
     """Return the model's output for the batches' seeds, in their order: an estimate over sampled edges.
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from hopline import ops
 from hopline.budget.predictor import costs_of
 from hopline.core.batch import Block, Part
+from hopline.core.batch_sizes import Sizes
 from hopline.core.neighborhood import neighborhood
 from hopline.core.row_handles import Rows
-from hopline.core.sizes import Sizes
 from hopline.data.dataset import Dataset
 from hopline.device.meter import meter_of, with_index
 from hopline.inference.layerwise_chunks import MARGIN, WHOLE_GRAPH_FRACTION, default_chunk_edges

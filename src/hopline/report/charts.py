@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from hopline.report.format import Unit
+from hopline.report.format import Quantity
 
 PALETTE = (
     ("#2563eb", "#6ea0ff"),
@@ -200,7 +200,9 @@ def line_chart(
     return _figure(title, series, width, "".join(parts))
 
 
-def bar_chart(title: str, names: Sequence[str], bars: Sequence[tuple[float, Mapping[str, float]]], unit: Unit) -> str:
+def bar_chart(
+    title: str, names: Sequence[str], bars: Sequence[tuple[float, Mapping[str, float]]], unit: Quantity
+) -> str:
     """Draw one stacked bar per epoch as an SVG figure. "" if there are no names or no bars.
 
     With more than `MAX_BARS` epochs a bar is the mean of several.

@@ -8,7 +8,7 @@ ABSENT = "–"
 """Stands for a number that is not known."""
 
 
-class Unit(NamedTuple):
+class Quantity(NamedTuple):
     """The unit of a column of times. One unit and one number of decimals make them comparable downwards."""
 
     name: str
@@ -30,12 +30,12 @@ class Unit(NamedTuple):
         return f"< {last_digit:g}" if is_rounded_to_zero else text
 
 
-MILLISECONDS = Unit("ms", 1e-3, 1)
-SECONDS = Unit("s", 1.0, 2)
-MANY_SECONDS = Unit("s", 1.0, 1)
+MILLISECONDS = Quantity("ms", 1e-3, 1)
+SECONDS = Quantity("s", 1.0, 2)
+MANY_SECONDS = Quantity("s", 1.0, 1)
 
 
-def unit_of(times: Iterable[float]) -> Unit:
+def unit_of(times: Iterable[float]) -> Quantity:
     """Choose a unit for a column of times in seconds, by the longest."""
     longest = max(times, default=0.0)
     if longest < 1:

@@ -41,8 +41,8 @@ from hopline.methods.plan_within import alternatives, learn, plan_or_raise, sett
 from hopline.methods.sampled.settings import Sampled
 from hopline.tables import TensorTable
 from hopline.training.settings import TrainSettings
-from hopline.units.batch_unit import own_threads
 from hopline.units.job import make_job
+from hopline.units.own_threads import own_threads
 from hopline.util.config import format_size, kind_of
 
 NUM_TIMED_STEPS = 3

@@ -22,7 +22,7 @@ from hopline.data.registry import locate
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
-from hopline.methods.sampled.settings import Auto, Sampled
+from hopline.methods.sampled.settings import Sampled
 from hopline.report.settings import read_config
 from hopline.run.model_settings import ModelSpec
 from hopline.training.settings import TrainSettings
@@ -31,6 +31,19 @@ from hopline.util.files import check_file
 
 PREDICTIONS = (".csv", ".parquet", ".npy")
 """Suffixes of files that predictions are written to."""
+
+
+@settings
+class Auto(Method):
+    """Stands for the method that is fastest among those that fit the budget.
+
+    `hopline train` replaces it before the run.
+    """
+
+    def bind(self, job: Job) -> Work:
+        raise ValueError(
+            "method=auto is found before a run: give the Trainer what `hopline.run.compare_methods.choose` returns"
+        )
 
 
 @settings

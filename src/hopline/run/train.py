@@ -35,11 +35,11 @@ from hopline.device.meter import find_device
 from hopline.distributed import launch
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
-from hopline.methods.sampled.settings import Auto, Sampled
+from hopline.methods.sampled.settings import Sampled
 from hopline.nn.whole_module import as_batch_model
 from hopline.run.compare_methods import Candidate, choose, compare, outline_of_run
 from hopline.run.models import make_model
-from hopline.run.settings import RunConfig, load_config
+from hopline.run.settings import Auto, RunConfig, load_config
 from hopline.shards.all_shards import join_shards
 from hopline.shards.data import open_sharded
 from hopline.shards.shard import is_shards

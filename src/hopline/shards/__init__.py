@@ -25,7 +25,7 @@ from hopline.util.lazy import on_first_use
 if TYPE_CHECKING:
     from hopline.shards.all_shards import join_shards as join
     from hopline.shards.collective_sampler import CollectiveSampler
-    from hopline.shards.convs.norm import norms_over_ranks
+    from hopline.shards.convs.batch_norm import norms_over_ranks
     from hopline.shards.data import ShardedData
     from hopline.shards.data import open_sharded as open
     from hopline.shards.shard import Shard, open_shard
@@ -35,7 +35,7 @@ __getattr__, __dir__ = on_first_use(
     __name__,
     {
         "hopline.shards.collective_sampler": ("CollectiveSampler",),
-        "hopline.shards.convs.norm": ("norms_over_ranks",),
+        "hopline.shards.convs.batch_norm": ("norms_over_ranks",),
         "hopline.shards.data": ("ShardedData", "open=open_sharded"),
         "hopline.shards.all_shards": ("join=join_shards",),
         "hopline.shards.shard": ("Shard", "open_shard"),

@@ -31,7 +31,7 @@ class Tiers(NamedTuple):
     hot_slot: Tensor | None
     """[num_rows] int32: the slot of each row in `hot`, -1 for a cold row. None if all rows are hot.
 
-    A value of -2 - slot is the slot of a staged row (`tables/tiered.py`).
+    A value of -2 - slot is the slot of a staged row (`tables/gpu_cache.py`).
     """
 
 

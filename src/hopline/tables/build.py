@@ -23,10 +23,10 @@ from torch import Tensor
 from hopline.core.graph import Graph
 from hopline.device import pinned
 from hopline.tables.base import Table
-from hopline.tables.cache import CachedTable
+from hopline.tables.gpu_cache import TieredTable
 from hopline.tables.hot_rows import access_probability, hottest, out_degrees
 from hopline.tables.memory import TensorTable
-from hopline.tables.tiered import TieredTable
+from hopline.tables.ram_cache import CachedTable
 from hopline.util.config import parse_size
 
 ORDERS = ("degree", "access", "observed")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hopline import inference as infer
-from hopline.budget.guard import Guard
+from hopline.budget.guard import BudgetGuard
 from hopline.contract import Budget, Job, KeepRows, Method
 from hopline.core.batch import Batch
 from hopline.data.dataset import Dataset
@@ -33,7 +33,7 @@ from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import Whole
 from hopline.nn.whole_module_probe import find_reach
 from hopline.shards.data import ShardedData
-from hopline.units.batch_unit import own_threads
+from hopline.units.own_threads import own_threads
 from hopline.util.config import format_size
 
 TestStep = Callable[[nn.Module, Dataset, Tensor], dict[str, float]]
@@ -128,7 +128,7 @@ class Measure:
         guard = None
         if self.chunk_bytes is not None:
             # An empty budget: `limit_bytes` alone counts.
-            guard = Guard(job, Budget(), limit_bytes=self.chunk_bytes)
+            guard = BudgetGuard(job, Budget(), limit_bytes=self.chunk_bytes)
         if guard is not None and isinstance(batches, Loader):
             # Batches wait on the host, so that a GPU never holds more of one than the guard allows.
             batches = batches.with_budget(split_ahead=None, batches_on_host=True)

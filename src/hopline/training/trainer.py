@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from hopline import inference as infer
 from hopline import ops
-from hopline.budget.guard import Guard, guard_of, limit_cuda_memory
+from hopline.budget.guard import BudgetGuard, guard_of, limit_cuda_memory
 from hopline.budget.memory_plan import RunOutline
 from hopline.contract import Budget, Method, Plan, TrainStep, Unit, Work, in_groups
 from hopline.data.checks import check_training
@@ -102,8 +102,8 @@ from hopline.training.run_facts import check_trainer_ranks, fingerprints, name_o
 from hopline.training.settings import Schedule, TrainSettings
 from hopline.training.validation import BlockingEvaluator, Evaluator, Result
 from hopline.training.watch_staleness import WatchHistory
-from hopline.units.batch_unit import own_threads
 from hopline.units.job import make_job
+from hopline.units.own_threads import own_threads
 from hopline.util import trace
 from hopline.util.config import CHANGES_TRAINING, check_names
 from hopline.util.errors import NotCopied
@@ -283,7 +283,7 @@ class Trainer(NotCopied):
         check_training(data, splits_to_check)
 
         self.plan: Plan | None = None
-        self.guard: Guard | None = None
+        self.guard: BudgetGuard | None = None
         self.job = make_job(
             self.model,
             data,

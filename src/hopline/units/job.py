@@ -13,7 +13,7 @@ from hopline.data.dataset import Dataset
 from hopline.distributed.world import World
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import Whole, as_batch_model
-from hopline.units.batch_unit import check_loss_of, supervised_loss
+from hopline.units.losses import check_loss_of, supervised_loss
 
 
 def make_job(

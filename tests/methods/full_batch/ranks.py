@@ -17,7 +17,7 @@ import hopline as hl
 from hopline.core.batch import Batch
 from hopline.distributed.world import World
 from hopline.shards.data import open_sharded
-from hopline.units.batch_unit import supervised_loss
+from hopline.units.losses import supervised_loss
 from hopline.util.errors import PeerError
 from tests.helpers import dataset_of, randn, random_graph
 

@@ -10,8 +10,8 @@ import torch_geometric.nn as pyg
 import hopline as hl
 from hopline.distributed.world import World
 from hopline.methods.historical.groups import Groups
+from hopline.methods.partitioned.rank_histories import Owners, PartAssignment, SharedHistories
 from hopline.nn import GNN
-from hopline.tables.history_ranks import Owners, PartAssignment, SharedHistories
 from tests.helpers import dataset_of, randn, random_graph
 from tests.ranks import KillRank
 

@@ -12,7 +12,7 @@ from hopline.distributed.world import World
 from hopline.methods.historical.groups import Groups
 from hopline.methods.historical.settings import Historical
 from hopline.methods.partitioned.parts import without_halo
-from hopline.tables.history_ranks import PartAssignment
+from hopline.methods.partitioned.rank_histories import PartAssignment
 from tests.methods.historical.test_work import GRAPH, trainer_of
 
 

@@ -14,7 +14,7 @@ import torch_geometric.nn as pyg
 from torch import nn
 
 from hopline.contract import Job
-from hopline.core.sizes import Sizes
+from hopline.core.batch_sizes import Sizes
 from hopline.methods.historical.micro_batches import (
     MicroBatch,
     Runs,
@@ -28,7 +28,7 @@ from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.work import HistoricalWork
 from hopline.methods.partitioned.layer_bytes import LayerBytes, at_layer
 from hopline.nn import GNN
-from hopline.units.batch_unit import supervised_loss
+from hopline.units.losses import supervised_loss
 from tests.helpers import dataset_of, randn, random_graph
 
 GRAPH = random_graph(num_nodes=60, num_edges=300)

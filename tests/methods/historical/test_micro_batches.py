@@ -16,9 +16,9 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 import hopline as hl
-from hopline.budget.guard import Guard
+from hopline.budget.guard import BudgetGuard
 from hopline.contract import Budget
-from hopline.core.sizes import Sizes
+from hopline.core.batch_sizes import Sizes
 from hopline.methods.historical.micro_batches import GuardedHistoricalUnit, LayerBytes, MicroBatches
 from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.step import HistoricalUnit
@@ -40,15 +40,15 @@ class BytesByCount(LayerBytes):
         return UNIT * (sum(sizes.nodes) + sum(sizes.edges))
 
 
-class GuardByLayers(Guard):
+class GuardByLayers(BudgetGuard):
     """A guard for which no whole batch fits, so that it splits by the predicted peaks of the layers."""
 
     def predict_peak_of_sizes(self, sizes: Sizes) -> float:
         return math.inf
 
 
-def guard_steps(work: HistoricalWork, max_units: int, **settings: Any) -> Guard:
-    """Guard the steps of a work from now on. max_units: nodes and edges that a step may have."""
+def guard_steps(work: HistoricalWork, max_units: int, **settings: Any) -> BudgetGuard:
+    """BudgetGuard the steps of a work from now on. max_units: nodes and edges that a step may have."""
     work.layer_bytes = BytesByCount(work.model, None)
     step_guard = GuardByLayers(work.job, Budget(**settings), int(UNIT * max_units))
     guarded(work, work.method, step_guard)
@@ -196,14 +196,14 @@ def test_batch_norms_and_cutting_are_refused():
             step_of(work)
 
 
-def train(data: hl.Dataset, limit: int | None, **settings: Any) -> tuple[hl.Trainer, Guard | None, list[Any]]:
+def train(data: hl.Dataset, limit: int | None, **settings: Any) -> tuple[hl.Trainer, BudgetGuard | None, list[Any]]:
     """(trainer, guard, counters by epoch) of four epochs within a limit in bytes; None: without a guard."""
     torch.manual_seed(0)
     model = GNN([pyg.GCNConv(8, 32), pyg.GCNConv(32, 32), pyg.GCNConv(32, 3)], dropout=0.3).double()
     method = Historical(num_parts=8, parts_per_batch=4, partition="random", compensate=True)
     trainer = hl.Trainer(model, data, method, epochs=4, lr=0.01, show=False, **settings)
     if limit is not None:
-        trainer.guard = Guard(trainer.job, Budget(), limit)
+        trainer.guard = BudgetGuard(trainer.job, Budget(), limit)
         trainer.work = guarded(trainer.work, method, trainer.guard)
     return trainer, trainer.guard, [epoch.counters for epoch in trainer.fit().history]
 
@@ -264,7 +264,7 @@ def test_a_step_that_is_out_of_memory_leaves_gradients_and_buffers_as_they_were(
     expected = step_of(work)
     buffers = [b.clone() for b in work.job.module.buffers()]
     fixed: Any = FixedPredictor(UNIT * 1000)
-    step_guard = Guard(work.job, Budget(), int(UNIT * 10_000), predictor=fixed)
+    step_guard = BudgetGuard(work.job, Budget(), int(UNIT * 10_000), predictor=fixed)
     guarded(work, work.method, step_guard)
     work.layer_bytes = BytesByCount(work.model, None)
     for p in work.job.module.parameters():

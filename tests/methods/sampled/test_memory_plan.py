@@ -15,7 +15,7 @@ from hopline.budget.memory_plan import RunOutline
 from hopline.budget.micro_batches import MicroBatchBytes
 from hopline.contract import Job, Place, Plan
 from hopline.core.batch import Batch
-from hopline.core.sizes import Sizes
+from hopline.core.batch_sizes import Sizes
 from hopline.core.tree_layout import TreeSampler
 from hopline.data.placement_settings import Placement
 from hopline.methods.sampled.loader import Loader
@@ -23,7 +23,7 @@ from hopline.methods.sampled.memory_plan import SampledForms, draw_batches, larg
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.nn.whole_module import as_batch_model
-from hopline.units.batch_unit import supervised_loss
+from hopline.units.losses import supervised_loss
 from tests.helpers import dataset_of, graph_of, randn, random_graph, stack_of
 
 METHOD = Sampled(fanouts=(5, 5), batch_size=200, workers=2, look_ahead=4)

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from hopline.ops import random
 from hopline.ops.gpu import attention as gpu_attention
 from hopline.ops.gpu import tree as gpu_tree
-from hopline.ops.gpu.attention import Edges
+from hopline.ops.gpu.attention import AttentionEdges
 from hopline.ops.gpu.runtime import check_device_errors
 from hopline.ops.tree_slots import Slots
 from tests.grids import RUNS_ON_GPU, parametrize_kernel
@@ -25,7 +25,7 @@ DEVICE = torch.device(KERNEL_DEVICE)
 SLOPE = 0.3
 
 
-def tree(seeds: int = 9, fanouts: tuple[int, ...] = (3, 10, 2), hop: int = 1) -> Edges:
+def tree(seeds: int = 9, fanouts: tuple[int, ...] = (3, 10, 2), hop: int = 1) -> AttentionEdges:
     """A tree with empty slots, an empty seed, and nodes that are their own neighbours."""
     indptr, indices = csr()
     indices[indptr[3] : indptr[3] + 3] = 3
@@ -36,7 +36,7 @@ def tree(seeds: int = 9, fanouts: tuple[int, ...] = (3, 10, 2), hop: int = 1) ->
     return gpu_attention.tree_edges(slots, hop, nodes, counts)
 
 
-def block(num_src: int = 40, num_dst: int = 24) -> Edges:
+def block(num_src: int = 40, num_dst: int = 24) -> AttentionEdges:
     """A block with a hub, destinations and a source without edges, double edges and self-loops."""
     degrees = torch.cat([torch.tensor([70, 0, 1]), randint(0, 12, num_dst - 4), torch.zeros(1, dtype=torch.int64)])
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degrees.cumsum(0)])
@@ -50,7 +50,7 @@ LAYOUTS = {"tree": tree, "block": block}
 both_of_each = parametrize_kernel([("tree", True), ("block", False)], layout=[*LAYOUTS], v2=[False, True])
 
 
-def pairs(edges: Edges, loops: bool) -> tuple[Tensor, Tensor, Tensor]:
+def pairs(edges: AttentionEdges, loops: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(destinations, sources, place of each among its destination's edges), self-loops being at place 0."""
     triples = []
     is_tree = edges.slots is not None
@@ -71,7 +71,7 @@ def pairs(edges: Edges, loops: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def attend_by_definition(
-    x: Tensor, own: Tensor | None, att: Tensor, att_own: Tensor | None, edges: Edges, loops: bool,
+    x: Tensor, own: Tensor | None, att: Tensor, att_own: Tensor | None, edges: AttentionEdges, loops: bool,
     factors: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention by its definition, with a row per edge."""
@@ -91,7 +91,7 @@ def attend_by_definition(
 
 
 def inputs(
-    edges: Edges, heads: int, columns: int, v2: bool, shared: bool, dtype: torch.dtype = torch.float64
+    edges: AttentionEdges, heads: int, columns: int, v2: bool, shared: bool, dtype: torch.dtype = torch.float64
 ) -> list[Tensor | None]:
     width = heads * columns
     tensors = [
@@ -194,7 +194,7 @@ def test_half_precision_is_summed_in_single(layout: str, v2: bool):
             assert (our_tensor.double() - exact_tensor).norm() < 5e-3 * exact_tensor.norm()
 
 
-def factors_of(edges: Edges, loops: bool, heads: int, p: float, key: int) -> Tensor:
+def factors_of(edges: AttentionEdges, loops: bool, heads: int, p: float, key: int) -> Tensor:
     """[edges, heads] as documented: a draw per destination, place among its edges, and head."""
     dst, _, place = pairs(edges, loops)
     number = place[:, None] * heads + torch.arange(heads, device=DEVICE)

@@ -9,13 +9,13 @@ from torch_geometric.utils import scatter, softmax
 
 from hopline.core.partition import make_partition
 from hopline.shards.convs.accumulate import Accumulators, ReductionSpec, gradient_of_rows
-from hopline.shards.convs.edges import Edges
+from hopline.shards.convs.edges import ConvEdges
 from hopline.shards.convs.messages import ChunkReductions, Reduction
 from hopline.shards.layout import virtual_layout
 from tests.helpers import randint, randn, random_graph
 
 GRAPH = random_graph(30, 150)
-EDGES = Edges.of(virtual_layout(GRAPH, make_partition(GRAPH, 3, "random", seed=1)))
+EDGES = ConvEdges.of(virtual_layout(GRAPH, make_partition(GRAPH, 3, "random", seed=1)))
 DST = EDGES.destinations()
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm as plain_norm
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from hopline.core.partition import make_partition
-from hopline.shards.convs.edges import Edges, gather_sources, gather_sources_together, gcn_norm, loop_attributes
+from hopline.shards.convs.edges import ConvEdges, gather_sources, gather_sources_together, gcn_norm, loop_attributes
 from hopline.shards.layout import shard_layouts, virtual_layout
 from hopline.shards.transports import LocalTransport
 from tests.helpers import randn, random_graph
@@ -21,7 +21,7 @@ PARTITION = make_partition(GRAPH, 3, "random", seed=1)
 LAYOUT = virtual_layout(GRAPH, PARTITION)
 
 
-def global_ends(edges: Edges) -> Tensor:
+def global_ends(edges: ConvEdges) -> Tensor:
     """[2, num_edges] int64: global ids of sources and destinations, part after part."""
     src = [LAYOUT.own_ids[part.src_idx.long() + edges.layout.own_range(k)[0]] for k, part in enumerate(edges.parts)]
     return torch.stack([torch.cat(src), LAYOUT.own_ids[edges.destinations()]])
@@ -35,7 +35,7 @@ def sort_edges(edge_index: Tensor, *values: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("max_edges", [1, 7, 50, 10_000])
 def test_chunks_are_all_edges_in_order(max_edges: int) -> None:
-    edges = Edges.of(LAYOUT)
+    edges = ConvEdges.of(LAYOUT)
     src = []
     dst = []
     positions = []
@@ -53,7 +53,7 @@ def test_chunks_are_all_edges_in_order(max_edges: int) -> None:
 
 def test_a_shard_of_its_own_has_loops_in_its_first_part() -> None:
     for layout in shard_layouts(GRAPH, PARTITION):
-        edges_with_loops = Edges.of(layout).with_loops()
+        edges_with_loops = ConvEdges.of(layout).with_loops()
         src, dst = edges_with_loops.parts[0].edge_index
         assert int((src == dst).sum()) == layout.num_own
         assert all(
@@ -67,7 +67,7 @@ def test_a_shard_of_its_own_has_loops_in_its_first_part() -> None:
 
 @pytest.mark.parametrize("fill", ["mean", "max", 0.5, torch.tensor([1.0, 2.0])], ids=str)
 def test_loops_and_their_rows_are_those_of_pyg(fill: object) -> None:
-    edges = Edges.of(LAYOUT)
+    edges = ConvEdges.of(LAYOUT)
     edges_with_loops = edges.with_loops()
     attr = GRAPH.edge["attr"]
     own_attr = attr[LAYOUT.edge_ids]
@@ -90,7 +90,7 @@ def test_the_norm_and_its_gradient_are_those_of_pyg(weighted: bool, add_loops: b
     weight = GRAPH.edge["weight"].clone().requires_grad_() if weighted else None
     normed: Any = plain_norm(GRAPH.edge_index(), weight, 30, improved, add_loops, dtype=torch.float64)
     edge_index, expected = normed
-    edges = Edges.of(LAYOUT)
+    edges = ConvEdges.of(LAYOUT)
     own_weight = None if weight is None else weight.detach()[LAYOUT.edge_ids].requires_grad_()
     edges_with_loops = edges.with_loops() if add_loops else None
     ours = gcn_norm(edges, edges_with_loops, LocalTransport(LAYOUT), own_weight, improved, torch.float64)
@@ -107,7 +107,7 @@ def test_the_norm_and_its_gradient_are_those_of_pyg(weighted: bool, add_loops: b
 
 
 def test_all_edges_at_once_are_in_the_order_of_the_graph() -> None:
-    for edges in (Edges.of(LAYOUT), Edges.of(LAYOUT).with_loops()):
+    for edges in (ConvEdges.of(LAYOUT), ConvEdges.of(LAYOUT).with_loops()):
         chunk, order = edges.whole
         assert torch.equal(edges.destinations()[order], chunk.dst)
         rows = LAYOUT.own_ids[chunk.src]

@@ -9,7 +9,7 @@ import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
-from hopline.shards.convs.edges import Edges
+from hopline.shards.convs.edges import ConvEdges
 from hopline.shards.convs.messages import CannotSplit
 from hopline.shards.convs.patch_message_passing import FetchMode, patch_convs
 from hopline.shards.layout import contiguous_layout
@@ -21,7 +21,7 @@ LAYOUT = contiguous_layout(GRAPH, torch.tensor([0, 9, 20, 30]))
 
 
 def run(module: nn.Module, mode: FetchMode, *args: Any) -> Any:
-    with patch_convs(module, Edges.of(LAYOUT), LocalTransport(LAYOUT), mode, 1, 2000):
+    with patch_convs(module, ConvEdges.of(LAYOUT), LocalTransport(LAYOUT), mode, 1, 2000):
         return module(*args, None)
 
 

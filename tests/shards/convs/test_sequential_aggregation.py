@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hopline.core.partition import make_partition
 from hopline.shards.convs import sequential_aggregation
-from hopline.shards.convs.edges import Edges
+from hopline.shards.convs.edges import ConvEdges
 from hopline.shards.convs.messages import Inputs, plan
 from hopline.shards.convs.runner import ShardConvs, run_conv
 from hopline.shards.convs.sequential_aggregation import aggregate, profile_messages
@@ -247,7 +247,7 @@ def test_messages_in_half_precision_are_drawn_again_in_it() -> None:
 def test_aggregate_is_what_propagate_computes() -> None:
     conv = pyg.SAGEConv(4, 4, aggr="max").double()
     x = randn(30, 4)
-    ours = aggregate(conv, {"x": (x, x)}, Edges.of(LAYOUT), LocalTransport(LAYOUT), 1, 2000)
+    ours = aggregate(conv, {"x": (x, x)}, ConvEdges.of(LAYOUT), LocalTransport(LAYOUT), 1, 2000)
     assert torch.equal(ours, conv.propagate(GRAPH.edge_index(), x=(x, x), size=None))
 
 
@@ -267,14 +267,14 @@ def test_rows_are_asked_for_when_the_gradients_before_have_arrived(depth: int):
 def test_chunks_shrink_with_the_shard(monkeypatch: pytest.MonkeyPatch):
     """Half of the own rows at most, but no less than a size at which calls cost nothing."""
     limits: list[int] = []
-    plain = Edges.chunks
+    plain = ConvEdges.chunks
 
-    def chunks(self: Edges, k: int, max_edges: int) -> Any:
+    def chunks(self: ConvEdges, k: int, max_edges: int) -> Any:
         if (self.num_dst, k) == (30, 0):  # and not of the graph on which a conv is tried
             limits.append(max_edges)
         return plain(self, k, max_edges)
 
-    monkeypatch.setattr(Edges, "chunks", chunks)
+    monkeypatch.setattr(ConvEdges, "chunks", chunks)
     for min_bytes in (1 << 20, 100):
         monkeypatch.setattr(sequential_aggregation, "MIN_CHUNK_BYTES", min_bytes)
         for chunk_bytes in (200, 10000, 1 << 22):

@@ -20,9 +20,9 @@ from torch import Tensor
 from hopline.budget.predictor import Predictor, costs_of
 from hopline.budget.probe import LARGE_STEP_BYTES, job_of
 from hopline.contract import Budget, Item, Outline, Plan, Price
+from hopline.core.batch_sizes import Sizes
 from hopline.core.graph import Graph
 from hopline.core.partition import Partition
-from hopline.core.sizes import Sizes
 from hopline.data.dataset import Dataset
 from hopline.device.meter import meter_of
 from hopline.methods.full_batch.settings import FullBatch
@@ -38,8 +38,8 @@ from hopline.methods.partitioned.work import partition_together
 from hopline.nn.gnn import GNN, row_widths
 from hopline.shards.convs.patch_message_passing import FetchMode
 from hopline.tables import TensorTable
-from hopline.units.batch_unit import own_threads
 from hopline.units.loss_at_outputs import LOSS_COPIES
+from hopline.units.own_threads import own_threads
 from hopline.util.config import plural
 
 MAX_PARTS = 1 << 8

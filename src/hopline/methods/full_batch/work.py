@@ -28,7 +28,7 @@ from hopline.methods.partitioned.trimming import NeededRows
 from hopline.methods.partitioned.work import PartsSpec, PartsWork
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import Whole
-from hopline.shards.convs.norm import norms_over_ranks
+from hopline.shards.convs.batch_norm import norms_over_ranks
 from hopline.shards.convs.patch_message_passing import FetchMode
 from hopline.shards.data import ShardedData
 from hopline.units.batch_unit import autocast

@@ -8,7 +8,7 @@ Read `settings`, `work` (an epoch, and when tables are written) and `step` (one 
     micro_batches   splits a batch to keep to a budget
     compensation    adds gradients from outside the batch
     staleness       measures how far embeddings drift while they wait in the tables
-    regularise      drops edges
+    edge_dropout    drops edges
     memory_plan     bounds the memory of tables and steps, for a budget
     loader          batches for a loop of the user's own
 

@@ -19,9 +19,9 @@ from hopline.core.batch import Block
 from hopline.core.graph import Graph
 from hopline.core.partition import Partition
 from hopline.core.sampler import full_block
-from hopline.methods.historical.regularise import drop_edges
+from hopline.methods.historical.edge_dropout import drop_edges
 from hopline.methods.partitioned.parts import Group, Parts, without_halo
-from hopline.tables.history_ranks import PartAssignment
+from hopline.methods.partitioned.rank_histories import PartAssignment
 
 if TYPE_CHECKING:
     from hopline.methods.historical.settings import Historical

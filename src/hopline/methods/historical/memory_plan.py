@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from hopline.budget.micro_batches import can_split
 from hopline.contract import Budget, Item, Outline, Plan, Price
-from hopline.core.sizes import Sizes
+from hopline.core.batch_sizes import Sizes
 from hopline.device.out_of_memory import state_bytes
 from hopline.methods.historical.settings import Historical
 from hopline.methods.partitioned.layer_bytes import FORWARD_SHARE, measured_layers

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from hopline import ops
 from hopline.budget.micro_batches import check_split, find_fewest, micro_batch_of, sizes_of
 from hopline.core.batch import Batch, Block
+from hopline.core.batch_sizes import Sizes
 from hopline.core.row_handles import Rows
-from hopline.core.sizes import Sizes
 from hopline.device.meter import Meter, meter_of
 from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece
 from hopline.methods.historical.batches import HistoricalBatch
@@ -199,7 +199,7 @@ def check_micro_batches(model: GNN) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Edges:
+class LayerEdges:
     """All in-edges of a micro-batch's nodes. Sources are ordered: the batch's own nodes first, then the halo."""
 
     block: Block
@@ -219,7 +219,7 @@ class MicroBatch:
     run: slice
     """The local ids of its nodes among the batch's own."""
 
-    def edges(self) -> Edges:
+    def edges(self) -> LayerEdges:
         """Build all in-edges of the micro-batch's nodes.
 
         They are built again for every layer, so that memory holds those of one micro-batch at a time.
@@ -239,9 +239,9 @@ class MicroBatch:
 
         num_halo = int(is_halo.sum())
         own_idx, halo_idx = whole_src_idx[order].split([order.numel() - num_halo, num_halo])
-        return Edges(block, own_idx, (halo_idx - whole.num_dst).cpu())
+        return LayerEdges(block, own_idx, (halo_idx - whole.num_dst).cpu())
 
-    def batch(self, edges: Edges) -> Batch:
+    def batch(self, edges: LayerEdges) -> Batch:
         """The micro-batch as a batch for the loss: its seeds with their labels, and the rows of its sources."""
         whole = self.hist_batch.batch
         seed_idx = self._seed_idx
@@ -393,15 +393,15 @@ class ZeroRows(Boundaries):
         super().__init__(work.histories, device=work.job.device, dtype=work.dtype)
         self.example_rows = work.example_rows
 
-    def read(self, l: int, at: Edges | slice) -> Tensor:
+    def read(self, l: int, at: LayerEdges | slice) -> Tensor:
         row = self.example_rows[l]
-        num_rows = at.block.num_src if isinstance(at, Edges) else at.stop - at.start
+        num_rows = at.block.num_src if isinstance(at, LayerEdges) else at.stop - at.start
         return row.new_zeros(num_rows, *row.shape[1:])
 
-    def gradient(self, l: int, at: Edges | slice) -> Tensor:
+    def gradient(self, l: int, at: LayerEdges | slice) -> Tensor:
         return self.read(l, at)
 
-    def add(self, l: int, at: Edges | slice, rows: Tensor | None) -> None:
+    def add(self, l: int, at: LayerEdges | slice, rows: Tensor | None) -> None:
         """Drop the gradient: nothing reads it."""
 
 
@@ -595,7 +595,7 @@ class BatchRows(Boundaries):
     def handle(self, l: int, piece: Piece) -> Tensor:
         return self.read(l, piece.src)
 
-    def read(self, l: int, at: Edges | slice) -> Tensor:
+    def read(self, l: int, at: LayerEdges | slice) -> Tensor:
         if isinstance(at, slice):
             return self.own_rows[l][at].to(self.dtype, copy=True)
         own_src_rows = ops.gather_rows(self.own_rows[l], at.own_idx)
@@ -615,7 +615,7 @@ class BatchRows(Boundaries):
     def _new_total(self, l: int) -> None:
         self.totals[l] = torch.zeros_like(self.own_rows[l], dtype=self.dtype)
 
-    def add(self, l: int, at: Edges | slice, rows: Tensor | None) -> None:
+    def add(self, l: int, at: LayerEdges | slice, rows: Tensor | None) -> None:
         if rows is None:
             return
         if l == self.last and l not in self.totals:
@@ -641,7 +641,7 @@ class BatchRows(Boundaries):
             if 0 < l < self.last:
                 self._new_total(l - 1)
 
-    def gradient(self, l: int, at: Edges | slice) -> Tensor:
+    def gradient(self, l: int, at: LayerEdges | slice) -> Tensor:
         assert isinstance(at, slice)
         return self.totals[l][at]
 

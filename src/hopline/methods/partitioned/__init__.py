@@ -3,6 +3,7 @@
     work          owns the partition and the tables
     parts         gives the nodes and edges of each part
     batches       moves them to the model's device
+    rank_histories  which rank trains which part, and the tables that ranks share
     sweep         computes exact rows and gradients of all nodes, by the layer-wise engine
     sweep_loss    the loss of a sweep
     trimming      a sweep over only those rows that training nodes need

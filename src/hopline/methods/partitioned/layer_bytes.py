@@ -20,10 +20,10 @@ from hopline.budget.predictor import Predictor, costs_of
 from hopline.budget.probe import LARGE_STEP_BYTES, job_of, seconds_since
 from hopline.contract import Job, Outline
 from hopline.core.batch import Batch
+from hopline.core.batch_sizes import Sizes
 from hopline.core.partition import Partition
 from hopline.core.row_handles import Readable
 from hopline.core.sampler import full_block
-from hopline.core.sizes import Sizes
 from hopline.device.meter import meter_of
 from hopline.device.out_of_memory import free_memory, is_out_of_memory
 from hopline.layerwise.engine import Boundaries, Layers, Piece
@@ -32,7 +32,8 @@ from hopline.methods.partitioned.sweep_loss import SummedLoss, SweepLoss
 from hopline.methods.partitioned.work import PartsSpec, PartsWork
 from hopline.nn.gnn import GNN
 from hopline.tables.layers import At, as_positions
-from hopline.units.batch_unit import autocast, own_threads
+from hopline.units.batch_unit import autocast
+from hopline.units.own_threads import own_threads
 
 FORWARD_SHARE = 1 / 3
 """Time of a layer's forward pass as a share of forward and backward. A rule of thumb."""

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from hopline.contract import Item, Method, Outline, Place
+from hopline.core.batch_sizes import Sizes
 from hopline.core.graph import Graph
 from hopline.core.partition import Partition, halo_sizes
-from hopline.core.sizes import Sizes
 from hopline.device.row_mover import BUFFER_BYTES, NUM_BUFFERS
 from hopline.nn.gnn import GNN
 

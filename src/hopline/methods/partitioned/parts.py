@@ -11,7 +11,7 @@ from hopline.core.batch import Block, edges_where
 from hopline.core.graph import Graph
 from hopline.core.partition import Partition
 from hopline.core.sampler import NeighborSampler, full_block
-from hopline.tables.history_ranks import PartAssignment
+from hopline.methods.partitioned.rank_histories import PartAssignment
 
 MAX_CACHED_EDGES = 1 << 25
 """Blocks of a graph with at most this many edges are cached from one sweep to the next. A rule of thumb."""

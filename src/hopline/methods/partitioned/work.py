@@ -30,10 +30,10 @@ from hopline.inference import evaluating
 from hopline.layerwise.engine import Piece, Recorder, layer_rows
 from hopline.methods.partitioned.batches import PartBatches
 from hopline.methods.partitioned.parts import Parts, without_halo
+from hopline.methods.partitioned.rank_histories import Owners, PartAssignment, SharedHistories
 from hopline.nn.gnn import GNN, State
 from hopline.tables.allocators import MappedFiles, Where, allocator_at, choose_where
 from hopline.tables.history import DTYPES, Histories
-from hopline.tables.history_ranks import Owners, PartAssignment, SharedHistories
 from hopline.util.config import format_size
 
 MAX_PROBED_NODES = 8

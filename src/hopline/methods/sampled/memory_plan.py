@@ -28,8 +28,8 @@ from hopline.budget.micro_batches import MicroBatchBytes, can_split
 from hopline.budget.predictor import Predictor
 from hopline.contract import CUTS, Budget, Item, Outline, OverBudget, Place, Plan, Price, with_evaluation
 from hopline.core.batch import Batch
+from hopline.core.batch_sizes import Sizes
 from hopline.core.graph import Graph
-from hopline.core.sizes import Sizes
 from hopline.data.placement import SHARE, DataBytes, make_layout
 from hopline.data.placement_settings import Placement
 from hopline.device.meter import library_bytes

@@ -29,7 +29,7 @@ from hopline import ops
 from hopline.device.meter import free_bytes
 from hopline.device.streams import stream_for
 from hopline.tables.base import Table
-from hopline.tables.tiered import TieredTable
+from hopline.tables.gpu_cache import TieredTable
 
 STEPS = 16
 """Steps of a window, if `look_ahead` is "auto".

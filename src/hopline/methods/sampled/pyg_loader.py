@@ -223,7 +223,7 @@ class NeighborLoader(SeedLoader):
         seeds = self._seeds[positions.to(self._seeds.device)]
         return _Sample(input_id, self._neighbor_sampler.sample_subgraph(seeds, step.key))
 
-    def _columns(self) -> Columns:
+    def _columns(self) -> Attributes:
         """The attributes that the data has now."""
         if isinstance(self.data, Dataset):
             return _dataset_columns(self.data, self._masks)
@@ -243,7 +243,7 @@ class _Sample(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Edges:
+class GroupedEdges:
     """A graph's in-edges, grouped by destination."""
 
     graph: Graph
@@ -258,7 +258,7 @@ class Edges:
         return edge_ids if self.order is None else ops.gather_rows(self.order, edge_ids)
 
 
-_grouped: WeakValueDictionary[tuple[int, int, int], Edges] = WeakValueDictionary()
+_grouped: WeakValueDictionary[tuple[int, int, int], GroupedEdges] = WeakValueDictionary()
 """By (id of `edge_index`, its checksum, number of nodes): edges that some loader holds.
 
 This module owns the cache, so that loaders over one `data` share the edges. An entry vanishes with its last
@@ -268,14 +268,14 @@ equal ones.
 """
 
 
-def _edges_of(data: Data | Dataset) -> Edges:
+def _edges_of(data: Data | Dataset) -> GroupedEdges:
     """The grouped edges of the data, from the cache if another loader holds them.
 
     Raises:
         ValueError: The data is neither a `Data` nor a `Dataset`, or a `Data` has no `edge_index`, or an `adj_t`.
     """
     if isinstance(data, Dataset):
-        return Edges(data.graph, None, None)
+        return GroupedEdges(data.graph, None, None)
     if not isinstance(data, Data):
         expect_dataset(data, "NeighborLoader", "a torch_geometric.data.Data or a hopline Dataset")
     if "adj_t" in data:
@@ -292,7 +292,7 @@ def _edges_of(data: Data | Dataset) -> Edges:
     return edges
 
 
-def _group(edge_index: Tensor, num_nodes: int) -> Edges:
+def _group(edge_index: Tensor, num_nodes: int) -> GroupedEdges:
     """Group edges by destination. edge_index: [2, num_edges], sources first."""
     # PyG's EdgeIndex is a Tensor whose operations do more than needed here.
     plain = edge_index.as_subclass(Tensor)
@@ -304,8 +304,8 @@ def _group(edge_index: Tensor, num_nodes: int) -> Edges:
     is_sorted = bool((dst[1:] >= dst[:-1]).all())
     indices = src.to(torch.int32 if num_nodes < 2**31 else torch.int64).contiguous()
     if is_sorted:
-        return Edges(Graph(indptr, indices), order=None, edge_index=edge_index)
-    return Edges(Graph(indptr, ops.gather_rows(indices, order)), order=order, edge_index=edge_index)
+        return GroupedEdges(Graph(indptr, indices), order=None, edge_index=edge_index)
+    return GroupedEdges(Graph(indptr, ops.gather_rows(indices, order)), order=order, edge_index=edge_index)
 
 
 # ---- attributes
@@ -325,7 +325,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Columns:
+class Attributes:
     """The attributes of which an epoch's batches get their rows."""
 
     template: Data
@@ -337,7 +337,7 @@ class Columns:
     """By name: attributes with a row per edge."""
 
 
-def _data_columns(data: Data) -> Columns:
+def _data_columns(data: Data) -> Attributes:
     """The attributes of a `Data`.
 
     Raises:
@@ -368,10 +368,10 @@ def _data_columns(data: Data) -> Columns:
             )
         dim = data.__cat_dim__(key, value)
         columns[key] = Column(TensorTable(value.movedim(dim, 0)), dim)
-    return Columns(copy.copy(data), node, edge)
+    return Attributes(copy.copy(data), node, edge)
 
 
-def _dataset_columns(data: Dataset, masks: Mapping[str, Tensor]) -> Columns:
+def _dataset_columns(data: Dataset, masks: Mapping[str, Tensor]) -> Attributes:
     """The attributes that `data.to_pyg()` would have. masks: by name, the splits as node masks."""
     tables = dict(data.tables)
     if data.y is not None:
@@ -379,7 +379,7 @@ def _dataset_columns(data: Dataset, masks: Mapping[str, Tensor]) -> Columns:
     tables |= {name: TensorTable(mask) for name, mask in masks.items()}
     node = {name: Column(table, 0) for name, table in tables.items()}
     edge = {f"edge_{name}": Column(TensorTable(rows), 0) for name, rows in data.graph.edge.items()}
-    return Columns(Data(), node, edge)
+    return Attributes(Data(), node, edge)
 
 
 @dataclass(frozen=True, eq=False)
@@ -414,7 +414,7 @@ class _PartialBatch:
 class _BatchBuilder:
     """Makes the batches of one epoch. Any thread may call it."""
 
-    def __init__(self, columns: Columns, edges: Edges, device: torch.device) -> None:
+    def __init__(self, columns: Attributes, edges: GroupedEdges, device: torch.device) -> None:
         self.columns = columns
         self.edges = edges
         self.device = device

@@ -194,16 +194,3 @@ class Sampled(Method):
         from hopline.methods.sampled.work import make_loader
 
         return make_loader(self, data, ids, seed=seed, device=device, model=model, world=world, sampler=sampler)
-
-
-@settings
-class Auto(Method):
-    """Stands for the method that is fastest among those that fit the budget.
-
-    `hopline train` replaces it before the run.
-    """
-
-    def bind(self, job: Job) -> Work:
-        raise ValueError(
-            "method=auto is found before a run: give the Trainer what `hopline.run.compare_methods.choose` returns"
-        )

@@ -451,7 +451,7 @@ MAX_TILE_ROWS = 32
 
 
 @dataclass(frozen=True, eq=False)
-class Edges:
+class AttentionEdges:
     """The edges over which destinations attend to sources, of a block or of a tree.
 
     Destinations are the first sources. In a block, edges are sorted by destination. In a tree, an edge is
@@ -477,12 +477,12 @@ class Edges:
     """The last hop of a tree whose slots are destinations. Unused in a block."""
 
 
-def tree_edges(slots: Slots, hop: int, nodes: Tensor, counts: Tensor) -> Edges:
+def tree_edges(slots: Slots, hop: int, nodes: Tensor, counts: Tensor) -> AttentionEdges:
     """The edges of a tree from the slots of hops 0 .. hop + 1 to those of hops 0 .. hop.
 
     nodes: the node at each slot, -1 if it is empty. counts: the number of children drawn for each slot.
     """
-    return Edges(
+    return AttentionEdges(
         num_src=slots.up_to(hop + 1),
         num_dst=slots.up_to(hop),
         starts=slots.first_children(nodes.device),
@@ -494,9 +494,9 @@ def tree_edges(slots: Slots, hop: int, nodes: Tensor, counts: Tensor) -> Edges:
     )
 
 
-def block_edges(indptr: Tensor, src_idx: Tensor, num_src: int, ids: Tensor) -> Edges:
+def block_edges(indptr: Tensor, src_idx: Tensor, num_src: int, ids: Tensor) -> AttentionEdges:
     """The edges of a block in CSC form. ids: what dropout is keyed by, one per destination at least."""
-    return Edges(
+    return AttentionEdges(
         num_src=num_src, num_dst=indptr.numel() - 1, starts=indptr[:-1], stops=indptr[1:], ids=ids, sources=src_idx
     )
 
@@ -550,7 +550,7 @@ def _tile(columns: int, edges: int) -> dict[str, int]:
     return {"R": rows, "E": edges, "num_warps": 4 if columns < 256 else 8}
 
 
-def _edges_per_step(edges: Edges, num_rows: int) -> int:
+def _edges_per_step(edges: AttentionEdges, num_rows: int) -> int:
     """E for a kernel that owns `num_rows` rows: in a block about their mean degree, within limits."""
     if edges.slots is not None:
         return EDGES_AT_ONCE
@@ -572,8 +572,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, own: Tensor | None, att: Tensor, att_own: Tensor | None, key: Tensor, edges: Edges,
-        plan: _Plan,
+        ctx: Any, x: Tensor, own: Tensor | None, att: Tensor, att_own: Tensor | None, key: Tensor,
+        edges: AttentionEdges, plan: _Plan,
     ) -> Tensor:  # fmt: skip
         x = x.contiguous()
         own = None if own is None else own.contiguous()
@@ -659,7 +659,7 @@ class _Launch(NamedTuple):
         return triton.cdiv(self.num_dst, self.tile["R"])
 
 
-def _launches(edges: Edges, columns: int) -> list[_Launch]:
+def _launches(edges: AttentionEdges, columns: int) -> list[_Launch]:
     """The launches of `backward_kernel`, in order.
 
     A block takes one launch. A tree takes one per hop, from the seeds on: a hop adds to gradients that the
@@ -676,7 +676,14 @@ def _launches(edges: Edges, columns: int) -> list[_Launch]:
 
 
 def _gather(
-    x: Tensor, own: Tensor, att: Tensor, edges: Edges, plan: _Plan, per_edge: Tensor, grad: Tensor, grad_x: Tensor
+    x: Tensor,
+    own: Tensor,
+    att: Tensor,
+    edges: AttentionEdges,
+    plan: _Plan,
+    per_edge: Tensor,
+    grad: Tensor,
+    grad_x: Tensor,
 ) -> None:
     """Launch `gather_kernel`: add all edges' gradients to grad_x, which has those of destinations already."""
     src_indptr, order = group_by_key(edges.sources, edges.num_src)
@@ -694,7 +701,7 @@ def _gather(
 
 
 def attend(
-    x: Tensor, own: Tensor | None, att: Tensor, att_own: Tensor | None, edges: Edges,
+    x: Tensor, own: Tensor | None, att: Tensor, att_own: Tensor | None, edges: AttentionEdges,
     *, slope: float = 0.2, loops: bool = True, p: float = 0.0, key: int | Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """[num_dst, heads * columns]: the sum of each destination's sources, weighted by attention.

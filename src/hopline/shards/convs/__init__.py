@@ -9,7 +9,7 @@ shard. From the outside in:
     messages                 the conv's own `message` and aggregation on a chunk of edges
     accumulate               sums, maxima and softmax over chunks
     edges                    parts, chunks, self-loops and the norm of GCN
-    norm                     batch norms over the rows of all ranks
+    batch_norm               batch norms over the rows of all ranks
     trimming                 layers with only the edges and rows that the outputs need
 
 Before a conv runs, it is compared with plain PyG on a tiny graph. One that differs is refused. `FullBatch`

@@ -3,7 +3,7 @@
 A PyG conv adds self-loops, or GCN's norm, in its `forward`, but only to a plain `edge_index`, and on a shard it
 is given none. So this file adds them, with the degrees of the whole graph:
 
-    `Edges.of(layout)`      the in-edges of the shard's own nodes, part after part
+    `ConvEdges.of(layout)`      the in-edges of the shard's own nodes, part after part
     `with_loops()`          one self-loop per node instead of those of the graph
     `gcn_norm`              a weight per edge; the degrees of other shards' nodes are fetched once
 
@@ -74,7 +74,7 @@ class _ChunkBounds(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Edges:
+class ConvEdges:
     """All in-edges of a shard's own nodes, in one part per shard.
 
     Immutable, but for the caches that it owns.
@@ -93,7 +93,7 @@ class Edges:
     of own node i."""
 
     @classmethod
-    def of(cls, layout: ShardLayout) -> Edges:
+    def of(cls, layout: ShardLayout) -> ConvEdges:
         """The graph's own edges."""
         return cls(layout, layout.parts, layout.degrees)
 
@@ -133,7 +133,7 @@ class Edges:
             masks.append(is_same if has_own_sources else torch.zeros_like(is_same))
         return torch.cat(masks)
 
-    def with_loops(self) -> Edges:
+    def with_loops(self) -> ConvEdges:
         """The edges with exactly one self-loop per node, after the node's other edges of the same part.
 
         Self-loops of the graph are left out, as by PyG's `remove_self_loops` and `add_self_loops`.
@@ -263,7 +263,7 @@ def _destinations(part: Part) -> Tensor:
     return rows.repeat_interleave(counts, output_size=part.num_edges)
 
 
-def loop_attributes(edges: Edges, edge_rows: Tensor, fill: Any) -> Tensor:
+def loop_attributes(edges: ConvEdges, edge_rows: Tensor, fill: Any) -> Tensor:
     """[num_own, ...]: edge attributes of new self-loops, as PyG's `add_self_loops` makes them.
 
     edge_rows: [num_edges, ...] attributes of the edges.
@@ -278,8 +278,8 @@ def loop_attributes(edges: Edges, edge_rows: Tensor, fill: Any) -> Tensor:
 
 
 def gcn_norm(
-    edges: Edges,
-    edges_with_loops: Edges | None,
+    edges: ConvEdges,
+    edges_with_loops: ConvEdges | None,
     transport: Transport,
     weight: Tensor | None,
     improved: bool,

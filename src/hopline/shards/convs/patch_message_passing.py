@@ -21,7 +21,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
-from hopline.shards.convs.edges import Edges, gather_sources_together
+from hopline.shards.convs.edges import ConvEdges, gather_sources_together
 from hopline.shards.convs.messages import CannotSplit, DeferredEdgeUpdate, Inputs, arguments_of, plan, run_call
 from hopline.shards.convs.sequential_aggregation import aggregate, rows_per_edge
 from hopline.shards.transports import FORWARD, Transport
@@ -48,7 +48,7 @@ HOOKS = (
 
 @contextmanager
 def patch_convs(
-    module: nn.Module, edges: Edges, transport: Transport, mode: FetchMode, depth: int, chunk_bytes: int
+    module: nn.Module, edges: ConvEdges, transport: Transport, mode: FetchMode, depth: int, chunk_bytes: int
 ) -> Iterator[None]:
     """Make every conv in a module aggregate over the edges of a shard while the context lasts.
 
@@ -88,7 +88,7 @@ def _defer_edge_update(edge_index: Any, size: Any = None, **kwargs: Any) -> Defe
 
 
 def _make_propagate(
-    conv: MessagePassing, edges: Edges, transport: Transport, mode: FetchMode, depth: int, chunk_bytes: int
+    conv: MessagePassing, edges: ConvEdges, transport: Transport, mode: FetchMode, depth: int, chunk_bytes: int
 ) -> Callable[..., Tensor]:
     """A function that does what `conv.propagate` does, over the edges of a shard."""
 
@@ -104,7 +104,7 @@ def _make_propagate(
 
 
 def _aggregate_at_once(
-    conv: MessagePassing, kwargs: Mapping[str, Any], edges: Edges, transport: Transport, depth: int | None
+    conv: MessagePassing, kwargs: Mapping[str, Any], edges: ConvEdges, transport: Transport, depth: int | None
 ) -> Tensor:
     """[num_dst, ...]: the conv's `message` and `aggregate` on all edges at once, recorded by autograd.
 
@@ -128,7 +128,7 @@ def _aggregate_at_once(
     return conv.aggregate(messages, **arguments)
 
 
-def _update(conv: MessagePassing, out: Tensor, kwargs: Mapping[str, Any], edges: Edges) -> Tensor:
+def _update(conv: MessagePassing, out: Tensor, kwargs: Mapping[str, Any], edges: ConvEdges) -> Tensor:
     """The result of the conv's `update` on the aggregated messages.
 
     Raises:

@@ -29,9 +29,9 @@ from hopline.core.row_handles import Handle, as_dtype
 from hopline.nn.conv_adapter import edge_arguments, initialise, takes_x0, whole_output
 from hopline.nn.fused import dtype_of
 from hopline.nn.probe import findings, options_of, probe_graph, random_rows, trial_of, without_caches
-from hopline.shards.convs.edges import Edges, gcn_norm, loop_attributes, outside_inference_mode
+from hopline.shards.convs.batch_norm import norms_over_ranks
+from hopline.shards.convs.edges import ConvEdges, gcn_norm, loop_attributes, outside_inference_mode
 from hopline.shards.convs.messages import CannotSplit
-from hopline.shards.convs.norm import norms_over_ranks
 from hopline.shards.convs.patch_message_passing import FetchMode, patch_convs
 from hopline.shards.layout import ShardLayout, contiguous_layout
 from hopline.shards.transports import LocalTransport, Transport
@@ -110,12 +110,12 @@ class ShardConvs(ConvRunner):
         return replace(block, src_ids=block.src_ids.to(device), parts=convs.layout.parts, convs=convs)
 
     @cached_property
-    def edges(self) -> Edges:
+    def edges(self) -> ConvEdges:
         """The graph's own edges."""
-        return Edges.of(self.layout)
+        return ConvEdges.of(self.layout)
 
     @cached_property
-    def edges_with_loops(self) -> Edges:
+    def edges_with_loops(self) -> ConvEdges:
         """The edges with one self-loop per node."""
         with outside_inference_mode():
             return self.edges.with_loops()

@@ -56,7 +56,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.nn import MessagePassing
 
 from hopline.shards.convs.accumulate import Accumulators, ReductionSpec, gradient_of_rows
-from hopline.shards.convs.edges import Chunk, Edges
+from hopline.shards.convs.edges import Chunk, ConvEdges
 from hopline.shards.convs.messages import Call, CannotSplit, ChunkReductions, Inputs, Role, finish, plan, replay
 from hopline.shards.transports import FORWARD, REFETCH, Transport
 
@@ -92,7 +92,7 @@ class AggregationRun:
     conv: MessagePassing
     call: Call
     """The conv's `message` and its arguments."""
-    edges: Edges
+    edges: ConvEdges
     transport: Transport
     depth: int
     """Rounds of rows that are prefetched."""
@@ -113,7 +113,12 @@ class AggregationRun:
 
 
 def aggregate(
-    conv: MessagePassing, kwargs: Mapping[str, Any], edges: Edges, transport: Transport, depth: int, chunk_bytes: int
+    conv: MessagePassing,
+    kwargs: Mapping[str, Any],
+    edges: ConvEdges,
+    transport: Transport,
+    depth: int,
+    chunk_bytes: int,
 ) -> Tensor:
     """[num_dst, ...]: what `propagate` computes before `update`. Collective, in backward too.
 

@@ -26,7 +26,7 @@ from hopline.core.batch import Part
 from hopline.core.row_handles import Handle
 from hopline.nn.conv_adapter import initialise, takes_x0
 from hopline.nn.probe import findings, options_of, probe_graph, random_rows, trial_of
-from hopline.shards.convs.edges import Edges, outside_inference_mode
+from hopline.shards.convs.edges import ConvEdges, outside_inference_mode
 from hopline.shards.convs.runner import ShardConvs, find_rule, is_close, run_by_rule
 from hopline.shards.layout import ShardLayout, contiguous_layout
 from hopline.shards.transports import Transport
@@ -42,7 +42,7 @@ class TrimmedConvs(ShardConvs):
     """[num_own] bool: the nodes that the layer must compute. Only they have in-edges."""
 
     @cached_property
-    def edges_with_loops(self) -> Edges:
+    def edges_with_loops(self) -> ConvEdges:
         with outside_inference_mode():
             return _trim_edges(self.is_needed, self.edges.with_loops())
 
@@ -157,12 +157,12 @@ def _trim_part(is_needed: Tensor, part: Part) -> tuple[Part, Tensor]:
     return Part(indptr, part.src_idx[edges], edge_ids=edge_ids), edges
 
 
-def _edges_into(is_needed: Tensor, edges: Edges) -> Tensor:
+def _edges_into(is_needed: Tensor, edges: ConvEdges) -> Tensor:
     """[n] int64: the numbers, among the edges of all parts, of the edges into some nodes."""
     return is_needed[edges.destinations()].nonzero().view(-1)
 
 
-def _trim_edges(is_needed: Tensor, edges: Edges) -> Edges:
+def _trim_edges(is_needed: Tensor, edges: ConvEdges) -> ConvEdges:
     """Edges with self-loops, without those into nodes that are not needed."""
     assert edges.origins is not None
     parts = tuple(_trim_part(is_needed, part)[0] for part in edges.parts)

@@ -11,7 +11,7 @@ import torch
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
-from hopline.tables.history_ranks import Owners, PartAssignment, Snapshot
+from hopline.methods.partitioned.rank_histories import Owners, PartAssignment, Snapshot
 from tests.helpers import randn
 from tests.methods.historical.ranks import check_tables
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hopline.core.batch import Block
 from hopline.core.sampler import NeighborSampler
-from hopline.methods.historical.regularise import drop_edges
+from hopline.methods.historical.edge_dropout import drop_edges
 from hopline.nn import GNN
 from tests.helpers import batch_of, edges_of, randn, random_graph
 

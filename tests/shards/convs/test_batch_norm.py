@@ -10,7 +10,7 @@ from torch import nn
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
-from hopline.shards.convs.norm import norms_over_ranks
+from hopline.shards.convs.batch_norm import norms_over_ranks
 from tests.helpers import randn
 
 ROWS = (5, 0, 12)
