@@ -33,8 +33,8 @@ from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 import hopline as hl
 from hopline.budget.guard import BudgetGuard
 from hopline.budget.memory_plan import RunOutline
+from hopline.budget.plan import Budget
 from hopline.budget.predictor import Predictor
-from hopline.contract import Budget
 from hopline.core.batch import Batch
 from hopline.data.synthetic import planted_partition
 from hopline.methods.sampled.work import SampledWork

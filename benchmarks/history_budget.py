@@ -24,7 +24,7 @@ from torch_geometric.nn import GATConv, GCNConv
 import hopline as hl
 from hopline.budget.guard import BudgetGuard
 from hopline.budget.memory_plan import RunOutline
-from hopline.contract import Budget
+from hopline.budget.plan import Budget
 from hopline.nn import GNN
 
 CONVS = {"gcn": GCNConv, "gat": lambda a, b: GATConv(a, b // 8, heads=8) if b % 8 == 0 else GATConv(a, b)}

@@ -21,7 +21,8 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 from hopline.budget.guard import BudgetGuard
-from hopline.contract import Method, Plan, Work
+from hopline.budget.plan import Plan
+from hopline.contract import Method, Work
 from hopline.core.batch import Batch, Block
 from hopline.core.graph import Graph
 from hopline.core.row_handles import Rows

@@ -29,6 +29,8 @@ DOORS = ("__init__", "__main__", "extend")
 def folder_of(path: Path) -> str:
     """The folder of a file, of `methods/` each method's; for a file at the top its name."""
     parts = path.relative_to(SOURCE).with_suffix("").parts
+    if parts == ("budget", "plan"):
+        return "contract"  # budgets and plans name its jobs, and it names them: two files of one contract
     if parts[0] == "methods":
         return "/".join(parts[:2]) if len(parts) > 2 else "methods"
     return parts[0]

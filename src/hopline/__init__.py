@@ -23,7 +23,7 @@ from hopline.util.lazy import on_first_use
 if TYPE_CHECKING:  # type checkers and editors need real imports; at run time `__getattr__` below imports
     from hopline import extend, interop, metrics, nn, shards
     from hopline import inference as infer
-    from hopline.contract import Budget
+    from hopline.budget.plan import Budget
     from hopline.core.batch import Batch
     from hopline.core.graph import Graph
     from hopline.data import (
@@ -67,7 +67,7 @@ __getattr__, __dir__ = on_first_use(
         "hopline.metrics": (),
         "hopline.nn": (),
         "hopline.shards": (),
-        "hopline.contract": ("Budget",),
+        "hopline.budget.plan": ("Budget",),
         "hopline.core.batch": ("Batch",),
         "hopline.core.graph": ("Graph",),
         "hopline.data": (

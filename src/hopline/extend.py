@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 from hopline.util.lazy import on_first_use
 
 if TYPE_CHECKING:
-    from hopline.contract import Guard, Item, Job, Method, Outline, Plan, Unit, Work, WorkDescription
+    from hopline.budget.plan import Item, Outline, Plan
+    from hopline.contract import Guard, Job, Method, Unit, Work, WorkDescription
     from hopline.core.batch import Block, Part
     from hopline.core.row_handles import Rows
     from hopline.core.sampler import NeighborSampler
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = on_first_use(
     __name__,
     {
-        "hopline.contract": ("Guard", "Item", "Job", "Method", "Outline", "Plan", "Unit", "Work", "WorkDescription"),
+        "hopline.budget.plan": ("Item", "Outline", "Plan"),
+        "hopline.contract": ("Guard", "Job", "Method", "Unit", "Work", "WorkDescription"),
         "hopline.core.batch": ("Block", "Part"),
         "hopline.core.row_handles": ("Rows",),
         "hopline.core.sampler": ("NeighborSampler",),

@@ -29,7 +29,7 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 import hopline as hl
-from hopline.contract import DoesNotFit
+from hopline.budget.plan import DoesNotFit
 from tests.helpers import generator
 
 NUM_FEATURES = 16

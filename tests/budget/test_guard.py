@@ -25,8 +25,9 @@ from torch_geometric.nn import TransformerConv
 from hopline import infer, ops
 from hopline.budget import micro_batches
 from hopline.budget.guard import BudgetGuard, GuardedUnit
+from hopline.budget.plan import Budget
 from hopline.budget.predictor import ENOUGH, Predictor
-from hopline.contract import Budget, Job, TrainStep
+from hopline.contract import Job, TrainStep
 from hopline.core.batch import Batch
 from hopline.core.batch_sizes import Sizes
 from hopline.core.sampler import NeighborSampler

@@ -19,7 +19,8 @@ from torch_geometric.nn import SAGEConv
 
 from hopline import contract
 from hopline.budget.guard import BudgetGuard, limit_cuda_memory
-from hopline.contract import Budget, DoesNotFit, Job, Method, Outline, Plan, Unit, Work
+from hopline.budget.plan import Budget, DoesNotFit, Outline, Plan
+from hopline.contract import Job, Method, Unit, Work
 from hopline.data import planted_partition
 from hopline.data.placement_settings import Placement
 from hopline.device.meter import meter_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hopline.budget.memory_plan import RunOutline
-from hopline.contract import Budget, DoesNotFit, Item, Plan
+from hopline.budget.plan import Budget, DoesNotFit, Item, Plan
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.run.compare_methods import outline_of_run

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from hopline import ops
 from hopline.budget import micro_batches
+from hopline.budget.plan import CutBy
 from hopline.budget.predictor import Costs
-from hopline.contract import CutBy
 from hopline.core.batch import Batch, Block, Part
 from hopline.core.batch_sizes import Sizes
 from hopline.core.row_handles import ReducedRows, Rows

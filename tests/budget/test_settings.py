@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hopline.contract import Budget
+from hopline.budget.plan import Budget
 
 
 def test_a_size_alone_is_the_budget_of_the_device():

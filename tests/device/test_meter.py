@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hopline.budget.guard import limit_cuda_memory
-from hopline.contract import Budget
+from hopline.budget.plan import Budget
 from hopline.device.meter import TensorMeter, free_bytes, meter_of
 from tests.helpers import batch_of, conv_of, randn, random_graph
 

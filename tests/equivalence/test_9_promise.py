@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 import hopline as hl
 from hopline.budget.guard import guard_of
 from hopline.budget.memory_plan import RunOutline
-from hopline.contract import Budget, DoesNotFit, Job, Plan
+from hopline.budget.plan import Budget, DoesNotFit, Plan
+from hopline.contract import Job
 from hopline.core.batch_sizes import Sizes
 from hopline.device.meter import meter_of
 from hopline.methods.plan_within import plan_of

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 import hopline as hl
 from hopline.budget.guard import BudgetGuard
-from hopline.contract import Budget
+from hopline.budget.plan import Budget
 from hopline.nn import smoothness
 from hopline.training.settings import Schedule
 from hopline.util import trace

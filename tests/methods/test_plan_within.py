@@ -18,7 +18,8 @@ import torch
 from torch_geometric.nn import GCNConv
 
 from hopline.budget.memory_plan import RunOutline
-from hopline.contract import Budget, DoesNotFit, Item, Job, Method, OverBudget
+from hopline.budget.plan import Budget, DoesNotFit, Item, OverBudget
+from hopline.contract import Job, Method
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.partitioned.memory_plan import table_items

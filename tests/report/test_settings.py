@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import hopline as hl
-from hopline.contract import Budget
+from hopline.budget.plan import Budget
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.settings import Sampled

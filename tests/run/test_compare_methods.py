@@ -12,7 +12,7 @@ import torch
 from torch_geometric.nn import SAGEConv
 
 from hopline.budget.memory_plan import RunOutline
-from hopline.contract import Budget, DoesNotFit, Plan
+from hopline.budget.plan import Budget, DoesNotFit, Plan
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.plan_within import plan_of

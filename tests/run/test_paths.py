@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hopline as hl
-from hopline.contract import Budget
+from hopline.budget.plan import Budget
 from hopline.data.registry import locate
 from hopline.run import train as run
 from hopline.run.infer import predict

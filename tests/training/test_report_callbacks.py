@@ -11,7 +11,7 @@ import pytest
 
 import hopline as hl
 from hopline.budget.guard import BudgetGuard
-from hopline.contract import Budget
+from hopline.budget.plan import Budget
 from hopline.report.bottleneck import Explanation, Setup, explain
 from hopline.report.page import render
 from hopline.training.report_callbacks import MAX_POINTS, WatchBudget, setup_of

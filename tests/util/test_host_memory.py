@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from hopline.contract import Item, Plan
+from hopline.budget.plan import Item, Plan
 from hopline.core import partition
 from hopline.core.graph import Graph
 from hopline.methods.full_batch.settings import FullBatch

@@ -44,8 +44,9 @@ from hopline.budget.micro_batches import (
     sizes_of,
     with_rows,
 )
+from hopline.budget.plan import CUTS, Budget, Outline, Plan
 from hopline.budget.predictor import Predictor, costs_of
-from hopline.contract import CUTS, Budget, Job, Outline, Plan, Redraw, SplittableStep, Unit
+from hopline.contract import Job, Redraw, SplittableStep, Unit
 from hopline.core.batch import Batch, Block
 from hopline.core.batch_sizes import Sizes
 from hopline.device.meter import Meter, NoMeter, meter_of, with_index

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from hopline.budget.plan import PLACES, Budget, Item, Outline, Place
 from hopline.budget.predictor import Predictor, costs_of
-from hopline.contract import PLACES, Budget, Item, Outline, Place
 from hopline.device.meter import free_bytes, library_bytes
 from hopline.device.out_of_memory import free_memory
 from hopline.nn.gnn import GNN, row_widths

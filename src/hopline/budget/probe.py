@@ -14,8 +14,9 @@ from dataclasses import replace
 
 import torch
 
+from hopline.budget.plan import Outline
 from hopline.budget.predictor import Predictor
-from hopline.contract import Job, Outline
+from hopline.contract import Job
 from hopline.core.batch import Batch
 from hopline.core.batch_sizes import Sizes
 from hopline.device.meter import meter_of

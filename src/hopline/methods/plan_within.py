@@ -16,9 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from hopline.budget.memory_plan import RunOutline
+from hopline.budget.plan import PLACES, Budget, DoesNotFit, Place, Plan
 from hopline.budget.predictor import Predictor
 from hopline.budget.probe import measure_steps
-from hopline.contract import PLACES, Budget, DoesNotFit, Method, Place, Plan
+from hopline.contract import Method
 from hopline.core.batch import Batch
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical

@@ -26,8 +26,9 @@ from torch import nn
 
 from hopline.budget.guard import guard_of, limit_cuda_memory
 from hopline.budget.memory_plan import RunOutline
+from hopline.budget.plan import PLACES, Budget, Plan
 from hopline.budget.probe import job_of
-from hopline.contract import PLACES, Budget, Job, Method, Plan, Work
+from hopline.contract import Job, Method, Work
 from hopline.core.graph import Graph
 from hopline.core.partition import Partition
 from hopline.data.dataset import Dataset

@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hopline.contract import Budget, Job, Method, Work
+from hopline.budget.plan import Budget
+from hopline.contract import Job, Method, Work
 from hopline.data.options import Columns, EdgeOptions, check_shares
 from hopline.data.paths import dgl_config, is_dataset
 from hopline.data.placement_settings import Placement

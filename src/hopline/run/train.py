@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hopline.contract import Budget
+from hopline.budget.plan import Budget
 from hopline.data.dataset import Dataset
 from hopline.data.host_copy import share
 from hopline.data.registry import locate, open_dataset

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from hopline import inference as infer
 from hopline.budget.guard import BudgetGuard
-from hopline.contract import Budget, Job, KeepRows, Method
+from hopline.budget.plan import Budget
+from hopline.contract import Job, KeepRows, Method
 from hopline.core.batch import Batch
 from hopline.data.dataset import Dataset
 from hopline.inference import distributed as shard_infer

@@ -31,7 +31,7 @@ from hopline.util.config import format_size, plural
 from hopline.util.progress import Progress, progress
 
 if TYPE_CHECKING:
-    from hopline.contract import Place
+    from hopline.budget.plan import Place
     from hopline.training.trainer import Trainer
 
 MAX_POINTS = 300

@@ -44,7 +44,8 @@ from hopline import inference as infer
 from hopline import ops
 from hopline.budget.guard import BudgetGuard, guard_of, limit_cuda_memory
 from hopline.budget.memory_plan import RunOutline
-from hopline.contract import Budget, Method, Plan, TrainStep, Unit, Work, in_groups
+from hopline.budget.plan import Budget, Plan
+from hopline.contract import Method, TrainStep, Unit, Work, in_groups
 from hopline.data.checks import check_training
 from hopline.data.dataset import Dataset, expect_dataset
 from hopline.data.placement import describe

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import hopline as hl
 from hopline.budget.guard import BudgetGuard
-from hopline.contract import Budget
+from hopline.budget.plan import Budget
 from hopline.core.batch_sizes import Sizes
 from hopline.methods.historical.micro_batches import GuardedHistoricalUnit, LayerBytes, MicroBatches
 from hopline.methods.historical.settings import Historical

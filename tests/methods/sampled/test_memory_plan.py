@@ -13,7 +13,8 @@ import torch
 
 from hopline.budget.memory_plan import RunOutline
 from hopline.budget.micro_batches import MicroBatchBytes
-from hopline.contract import Job, Place, Plan
+from hopline.budget.plan import Place, Plan
+from hopline.contract import Job
 from hopline.core.batch import Batch
 from hopline.core.batch_sizes import Sizes
 from hopline.core.tree_layout import TreeSampler

@@ -17,9 +17,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hopline.budget.plan import Budget, Item, Outline, Plan, Price
 from hopline.budget.predictor import Predictor, costs_of
 from hopline.budget.probe import LARGE_STEP_BYTES, job_of
-from hopline.contract import Budget, Item, Outline, Plan, Price
 from hopline.core.batch_sizes import Sizes
 from hopline.core.graph import Graph
 from hopline.core.partition import Partition

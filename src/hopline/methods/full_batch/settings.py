@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hopline.contract import Budget, Job, Method, Outline, Plan, Work
+from hopline.budget.plan import Budget, Outline, Plan
+from hopline.contract import Job, Method, Work
 from hopline.data.placement_settings import Placement, with_graph_on_host
 from hopline.util.config import check_fields, settings
 

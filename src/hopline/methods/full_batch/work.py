@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.contract import Guard, Job, Plan, Unit, Work
+from hopline.budget.plan import Plan
+from hopline.contract import Guard, Job, Unit, Work
 from hopline.core.batch import Batch
 from hopline.methods.full_batch.batches import ShardBatches, check_model, check_settings
 from hopline.methods.full_batch.settings import FullBatch

@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 
 from hopline.budget.micro_batches import can_split
-from hopline.contract import Budget, Item, Outline, Plan, Price
+from hopline.budget.plan import Budget, Item, Outline, Plan, Price
 from hopline.core.batch_sizes import Sizes
 from hopline.device.out_of_memory import state_bytes
 from hopline.methods.historical.settings import Historical

@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from hopline.contract import Budget, Job, Method, Outline, Plan
+from hopline.budget.plan import Budget, Outline, Plan
+from hopline.contract import Job, Method
 from hopline.data.placement_settings import Placement, with_graph_on_host
 from hopline.util.config import check_fields, settings
 

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.contract import Guard, Job, KeepRows, Plan, Unit, Work, WorkDescription
+from hopline.budget.plan import Plan
+from hopline.contract import Guard, Job, KeepRows, Unit, Work, WorkDescription
 from hopline.core.partition import Partition
 from hopline.methods.historical.batches import HistoricalBatch, HistoricalBatches
 from hopline.methods.historical.groups import Groups

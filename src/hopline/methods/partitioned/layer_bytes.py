@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hopline.budget.plan import Outline
 from hopline.budget.predictor import Predictor, costs_of
 from hopline.budget.probe import LARGE_STEP_BYTES, job_of, seconds_since
-from hopline.contract import Job, Outline
+from hopline.contract import Job
 from hopline.core.batch import Batch
 from hopline.core.batch_sizes import Sizes
 from hopline.core.partition import Partition

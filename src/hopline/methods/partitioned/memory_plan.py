@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from hopline.contract import Item, Method, Outline, Place
+from hopline.budget.plan import Item, Outline, Place
+from hopline.contract import Method
 from hopline.core.batch_sizes import Sizes
 from hopline.core.graph import Graph
 from hopline.core.partition import Partition, halo_sizes

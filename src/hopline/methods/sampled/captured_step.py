@@ -31,7 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from hopline import ops
-from hopline.contract import Guard, Job, Plan, Unit, Work, WorkDescription
+from hopline.budget.plan import Plan
+from hopline.contract import Guard, Job, Unit, Work, WorkDescription
 from hopline.core.batch import Batch
 from hopline.core.row_handles import Rows
 from hopline.core.tree_layout import TreeSampler

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.budget.micro_batches import MicroBatchBytes, can_split
+from hopline.budget.plan import CUTS, Budget, Item, Outline, OverBudget, Place, Plan, Price, with_evaluation
 from hopline.budget.predictor import Predictor
-from hopline.contract import CUTS, Budget, Item, Outline, OverBudget, Place, Plan, Price, with_evaluation
 from hopline.core.batch import Batch
 from hopline.core.batch_sizes import Sizes
 from hopline.core.graph import Graph

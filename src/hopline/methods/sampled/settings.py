@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from hopline.contract import Budget, Job, Method, Outline, Plan, Work
+from hopline.budget.plan import Budget, Outline, Plan
+from hopline.contract import Job, Method, Work
 from hopline.util.config import check_fanouts, check_fields, settings
 
 if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not

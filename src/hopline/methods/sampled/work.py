@@ -23,7 +23,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from hopline.contract import Guard, Job, Plan, Redraw, Unit, Work, WorkDescription
+from hopline.budget.plan import Plan
+from hopline.contract import Guard, Job, Redraw, Unit, Work, WorkDescription
 from hopline.core.batch import Batch
 from hopline.core.row_handles import Rows
 from hopline.core.sampler import NeighborSampler, NodeIds
