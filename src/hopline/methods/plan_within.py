@@ -43,11 +43,12 @@ def plan_within(method: Method, outline: RunOutline, budget: Budget) -> Plan:
     try:
         return replace(plan_or_raise(method, outline, budget), process_bytes=other_bytes)
     except DoesNotFit as error:
-        fitting = [other for other in alternatives(method, outline) if _fits(other, outline.forget(), budget)]
-        if fitting:
-            tip = f"with this budget {settings_to_type(fitting[0])} fits {CHANGES_TRAINING}"
-        else:
+        others = alternatives(method, outline)
+        fitting = next((other for other in others if _fits(other, outline.forget(), budget)), None)
+        if fitting is None:
             tip = "no other method fits this budget either"
+        else:
+            tip = f"with this budget {settings_to_type(fitting)} fits {CHANGES_TRAINING}"
         raise DoesNotFit(f"{error}; {tip}", error.smallest_bytes) from None
 
 

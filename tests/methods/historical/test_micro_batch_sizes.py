@@ -17,6 +17,7 @@ from hopline.contract import Job
 from hopline.core.batch_sizes import Sizes
 from hopline.methods.historical.micro_batches import (
     MicroBatch,
+    Probe,
     Runs,
     balanced_runs,
     check_micro_batches,
@@ -35,12 +36,17 @@ GRAPH = random_graph(num_nodes=60, num_edges=300)
 DATA = dataset_of(GRAPH, randn(60, 6))
 
 
-def work_of(**settings: Any) -> HistoricalWork:
+def work_of(train_ids: torch.Tensor = DATA.splits["train"], **settings: Any) -> HistoricalWork:
     """Historical training of three GCN layers on six parts."""
     model = GNN([pyg.GCNConv(6, 8), pyg.GCNConv(8, 8), pyg.GCNConv(8, 3)]).double()
     method = Historical(**({"num_parts": 6, "parts_per_batch": 3, "partition": "random"} | settings))
     job = Job(
-        data=DATA, model=model, module=model, train_ids=DATA.splits["train"], train_step=supervised_loss("single", 3)
+        data=DATA,
+        model=model,
+        module=model,
+        train_ids=train_ids,
+        train_step=supervised_loss("single", 3),
+        usual_loss=True,
     )
     return method.bind(job)
 
@@ -89,6 +95,23 @@ def test_runs_fit_the_limit_and_a_node_above_it_is_refused():
         runs_to_fit(block, [block.num_dst], edges_of, limit - 1)
     with pytest.raises(ValueError, match="the batch's own rows leave 0 B"):
         runs_to_fit(block, [block.num_dst], edges_of, -5)
+
+
+def test_the_node_with_most_edges_is_measured_in_every_layer_if_it_is_no_training_node_too():
+    hub = GRAPH.in_degrees().argmax()
+    work = work_of(DATA.splits["train"][DATA.splits["train"] != hub], num_parts=1, parts_per_batch=1)
+    hist_batch = work.batch((0,), 1)
+    assert hist_batch is not None
+    measured: list[tuple[int, Sizes]] = []
+
+    class Recorded(LayerBytes):
+        def learn(self, l: int, sizes: Sizes, peak_bytes: int, seconds: float | None = None) -> None:
+            measured.append((l, sizes))
+
+    Probe(work, hist_batch).teach(Recorded(work.model, DATA.x), 0.0)
+    num_edges = int(GRAPH.in_degrees()[hub])
+    for l in range(3):
+        assert any(sizes.nodes[-1] == 1 and sizes.edges == (num_edges,) for layer, sizes in measured if layer == l)
 
 
 def test_micro_batches_have_the_edges_seeds_and_rows_of_the_batch():
@@ -140,7 +163,7 @@ def test_sizes_of_a_batch_and_of_one_layer():
     encoded = GNN([pyg.GCNConv(6, 6), pyg.GCNConv(6, 6)], encoder=nn.Linear(6, 6))
     assert at_layer(encoded, Sizes((9, 4), (20,)), 1) == Sizes((4, 9, 4), (0, 20))
 
-    plain, sent = (work_of(**settings).batch((0, 1), 1) for settings in ({}, {"compensate": True}))
+    plain, sent = (work_of(compensate=compensate).batch((0, 1), 1) for compensate in (False, True))
     assert plain is not None
     assert sent is not None
     src = plain.block.num_src

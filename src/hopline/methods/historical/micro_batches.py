@@ -375,15 +375,31 @@ class Probe:
         job.module.zero_grad(set_to_none=True)  # as at the beginning of a step
         with meter_of(job.device) as meter, autocast(job):
             piece = self.plan.piece(l, micro_batch)
+            if is_last and not micro_batch.has_seeds:
+                piece = replace(piece, batch=self._with_seeds(piece))
             with self.layers.same_draws(l, piece):
                 if is_last:
                     self.layers.from_loss(piece, objective)
                 else:
                     self.layers.through_layer(l, piece)
         # Without seeds the last layer has no loss to go back from, so its peak would be too low to learn from.
-        if not is_last or micro_batch.has_seeds:
+        if not is_last or self.hist_batch.batch.num_seeds:
             layers.learn(l, Sizes.of_blocks((piece.block,)), meter.peak_bytes)
         return meter.peak_bytes
+
+    def _with_seeds(self, piece: Piece) -> Batch:
+        """The batch of a piece without seeds, with all its nodes as seeds of the same label.
+
+        So the hub is measured in the last layer too, whether it is a training node or not.
+        """
+        assert piece.batch is not None
+        seeds = self.hist_batch.batch
+        if not seeds.num_seeds:
+            return piece.batch
+        num_nodes = piece.block.num_dst
+        y = None if seeds.y is None else seeds.y[:1].expand(num_nodes, *seeds.y.shape[1:]).contiguous()
+        output_idx = torch.arange(num_nodes, device=piece.block.dst_ids.device)
+        return replace(piece.batch, seeds=piece.block.dst_ids, y=y, output_idx=output_idx)
 
 
 class ZeroRows(Boundaries):
