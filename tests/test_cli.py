@@ -466,7 +466,7 @@ def test_a_dataset_without_seeds_is_refused(tmp_path: Path, how: str):
 def test_a_run_folder_that_cannot_be_written_is_named(graph: Path, tmp_path: Path, place: str):
     (tmp_path / "file").write_text("not a folder")
     outcome = command("train", graph, *overrides(out=tmp_path / place))
-    assert_refused(outcome, f"Cannot write the run folder '{tmp_path / place}'", "choose another with out=FOLDER")
+    assert_refused(outcome, f"Cannot write {tmp_path / place}", "is a file", "choose another folder with out=")
 
 
 def test_a_dataset_folder_that_cannot_be_written_is_named(graph: Path, tmp_path: Path):

@@ -64,7 +64,7 @@ CASES = [
     train("Did you mean 'method.workers'?", "workers=2"),
     train("is already converted: leave out symmetrize", "symmetrize=false"),
     train("already holds a run. Resume it with resume=true", "out=held"),
-    train("choose another with out=", "out=file.txt"),
+    train("file.txt is a file", "out=file.txt"),
     train("file.txt is damaged", "weights=file.txt"),
     train("there are no weights at none.pt", "weights=none.pt"),
     train("model.hidden must be at least 1", "model.hidden=0"),

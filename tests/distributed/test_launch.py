@@ -20,8 +20,6 @@ from hopline.distributed.environment import Task
 from hopline.distributed.launch import _Child, _count_processes, _first_rank_spec, _make_error, run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import RankSpec, World, device_of_rank
-from hopline.run.settings import RunConfig
-from hopline.util.config import override
 from hopline.util.errors import RankError
 from hopline.util.host import num_cores
 from hopline.util.signals import Interrupted
@@ -82,13 +80,6 @@ def test_valid_settings_are_accepted():
 def test_an_address_is_a_host_a_port_or_both(address: str | None, host: str | None, port: int | None):
     settings = LaunchSettings(address=address)
     assert (settings.host, settings.port) == (host, port)
-
-
-def test_settings_that_were_removed_say_what_to_do():
-    with pytest.raises(ValueError, match=r"port was removed: set address=HOST:PORT, or address=:PORT"):
-        override(RunConfig(), ["port=29500"])
-    with pytest.raises(ValueError, match=r"backend was removed: .*environment variable HOPLINE_BACKEND"):
-        override(RunConfig(), ["backend=gloo"])
 
 
 def test_devices_decides_how_many_processes_a_host_starts(monkeypatch: pytest.MonkeyPatch):

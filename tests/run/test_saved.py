@@ -307,7 +307,7 @@ def test_the_training_data_are_known_again(tmp_path: Path):
 def test_nodes_that_are_not_there_are_named(trained: Path, tmp_path: Path):
     (tmp_path / "ids.txt").write_text("n1\nn999\n")
     assert_refused(command("infer", trained, f"nodes={tmp_path / 'ids.txt'}"), "ids.txt", "n999", "data=")
-    with pytest.raises(ValueError, match=r"mask \[7\].*has 90 nodes: give a mask \[90\], or node numbers"):
+    with pytest.raises(ValueError, match=r"a mask must be \[90\].*not \[7\]"):
         hl.load(trained).predict(nodes=torch.ones(7, dtype=torch.bool))
 
 

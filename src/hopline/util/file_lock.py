@@ -95,7 +95,8 @@ class FileLock:
         try:
             return self._try_lock()
         except OSError as error:
-            reason = error.strerror or type(error).__name__
+            blocking = next((path for path in self.path.parents if path.is_file()), None)
+            reason = f"{blocking} is a file" if blocking else error.strerror or type(error).__name__
             raise ValueError(f"Cannot write {self.folder} ({reason}): {self.advice}") from error
 
     def _try_lock(self) -> bool:
