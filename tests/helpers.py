@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -379,3 +381,9 @@ def guarded(work: Work, method: Method, guard: BudgetGuard) -> Work:
     """Have the steps of a method keep to the limit of a guard. The plan predicts nothing."""
     sizes = {"step_bytes": 0.0, "min_step_bytes": 0.0, "steps": 1, "count": 1, "covers": "steps of {}"}
     return work.guarded(guard, Plan(method=method, items=(), limits={}, compute_place="host", **sizes))
+
+
+def shared_memory_of_hopline() -> set[str]:
+    """Names of hopline's files in shared memory and among temporary files. Those of other programs do not count."""
+    folders = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+    return {str(path) for folder in folders for path in folder.glob("hopline-*")}

@@ -18,11 +18,8 @@ from hopline.distributed import launch
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import RankSpec, World, _own_address, serve
 from hopline.util.errors import PeerError, RankError
+from tests.helpers import shared_memory_of_hopline
 from tests.launched import check_words, environment, everything_then_death, program, started
-
-
-def shared_folders() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("hopline")}
 
 
 def assert_all_name(folder: Path, victim: int, ranks: tuple[int, ...]):
@@ -34,10 +31,10 @@ def assert_all_name(folder: Path, victim: int, ranks: tuple[int, ...]):
         assert "resume=true" in lost["error"], lost
 
 
-@pytest.mark.alone  # no other process may use shared memory
+@pytest.mark.alone  # other tests share memory too
 def test_three_ranks_exchange_everything_until_one_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launch, "END_S", 20.0)  # so that the others notice by themselves
-    before = shared_folders()
+    before = shared_memory_of_hopline()
     with pytest.raises(RankError, match=r"^rank 1 was ended by SIGKILL") as caught:
         launch.run(everything_then_death, LaunchSettings(devices=3, timeout_s=8), str(tmp_path), 1)
     assert (caught.value.rank, caught.value.exit_code) == (1, -signal.SIGKILL)
@@ -46,7 +43,7 @@ def test_three_ranks_exchange_everything_until_one_is_killed(tmp_path: Path, mon
     assert [(s["rank"], s["local_rank"], s["size"], s["local_size"], s["node"]) for s in seats] == [
         (rank, rank, 3, 3, 0) for rank in range(3)
     ]
-    assert shared_folders() == before
+    assert shared_memory_of_hopline() <= before
 
 
 def test_the_rank_that_keeps_the_store_is_named_too(tmp_path: Path):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-
 import pytest
 import torch
 
@@ -12,18 +9,16 @@ from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
 from hopline.methods.partitioned.rank_histories import Owners, PartAssignment, Snapshot
-from tests.helpers import randn
+from tests.helpers import randn, shared_memory_of_hopline
 from tests.methods.historical.ranks import check_tables
 
 
 @pytest.mark.parametrize("two_hosts", [False, True])
-@pytest.mark.alone  # no other process may use shared memory
+@pytest.mark.alone  # other tests share memory too
 def test_three_ranks_read_what_each_other_wrote(two_hosts: bool):
-    folders = ("/dev/shm", tempfile.gettempdir())
-    before = [set(os.listdir(folder)) for folder in folders]
+    before = shared_memory_of_hopline()
     assert run(check_tables, LaunchSettings(devices=3, timeout_s=30), two_hosts) == "checked"
-    for folder, names_before in zip(folders, before, strict=True):
-        assert not [name for name in os.listdir(folder) if name.startswith("hopline") and name not in names_before]
+    assert shared_memory_of_hopline() <= before
 
 
 def test_alone_one_rank_keeps_everything():
