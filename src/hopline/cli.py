@@ -59,7 +59,7 @@ app = typer.Typer(
 INTERRUPTED = 130
 """Exit status of a command that Ctrl-C ended: 128 plus the number of SIGINT."""
 PIPE_COLUMNS = 140
-"""Width of tables in characters, if standard output is not a terminal. A rule of thumb."""
+"""Width of tables in characters, if standard output is not a terminal."""
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings. --keys lists them with their defaults.")
 ]

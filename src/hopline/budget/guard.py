@@ -59,15 +59,11 @@ from hopline.util.config import CHANGES_TRAINING, format_size, parse_size
 Step = Callable[[Batch], Tensor]
 """A function that trains on, or infers from, a batch or a micro-batch."""
 MAX_REDRAWS = 10
-"""Samples that over_budget=resample draws for a batch before it is split instead. A rule of thumb."""
+"""Samples that over_budget=resample draws for a batch before it is split instead."""
 SHRINK = 0.8
-"""`BudgetGuard.target_bytes` after out of memory, as a fraction of the smaller of predicted peak and old target.
-A rule of thumb."""
+"""`BudgetGuard.target_bytes` after out of memory, as a fraction of the smaller of predicted peak and old target."""
 RECOVER = 1.02
-"""Factor by which `BudgetGuard.target_bytes` grows again after each step that succeeds, up to the limit.
-
-A rule of thumb.
-"""
+"""Factor by which `BudgetGuard.target_bytes` grows again after each step that succeeds, up to the limit."""
 
 
 class FittedBatch(NamedTuple):

@@ -40,9 +40,9 @@ P = TypeVar("P")
 BytesOf = Callable[[Sizes], float]
 """A function from sizes to peak bytes. It must be monotonic: never less for more nodes or edges."""
 SMALL_TENSOR_BYTES = 1024
-"""Bytes reckoned per micro-batch for small tensors. A rule of thumb."""
+"""Bytes reckoned per micro-batch for small tensors."""
 MAX_GROWTH = 1.5
-"""The largest factor from one number of groups that `groups_to_fit` tries to the next. A rule of thumb."""
+"""The largest factor from one number of groups that `groups_to_fit` tries to the next."""
 
 # ---- filling the first group (`_fill_first_group`). All are rules of thumb.
 

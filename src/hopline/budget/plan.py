@@ -36,9 +36,9 @@ Place = Literal["device", "host", "disk"]
 PLACES: tuple[Place, ...] = ("device", "host", "disk")
 """All kinds of memory, fastest first."""
 ASYNC_EVALUATION_SHARE = 0.25
-"""Share of the bytes left for steps that asynchronous evaluation gets. A rule of thumb."""
+"""Share of the bytes left for steps that asynchronous evaluation gets."""
 MAX_SLOWDOWN = 10
-"""Time within a budget, as a multiple of the time without, from which on the plan warns. A rule of thumb."""
+"""Time within a budget, as a multiple of the time without, from which on the plan warns."""
 OverBudget = Literal["split", "resample", "cut", "cut_by_degree", "cut_by_pagerank", "refuse"]
 CutBy = Literal["random", "degree", "pagerank"]
 CUTS: Mapping[str, CutBy] = {"cut": "random", "cut_by_degree": "degree", "cut_by_pagerank": "pagerank"}

@@ -39,34 +39,34 @@ from hopline.ops.cpu.linear import ROWS
 # ---- the bound
 
 BYTES_PER_NODE = 64
-"""Bytes of the bound per node for indices, degrees and weights, apart from rows. A rule of thumb."""
+"""Bytes of the bound per node for indices, degrees and weights, apart from rows."""
 BYTES_PER_EDGE = 160
-"""Bytes of the bound per edge for indices, degrees and weights, apart from rows. A rule of thumb."""
+"""Bytes of the bound per edge for indices, degrees and weights, apart from rows."""
 SMALL_TENSOR_BYTES = 1 << 16
-"""Bytes of the bound per step for small tensors. A rule of thumb."""
+"""Bytes of the bound per step for small tensors."""
 CUDA_ROUNDING = 4 << 20
 """Bytes by which CUDA's allocator may exceed the requests of a step: it leaves up to 1 MiB of a block unused.
 The number of such blocks is a rule of thumb."""
 FORWARD = 0.5
-"""Fraction of a training step's bound that bounds a forward pass without gradients. A rule of thumb."""
+"""Fraction of a training step's bound that bounds a forward pass without gradients."""
 
 # ---- the fit
 
 ENOUGH = 6
-"""Steps that must have been measured before the predicted peak may be below the bound. A rule of thumb."""
+"""Steps that must have been measured before the predicted peak may be below the bound."""
 MAX_OBSERVED = 128
-"""Measured steps that the fit uses: the latest ones, of all sizes. A rule of thumb."""
+"""Measured steps that the fit uses: the latest ones, of all sizes."""
 RIDGE = 1e-4
 """Strength, per step, of the ridge penalty that pulls all factors of the fit towards one common factor.
 
 With few steps the common factor decides; with many, each factor follows its own term. A rule of thumb.
 """
 DEVIATIONS = 3.0
-"""Standard deviations of the relative residuals that a predicted peak adds as its margin. A rule of thumb."""
+"""Standard deviations of the relative residuals that a predicted peak adds as its margin."""
 MIN_MARGIN = 0.02
-"""The least margin of a predicted peak, as a fraction of the expected bytes. A rule of thumb."""
+"""The least margin of a predicted peak, as a fraction of the expected bytes."""
 BEYOND = 0.3
-"""Fraction of the bound that is added for sizes beyond the largest measured. A rule of thumb.
+"""Fraction of the bound that is added for sizes beyond the largest measured.
 
 A larger step may have its peak at another moment of the step, where other terms count.
 """

@@ -29,13 +29,13 @@ from hopline.ops.random import mix
 
 T = TypeVar("T")
 EDGES_AT_ONCE = 1 << 22
-"""Edges that are hashed at a time, which limits the memory of temporary arrays. A rule of thumb."""
+"""Edges that are hashed at a time, which limits the memory of temporary arrays."""
 _LOOPS_LOCK = threading.Lock()
 """Guards the search for self-loops: threads that prepare batches ask at the same time, and one pass is enough."""
 
 
 CHUNK_BYTES = 1 << 24
-"""Bytes of which `checksum` is computed at once, so that a tensor elsewhere is not copied whole. A rule of thumb."""
+"""Bytes of which `checksum` is computed at once, so that a tensor elsewhere is not copied whole."""
 
 
 def checksum(tensor: Tensor, before: int = 0) -> int:

@@ -40,14 +40,14 @@ METIS_BYTES = 110
 directions. Measured (docs/shards.md)."""
 SNAP = 0.05
 """The most by which `by_labels` moves the end of a part to the end of a label, as a share of the mean part size.
-Ends are about one mean size apart, so two of them never meet. A rule of thumb."""
+Ends are about one mean size apart, so two of them never meet."""
 VERSION = 1
 """Version of the cached files. It is part of their key, so partitions of another version are not found."""
 HASH_BYTES = 1 << 24
 """Bytes that one task hashes. Another value changes the hash of larger arrays, so that partitions cached under it are
-no longer found. A rule of thumb."""
+no longer found."""
 LARGEST_SHOWN = 16
-"""The most parts for which `describe` shows the matrix of edge counts. A rule of thumb."""
+"""The most parts for which `describe` shows the matrix of edge counts."""
 
 
 def check_edges(graph: Graph) -> None:

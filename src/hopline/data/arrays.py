@@ -26,7 +26,7 @@ from torch import Tensor
 HEADER_BYTES = 128
 """Offset of the data in every file, in bytes: two cache lines. A header of four dimensions fits."""
 BYTES_AT_ONCE = 1 << 24
-"""Bytes that are written or read at once, which limits the memory for large arrays. A rule of thumb."""
+"""Bytes that are written or read at once, which limits the memory for large arrays."""
 
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Nodes = Dataset | NodeData
 
 ELEMENTS_AT_ONCE = 1 << 22
-"""Elements of an array that are checked at once, which limits temporary memory. A rule of thumb."""
+"""Elements of an array that are checked at once, which limits temporary memory."""
 SHOWN_BYTES = 1 << 28
 """Least number of bytes for which a progress bar is shown. Fewer are checked before it could be read."""
 CHECKED_SPLITS = ("train", "valid", "test")

@@ -31,9 +31,9 @@ METRICS: dict[str, str] = {"single": "accuracy", "multi": "micro_f1", "binary": 
 """Name of the metric that evaluates each task."""
 
 MAX_COMPARED_EDGES = 1 << 22
-"""Most edges that are read to find out whether the graph is symmetric: about a second. A rule of thumb."""
+"""Most edges that are read to find out whether the graph is symmetric: about a second."""
 MAX_SHOWN = 200
-"""Most characters of an entry of `meta` that `Dataset.describe` shows. A rule of thumb."""
+"""Most characters of an entry of `meta` that `Dataset.describe` shows."""
 
 
 NOT_DATASETS = {

@@ -35,7 +35,7 @@ X = "table 'x'"
 """The name of the features in `contents_of`."""
 
 MAX_IDS = 1_000_000
-"""Node ids of a split that ranks read whole to compare them: some 10 ms. A rule of thumb."""
+"""Node ids of a split that ranks read whole to compare them: some 10 ms."""
 
 
 class _Entry(NamedTuple):

@@ -34,7 +34,7 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "hopline-shared-"
 """Beginning of the names of shared folders, by which leftovers are found."""
 YOUNG_S = 10.0
-"""Age in seconds up to which a folder may belong to a rank that has not locked it yet. A rule of thumb."""
+"""Age in seconds up to which a folder may belong to a rank that has not locked it yet."""
 
 
 def share(dataset: Dataset | None, world: World) -> Dataset:

@@ -29,7 +29,7 @@ from hopline.tables import Table
 from hopline.util.log import logger
 
 MAX_SHOWN = 8
-"""Most names of a list in a message. A rule of thumb."""
+"""Most names of a list in a message."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ FORMAT = "hopline-dataset"
 VERSION = 1
 """Value of the field "version". Other versions are refused."""
 MAX_BYTES = 1 << 26
-"""Largest size of a manifest that is read, in bytes. A manifest takes some kilobytes. A rule of thumb."""
+"""Largest size of a manifest that is read, in bytes. A manifest takes some kilobytes."""
 
 Task = Literal["single", "multi", "binary"]
 """Kind of labels: one class per node, several labels per node, or a yes/no score."""
@@ -29,7 +29,7 @@ TASKS: tuple[str, ...] = get_args(Task)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _CHECKSUM = re.compile(r"crc32:[0-9a-f]{8}")
 _MAX_COUNT = 2**48
-"""Counts and sizes in a manifest are smaller. A rule of thumb."""
+"""Counts and sizes in a manifest are smaller."""
 
 
 @dataclass(frozen=True, kw_only=True)

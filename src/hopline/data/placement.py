@@ -30,9 +30,9 @@ from hopline.util.config import format_size, parse_size
 from hopline.util.host import host_memory
 
 SHARE = 0.8
-"""Share of the free device memory that data may take. The rest is for model and batches. A rule of thumb."""
+"""Share of the free device memory that data may take. The rest is for model and batches."""
 HOST_SHARE = 0.7
-"""Share of the free host memory that copies of rows may take. A rule of thumb."""
+"""Share of the free host memory that copies of rows may take."""
 MAIN = "x"
 """The table that models read, whose place is planned.
 

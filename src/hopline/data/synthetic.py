@@ -45,9 +45,9 @@ CUT = 3e-5
 FLOOR = 0.02
 """Share of the edges that is spread evenly, so that degrees fall smoothly to the last rank."""
 CHUNK_NODES = 1 << 18
-"""Nodes that are generated at a time on the CPU, which limits memory. A rule of thumb."""
+"""Nodes that are generated at a time on the CPU, which limits memory."""
 DEVICE_CHUNK_NODES = 1 << 24
-"""Nodes whose splits are determined at a time on a GPU, which limits temporary memory. A rule of thumb."""
+"""Nodes whose splits are determined at a time on a GPU, which limits temporary memory."""
 
 
 def planted_partition(

@@ -33,9 +33,9 @@ from hopline.device.streams import stream_for
 from hopline.util import trace
 
 NUM_BUFFERS = 4
-"""Number of pinned buffers of a mover: the host gathers rows into one while others are copied. A rule of thumb."""
+"""Number of pinned buffers of a mover: the host gathers rows into one while others are copied."""
 BUFFER_BYTES = 32 << 20
-"""Bytes of a pinned buffer; more if a single row is wider. A rule of thumb."""
+"""Bytes of a pinned buffer; more if a single row is wider."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 MAX_SHOWN = 60
-"""Most characters of a value that an error shows. A rule of thumb."""
+"""Most characters of a value that an error shows."""
 
 
 class Fact(NamedTuple):

@@ -60,10 +60,7 @@ The default of `LaunchSettings`.
 
 
 LEAVE_S = 5.0
-"""Most seconds that rank 0, which may serve the store, waits after an error for the others to read it.
-
-A rule of thumb.
-"""
+"""Most seconds that rank 0, which may serve the store, waits after an error for the others to read it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,9 +25,9 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 BEAT_S = 1.0
-"""Seconds between two beats of a rank. A rule of thumb."""
+"""Seconds between two beats of a rank."""
 STALE_S = 3.0
-"""Seconds. A running rank whose message has not changed for longer has stopped. A rule of thumb."""
+"""Seconds. A running rank whose message has not changed for longer has stopped."""
 WORDS = re.compile(r"[0-9]{1,18} [0-9]{1,18}|left|lost [0-9]{1,9}(,[0-9]{1,9})*|error .*", re.DOTALL)
 """All messages that a rank writes: a beat, "left", "lost ..." or "error ..."."""
 

@@ -47,14 +47,11 @@ from hopline.util.output import outlive_output
 from hopline.util.signals import SIGNALS, Interrupted
 
 END_S = 2.0
-"""Seconds that ranks get to end by themselves after one has failed, and again after SIGTERM.
-
-A rule of thumb.
-"""
+"""Seconds that ranks get to end by themselves after one has failed, and again after SIGTERM."""
 CHECKPOINT_S = 30.0
-"""Seconds that ranks get after a signal, to write a checkpoint and end. A rule of thumb."""
+"""Seconds that ranks get after a signal, to write a checkpoint and end."""
 POLL_S = 0.2
-"""Most seconds between two looks of the parent at its deadlines. A rule of thumb."""
+"""Most seconds between two looks of the parent at its deadlines."""
 _PR_SET_PDEATHSIG = 1
 """The option of Linux's `prctl` that sets the signal a process gets when its parent ends."""
 

@@ -40,10 +40,7 @@ from hopline.util.host import num_cores, who_set_threads
 from hopline.util.log import logger
 
 LEAVE_S = 5.0
-"""Most seconds that a rank which serves the store waits at its end for the others to leave.
-
-A rule of thumb.
-"""
+"""Most seconds that a rank which serves the store waits at its end for the others to leave."""
 RESUME = "start the same command again with resume=true to resume from the last checkpoint"
 """Advice of every error about a lost rank."""
 

@@ -51,10 +51,7 @@ from hopline.util.log import logger
 from hopline.util.progress import progress
 
 WHOLE_BYTES = 2 << 30
-"""A module without layers runs on the whole graph if a float32 feature row per edge takes at most these bytes.
-
-A rule of thumb.
-"""
+"""A module without layers runs on the whole graph if a float32 feature row per edge takes at most these bytes."""
 ReadRows = Callable[[Tensor], Tensor]
 """A function from node ids, [m] int64, to their rows, [m, ...] on the host."""
 

@@ -25,7 +25,7 @@ from hopline.tables import Table
 from hopline.util.host import host_memory
 
 SHARE = 32
-"""A cache may take 1 / SHARE of the memory of the device that computes. A rule of thumb."""
+"""A cache may take 1 / SHARE of the memory of the device that computes."""
 
 
 def max_cache_bytes(device: torch.device) -> int:

@@ -41,12 +41,9 @@ WARM_UP_INFERENCES = 1
 """Inferences that run before the capture. They compile the kernels."""
 MAX_CAPTURES = 3
 """Captures of one inference, at most. Weights or features that keep moving in memory are not worth another
-one. A rule of thumb."""
+one."""
 SHARE = 16
-"""A graph may keep 1 / SHARE of the GPU's memory, and at most a quarter of the free memory.
-
-A rule of thumb.
-"""
+"""A graph may keep 1 / SHARE of the GPU's memory, and at most a quarter of the free memory."""
 KNOWN_PACKAGES = ("torch", "torch_geometric", "hopline")
 """Packages whose modules do the same at every call.
 

@@ -40,7 +40,7 @@ from hopline.tables import SparseTable, Table, TensorTable
 from hopline.util.config import parse_chunk_bytes
 
 CHUNK = 1 << 22
-"""Edges per pass over the edge list, which bounds temporary memory. A rule of thumb."""
+"""Edges per pass over the edge list, which bounds temporary memory."""
 
 
 class JoinedTable(Table):

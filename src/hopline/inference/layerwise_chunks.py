@@ -52,35 +52,32 @@ from hopline.util.progress import progress
 # one costs the host some time.
 
 CHUNK_EDGES = 1 << 20
-"""Edges per chunk on the CPU, and the fewest on a GPU by default. A rule of thumb."""
+"""Edges per chunk on the CPU, and the fewest on a GPU by default."""
 MAX_GPU_EDGES = 1 << 24
-"""Most edges per chunk on a GPU if some conv builds a row per edge (GAT, for example). A rule of thumb."""
+"""Most edges per chunk on a GPU if some conv builds a row per edge (GAT, for example)."""
 GPU_BYTES_PER_EDGE = 8 << 10
-"""Memory of the GPU that is reckoned per edge of such a conv: eight float32 rows of width 256.
-
-A rule of thumb.
-"""
+"""Memory of the GPU that is reckoned per edge of such a conv: eight float32 rows of width 256."""
 MAX_GPU_EDGES_FUSED = 1 << 26
-"""Most edges per chunk on a GPU if all convs are fused and build no row per edge. A rule of thumb."""
+"""Most edges per chunk on a GPU if all convs are fused and build no row per edge."""
 GPU_BYTES_PER_EDGE_FUSED = 512
-"""Memory of the GPU that is reckoned per edge of fused convs. A rule of thumb."""
+"""Memory of the GPU that is reckoned per edge of fused convs."""
 
 # ---- what is computed, where rows are stored, how a chunk is measured
 
 WHOLE_GRAPH_FRACTION = 0.5
 """A GPU computes a layer at all nodes if at least this fraction of them is needed, and all are a single chunk.
-That needs no block. A rule of thumb."""
+That needs no block."""
 DEVICE_SHARE = 0.25
 """Fraction of the free device memory that one table of embeddings may take. Larger tables go to pinned host
-memory. A rule of thumb."""
+memory."""
 PREFETCH_CHUNKS = 2
-"""Chunks that are prefetched before their turn. A rule of thumb."""
+"""Chunks that are prefetched before their turn."""
 WRITE_QUEUE_CHUNKS = 2
-"""Chunks that are computed and wait to be written, at most. A rule of thumb."""
+"""Chunks that are computed and wait to be written, at most."""
 PROBED_NODES = 16
-"""Nodes, at most, in the probe that measures a layer's memory for `chunk_bytes`. A rule of thumb."""
+"""Nodes, at most, in the probe that measures a layer's memory for `chunk_bytes`."""
 MARGIN = 1.5
-"""Safety factor: a chunk may take this many times the bytes per edge of the probe. A rule of thumb."""
+"""Safety factor: a chunk may take this many times the bytes per edge of the probe."""
 ENCODED = -1
 """The layer number of rows after the encoder."""
 CPU = torch.device("cpu")

@@ -44,7 +44,7 @@ from hopline.tables import Table
 from hopline.util.config import parse_chunk_bytes
 
 CHUNK = 1 << 22
-"""In-edges per chunk when sources are marked (`ShardChunks._with_sources`). A rule of thumb."""
+"""In-edges per chunk when sources are marked (`ShardChunks._with_sources`)."""
 
 
 class StackedTable(Table):

@@ -35,7 +35,7 @@ PROGRESS = "inference.json"
 FORMAT = 2
 """The version of the progress file. Files of other versions are refused."""
 SAVE_S = 5.0
-"""Seconds between two saves of the progress: the time of work that a kill may lose. A rule of thumb."""
+"""Seconds between two saves of the progress: the time of work that a kill may lose."""
 
 
 class LayerFiles(Allocator):

@@ -30,9 +30,9 @@ from hopline.util.config import CHANGES_TRAINING, kind_of
 from hopline.util.host import process_bytes
 
 PROBED_FANOUT = 10
-"""Fan-out of the batches whose steps are measured. A rule of thumb."""
+"""Fan-out of the batches whose steps are measured."""
 MAX_TRIED_BUDGETS = 5
-"""Most budgets that are tried before an error names one. A rule of thumb."""
+"""Most budgets that are tried before an error names one."""
 FOLDER = Path("tables")
 """The folder that an error suggests for tables that do not fit in memory."""
 

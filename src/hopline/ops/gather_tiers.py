@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 COUNTERS = 64
-"""Rows of a tensor of counts [COUNTERS, 3]. A rule of thumb.
+"""Rows of a tensor of counts [COUNTERS, 3].
 
 Programs of a kernel add to different rows, since atomic additions to one address would wait for each other.
 """

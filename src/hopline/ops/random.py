@@ -71,7 +71,7 @@ def derive_key(seed: int, *parts: int) -> int:
 
 
 NUM_PURPOSES = 32
-"""Number of purposes for which a step has keys on a device. A rule of thumb.
+"""Number of purposes for which a step has keys on a device.
 
 A purpose is a dropout of the model: -1 is that of the input, l that of layer l, and `num_layers` that of the
 encoder. Attention counts down from the last one (`nn.attention`).

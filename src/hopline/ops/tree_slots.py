@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 HOP_BITS = 40
-"""Bits of a slot's number within its hop. The id of a slot is (hop << HOP_BITS) + that number.
-A rule of thumb."""
+"""Bits of a slot's number within its hop. The id of a slot is (hop << HOP_BITS) + that number."""
 
 
 @dataclass(frozen=True)

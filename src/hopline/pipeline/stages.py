@@ -82,10 +82,7 @@ class Load:
 
 
 EXTRA_NICENESS = 10
-"""Niceness of a preparing thread beyond that of the process, so that training gets a core first.
-
-A rule of thumb.
-"""
+"""Niceness of a preparing thread beyond that of the process, so that training gets a core first."""
 MAX_NICENESS = 19
 """The lowest priority that Linux has."""
 _END = object()

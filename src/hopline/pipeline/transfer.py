@@ -28,12 +28,9 @@ from hopline.device.streams import stream_for
 from hopline.util import trace
 
 ALIGN_BYTES = 256
-"""Tensors begin at multiples of this in a buffer. A rule of thumb."""
+"""Tensors begin at multiples of this in a buffer."""
 GAP_BYTES = 1 << 16
-"""Bytes of a buffer beyond those of the batch's tensors, for the gaps that `ALIGN_BYTES` leaves.
-
-A rule of thumb.
-"""
+"""Bytes of a buffer beyond those of the batch's tensors, for the gaps that `ALIGN_BYTES` leaves."""
 
 
 class Movable(Protocol):

@@ -447,7 +447,7 @@ def _write_counter(name: str, value: float | None) -> str:
 
 
 MANY_ROWS = 12
-"""Rows. A longer table by epoch is folded. A rule of thumb."""
+"""Rows. A longer table by epoch is folded."""
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 """(name, bytes) of the units of memory in charts, the largest first."""
 

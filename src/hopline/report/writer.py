@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hopline.util.trace import Span
 
 MAX_SPANS = 200_000
-"""Most spans of a trace, which are kept in memory until the report closes. A rule of thumb."""
+"""Most spans of a trace, which are kept in memory until the report closes."""
 FILES = ("config.json", "metrics.jsonl", "run.log", "trace.json", "report.html")
 """All files that a report writes."""
 PACKAGES = ("hopline", "torch", "torch-geometric", "numba", "numpy")

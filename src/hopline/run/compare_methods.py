@@ -47,11 +47,11 @@ from hopline.units.own_threads import own_threads
 from hopline.util.config import format_size, kind_of
 
 NUM_TIMED_STEPS = 3
-"""Steps that are timed for an estimate, after one step that warms up. A rule of thumb."""
+"""Steps that are timed for an estimate, after one step that warms up."""
 MAX_TIMED_S = 5.0
-"""Seconds after which no further step is timed, the step that warms up included. A rule of thumb."""
+"""Seconds after which no further step is timed, the step that warms up included."""
 MAX_TIMED_EDGES = 1 << 23
-"""Most edges of a graph on which a method that goes over the whole graph is timed. A rule of thumb.
+"""Most edges of a graph on which a method that goes over the whole graph is timed.
 
 On a larger graph, the method is timed on the graph's first nodes.
 """

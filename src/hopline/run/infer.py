@@ -55,7 +55,7 @@ from hopline.util.files import replacing
 from hopline.util.log import logger, print_messages
 
 MAX_METRIC_BYTES = 1 << 30
-"""Most bytes of scores that are kept for the metric beside a prediction. A rule of thumb."""
+"""Most bytes of scores that are kept for the metric beside a prediction."""
 SPLITS = ("train", "valid", "test")
 """Values of nodes= that name a split."""
 

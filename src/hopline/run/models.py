@@ -50,7 +50,7 @@ MakeConv = Callable[[ModelSpec, Dataset, int, int, bool], nn.Module]
 is_output: whether the conv's output is the scores.
 """
 HEADS = 4
-"""Attention heads of a hidden layer, unless model.conv.heads= is set. A rule of thumb."""
+"""Attention heads of a hidden layer, unless model.conv.heads= is set."""
 ALPHA = 0.1
 """Share of the initial residual in gcnii and appnp, unless model.conv.alpha= is set."""
 

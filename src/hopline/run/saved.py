@@ -40,7 +40,7 @@ from hopline.training.evaluation import hops_by_fanouts
 from hopline.util.log import logger
 
 CHUNK_NODES = 1 << 18
-"""Nodes whose rows are computed into columns at a time. A rule of thumb."""
+"""Nodes whose rows are computed into columns at a time."""
 Write = Literal["classes", "probabilities", "scores", "embeddings"]
 
 

@@ -24,7 +24,7 @@ from hopline.tables import SparseTable, Table
 from hopline.tables.shareable import Shareable
 
 CHUNK = 1 << 22
-"""Edges that are copied at a time, which limits the memory of temporary arrays. A rule of thumb."""
+"""Edges that are copied at a time, which limits the memory of temporary arrays."""
 
 
 class RowsOfShards(Shareable, Table):

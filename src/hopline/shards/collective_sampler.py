@@ -34,7 +34,7 @@ from hopline.tables import SparseTable, Table
 from hopline.util.config import check_fanouts
 
 CHUNK = 1 << 22
-"""Edges whose weights are summed at a time, to limit the memory of temporary arrays. A rule of thumb."""
+"""Edges whose weights are summed at a time, to limit the memory of temporary arrays."""
 
 
 class _Hop(NamedTuple):

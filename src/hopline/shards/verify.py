@@ -25,7 +25,7 @@ from hopline.shards.shard import ADVICE, Shard, node_ranges, open_shard, read_sh
 from hopline.util.progress import progress
 
 CHUNK = 1 << 22
-"""Nodes or edges that are checked at a time, to limit the memory of temporary arrays. A rule of thumb."""
+"""Nodes or edges that are checked at a time, to limit the memory of temporary arrays."""
 
 
 def open_shards(folder: str | os.PathLike[str]) -> list[Shard]:

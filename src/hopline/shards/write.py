@@ -40,7 +40,7 @@ from hopline.tables import SparseTable, Table
 from hopline.util.progress import Progress, progress
 
 CHUNK = 1 << 22
-"""Nodes or edges handled at a time. A node with more in-edges makes a chunk larger. A rule of thumb."""
+"""Nodes or edges handled at a time. A node with more in-edges makes a chunk larger."""
 
 
 def cut_into(

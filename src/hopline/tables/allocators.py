@@ -33,9 +33,9 @@ CPU = torch.device("cpu")
 Where = Literal["device", "pinned", "host"]
 """A place for the tables of a GPU: its own memory, pinned host memory, or other host memory and files."""
 DEVICE_SHARE = 0.5
-"""Share of the free device memory that tables may take. A rule of thumb."""
+"""Share of the free device memory that tables may take."""
 HOST_SHARE = 0.7
-"""Share of the free host memory that pinned tables may take. A rule of thumb."""
+"""Share of the free host memory that pinned tables may take."""
 
 
 class Allocator(ABC):

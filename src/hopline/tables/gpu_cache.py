@@ -35,9 +35,9 @@ from hopline.tables.shareable import Shareable
 from hopline.util import trace
 
 BYTES_AT_ONCE = 1 << 26
-"""Bytes of rows that are read from below at once while the hot rows are filled. A rule of thumb."""
+"""Bytes of rows that are read from below at once while the hot rows are filled."""
 SORTED_FROM = 1 << 14
-"""Least number of ids for which a read is sorted by id. Fewer ids are not worth the sort. A rule of thumb."""
+"""Least number of ids for which a read is sorted by id. Fewer ids are not worth the sort."""
 
 
 class Counts(TypedDict):

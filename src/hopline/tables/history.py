@@ -36,7 +36,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float3
 None: the type of the rows that are written.
 """
 AGES = (1, 2, 4, 8, 16, 32, 64)
-"""Upper ends of the bins of the staleness histogram, in steps. Older rows have one more bin. A rule of thumb.
+"""Upper ends of the bins of the staleness histogram, in steps. Older rows have one more bin.
 
 Rows that were never written are counted apart.
 """

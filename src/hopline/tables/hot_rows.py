@@ -25,7 +25,7 @@ LARGEST_TERM = 16.0
 It keeps the logarithm finite, and bounds the sums of `access_probability`. A rule of thumb.
 """
 CHUNK_EDGES = 1 << 26
-"""Edges handled at once on a GPU, which limits the temporary memory. A rule of thumb."""
+"""Edges handled at once on a GPU, which limits the temporary memory."""
 
 
 def out_degrees(graph: Graph) -> Tensor:

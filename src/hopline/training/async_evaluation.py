@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 BACKLOG = 8
 """Most epochs that may wait for their results. With that many, training waits for the oldest before it adds
-another. A rule of thumb."""
+another."""
 
 
 class _Cancelled(Exception):

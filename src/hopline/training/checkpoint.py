@@ -56,7 +56,7 @@ FILE = "checkpoint.pt"
 FORMAT = 2
 """Version of the format. A checkpoint with another one is refused."""
 MAX_TIME_SHARE = 0.02
-"""Largest share of the time of a run that writing checkpoints may take. A rule of thumb."""
+"""Largest share of the time of a run that writing checkpoints may take."""
 _MAGIC = b"hopline-checkpoint"
 """First word of the file."""
 

@@ -27,10 +27,9 @@ from hopline.util import trace
 WARM_UP_STEPS = 2
 """Steps of a run before any is captured: in these the optimizer creates its state."""
 MAX_CAPTURES = 3
-"""Most graphs of one optimizer. If gradients keep changing their addresses, another graph gains nothing. A
-rule of thumb."""
+"""Most graphs of one optimizer. If gradients keep changing their addresses, another graph gains nothing."""
 MAX_SEEN_KEYS = 64
-"""Most keys that are remembered. Beyond that, keys without a graph are forgotten. A rule of thumb."""
+"""Most keys that are remembered. Beyond that, keys without a graph are forgotten."""
 
 
 Decays = Sequence[tuple[Sequence[nn.Parameter], float]]

@@ -118,7 +118,7 @@ HANDOVER_S = 5.0
 """Seconds that a resumed run waits for the earlier run to end and release the folder. Ranks may need seconds to
 end after their launcher was stopped."""
 NUM_TRIED_NODES = 64
-"""Validation nodes at which a `test_step` is tried before training. A rule of thumb."""
+"""Validation nodes at which a `test_step` is tried before training."""
 BudgetLike = Budget | str | Mapping[str, str] | None
 """What `Trainer(budget=)` accepts: a budget, a limit of the device such as "8GiB", or a budget's fields."""
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 LOSS_COPIES = 8
-"""Memory assumed for a loss over all seeds at once, in copies of the outputs. A rule of thumb.
+"""Memory assumed for a loss over all seeds at once, in copies of the outputs.
 
 It covers up to three copies of the outputs (by part, joined, and in the order of the batch's seeds), their
 gradient, and tensors that a loss keeps for its backward pass. Cross entropy with label smoothing takes

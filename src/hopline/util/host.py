@@ -216,7 +216,7 @@ def _cgroup_cores(cgroup: Path) -> int | None:
 
 
 MAX_KEPT_BLOCK_BYTES = 1 << 30
-"""Size of the largest block, in bytes, that stays in the process when it is freed. A rule of thumb."""
+"""Size of the largest block, in bytes, that stays in the process when it is freed."""
 KEPT_BYTES = (1 << 31) - 1
 """Free memory at the top of the heap that is kept, in bytes. It is the largest int, the most that glibc
 accepts."""

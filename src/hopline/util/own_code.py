@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 MAX_REASON_CHARACTERS = 300
-"""Characters of another library's error message that a message of ours quotes. A rule of thumb."""
+"""Characters of another library's error message that a message of ours quotes."""
 
 
 def import_own(key: str, name: str) -> Any:

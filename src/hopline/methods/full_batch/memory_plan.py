@@ -46,7 +46,7 @@ MAX_PARTS = 1 << 8
 """Most parts that a plan makes of a graph, or as many as the settings ask for. A rule of thumb: a step goes over all
 of them for every layer."""
 FIRST_NODES = 16
-"""Nodes of the first small graph on which a step is measured. A rule of thumb."""
+"""Nodes of the first small graph on which a step is measured."""
 
 
 def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:

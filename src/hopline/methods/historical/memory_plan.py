@@ -33,9 +33,9 @@ from hopline.units.loss_at_outputs import LOSS_COPIES
 from hopline.util.config import plural
 
 MARGIN = 2.0
-"""Margin of the smallest micro-batch, since a run measures and predicts it anew. A rule of thumb."""
+"""Margin of the smallest micro-batch, since a run measures and predicts it anew."""
 EDGES_BYTES = 64
-"""Bytes per source that building the edges of a micro-batch takes. A rule of thumb."""
+"""Bytes per source that building the edges of a micro-batch takes."""
 
 
 def plan(method: Historical, outline: Outline, budget: Budget) -> Plan:

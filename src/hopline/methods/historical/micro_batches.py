@@ -57,9 +57,9 @@ if TYPE_CHECKING:
 
 
 MAX_GROWTH = 1.4
-"""Most by which the number of micro-batches is multiplied from one try to the next. A rule of thumb."""
+"""Most by which the number of micro-batches is multiplied from one try to the next."""
 UNEVEN = 1.1
-"""Largest weight of a run that ends with a part, as a multiple of its equal share. A rule of thumb."""
+"""Largest weight of a run that ends with a part, as a multiple of its equal share."""
 
 
 # ---- where a batch is split, and the bytes of its layers

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from hopline.methods.historical.work import HistoricalWork
 
 MAX_NODES = 256
-"""Most nodes whose rows are compared. A rule of thumb."""
+"""Most nodes whose rows are compared."""
 MAX_INPUTS = 1 << 20
-"""Most input features that the compared rows are computed from: 4 MiB of float32. A rule of thumb."""
+"""Most input features that the compared rows are computed from: 4 MiB of float32."""
 
 
 class RowDrift:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hopline.methods.partitioned.work import PartsWork
 
 LOOK_AHEAD = 2
-"""Most batches whose tensors are in transfer to a GPU at once. A rule of thumb."""
+"""Most batches whose tensors are in transfer to a GPU at once."""
 
 
 class PartBatches:

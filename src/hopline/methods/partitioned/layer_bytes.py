@@ -37,7 +37,7 @@ from hopline.units.batch_unit import autocast
 from hopline.units.own_threads import own_threads
 
 FORWARD_SHARE = 1 / 3
-"""Time of a layer's forward pass as a share of forward and backward. A rule of thumb."""
+"""Time of a layer's forward pass as a share of forward and backward."""
 
 
 def at_layer(model: GNN, sizes: Sizes, l: int) -> Sizes:

@@ -27,9 +27,9 @@ reads and the last write to the tables of both kinds (int64), and whether a node
 
 
 ENOUGH_NODES = 64
-"""Nodes at which the layers are measured in any case, before a historical batch is split. A rule of thumb."""
+"""Nodes at which the layers are measured in any case, before a historical batch is split."""
 MAP_BYTES_PER_NODE = 16
-"""Bytes that building a micro-batch takes per source of the batch's block, for maps to local ids. A rule of thumb."""
+"""Bytes that building a micro-batch takes per source of the batch's block, for maps to local ids."""
 
 
 def layers_of(outline: Outline, method: Method) -> GNN:

@@ -14,7 +14,7 @@ from hopline.core.sampler import NeighborSampler, full_block
 from hopline.methods.partitioned.rank_histories import PartAssignment
 
 MAX_CACHED_EDGES = 1 << 25
-"""Blocks of a graph with at most this many edges are cached from one sweep to the next. A rule of thumb."""
+"""Blocks of a graph with at most this many edges are cached from one sweep to the next."""
 
 Group = tuple[int, ...]
 """Numbers of the parts that are computed together, ascending. () if a rank has none."""

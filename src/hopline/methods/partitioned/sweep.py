@@ -26,7 +26,7 @@ from hopline.methods.partitioned.sweep_loss import make_sweep_loss
 from hopline.methods.partitioned.work import PartsWork
 
 MAX_HELD_EDGES = 1 << 20
-"""Most edges of a graph whose pieces stay on the device from one layer of a sweep to the next. A rule of thumb."""
+"""Most edges of a graph whose pieces stay on the device from one layer of a sweep to the next."""
 
 
 class AllParts(LayerPlan[Group]):

@@ -37,7 +37,7 @@ from hopline.tables.history import DTYPES, Histories
 from hopline.util.config import format_size
 
 MAX_PROBED_NODES = 8
-"""Most nodes on which the model is run to find the widths of its rows. A rule of thumb."""
+"""Most nodes on which the model is run to find the widths of its rows."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ from hopline.units.measured_unit import MeasuredUnit
 from hopline.util import trace
 
 WARM_UP_STEPS = 3
-"""Steps before the capture, which compile kernels and initialise libraries. A rule of thumb."""
+"""Steps before the capture, which compile kernels and initialise libraries."""
 
 
 class DeviceBatches:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 LOOK_AHEAD = 2
-"""Batches prepared before they are needed, if the setting is "auto". A rule of thumb."""
+"""Batches prepared before they are needed, if the setting is "auto"."""
 
 
 @dataclass(frozen=True)

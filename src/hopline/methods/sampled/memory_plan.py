@@ -43,15 +43,15 @@ from hopline.util.config import plural
 from hopline.util.host import num_cores
 
 NUM_DRAWN_BATCHES = 3
-"""Batches that are sampled to see how large they are. A rule of thumb."""
+"""Batches that are sampled to see how large they are."""
 SIZE_MARGIN = 1.1
-"""Assumed size of the largest batch, as a multiple of the sampled sizes. A rule of thumb."""
+"""Assumed size of the largest batch, as a multiple of the sampled sizes."""
 CAPTURE_WORKSPACE = "workspace of the recorded step"
 """Name of the plan's item for memory that CUDA's libraries allocate on the stream of a captured step."""
 MAX_SEARCHED_NODES = 1 << 24
-"""Most nodes of a graph for which `largest_seed_sizes` visits every node. A rule of thumb."""
+"""Most nodes of a graph for which `largest_seed_sizes` visits every node."""
 MAX_FREE_BYTES = 1 << 50
-"""Bytes that stand for a device without a limit, since infinity is not an integer. A rule of thumb."""
+"""Bytes that stand for a device without a limit, since infinity is not an integer."""
 
 
 def plan(method: Sampled, outline: Outline, budget: Budget) -> Plan:

@@ -37,7 +37,7 @@ STEPS = 16
 Enough that pages of host memory are read whole, in a table as large as papers100M's.
 """
 MAX_STAGED_BYTES = 5 << 29
-"""Most bytes of one region: 2.5 GiB. A table has two regions. A rule of thumb."""
+"""Most bytes of one region: 2.5 GiB. A table has two regions."""
 
 
 class Staging:

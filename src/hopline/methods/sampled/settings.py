@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
     from hopline.shards.shard import Shard
 
 FIRST_FANOUTS = (15, 10, 5)
-"""Default fan-outs, the seeds' layer first. Layers further out have the last one. A rule of thumb."""
+"""Default fan-outs, the seeds' layer first. Layers further out have the last one."""
 
 
 def usual_fanouts(num_layers: int) -> tuple[int, ...]:

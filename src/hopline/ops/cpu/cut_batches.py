@@ -37,7 +37,7 @@ from hopline.ops.cpu.runtime import GOLDEN, kernel, mix, prefetch
 MAX_COUNTED_AT_ONCE = 64
 """Groups of seeds that one pass counts: as many as a uint64 has bits."""
 EDGES_AHEAD = 16
-"""Edges between the prefetch of a cache line and its use. A rule of thumb."""
+"""Edges between the prefetch of a cache line and its use."""
 Edges = tuple[np.ndarray, np.ndarray]
 """(indptr, src_idx) of a block: [num_dst + 1] int64 and [num_edges] int32."""
 
@@ -178,7 +178,7 @@ _POSITIVE = np.uint64(NEVER)
 """A mask that clears the sign bit of a draw."""
 _SAMPLE = 101
 """Least number of values whose median is the pivot of `last_that_fits`. If there are fewer, it is the median
-of all. A rule of thumb."""
+of all."""
 
 
 @kernel

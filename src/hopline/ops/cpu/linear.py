@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from hopline.ops.cpu.runtime import in_threads
 
 ROWS = 2048
-"""Rows of a range. More would leave threads idle, fewer would cost more calls of torch. A rule of thumb."""
+"""Rows of a range. More would leave threads idle, fewer would cost more calls of torch."""
 
 
 class _Linear(torch.autograd.Function):

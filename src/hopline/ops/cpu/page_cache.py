@@ -32,17 +32,15 @@ from torch import Tensor
 from hopline.ops.cpu.runtime import kernel
 
 SMALLEST_BYTES = 1 << 26
-"""Bytes. Smaller arrays are never cold: they are soon in memory as a whole. A rule of thumb."""
+"""Bytes. Smaller arrays are never cold: they are soon in memory as a whole."""
 LOOKED_AT = 32
 """Rows whose first pages `is_cold` looks up, evenly spread: at least this many, and fewer than twice as many.
-All rows, if there are fewer. A rule of thumb."""
+All rows, if there are fewer."""
 LARGEST_GAP = 4
-"""Pages. Two needed pages with a gap up to this are requested together, and the gap is read too.
-A rule of thumb."""
+"""Pages. Two needed pages with a gap up to this are requested together, and the gap is read too."""
 
 BYTES_AT_ONCE = 1 << 26
-"""Bytes of one piece: enough to keep the disk busy, and few enough to stay in memory until they are read.
-A rule of thumb."""
+"""Bytes of one piece: enough to keep the disk busy, and few enough to stay in memory until they are read."""
 
 _PAGE = mmap.PAGESIZE
 """Bytes of a page."""

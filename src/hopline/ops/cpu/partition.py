@@ -48,13 +48,13 @@ from hopline.ops.cpu.runtime import GOLDEN, kernel, mix, over_ranges, prefetch
 from hopline.ops.random import derive_key
 
 AHEAD = 24
-"""Edges between the prefetch of a cache line and its use. A rule of thumb."""
+"""Edges between the prefetch of a cache line and its use."""
 SETTLED = 0.01
-"""A fraction of the nodes. Passes end after one in which at most this fraction has moved. A rule of thumb."""
+"""A fraction of the nodes. Passes end after one in which at most this fraction has moved."""
 CHUNK_NODES = 1 << 18
-"""Nodes between two calls of `advance`, which reports progress. No effect on the result. A rule of thumb."""
+"""Nodes between two calls of `advance`, which reports progress. No effect on the result."""
 TRIES = 32
-"""Parts that `_pack` tries to fit a whole cluster into before it divides the cluster. A rule of thumb."""
+"""Parts that `_pack` tries to fit a whole cluster into before it divides the cluster."""
 
 _U32 = np.uint64(32)
 """A shift by 32 bits. A uint64, as all numbers that are mixed with draws."""

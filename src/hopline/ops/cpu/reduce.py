@@ -53,9 +53,9 @@ from hopline.ops import reference
 from hopline.ops.cpu.runtime import GOLDEN, kernel, mix, over_ranges, prefetch
 
 EDGES_AHEAD = 16
-"""Edges between the prefetch of a source row and its use. A rule of thumb."""
+"""Edges between the prefetch of a source row and its use."""
 NODES_AHEAD = 4
-"""Destinations between the prefetch of an own row and its use. A rule of thumb."""
+"""Destinations between the prefetch of an own row and its use."""
 
 _NO_WEIGHT = np.empty(0, dtype=np.float32)
 """An empty array, which stands for None as the weight of a kernel."""

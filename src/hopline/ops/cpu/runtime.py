@@ -115,8 +115,7 @@ _local = threading.local()
 It is set by `serial_here`, and inside `own_threads`. If it is missing or None, torch's number counts.
 """
 _WORK_PER_THREAD = 1 << 18
-"""Numbers to add up (edges times columns, for example) for which waking another thread pays.
-A rule of thumb."""
+"""Numbers to add up (edges times columns, for example) for which waking another thread pays."""
 _RANGES_PER_THREAD = 4
 """Ranges for each thread. Threads take them one by one, so a thread that lost its core for a while does not
 hold up the others. The number is a rule of thumb.

@@ -49,8 +49,7 @@ ROWS_AHEAD = 8
 """Rows between a prefetch and its use."""
 
 DENSE_MAP_BYTES = 1 << 29
-"""Bytes up to which an `IdMap` is an array over all nodes of the graph; beyond, it is a hash map.
-A rule of thumb."""
+"""Bytes up to which an `IdMap` is an array over all nodes of the graph; beyond, it is a hash map."""
 
 
 @kernel

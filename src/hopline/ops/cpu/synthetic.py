@@ -38,7 +38,7 @@ _LOW_16 = np.uint64(0xFFFF)
 _UNIT = 2.0**-53
 """The factor that turns the upper 53 bits of a draw into a float64 of 0 <= u < 1."""
 _ROUNDS = 4
-"""Rounds of the Feistel network. A rule of thumb."""
+"""Rounds of the Feistel network."""
 _SUM_MEAN = 131070.0
 """The mean of a sum of four uniform 16-bit numbers: 2 * 65535."""
 _SUM_DEVIATION = 37837.2272

@@ -436,11 +436,11 @@ def gather_kernel(
 
 
 TILE = 2048
-"""Numbers per step of a program: destinations x edges x columns of one head. A rule of thumb."""
+"""Numbers per step of a program: destinations x edges x columns of one head."""
 EDGES_AT_ONCE = 8
-"""Edges per destination and step in a tree, and the least in a block. A rule of thumb."""
+"""Edges per destination and step in a tree, and the least in a block."""
 MAX_EDGES_AT_ONCE = 32
-"""Most edges per destination and step, for blocks with a large mean degree. A rule of thumb."""
+"""Most edges per destination and step, for blocks with a large mean degree."""
 # The next two numbers are chosen so that no thread holds two rows of a tile. With 1 column and 256 rows,
 # four warps of an H200 summed some rows wrongly under Triton 3.6. With 128 rows, or with eight warps, they
 # did not.

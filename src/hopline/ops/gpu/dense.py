@@ -53,23 +53,22 @@ from hopline.ops.gpu.tree import RowMap, reduce_rows
 from hopline.ops.tree_slots import Slots
 
 BLOCK_ROWS = 128
-"""Rows of h per program of `_hidden_kernel`. A rule of thumb."""
+"""Rows of h per program of `_hidden_kernel`."""
 BLOCK_COLUMNS = 128
-"""Columns of h per program of `_hidden_kernel`. A rule of thumb."""
+"""Columns of h per program of `_hidden_kernel`."""
 BLOCK_DEPTH = 64
-"""Terms of the product that a program of `_hidden_kernel` adds up per step. A rule of thumb."""
+"""Terms of the product that a program of `_hidden_kernel` adds up per step."""
 SPLITS = 66
 """Row ranges whose weight gradients are summed separately by `_weight_kernel`, and then added up.
 
 The number is fixed, so that the order of summation is the same every time. Its value is a rule of thumb.
 """
 FEW_ROWS = 1024
-"""Most rows that `_column_sums` sums by one kernel. More rows take two kernels. A rule of thumb."""
+"""Most rows that `_column_sums` sums by one kernel. More rows take two kernels."""
 ROWS_SUMMED = 256
-"""Rows per program of `_partial_sums_kernel`, which runs first if there are more than FEW_ROWS.
-A rule of thumb."""
+"""Rows per program of `_partial_sums_kernel`, which runs first if there are more than FEW_ROWS."""
 GRADIENT_ROWS = 32
-"""Rows per program of `_gradient_kernel`. A rule of thumb."""
+"""Rows per program of `_gradient_kernel`."""
 
 
 @triton.jit

@@ -112,7 +112,7 @@ def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 CHUNK = 1024
-"""Elements of a parameter that one program of Adam updates. A rule of thumb."""
+"""Elements of a parameter that one program of Adam updates."""
 MAX_TABLES = 8
 """Most tables that an optimizer caches. A rule of thumb: either gradients alternate between a few
 addresses, or they have new ones in every step, and then no cache helps.

@@ -65,11 +65,11 @@ from hopline.ops.gpu.runtime import (
 from hopline.ops.gpu.sampling import gather_rows, group_by_key
 
 COLUMNS_AT_ONCE = 256
-"""Most columns per program; wider rows are divided among programs. A rule of thumb."""
+"""Most columns per program; wider rows are divided among programs."""
 TILE = 4096
-"""Numbers per step of a program: destinations x edges x columns. A rule of thumb."""
+"""Numbers per step of a program: destinations x edges x columns."""
 WARP_COLUMNS = 128
-"""Numbers of `out` that a program of a single warp owns: destinations x columns. A rule of thumb."""
+"""Numbers of `out` that a program of a single warp owns: destinations x columns."""
 
 
 @triton.jit
@@ -568,7 +568,7 @@ def _weighted_max(rows: Tensor, indptr: Tensor, src_idx: Tensor, weight: Tensor,
 
 
 DROPOUT_TILE = 2048
-"""Numbers per program of the dropout kernels. A rule of thumb."""
+"""Numbers per program of the dropout kernels."""
 
 
 @triton.jit(do_not_specialize=["num"])

@@ -68,19 +68,19 @@ NODES_AT_ONCE = 128
 """Nodes per program of the sampling kernels: one per thread, with Triton's default of four warps."""
 
 UNROLLED_FANOUT = 25
-"""Largest fan-out whose shuffle is unrolled, with one register per swap. A rule of thumb.
+"""Largest fan-out whose shuffle is unrolled, with one register per swap.
 
 Larger fan-outs use `_distinct_many_kernel`, which has a loop and keeps the swaps of a node in a row of a
 2-D block.
 """
 
 GATHER_WORDS = 2048
-"""Machine words that a program of `gather_rows` loads at once. A rule of thumb."""
+"""Machine words that a program of `gather_rows` loads at once."""
 GATHER_COLUMNS = 512
-"""Most machine words of one row that a program of `gather_rows` loads at once. A rule of thumb."""
+"""Most machine words of one row that a program of `gather_rows` loads at once."""
 
 SELF_LOOP_EDGES = 1 << 24
-"""Edges per round of `self_loops`, which needs an int64 destination for each of them. A rule of thumb."""
+"""Edges per round of `self_loops`, which needs an int64 destination for each of them."""
 
 
 @triton.jit(do_not_specialize=["num", "num_nodes", "num_edges", "fanout"])
@@ -421,8 +421,7 @@ def self_loops(indptr: Tensor, indices: Tensor) -> Tensor:
 
 
 DENSE_MAP_BYTES = 1 << 31
-"""Bytes that the stamps of a map may take (2 GiB). A map of a larger graph sorts ids instead.
-A rule of thumb."""
+"""Bytes that the stamps of a map may take (2 GiB). A map of a larger graph sorts ids instead."""
 
 LAST_STEP = (1 << 31) - 1
 """The largest step that fits into a stamp without touching its sign. Also the limit of a batch's nodes."""
@@ -430,7 +429,7 @@ LATEST = tl.constexpr((1 << 31) - 1)
 """The largest arrival. A stamp holds LATEST - arrival, so that `atomic_max` keeps the earliest one."""
 
 BLOCK = 1024
-"""Ids per program of the three kernels below. A rule of thumb."""
+"""Ids per program of the three kernels below."""
 
 
 @triton.jit(do_not_specialize=["num", "num_nodes", "size", "step"])

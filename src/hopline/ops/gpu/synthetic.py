@@ -176,11 +176,11 @@ def _features_kernel(
 
 
 _WALKS = 128
-"""Nodes or edges per program. Few, since a walk lasts until the slowest lane has ended. A rule of thumb."""
+"""Nodes or edges per program. Few, since a walk lasts until the slowest lane has ended."""
 _WARPS = 1
 """Warps of a program that walks. One, since a walk lasts until the slowest lane has ended."""
 _CELLS = 1024
-"""Features (rows x columns) per program. A rule of thumb."""
+"""Features (rows x columns) per program."""
 
 
 def _block_size(size: int, block: int) -> int:

@@ -46,13 +46,13 @@ from hopline.ops.gpu.runtime import is_interpreted, launch_on
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 """Types that rows are copied as, widest first. `row_words` chooses the widest that fits."""
 MAX_COLUMNS = 256
-"""The most words of a row that a program of `_gather_tiers` copies at a time. A rule of thumb."""
+"""The most words of a row that a program of `_gather_tiers` copies at a time."""
 GATHER_WORDS = 1024
 """Words that a program of `_gather_tiers` loads at once. As good as any other choice on an H200."""
 GATHER_WARPS = 2
 """Warps of a program of `_gather_tiers`. As good as any other choice on an H200."""
 COUNT_BLOCK = 1024
-"""Ids per program of `_count_ids`. A rule of thumb."""
+"""Ids per program of `_count_ids`."""
 
 
 @triton.jit
@@ -218,17 +218,16 @@ def words_of(rows: Tensor, word: torch.dtype) -> Tensor:
 # ---- staging, and other access to host memory while training runs
 
 CLAIM_BLOCK = 1024
-"""Ids per program of `claim` and `point`. A rule of thumb."""
+"""Ids per program of `claim` and `point`."""
 HOST_PROGRAMS = 64
 """Programs of a kernel that accesses host memory: enough to keep the bus busy, few because
 training runs meanwhile."""
 HOST_ROWS = 32
-"""Rows that a program of a kernel that accesses host memory copies at a time. A rule of thumb."""
+"""Rows that a program of a kernel that accesses host memory copies at a time."""
 HOST_WARPS = 4
-"""Warps of a program of a kernel that accesses host memory. A rule of thumb."""
+"""Warps of a program of a kernel that accesses host memory."""
 STAGED_COLUMNS = 64
-"""The most words of a row that a program of a kernel that accesses host memory copies at a time.
-A rule of thumb."""
+"""The most words of a row that a program of a kernel that accesses host memory copies at a time."""
 
 
 @triton.jit(do_not_specialize=["num", "window", "capacity"])

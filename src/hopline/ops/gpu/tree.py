@@ -331,7 +331,7 @@ def _identity_map(num: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 TILE = 1024
-"""Numbers in a tile of slots x columns, for rows of up to 256 columns. A rule of thumb."""
+"""Numbers in a tile of slots x columns, for rows of up to 256 columns."""
 
 
 @triton.jit
