@@ -341,6 +341,7 @@ def test_settings_with_values_of_two_kinds_are_read_and_stored(graph: Path, tmp_
         (("train", "cora", "data=prodcts"), ["no dataset 'prodcts'", "Did you mean 'products'?"]),
         (("train", "no/such/folder"), ["no dataset folder no/such/folder"]),
         (("train", "missing.npz"), ["no file missing.npz"]),
+        (("train", "demo", "weights=none.pt"), ["there are no weights at none.pt: check the path"]),
         (("infer",), ["Missing argument 'RUN'"]),
         (("infer", "no/run"), ["no/run is not a run folder"]),
         (("infer", "no/run", "write=some"), ["write=some is not valid: expected 'classes' or 'probabilities'"]),
@@ -570,3 +571,10 @@ def test_as_a_process_it_fails_in_words_shows_tracebacks_and_can_be_interrupted(
     assert not any(child.is_running() for child in children)
     assert records(tmp_path / "run", "end")[0]["reason"].startswith("Interrupted: SIGINT")
     assert records(tmp_path / "run", "close")[0]["status"].startswith("interrupted: SIGINT")
+
+
+@pytest.mark.parametrize("path", ["edges.csv", "./edges.csv"])
+def test_a_list_of_edges_leads_to_convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str):
+    monkeypatch.chdir(tmp_path)
+    Path("edges.csv").write_text("src,dst\n0,1\n")
+    assert_refused(command("train", path), "hopline convert edges.csv FOLDER")

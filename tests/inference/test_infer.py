@@ -195,3 +195,16 @@ def test_keep_is_called_with_the_hidden_rows_of_all_nodes():
     with infer.evaluating(model):
         expected = torch.relu(model.convs[0](data.x[torch.arange(data.num_nodes)], torch.stack([src, dst])))
     torch.testing.assert_close(rows_by_layer[0], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
+def test_zeros_and_ones_are_no_node_ids(dtype: torch.dtype):
+    data = small()
+    mask = torch.arange(data.num_nodes) % 3 == 0
+    for give in (
+        lambda: hl.infer.exact(sage(data), data, mask.to(dtype)),
+        lambda: hl.NeighborLoader(data, [2], input_nodes=mask.to(dtype)),
+        lambda: hl.Sampled(fanouts=(2, 2)).loader(data, mask.to(dtype)),
+    ):
+        with pytest.raises(ValueError, match=r"mask\.bool"):
+            give()

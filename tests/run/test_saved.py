@@ -478,6 +478,23 @@ def test_a_drawn_split_is_the_same_for_every_way_to_ask(tmp_path: Path):
     assert written.metrics == {"accuracy": pytest.approx(finished.test)}
     assert evaluate(tmp_path / "run", EvaluateConfig(data=moved)) == {"accuracy": pytest.approx(finished.test)}
     assert len(hl.load(tmp_path / "run").predict(moved, "test")["id"]) == written.num_rows
+    # The dataset itself, whose own split has other nodes than those that the run was not trained on.
+    assert hl.load(tmp_path / "run").evaluate(hl.open(moved)) == {"accuracy": pytest.approx(finished.test)}
+
+
+def test_nodes_without_any_edge_need_no_edge_arrays(trained: Path, tmp_path: Path):
+    saved = hl.load(trained)
+    (tmp_path / "edges.csv").write_text("src,dst,weight\n")
+    nodes = write(tmp_path / "nodes.csv", node_rows()[:1])
+    alone = hl.from_csv(tmp_path / "edges.csv", nodes, ids="map", symmetrize=True, columns={"edge": "weight"})
+    loop = [{"src": "n0", "dst": "n0", "weight": 1.0}]
+    with_loop = dataset(tmp_path / "loop", node_rows()[:1], loop)
+    # GCN adds a loop of weight 1 where there is none.
+    ours = saved.predict(alone, write="scores")
+    expected = saved.predict(with_loop, write="scores")
+    assert list(ours["id"]) == ["n0"]
+    for name in list(expected)[1:]:
+        np.testing.assert_allclose(ours[name], expected[name], rtol=1e-5)
 
 
 def test_nodes_are_given_as_lists_arrays_and_masks(trained: Path):

@@ -327,6 +327,10 @@ def as_node_ids(nodes: NodeIds, num_nodes: int) -> Tensor:
         if ids.shape != (num_nodes,):
             raise ValueError(f"a mask must be [{num_nodes}], one entry per node, not {list(ids.shape)}")
         return ids.nonzero().view(-1)
+    # A mask of another library, such as one of zeros and ones from NumPy: as ids it would be nodes 0 and 1.
+    has_length_of_mask = ids.shape == (num_nodes,) or ids.dtype == torch.uint8
+    if has_length_of_mask and ids.numel() > 2 and bool(ids.max() <= 1):
+        raise ValueError("these zeros and ones look like a mask, and would be read as nodes 0 and 1: give mask.bool()")
     is_whole = not (ids.dtype.is_floating_point or ids.dtype.is_complex)
     if is_whole or ids.numel() == 0:  # an empty list has become floats
         ids = ids.long()

@@ -212,6 +212,8 @@ class Inputs:
             )
         edge = data.edge_arrays
         for name, shape in self.edge.items():
+            if name not in edge and data.num_edges == 0:
+                edge = {**edge, name: torch.zeros(0, *shape)}  # files without edges have no columns of edges either
             if name not in edge:
                 raise ValueError(
                     f"{data.name!r} has no edge array {name!r}, and the run was trained with it: convert it with "
@@ -228,7 +230,8 @@ class Inputs:
                 f"{data.name!r} has edge arrays that the run does not use, and they are left out: {_listed(extra)}"
             )
         # The edges of a dataset in shards cannot be changed, and need not be for arrays that nothing reads.
-        return {name: edge[name] for name in self.edge} if set(read) - set(self.edge) else None
+        is_new = set(read) != set(self.edge)
+        return {name: edge[name] for name in self.edge} if is_new else None
 
     # ---- classes
 

@@ -93,6 +93,8 @@ def locate(
         _check_exists(path)
         return Location(path=path)
 
+    if path.is_file():
+        _check_exists(path)  # says what the file may be
     source = download.find(name)
     candidates = (name, source.name) if source else (name,)
     with_options = _find_first(root, [_folder_name(candidate, options) for candidate in candidates])
@@ -181,6 +183,11 @@ def _check_exists(path: Path) -> None:
     """Refuse a path that is neither an .npz file nor a folder."""
     if path.suffix == ".npz" and not path.exists():
         raise ValueError(f"There is no file {path}: check the path.")
+    if path.suffix != ".npz" and path.is_file():
+        raise ValueError(
+            f"{path} is a file, and no dataset: a list of edges becomes one by hopline convert {path} FOLDER, or in "
+            "Python by hl.from_csv"
+        )
     if path.suffix != ".npz" and not existing(path).is_dir():
         raise ValueError(f"There is no dataset folder {path}: check the path, or make it with save().")
 

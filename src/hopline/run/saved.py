@@ -225,9 +225,13 @@ class SavedRun:
 
     def fit(self, data: Dataset | str | None = None, *, labels: bool = False) -> Dataset:
         """A dataset in the form of the training data. labels: whether its labels are needed."""
+        is_given = isinstance(data, Dataset)
         if data is None or isinstance(data, str):
             data = self._open(data)
         expect_dataset(data, "a run", "a hopline Dataset, or the name or folder of one")
+        shares = None if self.settings is None else self.settings.split
+        if is_given and isinstance(shares, tuple) and data.y is not None and not self._other_contents(data):
+            data = random_split(data, shares)  # the run's own data, with a split on which it was not trained
         read = edge_arrays_read(as_batch_model(self.model), data.edge_arrays)
         return self.inputs.fit(data, read, labels=labels)
 
@@ -267,13 +271,18 @@ class SavedRun:
         """Say if the run's own data, which were opened by their path, are not those that it was trained on."""
         now = data.contents()
         is_comparable = any(name in now for name in self.contents)  # shards are known by their cut
-        others = [name for name, text in self.contents.items() if now.get(name) != text]
+        others = self._other_contents(data)
         if is_comparable and others:
             assert self.settings is not None
             logger.warning(
                 f"the data at {self.settings.data} are not those that the run was trained on, which had other "
                 f"{', '.join(others)}: give data= if other data are meant"
             )
+
+    def _other_contents(self, data: Dataset) -> list[str]:
+        """Names of the arrays of the training data that a dataset has not, or with other values."""
+        now = data.contents()
+        return [name for name, text in self.contents.items() if now.get(name) != text] if self.contents else ["arrays"]
 
     def chunks(
         self,

@@ -339,7 +339,8 @@ def load_weights(model: nn.Module, path: Path, *, of_run: bool = False) -> None:
         ValueError: The file is missing or damaged, or holds weights of another model.
     """
     if not path.exists():
-        raise ValueError(f"there are no weights at {path}: the run has not finished an epoch, or they were removed")
+        reason = ": the run has not finished an epoch, or they were removed" if of_run else ": check the path"
+        raise ValueError(f"there are no weights at {path}{reason}")
     check_file(path)
     file = CheckedFile(path)
     if of_run and not file.has_checksum:

@@ -751,6 +751,8 @@ def _from_text(value: Any, cls: type, name: str) -> Any:
     hint = _hints(cls)[name]
     if not value or _fits(value, hint):
         return value
+    if any(typing.get_origin(member) is tuple and typing.get_args(member)[0] is str for member in _members(hint)):
+        return (value,)  # one name in place of several
     if _short_field(hint) is not None:
         return _field_value(hint, None, [_Assignment(key=name, path=(name,), text=value)], name, root=None)
     return Path(value) if _fits(Path(value), hint) else value

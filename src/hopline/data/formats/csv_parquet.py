@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -157,7 +157,7 @@ def from_csv(
     edges: str | os.PathLike[str],
     nodes: str | os.PathLike[str] | None = None,
     *,
-    columns: Columns | None = None,
+    columns: Columns | Mapping[str, Any] | None = None,
     ids: Ids = "number",
     **arguments: Any,
 ) -> Dataset:
@@ -195,7 +195,8 @@ def from_csv(
     is_npy = Path(edges).suffix.lower() == ".npy"
     if is_npy and ids == "map":
         raise ValueError(f"ids=map reads the ids of text and Parquet files: leave it out for {edges}.")
-    source = _EdgeFile(Path(edges).expanduser(), columns or Columns(), any_ids=ids == "map")
+    columns = Columns(**columns) if isinstance(columns, Mapping) else columns or Columns()
+    source = _EdgeFile(Path(edges).expanduser(), columns, any_ids=ids == "map")
     given: dict[str, Any] = {
         "name": default_name(arguments.get("folder"), source.path.name.split(".")[0]),
         "meta": {"origin": source.path.name},

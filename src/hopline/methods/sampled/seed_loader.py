@@ -99,6 +99,8 @@ class SeedLoader(DataLoader):
                 "a sampler and world= both divide the seeds: leave out world= under Lightning, Fabric and Accelerate, "
                 "and sampler= in a loop of your own"
             )
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63):
+            raise ValueError(f"seed must be a whole number from 0 to 2**63 - 1, or None, not {seed!r}")
         self.seed = seed
         self.world = world
         ranks = World.alone() if world is None else world
