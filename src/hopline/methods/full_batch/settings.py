@@ -115,7 +115,7 @@ class FullBatch(Method):
 
         data: a dataset, or one rank's shard of it. model: a `GNN` or a PyG model. num_layers: given in
         place of `model` for a module of your own, which calls `hl.nn.convolve`. world: the ranks that share
-        the graph (docs/own_loops.md).
+        the graph (docs/loops_over_parts.md).
         """
         from hopline.methods.full_batch.loader import make_loader
 

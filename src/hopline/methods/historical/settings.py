@@ -170,7 +170,7 @@ class Historical(Method):
 
         ids: the seeds, as node ids or as the name of a split. model: a `GNN` or a PyG model. With `warm_up`
         or a number for `refresh_every`, an exact forward pass of it fills the tables. world: the ranks that
-        train together. At each step every rank has a batch, which may be empty (docs/own_loops.md).
+        train together. At each step every rank has a batch, which may be empty (docs/loops_over_parts.md).
         """
         from hopline.methods.historical.loader import make_loader
 
