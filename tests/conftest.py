@@ -18,8 +18,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels then run here, on CPU tensors
 
 from hopline.util.host import num_cores
-from tests import warm
-from tests.fake_cuda import FakeCuda
+from tests.support import warm
+from tests.support.fake_cuda import FakeCuda
 
 # Workers that run side by side share the cores. Without a limit, 15 workers on 16 cores would start 240 threads, and
 # a suite on a GPU would mostly wait for them. At least two, so that code with threads is still tested as such.

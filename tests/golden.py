@@ -39,7 +39,7 @@ from llvmlite import binding
 
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
-from tests.golden_cases import (
+from tests.support.golden_cases import (
     CASES,
     DRAWN_BY_TORCH,
     DRAWS,

@@ -15,8 +15,8 @@ import psutil
 
 import hopline as hl
 from hopline.training.callbacks import Callback, EpochEnd
-from tests.killed import results, train_in_child
-from tests.runs import sage, small
+from tests.support.killed import results, train_in_child
+from tests.support.runs import sage, small
 
 EPOCHS = 300
 SETTLED = 50

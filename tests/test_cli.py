@@ -25,7 +25,7 @@ from hopline.recipes import RECIPES, find_recipe
 from hopline.run import train as run
 from hopline.run.settings import load_config
 from hopline.util.config import settings_of
-from tests.runs import assert_refused, command, labels, overrides, records, small, without
+from tests.support.runs import assert_refused, command, labels, overrides, records, small, without
 
 COMMANDS = (
     "train",

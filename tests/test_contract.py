@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hopline.contract import Unit
 from hopline.core.batch import Batch
 from hopline.units.losses import supervised_loss
-from tests.helpers import randint, randn
+from tests.support.helpers import randint, randn
 
 
 class Scores(nn.Module):

@@ -26,8 +26,8 @@ import torch
 import hopline as hl
 from hopline.recipes import find_recipe
 from hopline.util.config import override
-from tests.runs import command
-from tests.warm import run_python
+from tests.support.runs import command
+from tests.support.warm import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

@@ -21,8 +21,8 @@ import hopline as hl
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
-from tests import own_loops
-from tests.runs import losses, small
+from tests.support import own_loops
+from tests.support.runs import losses, small
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))

@@ -17,8 +17,8 @@ import torch
 import hopline as hl
 from hopline.run.settings import load_config
 from tests.data.test_store import assert_same
-from tests.runs import assert_refused, command
 from tests.shards.test_write import rich
+from tests.support.runs import assert_refused, command
 
 SETTINGS = ("model=gcn", "model.layers=2", "model.hidden=6", "method.fanouts=4,3", "method.workers=0", "show=false")
 

@@ -20,7 +20,7 @@ from tests.golden import (
     draw_names,
     update,
 )
-from tests.golden_cases import NEARLY_SAME_RUN, RANK_CASES, SAME_RUN, Result
+from tests.support.golden_cases import NEARLY_SAME_RUN, RANK_CASES, SAME_RUN, Result
 
 RECORD = Record.read("cpu")
 KEY = cpu_key()

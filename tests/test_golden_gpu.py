@@ -17,7 +17,7 @@ from tests.golden import (
     draw_names,
     gpu_key,
 )
-from tests.golden_cases import GPU_SAME_RUN, Result
+from tests.support.golden_cases import GPU_SAME_RUN, Result
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.grids import HAS_CUDA, pairwise, parametrize_kernel, parametrize_pairwise
+from tests.support.grids import HAS_CUDA, pairwise, parametrize_kernel, parametrize_pairwise
 
 AXES: dict[str, dict[str, Sequence[Any]]] = {
     "one axis": {"a": [1, 2, 3]},

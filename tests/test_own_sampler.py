@@ -16,9 +16,9 @@ from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
 from hopline.util.errors import RankError
-from tests.own_sampler_ranks import FOLDER, METHODS, example, train
-from tests.runs import command, records, small
-from tests.warm import run_python
+from tests.support.own_sampler_ranks import FOLDER, METHODS, example, train
+from tests.support.runs import command, records, small
+from tests.support.warm import run_python
 
 TWO = LaunchSettings(devices=2, timeout_s=30)
 EDGES = torch.tensor([[0, 1, 2, 3, 3, 3, 5, 0, 4, 4, 1], [1, 1, 1, 1, 1, 2, 2, 0, 5, 5, 5]])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process_state import NAMES, STEPS
+from tests.support.process_state import NAMES, STEPS
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def changes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     folder = tmp_path_factory.mktemp("state")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     environment |= {"FORCE_COLOR": "1"}  # progress as on a terminal, whose display is shared by the process
-    command = [sys.executable, "-m", "tests.process_state", str(folder)]
+    command = [sys.executable, "-m", "tests.support.process_state", str(folder)]
     root = Path(__file__).resolve().parents[1]
     process = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr

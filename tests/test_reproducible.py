@@ -22,8 +22,8 @@ from hopline.core.batch import Batch
 from hopline.nn import GNN
 from hopline.nn.conv_adapter import convolve
 from hopline.tables import SparseTable
-from tests.helpers import batch_of, dataset_of, generator, randn, random_graph
 from tests.shards.cases import SUITE
+from tests.support.helpers import batch_of, dataset_of, generator, randn, random_graph
 
 METHODS: dict[str, Method] = {
     "historical": hl.Historical(num_parts=2, parts_per_batch=1, partition="range"),

@@ -14,7 +14,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import SAGEConv
 
 import hopline as hl
-from tests.runs import assert_refused, command, fit, losses, small
+from tests.support.runs import assert_refused, command, fit, losses, small
 
 
 def tiny() -> hl.Dataset:

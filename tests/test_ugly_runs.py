@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import assert_refused
-from tests.ugly_runs import CASES, Case, outcome, prepare
+from tests.support.runs import assert_refused
+from tests.support.ugly_runs import CASES, Case, outcome, prepare
 
 
 @pytest.fixture(scope="module")

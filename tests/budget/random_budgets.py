@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import hopline as hl
 from hopline.budget.plan import DoesNotFit
-from tests.helpers import generator
+from tests.support.helpers import generator
 
 NUM_FEATURES = 16
 NUM_CLASSES = 5

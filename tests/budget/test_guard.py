@@ -38,7 +38,7 @@ from hopline.training.trainer import Trainer
 from hopline.units.batch_unit import BatchUnit
 from hopline.units.losses import supervised_loss
 from hopline.util import trace
-from tests.helpers import batch_of, dataset_of, gnn_of, gradients, guarded, randn, random_graph, stack_of
+from tests.support.helpers import batch_of, dataset_of, gnn_of, gradients, guarded, randn, random_graph, stack_of
 
 DATA = dataset_of(random_graph(2000, 16_000), randn(2000, 6))
 SAMPLED = Sampled(fanouts=(5, 5), batch_size=300, workers=0)

@@ -36,8 +36,8 @@ from hopline.units.batch_unit import BatchUnit
 from hopline.units.losses import supervised_loss
 from hopline.units.measured_unit import MeasuredUnit
 from hopline.util import trace
-from tests.helpers import dataset_of, guarded, randn, random_graph, stack_of
-from tests.runs import records
+from tests.support.helpers import dataset_of, guarded, randn, random_graph, stack_of
+from tests.support.runs import records
 
 DATA = dataset_of(random_graph(1500, 12_000), randn(1500, 6))
 METHODS: list[Method] = [

@@ -18,7 +18,7 @@ from hopline.nn import GNN
 from hopline.run.compare_methods import outline_of_run
 from hopline.training.settings import TrainSettings
 from hopline.util.config import format_size
-from tests.helpers import dataset_of, randn, random_graph, stack_of
+from tests.support.helpers import dataset_of, randn, random_graph, stack_of
 
 GIB = 1 << 30
 ITEMS = (Item("weights", "device", 1000), Item("graph", "host", 5000), Item("history", "disk", 700))

@@ -29,7 +29,7 @@ from hopline.core.tree_layout import TreeSampler
 from hopline.device.meter import meter_of
 from hopline.nn import GNN
 from hopline.nn.whole_module import Whole
-from tests.helpers import (
+from tests.support.helpers import (
     CONVS,
     GNN_OPTIONS,
     batch_of,

@@ -27,7 +27,7 @@ from hopline.core.batch_sizes import Sizes
 from hopline.device.meter import meter_of
 from hopline.nn import GNN
 from hopline.nn.whole_module import Whole
-from tests.helpers import CONVS, GNN_OPTIONS, batch_of, gnn_of, randn, random_graph, stack_of
+from tests.support.helpers import CONVS, GNN_OPTIONS, batch_of, gnn_of, randn, random_graph, stack_of
 
 GRAPH = random_graph(3000, 30_000, attr=2)
 X = randn(3000, 6)

@@ -19,7 +19,7 @@ from hopline.data.dataset import Dataset
 from hopline.nn import GNN
 from tests.conv_table import own
 from tests.conv_table.graph import ATTR_WIDTH, HIDDEN, NUM_CLASSES, NUM_FEATURES, NUM_TYPES, dataset
-from tests.helpers import mlp
+from tests.support.helpers import mlp
 
 ARGUMENTS = {"weight": "edge_weight", "attr": "edge_attr", "type": "edge_type"}
 """Edge array of a graph -> argument of PyG's convs."""

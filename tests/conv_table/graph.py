@@ -23,7 +23,7 @@ from torch import Tensor
 from hopline.core.graph import Graph
 from hopline.data.dataset import Dataset
 from hopline.tables import TensorTable
-from tests.helpers import graph_of, randint, randn
+from tests.support.helpers import graph_of, randint, randn
 
 NUM_NODES = 40
 NUM_FEATURES = 6

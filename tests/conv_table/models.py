@@ -14,7 +14,7 @@ from hopline.nn import GNN
 from tests.conv_table import own
 from tests.conv_table.cases import ARGUMENTS, Case, conv, degrees
 from tests.conv_table.graph import ATTR_WIDTH, HIDDEN, NUM_CLASSES, NUM_FEATURES, NUM_NODES
-from tests.helpers import mlp
+from tests.support.helpers import mlp
 
 # ---- norms and jumping knowledge
 

@@ -31,7 +31,7 @@ from hopline.nn.whole_module import Whole, as_batch_model
 from hopline.units.losses import supervised_loss
 from tests.conv_table.cases import Case
 from tests.conv_table.graph import BATCH_SIZE, HUB, NUM_CLASSES, NUM_PARTS, SEEDS, SOME_IDS, max_degree
-from tests.helpers import randn
+from tests.support.helpers import randn
 
 TOLERANCE = 1e-8
 Word = Literal["equal", "refused", "needs", "differs", "wrong", "error"]

@@ -21,7 +21,7 @@ from tests.conv_table import page
 from tests.conv_table.cases import CONVS, Case, conv
 from tests.conv_table.modes import MODES, Expected, Verdict, judge
 from tests.conv_table.record import SECTIONS, Record, read
-from tests.grids import GPU_ONLY
+from tests.support.grids import GPU_ONLY
 
 CLASSES = {
     "convs": pyg.conv.__all__,

@@ -10,7 +10,7 @@ import torch
 from hopline.core.batch import Batch, edges_where
 from hopline.core.row_handles import Rows
 from hopline.tables import TensorTable
-from tests.helpers import batch_of, edges_of, graph_of, neighbors_of, randn, random_graph
+from tests.support.helpers import batch_of, edges_of, graph_of, neighbors_of, randn, random_graph
 
 SEEDS = torch.tensor([0, 7, 33, 48])
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hopline.core import partition as divide
-from tests.helpers import graph_of, randint, random_graph
+from tests.support.helpers import graph_of, randint, random_graph
 
 
 def test_as_many_labels_as_parts_are_numbered_in_order() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hopline.core.graph import Graph, checksum
-from tests.helpers import graph_of, random_graph
+from tests.support.helpers import graph_of, random_graph
 
 
 def test_num_nodes_num_edges_and_num_bytes() -> None:

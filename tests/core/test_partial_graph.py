@@ -7,7 +7,7 @@ import torch
 
 from hopline.core.graph import PartialGraph
 from hopline.nn.gcn_norm import weights_of
-from tests.helpers import random_graph
+from tests.support.helpers import random_graph
 
 
 def test_a_partial_graph_has_the_degrees_and_weight_sums_of_the_whole_graph() -> None:

@@ -24,7 +24,7 @@ from hopline.core.partition import (
     make_partition,
 )
 from hopline.data import from_npz
-from tests.helpers import graph_of, randint, random_graph
+from tests.support.helpers import graph_of, randint, random_graph
 
 ALL_WAYS = ("metis", "streaming", "random", "range")
 

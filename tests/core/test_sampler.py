@@ -18,7 +18,7 @@ from hopline.core.sampler import NeighborSampler, full_block, in_neighborhood
 from hopline.core.seed_order import seed_batches
 from hopline.ops import reference
 from hopline.util.config import check_fanouts
-from tests.helpers import assert_same_batches, edges_of, graph_of, neighbors_of, randint, random_graph
+from tests.support.helpers import assert_same_batches, edges_of, graph_of, neighbors_of, randint, random_graph
 
 # ---- seeds
 

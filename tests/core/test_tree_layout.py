@@ -20,7 +20,7 @@ from hopline.core.batch import Batch
 from hopline.core.tree_layout import TreeRows, TreeSampler
 from hopline.nn import GNN
 from hopline.tables import TensorTable
-from tests.helpers import dataset_of, randn, random_graph, twin
+from tests.support.helpers import dataset_of, randn, random_graph, twin
 
 CPU = torch.device("cpu")
 X = randn(50, 6)

@@ -7,7 +7,7 @@ import torch
 
 from hopline.core.tree_layout import TreeSampler
 from hopline.ops import derive_key
-from tests.helpers import random_graph
+from tests.support.helpers import random_graph
 
 
 @pytest.mark.parametrize("replace", [False, True])

@@ -25,8 +25,8 @@ from hopline.shards import write as cut
 from hopline.shards.shard import shard_name
 from hopline.shards.verify import verify_shards
 from hopline.tables import CachedTable, SparseTable, TensorTable
-from tests.helpers import dataset_of, randn, random_graph
-from tests.runs import fit, method, sage, small
+from tests.support.helpers import dataset_of, randn, random_graph
+from tests.support.runs import fit, method, sage, small
 
 DATA = dataset_of(random_graph(60, 300, loops=True, weight=True), randn(60, 5).float())
 

@@ -14,7 +14,7 @@ from hopline.data import placement as module
 from hopline.data.placement import DataBytes, Layout, apply_layout, describe, make_layout, place
 from hopline.data.placement_settings import Placement
 from hopline.tables import SparseTable, TensorTable, TieredTable
-from tests.helpers import dataset_of, randint, randn, random_graph
+from tests.support.helpers import dataset_of, randint, randn, random_graph
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SIZES = DataBytes(graph=1000, indptr=200, features=4000, hot_slots=50, labels=30)

@@ -15,8 +15,8 @@ from torch_geometric.data import Data
 
 import hopline as hl
 from hopline import infer
-from tests.helpers import randn
-from tests.runs import fit, method, sage, small
+from tests.support.helpers import randn
+from tests.support.runs import fit, method, sage, small
 
 FLOATS = {"a column": randn(400), "a matrix of one": randn(400, 1), "a matrix": randn(400, 3)}
 INSTEAD = r"for real-valued targets leave out y, and give the Trainer train_step= and test_step="

@@ -13,7 +13,7 @@ import torch
 from hopline.data import host_copy as sharing
 from hopline.distributed import shared_memory
 from hopline.distributed.world import World
-from tests.launched import same_dataset, tiny
+from tests.support.launched import same_dataset, tiny
 
 
 def test_with_one_rank_the_dataset_is_not_copied():

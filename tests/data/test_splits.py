@@ -20,7 +20,7 @@ from hopline.data.formats.ogb import from_ogb_folder
 from hopline.data.formats.pyg import from_pyg, from_scipy
 from hopline.data.splits import random_split
 from hopline.data.store import open_folder
-from tests.runs import small, without
+from tests.support.runs import small, without
 
 FIRST = {"train": [0, 1, 7, 8, 9], "valid": [5], "test": [3, 4]}
 SECOND = {"train": [3, 5, 7, 8, 9], "valid": [1], "test": [0, 4]}

@@ -17,7 +17,7 @@ from hopline.data import store
 from hopline.data.arrays import HEADER_BYTES
 from hopline.data.dataset import Dataset
 from hopline.tables import SparseTable, Table, TensorTable
-from tests import warm
+from tests.support import warm
 
 
 def arrays_of(dataset: Dataset) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from hopline.data.dataset import Dataset
 from hopline.data.registry import open_dataset
 from hopline.data.store import verify
 from hopline.data.synthetic import make_on, planted_partition
-from tests.helpers import KERNEL_DEVICE
+from tests.support.helpers import KERNEL_DEVICE
 
 SMALL = PlantedPartition(
     num_nodes=5000, num_edges=100_000, num_classes=10, num_features=8, num_train=1000, num_valid=500

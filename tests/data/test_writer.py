@@ -21,8 +21,8 @@ from hopline.data.registry import open_dataset
 from hopline.data.writer import FolderWriter
 from hopline.run.commands import convert
 from hopline.run.settings import ConvertConfig
-from tests.runs import assert_refused, command
-from tests.warm import run_python
+from tests.support.runs import assert_refused, command
+from tests.support.warm import run_python
 
 
 def hidden_names(folder: Path) -> list[str]:

@@ -14,7 +14,7 @@ import torch
 
 from hopline.device import streams
 from hopline.device.cuda_graph import CapturedCall, CaptureDeclined
-from tests.fake_cuda import FakeCuda, Stream
+from tests.support.fake_cuda import FakeCuda, Stream
 
 GPU = torch.device("cuda", 0)
 

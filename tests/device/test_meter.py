@@ -14,7 +14,7 @@ import torch
 from hopline.budget.guard import limit_cuda_memory
 from hopline.budget.plan import Budget
 from hopline.device.meter import TensorMeter, free_bytes, meter_of
-from tests.helpers import batch_of, conv_of, randn, random_graph
+from tests.support.helpers import batch_of, conv_of, randn, random_graph
 
 MB = 1 << 20
 FLOATS = MB // 4

@@ -12,7 +12,7 @@ import torch
 
 from hopline import ops
 from hopline.device import pinned
-from tests.helpers import randn
+from tests.support.helpers import randn
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

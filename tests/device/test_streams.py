@@ -16,7 +16,7 @@ from hopline.device import streams
 from hopline.methods.sampled import captured_step
 from hopline.methods.sampled.captured_step import CapturedUnit, CapturedWork, EagerUnit
 from hopline.training.async_evaluation import EvaluationThread
-from tests.runs import losses, sage, small
+from tests.support.runs import losses, sage, small
 
 
 def test_the_capture_lock_is_exclusive_and_reentrant():

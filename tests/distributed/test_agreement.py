@@ -14,9 +14,9 @@ import hopline as hl
 from hopline.data.fingerprint import ids_fact
 from hopline.distributed.agreement import Fact, check_same
 from hopline.units.rank_facts import settings_facts
-from tests.different_ranks import REFUSED, REFUSED_BY_TRAINER
 from tests.distributed.test_existing_group import run_in_group
-from tests.runs import small
+from tests.support.different_ranks import REFUSED, REFUSED_BY_TRAINER
+from tests.support.runs import small
 
 
 def test_ranks_that_were_given_different_things_are_refused_by_name_and_harmless_differences_train(tmp_path: Path):

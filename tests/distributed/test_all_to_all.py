@@ -6,7 +6,7 @@ import torch
 
 from hopline.distributed.all_to_all import Channel, RowRequest
 from hopline.distributed.world import World
-from tests.helpers import randint, randn
+from tests.support.helpers import randint, randn
 
 
 def test_one_rank_receives_what_it_sends_itself() -> None:

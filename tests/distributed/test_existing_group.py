@@ -25,23 +25,23 @@ from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import RankSpec, World
 from hopline.util.errors import PeerError
-from tests.group_ranks import NORMED
-from tests.launched import environment, free_port, started
 from tests.methods.full_batch import ranks as full_batch
 from tests.methods.historical import ranks as historical
-from tests.ranks import train
-from tests.runs import sage, small
+from tests.support.group_ranks import NORMED
+from tests.support.launched import environment, free_port, started
+from tests.support.ranks import train
+from tests.support.runs import sage, small
 
 
 def run_in_group(name: str, folder: Path, size: int, *, by_file: bool = False, dies: int | None = None) -> list[Any]:
-    """Results of the ranks of a user's process group, each of which runs `tests.group_ranks NAME`.
+    """Results of the ranks of a user's process group, each of which runs `tests.support.group_ranks NAME`.
 
     dies: a rank that ends early. Its result is None.
     """
     port = str(free_port())
     commands = []
     for rank in range(size):
-        command = ["-W", "error::UserWarning", "-m", "tests.group_ranks", name, str(folder)]
+        command = ["-W", "error::UserWarning", "-m", "tests.support.group_ranks", name, str(folder)]
         variables = {} if by_file else {"RANK": str(rank), "WORLD_SIZE": str(size)}
         variables |= {} if by_file else {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         commands.append((command + ([str(rank), str(size)] if by_file else []), environment(**variables)))
@@ -281,7 +281,7 @@ def test_a_world_of_another_type_is_refused():
 
 
 def test_a_device_that_is_not_the_worlds_is_refused():
-    from tests.runs import sage, small
+    from tests.support.runs import sage, small
 
     data = small()
     with pytest.raises(ValueError, match=r"device='cuda' is asked for, and world= trains on cpu: .*hl.World.current\("):

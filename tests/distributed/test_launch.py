@@ -23,8 +23,8 @@ from hopline.distributed.world import RankSpec, World, device_of_rank
 from hopline.util.errors import RankError
 from hopline.util.host import num_cores
 from hopline.util.signals import Interrupted
-from tests.helpers import shared_memory_of_hopline
-from tests.launched import environment, everything, fail, program, started, stay
+from tests.support.helpers import shared_memory_of_hopline
+from tests.support.launched import environment, everything, fail, program, started, stay
 
 LAUNCHED = Task(
     launcher="srun", rank=1, size=4, local_rank=1, local_size=2, node=0, num_nodes=2, address="node1", port=12345
@@ -214,7 +214,7 @@ def read_seats(folder: Path) -> list[dict[str, int]]:
 
 def test_under_torchrun(tmp_path: Path):
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    command = [*torchrun, "-m", "tests.launched", "everything", "1", "20", str(tmp_path)]
+    command = [*torchrun, "-m", "tests.support.launched", "everything", "1", "20", str(tmp_path)]
     with started((command, environment(OMP_NUM_THREADS="1"))) as [process]:
         output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
@@ -229,7 +229,7 @@ def test_threads_under_torchrun_are_those_of_the_cores_unless_the_user_has_set_t
     variables: dict[str, str], tmp_path: Path
 ):
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    command = [*torchrun, "-m", "tests.launched", "everything", "1", "20", str(tmp_path)]
+    command = [*torchrun, "-m", "tests.support.launched", "everything", "1", "20", str(tmp_path)]
     with started((command, environment(**variables))) as [process]:
         output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
@@ -255,7 +255,7 @@ def test_one_task_per_node_starts_its_ranks(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.process
 def test_no_rank_outlives_an_agent_of_torchrun_that_is_killed(tmp_path: Path):
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    command = [*torchrun, "-m", "tests.launched", "stay", "1", "20", str(tmp_path)]
+    command = [*torchrun, "-m", "tests.support.launched", "stay", "1", "20", str(tmp_path)]
     with started((command, environment(OMP_NUM_THREADS="1"))) as [process]:
         assert wait_until(lambda: both_ranks_run(tmp_path), 40)
         ranks = [psutil.Process(int((tmp_path / f"running{rank}").read_text())) for rank in range(2)]

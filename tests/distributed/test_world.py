@@ -18,8 +18,8 @@ from hopline.distributed import launch
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import RankSpec, World, _own_address, serve
 from hopline.util.errors import PeerError, RankError
-from tests.helpers import shared_memory_of_hopline
-from tests.launched import check_words, environment, everything_then_death, program, started
+from tests.support.helpers import shared_memory_of_hopline
+from tests.support.launched import check_words, environment, everything_then_death, program, started
 
 
 def assert_all_name(folder: Path, victim: int, ranks: tuple[int, ...]):

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hopline as hl
 from hopline.util.host import who_set_threads
-from tests.group_ranks import check_owner, fail_and_train_again
-from tests.runs import losses, method, sage, small
+from tests.support.group_ranks import check_owner, fail_and_train_again
+from tests.support.runs import losses, method, sage, small
 
 
 def train_and_write(folder: str, wrap: Callable[[nn.Module], Any]) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import hopline as hl
-from tests.runs import small
+from tests.support.runs import small
 
 NUM_SEEDS = 1839
 DATA = small(num_nodes=3000, num_edges=30_000, num_train=NUM_SEEDS, num_valid=500)

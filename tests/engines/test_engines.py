@@ -18,9 +18,9 @@ from torch_geometric.nn import SAGEConv
 import hopline as hl
 from hopline.distributed.world import World
 from hopline.util.host import num_cores
-from tests.launched import environment, free_port
-from tests.ranks import train
-from tests.runs import losses, method, sage, small
+from tests.support.launched import environment, free_port
+from tests.support.ranks import train
+from tests.support.runs import losses, method, sage, small
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "engines"

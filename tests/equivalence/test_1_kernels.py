@@ -22,8 +22,8 @@ from hopline.ops.cpu import reduce as cpu_reduce
 from hopline.ops.cpu import sampling as cpu_sampling
 from hopline.ops.gpu import reduce as gpu_reduce
 from hopline.ops.gpu import sampling as gpu_sampling
-from tests.grids import RUNS_ON_GPU, parametrize_kernel, parametrize_pairwise
-from tests.helpers import KERNEL_DEVICE, assert_same_batches, randint, randn, random_graph
+from tests.support.grids import RUNS_ON_GPU, parametrize_kernel, parametrize_pairwise
+from tests.support.helpers import KERNEL_DEVICE, assert_same_batches, randint, randn, random_graph
 
 pytestmark = RUNS_ON_GPU
 ROUNDS = range(60)

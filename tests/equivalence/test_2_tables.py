@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hopline.tables import CachedTable, SparseTable, Table, TensorTable, TieredTable
-from tests.helpers import randint, randn
+from tests.support.helpers import randint, randn
 
 NUM_ROWS = 60
 

@@ -11,7 +11,7 @@ import torch
 from hopline.core.graph import Graph
 from hopline.data.formats.npz import from_npz
 from hopline.nn import GNN
-from tests.helpers import (
+from tests.support.helpers import (
     CONVS,
     assert_close,
     assert_same_gradients,

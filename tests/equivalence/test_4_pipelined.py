@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
-from tests.helpers import (
+from tests.support.helpers import (
     assert_close,
     assert_same_batches,
     assert_same_gradients,

@@ -12,8 +12,8 @@ from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
 from hopline.util.errors import RankError
-from tests.ranks import train, train_each
-from tests.warm import Ended, run_python
+from tests.support.ranks import train, train_each
+from tests.support.warm import Ended, run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ["sage", "gcn", "gat"]
@@ -41,9 +41,9 @@ def assert_same(ours: dict[str, Any], expected: dict[str, Any], size: int) -> No
 
 
 def under_torchrun(size: int, tmp_path: Path, out: str, changes: dict[str, Any], *options: str) -> Ended:
-    """Run `tests.ranks` under torchrun; results go to found.json."""
+    """Run `tests.support.ranks` under torchrun; results go to found.json."""
     command = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", *options]
-    command += ["--nproc-per-node", str(size), "-m", "tests.ranks"]
+    command += ["--nproc-per-node", str(size), "-m", "tests.support.ranks"]
     arguments = [str(tmp_path / "found.json"), out, json.dumps(KINDS if not out else ["sage"]), json.dumps(changes)]
     return run_python(*command, *arguments)
 

@@ -24,7 +24,7 @@ from hopline.methods.historical.step import HistoricalUnit
 from hopline.methods.historical.work import HistoricalWork
 from hopline.methods.partitioned.sweep import backward_sweep
 from hopline.nn import GNN
-from tests.helpers import assert_same_gradients, dataset_of, randn, random_graph, twin
+from tests.support.helpers import assert_same_gradients, dataset_of, randn, random_graph, twin
 
 GRAPH = random_graph(num_nodes=60, num_edges=240, weight=True, loops=True)
 X = randn(60, 6)

@@ -12,8 +12,8 @@ from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
 from hopline.util.errors import RankError
-from tests.helpers import shared_memory_of_hopline
 from tests.methods.historical.ranks import alone, train_all
+from tests.support.helpers import shared_memory_of_hopline
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"settings": {}, "dropout": 0.3},

@@ -10,7 +10,7 @@ import torch
 
 import hopline as hl
 from tests.equivalence.test_5_historical import DATA, GRAPH, MODELS, X
-from tests.helpers import plain_gnn
+from tests.support.helpers import plain_gnn
 
 
 def loss_and_gradients(model: hl.nn.GNN, loss: Callable[[], torch.Tensor]) -> list[torch.Tensor]:

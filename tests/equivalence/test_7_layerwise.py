@@ -13,7 +13,7 @@ from hopline import infer
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.tables import CachedTable, SparseTable, TensorTable
-from tests.helpers import (
+from tests.support.helpers import (
     CONVS,
     GNN_OPTIONS,
     assert_close,

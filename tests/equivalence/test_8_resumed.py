@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm import run_python
+from tests.support.warm import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ],
 )
 def test_killed_at_random_moments(kind: str, kills: int, signal: str, tmp_path: Path) -> None:
-    command = ["-W", "ignore", "-m", "tests.killed", str(tmp_path), kind, str(kills), signal]
+    command = ["-W", "ignore", "-m", "tests.support.killed", str(tmp_path), kind, str(kills), signal]
     done = run_python(*command, timeout=1800)
     assert done.returncode == 0, done.stderr[-2000:]
     answer = json.loads(done.stdout)

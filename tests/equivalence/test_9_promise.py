@@ -33,7 +33,7 @@ from hopline.units.batch_unit import BatchUnit
 from hopline.units.losses import supervised_loss
 from hopline.units.own_threads import own_threads
 from tests.budget.random_budgets import draw_case, run_case, table_lines
-from tests.helpers import dataset_of, randn, random_graph, stack_of
+from tests.support.helpers import dataset_of, randn, random_graph, stack_of
 
 CONVS = ("sage-mean", "gcn", "gat", "gin")
 FEW = 25

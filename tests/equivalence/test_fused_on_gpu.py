@@ -20,8 +20,8 @@ from hopline.nn import GNN
 from hopline.nn.attention import is_fused_attention
 from hopline.nn.conv_adapter import edge_arguments, takes_x0
 from hopline.nn.fused import is_fused
-from tests.grids import GPU_ONLY
-from tests.helpers import (
+from tests.support.grids import GPU_ONLY
+from tests.support.helpers import (
     KERNEL_DEVICE,
     assert_close,
     assert_same_gradients,

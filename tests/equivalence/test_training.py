@@ -50,7 +50,7 @@ from tests.equivalence.training_cases import (
     sage_gcn,
     trainer_of,
 )
-from tests.helpers import guarded, randn
+from tests.support.helpers import guarded, randn
 
 CELLS = [(name, way) for name, scenario in SCENARIOS.items() for way in WAYS if way not in scenario.without]
 

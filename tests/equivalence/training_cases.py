@@ -15,7 +15,7 @@ from torch_geometric.data import Data
 
 import hopline as hl
 from tests.equivalence import reference_loops as plain
-from tests.helpers import randint, randn, random_graph
+from tests.support.helpers import randint, randn, random_graph
 
 NUM_NODES = 40
 NUM_FEATURES = 6

@@ -22,8 +22,8 @@ from torch_geometric.nn import GATConv, GCNConv, GINConv, GraphConv, SAGEConv
 import hopline as hl
 from hopline import infer
 from hopline.inference import cache, layerwise_chunks
-from tests.helpers import GNN_OPTIONS, gnn_of
-from tests.runs import small
+from tests.support.helpers import GNN_OPTIONS, gnn_of
+from tests.support.runs import small
 
 CONVS = {
     "mean": lambda: [SAGEConv(8, 8), SAGEConv(8, 4)],

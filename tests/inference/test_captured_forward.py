@@ -29,8 +29,8 @@ from hopline.inference.captured_forward import CapturedInference, CapturedInfere
 from hopline.nn.gnn import GNN
 from hopline.training.evaluation import Measure
 from hopline.units.losses import supervised_loss
-from tests.fake_cuda import FakeCuda, Stream
-from tests.runs import sage, small
+from tests.support.fake_cuda import FakeCuda, Stream
+from tests.support.runs import sage, small
 
 GPU_MARKS = [
     pytest.mark.gpu,

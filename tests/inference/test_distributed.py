@@ -14,8 +14,8 @@ from hopline.core.partition import make_partition
 from hopline.inference.distributed import JoinedTable, evaluate, exact
 from hopline.shards.write import cut
 from hopline.tables import SparseTable, TensorTable
-from tests.helpers import randn
 from tests.shards.test_write import rich
+from tests.support.helpers import randn
 
 
 def test_a_joined_table_reads_the_rows_of_both_tables() -> None:

@@ -15,7 +15,7 @@ from torch_geometric.nn import GraphSAGE, SAGEConv
 
 import hopline as hl
 from hopline import infer
-from tests.runs import method, sage, small
+from tests.support.runs import method, sage, small
 
 
 class Plain(nn.Module):

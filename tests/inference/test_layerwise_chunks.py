@@ -24,8 +24,8 @@ from hopline.nn import GNN
 from hopline.pipeline.stages import Pipeline
 from hopline.tables import TensorTable, allocators
 from hopline.util.errors import StageError
-from tests.helpers import GNN_OPTIONS, assert_close, gnn_of, randn, random_graph
-from tests.runs import sage, small
+from tests.support.helpers import GNN_OPTIONS, assert_close, gnn_of, randn, random_graph
+from tests.support.runs import sage, small
 
 
 def make_serial_pipeline(stages: Any, **_: Any) -> Pipeline:

@@ -28,8 +28,8 @@ from hopline.run import train as run
 from hopline.run.infer import predict
 from hopline.run.model_settings import ModelSpec
 from hopline.run.settings import InferConfig
-from tests.helpers import dataset_of, graph_of, randint, randn
-from tests.runs import method, quick, small
+from tests.support.helpers import dataset_of, graph_of, randint, randn
+from tests.support.runs import method, quick, small
 
 NUM_NODES = 300
 NUM_FEATURES = 6

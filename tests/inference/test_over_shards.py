@@ -20,9 +20,9 @@ from hopline.inference import layerwise_chunks, resumable
 from hopline.inference.over_shards import AllShards, ShardChunks, StackedTable, exact_rows
 from hopline.shards.write import cut
 from hopline.tables import SparseTable, TensorTable
-from tests.helpers import mlp, randn
 from tests.inference.test_distributed import ModelWithoutLayers
 from tests.shards.test_write import rich
+from tests.support.helpers import mlp, randn
 
 ALL_IDS = torch.arange(60)
 

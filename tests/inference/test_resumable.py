@@ -16,8 +16,8 @@ from hopline import infer
 from hopline.inference import layerwise_chunks, resumable
 from hopline.inference.resumable import PROGRESS, LayerFiles, weights_checksum
 from hopline.nn.gnn import State
-from tests.runs import sage, small
-from tests.warm import run_python
+from tests.support.runs import sage, small
+from tests.support.warm import run_python
 
 CHUNK = 200
 """Edges of a chunk: on `small()` each of the three layers has 23 chunks."""
@@ -103,7 +103,7 @@ import os, signal, sys
 from pathlib import Path
 from hopline import infer
 from hopline.inference import resumable
-from tests.runs import small
+from tests.support.runs import small
 from tests.inference.test_resumable import CHUNK, model_of
 
 resumable.SAVE_S, plain = 0.0, resumable.LayerFiles.mark_chunk

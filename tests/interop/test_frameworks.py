@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.interop.checks import CHECKS
-from tests.warm import run_python
+from tests.support.warm import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 

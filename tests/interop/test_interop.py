@@ -16,8 +16,8 @@ from torch import Tensor
 import hopline as hl
 from hopline import interop
 from hopline.interop import Features, Sample, Sampler
-from tests.helpers import generator, random_graph
-from tests.runs import small
+from tests.support.helpers import generator, random_graph
+from tests.support.runs import small
 
 
 @pytest.fixture

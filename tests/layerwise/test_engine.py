@@ -19,7 +19,7 @@ from hopline.core.sampler import NeighborSampler, full_block
 from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece
 from hopline.tables import TensorTable
 from hopline.tables.layers import LayerTables
-from tests.helpers import GNN_OPTIONS, batch_of, gnn_of, randint, randn, random_graph
+from tests.support.helpers import GNN_OPTIONS, batch_of, gnn_of, randint, randn, random_graph
 
 NUM_NODES = 60
 GRAPH = random_graph(num_nodes=NUM_NODES, num_edges=500)

@@ -30,7 +30,7 @@ from hopline.nn.whole_module import as_batch_model
 from hopline.units.batch_unit import BatchUnit
 from hopline.units.losses import supervised_loss
 from hopline.util.config import parse_size
-from tests.helpers import dataset_of, randn, random_graph, stack_of
+from tests.support.helpers import dataset_of, randn, random_graph, stack_of
 
 METHODS: list[Method] = [
     Sampled(fanouts=(5, 5), batch_size=200),

@@ -20,8 +20,9 @@ from hopline.nn import GNN, conv_adapter
 from hopline.nn.attention import MAX_CHANNELS, attention, is_fused_attention
 from hopline.nn.conv_adapter import convolve
 from hopline.tables import TensorTable
-from tests.grids import RUNS_ON_GPU, parametrize_kernel
-from tests.helpers import (
+from tests.nn.test_fused import LargestFloats
+from tests.support.grids import RUNS_ON_GPU, parametrize_kernel
+from tests.support.helpers import (
     KERNEL_DEVICE,
     assert_close,
     assert_same_gradients,
@@ -33,7 +34,6 @@ from tests.helpers import (
     stock,
     twin,
 )
-from tests.nn.test_fused import LargestFloats
 
 pytestmark = RUNS_ON_GPU
 DEVICE = torch.device(KERNEL_DEVICE)

@@ -16,8 +16,8 @@ from hopline.core.row_handles import Rows
 from hopline.nn.conv_adapter import Layout, NeedsWholeGraph, calling_convention, convolve, edge_arguments, takes_x0
 from hopline.nn.probe import BATCHES, block_of, probe_graph, tree_of
 from hopline.tables import TensorTable
-from tests.grids import parametrize_pairwise
-from tests.helpers import (
+from tests.support.grids import parametrize_pairwise
+from tests.support.helpers import (
     CONVS,
     NORMALISED,
     assert_close,

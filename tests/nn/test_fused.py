@@ -17,7 +17,7 @@ from hopline.core.sampler import NeighborSampler
 from hopline.nn.conv_adapter import convolve
 from hopline.nn.fused import is_fused, project, read_ahead, reads_rows, run_fused
 from hopline.tables import SparseTable, TensorTable
-from tests.helpers import CONVS, assert_close, backward, batch_of, conv_of, randn, random_graph, stock
+from tests.support.helpers import CONVS, assert_close, backward, batch_of, conv_of, randn, random_graph, stock
 
 WIDTH = 16
 FUSED = ["sage-mean", "sage-max", "sage-sum", "gcn", "gcn-no-loops", "gin", "graph", "graph-mean"]

@@ -19,8 +19,8 @@ from hopline.core.sampler import HopKey, NeighborSampler, hop_keys
 from hopline.core.tree_layout import TreeSampler
 from hopline.nn import GNN
 from hopline.nn.conv_adapter import convolve
-from tests.grids import parametrize_pairwise
-from tests.helpers import (
+from tests.support.grids import parametrize_pairwise
+from tests.support.helpers import (
     assert_close,
     assert_same_gradients,
     backward,

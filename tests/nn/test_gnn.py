@@ -14,7 +14,7 @@ from hopline.core.row_handles import Rows
 from hopline.nn import GNN, as_batch_model
 from hopline.nn.gnn import out_width
 from hopline.tables import SparseTable, TensorTable
-from tests.helpers import (
+from tests.support.helpers import (
     GNN_OPTIONS,
     assert_close,
     assert_same_gradients,

@@ -11,7 +11,7 @@ import torch_geometric.nn as pyg
 from torch import Tensor
 
 import hopline as hl
-from tests.helpers import dataset_of, plain_gnn, randn, random_graph
+from tests.support.helpers import dataset_of, plain_gnn, randn, random_graph
 
 DATA = dataset_of(random_graph(num_nodes=80, num_edges=500, loops=True), randn(80, 6))
 FIRST = {

@@ -20,7 +20,7 @@ from hopline.nn.probe import (
     tree_of,
     trial_of,
 )
-from tests.helpers import randn
+from tests.support.helpers import randn
 
 
 def test_the_probe_graph_has_loops_double_edges_and_isolated_nodes() -> None:

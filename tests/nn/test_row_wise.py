@@ -15,7 +15,7 @@ from hopline.nn.probe import probe_graph
 from hopline.nn.row_wise import check_row_wise, describe_module, mixing_in_training, mixing_module
 from hopline.shards.convs.runner import ShardConvs, run_conv
 from hopline.shards.layout import contiguous_layout
-from tests.helpers import mlp, randn
+from tests.support.helpers import mlp, randn
 
 
 class Centring(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hopline.core.batch import Batch
 from hopline.layerwise.engine import Recorder
 from hopline.nn import GNN, smoothness
-from tests.helpers import batch_of, gnn_of, randn, random_graph
+from tests.support.helpers import batch_of, gnn_of, randn, random_graph
 
 GRAPH = random_graph(num_nodes=50, num_edges=2000, weight=True)
 X = randn(50, 6)

@@ -27,7 +27,7 @@ import hopline as hl
 from hopline import infer
 from hopline.nn.probe import copy_module
 from hopline.nn.structure import hash_of_parts, opaque_part, parts_of, parts_of_function, structure_of
-from tests.runs import fit, method, small
+from tests.support.runs import fit, method, small
 
 FACTOR = 2.0
 SETTINGS = SimpleNamespace(factor=2.0, epochs=5)

@@ -16,8 +16,8 @@ from hopline.core.tree_layout import TreeBlock, TreeRows, TreeSampler
 from hopline.nn import GNN
 from hopline.nn.tree_layers import PendingRows, compute_dtype, pending_rows
 from hopline.tables import TensorTable
-from tests.grids import RUNS_ON_GPU, parametrize_kernel
-from tests.helpers import KERNEL_DEVICE, randn, random_graph, twin
+from tests.support.grids import RUNS_ON_GPU, parametrize_kernel
+from tests.support.helpers import KERNEL_DEVICE, randn, random_graph, twin
 
 pytestmark = RUNS_ON_GPU
 X = randn(50, 6)

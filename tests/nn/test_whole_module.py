@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import hopline as hl
 from hopline.core.batch import Batch
 from hopline.nn import GNN, Whole, as_batch_model
-from tests.helpers import (
+from tests.support.helpers import (
     assert_close,
     assert_same_gradients,
     backward,

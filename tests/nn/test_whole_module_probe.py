@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import hopline as hl
 from hopline import infer
-from tests.runs import fit, method, sage, small
+from tests.support.runs import fit, method, sage, small
 
 
 class Net(nn.Module):

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_geometric.nn import GraphSAGE
 
 import hopline as hl
-from tests.runs import sage, small
+from tests.support.runs import sage, small
 
 
 @pytest.fixture(params=[1, 2])

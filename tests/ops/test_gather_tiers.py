@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hopline.ops.gather_tiers import count_ids, gather_tiers, new_counts
-from tests.helpers import randint, randn
+from tests.support.helpers import randint, randn
 
 ROWS = randn(40, 3)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hopline.ops import random, reference
-from tests.helpers import graph_of, neighbors_of, randint, randn, random_graph
+from tests.support.helpers import graph_of, neighbors_of, randint, randn, random_graph
 
 MASK = (1 << 64) - 1
 

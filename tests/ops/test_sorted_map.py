@@ -7,7 +7,7 @@ import torch
 
 from hopline.ops.cpu.sampling import IdMap
 from hopline.ops.reference import SortedIdMap
-from tests.helpers import randint
+from tests.support.helpers import randint
 
 
 def test_equals_the_map_of_the_cpu_over_several_batches() -> None:

@@ -16,7 +16,7 @@ from hopline.core.batch import Batch
 from hopline.core.row_handles import Rows
 from hopline.pipeline.transfer import ALIGN_BYTES, Mover, PendingBatch
 from hopline.tables import TensorTable
-from tests.helpers import assert_same_batches, batch_of, generator, randint, randn, random_graph
+from tests.support.helpers import assert_same_batches, batch_of, generator, randint, randn, random_graph
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ELSEWHERE = torch.device("meta")

@@ -20,7 +20,7 @@ from hopline.run.models import make_model
 from hopline.tables import TensorTable
 from hopline.training.settings import TrainSettings
 from hopline.util.config import from_dict, to_dict
-from tests.helpers import randint, randn, random_graph
+from tests.support.helpers import randint, randn, random_graph
 
 WIDTHS = {
     "cora": (1433, 7), "citeseer": (3703, 6), "pubmed": (500, 3), "coauthor-cs": (6805, 15),

@@ -16,7 +16,7 @@ from hopline.report.settings import changed_keys
 from hopline.report.writer import Report
 from hopline.run.settings import RunConfig
 from hopline.util.config import to_dict
-from tests.runs import assert_refused, command
+from tests.support.runs import assert_refused, command
 
 CONFIG = {"name": "cora-gcn", "method": {"kind": "sampled", "fanouts": [10, 5]}, "note": "<script>x</script>"}
 

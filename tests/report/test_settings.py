@@ -19,7 +19,7 @@ from hopline.run.model_settings import ModelSpec
 from hopline.run.settings import RunConfig
 from hopline.training.settings import Schedule
 from hopline.util.config import to_dict
-from tests.runs import sage, small
+from tests.support.runs import sage, small
 
 
 def test_a_run_with_defaults_has_changed_nothing():

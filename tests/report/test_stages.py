@@ -9,7 +9,7 @@ import pytest
 import hopline as hl
 from hopline.report.bottleneck import PREPARING_STAGES, TRAINING_STAGES
 from hopline.util import trace
-from tests.runs import sage, small
+from tests.support.runs import sage, small
 
 
 class SpanRecorder:

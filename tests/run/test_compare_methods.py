@@ -24,7 +24,7 @@ from hopline.run.settings import Auto
 from hopline.training.settings import TrainSettings
 from hopline.training.trainer import Trainer
 from hopline.util.config import parse_size
-from tests.helpers import dataset_of, randn, random_graph, stack_of
+from tests.support.helpers import dataset_of, randn, random_graph, stack_of
 
 SAMPLED = Sampled(fanouts=(5, 5), batch_size=100)
 

@@ -15,7 +15,7 @@ from hopline.run import commands
 from hopline.run import train as run
 from hopline.run.infer import predict
 from hopline.run.settings import ExportConfig, InferConfig, RunConfig
-from tests.runs import quick
+from tests.support.runs import quick
 
 NUM_DAMAGED = 12
 """Damaged copies of each file. 100 of each were refused when this was written."""

@@ -10,7 +10,7 @@ import torch
 
 from hopline import ops
 from hopline.run import doctor
-from tests.runs import command
+from tests.support.runs import command
 
 
 def findings() -> dict[str, tuple[str, bool]]:

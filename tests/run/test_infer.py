@@ -25,7 +25,7 @@ from hopline.run.models import make_model
 from hopline.run.saved import bare_values
 from hopline.run.settings import InferConfig, RunConfig
 from hopline.shards.write import cut
-from tests.runs import method, quick, small
+from tests.support.runs import method, quick, small
 
 
 @pytest.fixture

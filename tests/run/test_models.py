@@ -14,7 +14,7 @@ import hopline as hl
 from hopline import infer
 from hopline.run.model_settings import NAMES, ModelSpec
 from hopline.run.models import make_model
-from tests.runs import fit, losses, method, small
+from tests.support.runs import fit, losses, method, small
 
 
 def build_model(data: hl.Dataset, **settings: Any) -> nn.Module:
@@ -195,7 +195,10 @@ def test_a_function_of_the_users_own_makes_the_model():
     ("name", "message"),
     [
         ("nowhere.at_all:make", r"there is no module 'nowhere.at_all' here: .* type model=path/to/file.py:make"),
-        ("tests.runs:methd", r"there is no 'methd' in tests.runs. Did you mean model=tests.runs:method?"),
+        (
+            "tests.support.runs:methd",
+            r"there is no 'methd' in tests.support.runs. Did you mean model=tests.support.runs:method?",
+        ),
         (f"{__name__}:no_model", "returned str: return a torch.nn.Module"),
     ],
 )

@@ -15,7 +15,7 @@ from hopline.run import train as run
 from hopline.run.settings import NotImported, RunConfig, load_config
 from hopline.util.config import from_dict, override, settings_of, to_dict
 from hopline.util.own_code import own_settings
-from tests.runs import assert_refused, command, losses, records, small
+from tests.support.runs import assert_refused, command, losses, records, small
 
 MODULE = '''
 from __future__ import annotations

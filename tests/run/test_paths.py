@@ -18,7 +18,7 @@ from hopline.run import train as run
 from hopline.run.infer import predict
 from hopline.run.model_settings import ModelSpec
 from hopline.run.settings import InferConfig, RunConfig, load_config
-from tests.runs import command, fit, method, overrides, small
+from tests.support.runs import command, fit, method, overrides, small
 
 
 def test_a_dataset_of_the_data_root_is_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

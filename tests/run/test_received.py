@@ -14,7 +14,7 @@ from hopline.run import train as run
 from hopline.run.infer import predict
 from hopline.run.model_settings import ModelSpec
 from hopline.run.settings import ExportConfig, InferConfig, RunConfig
-from tests.runs import assert_refused, command, method, quick, small
+from tests.support.runs import assert_refused, command, method, quick, small
 
 OUTSIDE = "escaped-by-a-name"
 

@@ -26,8 +26,8 @@ from hopline.run import train as run
 from hopline.run.infer import evaluate, predict
 from hopline.run.model_settings import ModelSpec
 from hopline.run.settings import EvaluateConfig, InferConfig, RunConfig
-from tests.helpers import twin
-from tests.runs import assert_refused, command, sage
+from tests.support.helpers import twin
+from tests.support.runs import assert_refused, command, sage
 
 NUM_NODES = 90
 CLASSES = ("cat", "dog", "fish")

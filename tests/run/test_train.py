@@ -21,7 +21,7 @@ from hopline.run.model_settings import ModelSpec
 from hopline.run.models import make_model
 from hopline.run.settings import ConvertConfig, ExportConfig, InferConfig, RunConfig
 from hopline.util.config import from_dict, to_dict
-from tests.runs import command, fit, labels, method, quick, same_weights, small, without
+from tests.support.runs import command, fit, labels, method, quick, same_weights, small, without
 
 
 @pytest.fixture

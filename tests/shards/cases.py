@@ -16,7 +16,7 @@ from hopline.nn.conv_adapter import edge_arguments
 from hopline.shards.convs.runner import ShardConvs, run_conv
 from hopline.shards.layout import ShardLayout, shard_layouts
 from hopline.shards.transports import P2PTransport, Transport
-from tests.helpers import CONVS, graph_of, mlp, randint, randn, random_graph
+from tests.support.helpers import CONVS, graph_of, mlp, randint, randn, random_graph
 
 RELATIVE = 1e-10
 ABSOLUTE = 1e-12

@@ -22,8 +22,8 @@ from hopline.methods.sampled.collective_loader import CollectiveLoader
 from hopline.nn.gcn_norm import gcn_weights
 from hopline.shards.collective_sampler import CollectiveSampler
 from hopline.shards.shard import Shard
-from tests.helpers import randint
-from tests.ranks import KillRank
+from tests.support.helpers import randint
+from tests.support.ranks import KillRank
 
 KEY = 12345
 

@@ -14,8 +14,8 @@ from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 import hopline as hl
 from hopline.data.fingerprint import fingerprint
 from hopline.shards.all_shards import RowsOfShards
-from tests.runs import command, records, small
 from tests.shards.test_write import rich
+from tests.support.runs import command, records, small
 
 METHODS: dict[str, hl.extend.Method] = {
     "sampled": hl.Sampled(fanouts=(4, 3), batch_size=7),

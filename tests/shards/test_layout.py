@@ -11,7 +11,7 @@ from torch import Tensor
 from hopline.core.graph import Graph
 from hopline.core.partition import Partition, make_partition
 from hopline.shards.layout import ShardLayout, shard_layouts, virtual_layout
-from tests.helpers import random_graph
+from tests.support.helpers import random_graph
 
 SHARDS = (1, 2, 3, 5)
 

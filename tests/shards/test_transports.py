@@ -18,7 +18,7 @@ from hopline.distributed.world import RankSpec, World, serve
 from hopline.shards.layout import shard_layouts, virtual_layout
 from hopline.shards.transports import LocalTransport, P2PTransport, Transport
 from hopline.util import trace
-from tests.helpers import randn, random_graph
+from tests.support.helpers import randn, random_graph
 
 
 def graph_and_parts(num_shards: int) -> tuple[Graph, Partition]:

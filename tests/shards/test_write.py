@@ -21,9 +21,9 @@ from hopline.shards.shard import open_shard
 from hopline.shards.verify import verify_shards
 from hopline.shards.write import cut
 from hopline.tables import SparseTable, Table, TensorTable
-from tests import warm
 from tests.data.test_store import assert_same
-from tests.helpers import randint, randn, random_graph
+from tests.support import warm
+from tests.support.helpers import randint, randn, random_graph
 
 
 def rich(num_nodes: int = 60, num_edges: int = 400) -> Dataset:

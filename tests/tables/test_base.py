@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hopline.core.row_handles import Readable, Rows, as_tensor
 from hopline.tables import CachedTable, SparseTable, Table, TensorTable
-from tests.helpers import randn
+from tests.support.helpers import randn
 
 
 class Squares(Table):

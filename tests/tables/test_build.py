@@ -11,7 +11,7 @@ import torch
 
 import hopline as hl
 from hopline.tables import CachedTable, TensorTable
-from tests.helpers import randint, randn, random_graph
+from tests.support.helpers import randint, randn, random_graph
 
 ROWS = randn(50, 4, dtype=torch.float32)
 GRAPH = random_graph()

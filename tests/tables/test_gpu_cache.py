@@ -10,7 +10,7 @@ import torch
 
 from hopline.tables import CachedTable, TensorTable, TieredTable
 from hopline.util import trace
-from tests.helpers import randint, randn
+from tests.support.helpers import randint, randn
 
 ROWS = randn(60, 5, dtype=torch.float32)
 HOT = torch.tensor([3, 40, 0, 59])

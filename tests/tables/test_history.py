@@ -12,7 +12,7 @@ from hopline.distributed.world import World
 from hopline.tables.allocators import MappedFiles, SharedFiles
 from hopline.tables.history import Histories, report_ages
 from hopline.util import trace
-from tests.helpers import randn
+from tests.support.helpers import randn
 
 
 def test_rows_come_back_as_they_were_written():

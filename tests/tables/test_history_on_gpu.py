@@ -19,8 +19,8 @@ from hopline.layerwise.engine import Boundaries
 from hopline.methods.historical.work import HistoricalWork
 from hopline.tables.allocators import Where, allocator_at, choose_where
 from hopline.tables.history import Histories
-from tests.grids import RUNS_ON_GPU
-from tests.helpers import KERNEL_DEVICE, randint, randn
+from tests.support.grids import RUNS_ON_GPU
+from tests.support.helpers import KERNEL_DEVICE, randint, randn
 
 pytestmark = RUNS_ON_GPU
 DEVICE = torch.device(KERNEL_DEVICE)

@@ -11,7 +11,7 @@ from hopline.core.sampler import NeighborSampler
 from hopline.core.seed_order import seed_batches
 from hopline.tables import hot_rows as order
 from hopline.tables import table
-from tests.helpers import generator, graph_of, randint, random_graph
+from tests.support.helpers import generator, graph_of, randint, random_graph
 
 
 def skewed_graph(num_nodes: int = 2000, num_edges: int = 20_000) -> Graph:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hopline.tables import TensorTable
-from tests.helpers import randint, randn
+from tests.support.helpers import randint, randn
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64], ids=str)

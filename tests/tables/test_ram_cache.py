@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hopline.tables import CachedTable, TensorTable
 from hopline.util import trace
-from tests.helpers import randint, randn
+from tests.support.helpers import randint, randn
 
 ROWS = randn(30, 4)
 

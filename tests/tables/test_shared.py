@@ -15,7 +15,7 @@ import hopline as hl
 from hopline.tables import CachedTable, SparseTable, Table, TensorTable, TieredTable
 from hopline.tables.shareable import share
 from tests.device.test_pinned import Driver
-from tests.helpers import randn
+from tests.support.helpers import randn
 
 
 def test_memory_of_this_process_is_copied_once_and_then_known() -> None:

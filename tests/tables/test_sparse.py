@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hopline.tables import SparseTable
-from tests.helpers import randint, randn
+from tests.support.helpers import randint, randn
 
 
 def sparse_rows(dtype: torch.dtype = torch.float64) -> torch.Tensor:

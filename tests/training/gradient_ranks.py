@@ -16,8 +16,8 @@ from torch_geometric.nn import SAGEConv
 import hopline as hl
 from hopline.distributed.world import RankSpec, World
 from hopline.units.job import make_job
-from tests.ranks import KillRank
-from tests.runs import small
+from tests.support.ranks import KillRank
+from tests.support.runs import small
 from tests.training.own_ranks import METHODS
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))

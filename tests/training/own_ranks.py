@@ -14,8 +14,8 @@ from torch_geometric.nn import SAGEConv
 import hopline as hl
 from hopline.core.seed_order import share_of
 from hopline.distributed.world import World
-from tests.ranks import KillRank
-from tests.runs import small
+from tests.support.ranks import KillRank
+from tests.support.runs import small
 
 STEPS = 6
 SEEDS = 14

@@ -20,7 +20,7 @@ from hopline.training.async_evaluation import EvaluationError, EvaluationThread,
 from hopline.training.evaluation import Measure
 from hopline.util import trace
 from hopline.util.trace import Timers
-from tests.runs import method, sage, same_weights, small
+from tests.support.runs import method, sage, same_weights, small
 
 
 def trainer_of() -> hl.Trainer:

@@ -16,7 +16,7 @@ import hopline as hl
 from hopline.training.best_weights import KeepWeights
 from hopline.training.report_callbacks import peak_memory_bytes
 from hopline.util.files import CheckedFile
-from tests.runs import evaluated, fit, method, sage, small
+from tests.support.runs import evaluated, fit, method, sage, small
 
 
 class FakeTrainer:

@@ -16,7 +16,7 @@ from torch_geometric.nn import SAGEConv
 import hopline as hl
 from hopline.nn.attributes import copy_attributes, set_attributes
 from hopline.run.train import load_weights
-from tests.runs import fit, method, same_weights, small
+from tests.support.runs import fit, method, same_weights, small
 
 
 class Annealed(nn.Module):

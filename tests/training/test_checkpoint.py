@@ -21,7 +21,7 @@ from hopline.distributed.world import World
 from hopline.training import checkpoint
 from hopline.training.callbacks import Callback, EpochEnd, StepEnd
 from hopline.training.settings import TrainSettings
-from tests.runs import records, sage, small
+from tests.support.runs import records, sage, small
 
 STATE = {"weights": torch.arange(5.0), "epoch": 3, "names": ["a", "b"]}
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import hopline as hl
-from tests.ranks import AgreeingWorld
-from tests.runs import sage, small
+from tests.support.ranks import AgreeingWorld
+from tests.support.runs import sage, small
 
 WAYS = [copy.copy, copy.deepcopy, lambda what: pickle.loads(pickle.dumps(what))]
 DATA = small()

@@ -23,8 +23,8 @@ from hopline.contract import Job
 from hopline.training import async_evaluation, checkpoint, validation
 from hopline.training.async_evaluation import AsyncEvaluator, EvaluationError, EvaluationThread
 from hopline.training.evaluation import Measure
-from tests.runs import Recorder, evaluated, fit, losses, method, records, sage, same_weights, small
-from tests.warm import Process, python
+from tests.support.runs import Recorder, evaluated, fit, losses, method, records, sage, same_weights, small
+from tests.support.warm import Process, python
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 
 import hopline as hl
 from hopline.training.callbacks import EpochEnd
-from tests.runs import losses, method, sage, small
+from tests.support.runs import losses, method, sage, small
 
 DATA = small()
 

@@ -16,7 +16,7 @@ from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import RankSpec, World
 from hopline.training.inputs import check_gradients
 from hopline.util.errors import RankError
-from tests.runs import fit, losses, method, sage, small
+from tests.support.runs import fit, losses, method, sage, small
 from tests.training.gradient_ranks import (
     WAYS,
     AverageEvery,

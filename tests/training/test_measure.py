@@ -5,7 +5,7 @@ from __future__ import annotations
 import hopline as hl
 from hopline.training.evaluation import Measure
 from hopline.util import trace
-from tests.runs import method, sage, small
+from tests.support.runs import method, sage, small
 
 
 def test_sampled_evaluation_keeps_to_its_bytes():

@@ -13,7 +13,7 @@ from hopline import infer
 from hopline.metrics import mode_of
 from hopline.report.writer import render_html
 from hopline.training import checkpoint
-from tests.runs import evaluated, fit, records, small, without
+from tests.support.runs import evaluated, fit, records, small, without
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import nn
 
 from hopline.device import streams
 from hopline.training.optimizer import MAX_CAPTURES, MAX_SEEN_KEYS, Update, make_optimizer, split_decay
-from tests.fake_cuda import FakeCuda
+from tests.support.fake_cuda import FakeCuda
 
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")])
 

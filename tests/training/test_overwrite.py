@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hopline.training.overwrite import FILES, FOLDER
-from tests.runs import command, fit, records, small
+from tests.support.runs import command, fit, records, small
 
 
 def contents(folder: Path) -> dict[str, bytes]:

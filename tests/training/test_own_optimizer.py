@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, St
 from torch_geometric.nn import GraphSAGE
 
 import hopline as hl
-from tests.runs import fit, method, same_weights, small, without
+from tests.support.runs import fit, method, same_weights, small, without
 
 ALL = hl.Sampled(fanouts=(-1, -1), batch_size=1000, shuffle=False)
 """One batch of all training nodes, with all their neighbours."""

@@ -15,8 +15,8 @@ from hopline.budget.plan import Budget
 from hopline.report.bottleneck import Explanation, Setup, explain
 from hopline.report.page import render
 from hopline.training.report_callbacks import MAX_POINTS, WatchBudget, setup_of
-from tests.helpers import guarded
-from tests.runs import fit, method, records, sage, small
+from tests.support.helpers import guarded
+from tests.support.runs import fit, method, records, sage, small
 
 
 class FakeGuard:

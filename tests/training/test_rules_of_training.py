@@ -14,8 +14,8 @@ import hopline as hl
 from hopline import infer
 from hopline.methods.historical.work import HistoricalWork
 from hopline.tables import TensorTable
-from tests.helpers import dataset_of, randn, random_graph
-from tests.runs import copied, fit, losses, method, sage, same_weights, small
+from tests.support.helpers import dataset_of, randn, random_graph
+from tests.support.runs import copied, fit, losses, method, sage, same_weights, small
 
 
 def name_of(how: hl.extend.Method) -> str:

@@ -11,7 +11,7 @@ from torch_geometric.nn import GCN
 import hopline as hl
 from hopline.contract import Job, Work
 from hopline.report.page import render
-from tests.runs import fit, method, records, sage, small
+from tests.support.runs import fit, method, records, sage, small
 
 
 def test_the_start_of_a_run_is_recorded_once_before_its_first_epoch(tmp_path: Path):

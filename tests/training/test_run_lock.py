@@ -14,8 +14,8 @@ import pytest
 import hopline as hl
 from hopline.util import file_lock
 from hopline.util.file_lock import FileLock
-from tests.runs import fit, records, small
-from tests.warm import Process, python
+from tests.support.runs import fit, records, small
+from tests.support.warm import Process, python
 
 FILE = "run.lock"
 
@@ -27,7 +27,7 @@ def run_lock(folder: Path, wait_s: float = 0.0) -> FileLock:
 TRAIN = """
 import sys, time
 from pathlib import Path
-from tests.runs import fit, small
+from tests.support.runs import fit, small
 
 go = Path(sys.argv[1])
 data = small()

@@ -18,7 +18,7 @@ import hopline as hl
 from hopline import infer
 from hopline.ops import derive_key
 from hopline.util.errors import StageError
-from tests.runs import (
+from tests.support.runs import (
     Recorder,
     copied,
     evaluated,

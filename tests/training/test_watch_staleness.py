@@ -13,7 +13,7 @@ import hopline as hl
 from hopline.methods.historical.staleness import relative_distance
 from hopline.training import watch_staleness
 from hopline.training.watch_staleness import state_of
-from tests.runs import records, small
+from tests.support.runs import records, small
 
 
 def fit(out: Path, lr: float, **method: object) -> hl.Run:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import GAT, GATConv, GraphSAGE, SAGEConv
 
 import hopline as hl
-from tests.runs import small
+from tests.support.runs import small
 
 
 class ModuleWithoutLayers(nn.Module):

@@ -6,12 +6,12 @@ import os
 
 import pytest
 
-from tests.warm import run_python
+from tests.support.warm import run_python
 
 PROGRAM = """
 import os, sys, torch
 import hopline as hl
-from tests.runs import method, sage, small
+from tests.support.runs import method, sage, small
 
 def outcome(work):
     try:

@@ -18,7 +18,7 @@ import hopline as hl
 import hopline.data
 from hopline import cli
 from hopline.util.lazy import on_first_use
-from tests.launched import environment
+from tests.support.launched import environment
 
 HEAVY = ("torch", "torch_geometric", "numba", "numpy", "triton", "pandas", "scipy")
 COMMANDS = {

@@ -15,7 +15,7 @@ import hopline as hl
 from hopline import cli
 from hopline.util.output import outlive_output
 from hopline.util.progress import progress
-from tests.runs import method, sage, small
+from tests.support.runs import method, sage, small
 
 
 @pytest.fixture

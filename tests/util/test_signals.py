@@ -20,8 +20,8 @@ import pytest
 import hopline as hl
 from hopline.training import checkpoint
 from hopline.util.signals import SIGNALS, Interrupted, Signals
-from tests.runs import method, sage, small
-from tests.warm import Process, python
+from tests.support.runs import method, sage, small
+from tests.support.warm import Process, python
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ["train", "demo", "epochs=200", "evaluate_every=200", "model.hidden=8", "out=run", "resume=true"]

@@ -20,7 +20,7 @@ from hopline.data.formats.dgl import from_dgl
 from hopline.data.formats.dgl_stream import ARRAY, read_graph, read_tensors
 from hopline.data.paths import dgl_config
 from hopline.data.store import verify
-from tests.runs import assert_refused, command
+from tests.support.runs import assert_refused, command
 
 HOMOGENEOUS = ("metis", "random", "csr", "all_formats", "one_part")
 NUM_NODES = 30

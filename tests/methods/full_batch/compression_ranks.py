@@ -19,8 +19,8 @@ from hopline.methods.full_batch.compression import COMPRESSED, HalfPrecisionTran
 from hopline.shards.layout import ShardLayout, shard_layouts
 from hopline.shards.transports import P2PTransport, Transport
 from hopline.util import trace
-from tests.helpers import randn
 from tests.shards.cases import case, model, sharded
+from tests.support.helpers import randn
 
 
 def layout_of(world: World, name: str = "gat") -> ShardLayout:

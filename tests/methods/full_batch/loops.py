@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import hopline as hl
 from hopline.core.batch import Batch
 from hopline.distributed.world import World
-from tests.helpers import dataset_of, randn, random_graph
 from tests.methods.historical.loops import difference, gradients_of
+from tests.support.helpers import dataset_of, randn, random_graph
 
 DATA = dataset_of(random_graph(num_nodes=70, num_edges=400, loops=True), randn(70, 6))
 """With loops, double edges and nodes without edges."""

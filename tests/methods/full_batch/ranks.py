@@ -19,7 +19,7 @@ from hopline.distributed.world import World
 from hopline.shards.data import open_sharded
 from hopline.units.losses import supervised_loss
 from hopline.util.errors import PeerError
-from tests.helpers import dataset_of, randn, random_graph
+from tests.support.helpers import dataset_of, randn, random_graph
 
 DATA = dataset_of(random_graph(num_nodes=80, num_edges=500), randn(80, 6))
 

@@ -17,8 +17,8 @@ from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
 from hopline.shards.write import cut
 from hopline.util.errors import RankError
-from tests.helpers import GNN_OPTIONS, KERNEL_DEVICE, dataset_of, gnn_of, plain_gnn, randn, random_graph
 from tests.methods.full_batch.ranks import DATA, differences, model_of, train, train_all, train_until_death
+from tests.support.helpers import GNN_OPTIONS, KERNEL_DEVICE, dataset_of, gnn_of, plain_gnn, randn, random_graph
 
 AGGREGATIONS = ("sweep", "sequential", "stored", "one_shot")
 SETTINGS: dict[str, Any] = {"partition": "random", "num_shards": 4}

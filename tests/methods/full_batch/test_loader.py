@@ -14,8 +14,8 @@ import hopline as hl
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
-from tests.helpers import assert_close
 from tests.methods.full_batch.loops import DATA, OwnLayers, apart, model_of, on_ranks, own_loop, predict
+from tests.support.helpers import assert_close
 
 CASES: list[dict[str, Any]] = [
     {"kind": "own"},

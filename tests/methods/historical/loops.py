@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import hopline as hl
 from hopline.distributed.world import World
-from tests.helpers import dataset_of, randn, random_graph
+from tests.support.helpers import dataset_of, randn, random_graph
 
 DATA = dataset_of(random_graph(num_nodes=60, num_edges=300, loops=True), randn(60, 6))
 """With loops, double edges, nodes without edges and parts without seeds."""

@@ -12,8 +12,8 @@ from hopline.distributed.world import World
 from hopline.methods.historical.groups import Groups
 from hopline.methods.partitioned.rank_histories import Owners, PartAssignment, SharedHistories
 from hopline.nn import GNN
-from tests.helpers import dataset_of, randn, random_graph
-from tests.ranks import KillRank
+from tests.support.helpers import dataset_of, randn, random_graph
+from tests.support.ranks import KillRank
 
 DATA = dataset_of(random_graph(num_nodes=60, num_edges=300), randn(60, 6))
 

@@ -12,7 +12,7 @@ from hopline.core.batch import Block
 from hopline.core.sampler import NeighborSampler
 from hopline.methods.historical.edge_dropout import drop_edges
 from hopline.nn import GNN
-from tests.helpers import batch_of, edges_of, randn, random_graph
+from tests.support.helpers import batch_of, edges_of, randn, random_graph
 
 GRAPH = random_graph(num_nodes=50, num_edges=2000, weight=True)
 X = randn(50, 6)

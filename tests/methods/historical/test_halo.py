@@ -6,7 +6,7 @@ import torch
 
 from hopline.methods.historical.halo import Halo
 from hopline.tables.history import Histories
-from tests.helpers import randn
+from tests.support.helpers import randn
 
 
 def test_after_layer_appends_the_halo_and_records_the_rows_of_the_batch():

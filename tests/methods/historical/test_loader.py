@@ -12,8 +12,8 @@ import hopline as hl
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
-from tests.helpers import assert_close
 from tests.methods.historical.loops import DATA, difference, method_of, model_of, on_ranks, own_loop, trainers
+from tests.support.helpers import assert_close
 
 CASES: list[dict[str, Any]] = [
     {"kind": "gnn"},

@@ -30,7 +30,7 @@ from hopline.methods.historical.work import HistoricalWork
 from hopline.methods.partitioned.layer_bytes import LayerBytes, at_layer
 from hopline.nn import GNN
 from hopline.units.losses import supervised_loss
-from tests.helpers import dataset_of, randn, random_graph
+from tests.support.helpers import dataset_of, randn, random_graph
 
 GRAPH = random_graph(num_nodes=60, num_edges=300)
 DATA = dataset_of(GRAPH, randn(60, 6))

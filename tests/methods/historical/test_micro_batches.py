@@ -25,7 +25,7 @@ from hopline.methods.historical.step import HistoricalUnit
 from hopline.methods.historical.work import HistoricalWork
 from hopline.nn import GNN
 from tests.equivalence.test_5_historical import DATA, MODELS, work_of
-from tests.helpers import dataset_of, graph_of, guarded, randint, randn
+from tests.support.helpers import dataset_of, graph_of, guarded, randint, randn
 
 UNIT = 1e6
 """Bytes of a node or an edge in these tests: far more than real rows have, so that only counts matter."""

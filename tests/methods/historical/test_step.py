@@ -8,8 +8,8 @@ import torch
 
 import hopline as hl
 from hopline.methods.historical.settings import Historical
-from tests.helpers import dataset_of, randn
 from tests.methods.historical.test_work import GRAPH, model_of, trainer_of
+from tests.support.helpers import dataset_of, randn
 
 
 def test_history_is_pushed_by_commit_and_not_before():

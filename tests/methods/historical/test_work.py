@@ -16,7 +16,7 @@ from hopline.data import planted_partition
 from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.work import HistoricalWork
 from hopline.nn import GNN
-from tests.helpers import assert_close, dataset_of, randn, random_graph
+from tests.support.helpers import assert_close, dataset_of, randn, random_graph
 
 GRAPH = random_graph(num_nodes=60, num_edges=300)
 DATA = dataset_of(GRAPH, randn(60, 6))

@@ -9,8 +9,8 @@ from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
 from hopline.methods.partitioned.rank_histories import Owners, PartAssignment, Snapshot
-from tests.helpers import randn, shared_memory_of_hopline
 from tests.methods.historical.ranks import check_tables
+from tests.support.helpers import randn, shared_memory_of_hopline
 
 
 @pytest.mark.parametrize("two_hosts", [False, True])

@@ -22,9 +22,9 @@ from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.work import HistoricalWork
 from hopline.units.measured_unit import MeasuredUnit
 from tests.equivalence.test_5_historical import MODELS
-from tests.helpers import GNN_OPTIONS, dataset_of, gnn_of, plain_gnn, randn, random_graph
 from tests.methods.full_batch.ranks import model_of
 from tests.methods.historical.test_micro_batches import assert_micro_batches_equal_the_batch
+from tests.support.helpers import GNN_OPTIONS, dataset_of, gnn_of, plain_gnn, randn, random_graph
 
 DATA = dataset_of(random_graph(num_nodes=80, num_edges=500, loops=True), randn(80, 6))
 DATA = replace(DATA, tables={**DATA.tables, "w": hl.extend.TensorTable(randn(80, 2, seed=4).exp())})

@@ -14,7 +14,7 @@ import hopline as hl
 from hopline.core.batch import Block
 from hopline.methods.full_batch.work import SweepWork
 from hopline.nn.gnn import GNN
-from tests.helpers import gnn_of, graph_of, randn
+from tests.support.helpers import gnn_of, graph_of, randn
 
 NEEDED = [{2, 3, 4, 5, 6, 7}, {3, 4, 5, 6}, {4, 5}]
 """Nodes whose rows are needed after each of three layers of `chain`."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import hopline as hl
 from hopline.methods.sampled.captured_step import WARM_UP_STEPS, CapturedWork, capture
-from tests.fake_cuda import FakeCuda
-from tests.runs import sage, small
+from tests.support.fake_cuda import FakeCuda
+from tests.support.runs import sage, small
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it runs kernels on CPU tensors")
 

@@ -19,8 +19,8 @@ from hopline.methods.sampled.work import SampledWork
 from hopline.nn import GNN
 from hopline.pipeline.stages import resolve_threads
 from hopline.tables import TensorTable
-from tests.helpers import dataset_of, randn, random_graph
-from tests.ranks import AgreeingWorld
+from tests.support.helpers import dataset_of, randn, random_graph
+from tests.support.ranks import AgreeingWorld
 
 DATA = dataset_of(random_graph(), randn(50, 6))
 CPU = torch.device("cpu")

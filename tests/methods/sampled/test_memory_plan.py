@@ -25,7 +25,7 @@ from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.nn.whole_module import as_batch_model
 from hopline.units.losses import supervised_loss
-from tests.helpers import dataset_of, graph_of, randn, random_graph, stack_of
+from tests.support.helpers import dataset_of, graph_of, randn, random_graph, stack_of
 
 METHOD = Sampled(fanouts=(5, 5), batch_size=200, workers=2, look_ahead=4)
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import hopline as hl
 from hopline.methods.sampled.prefetch_rows import RowPrefetcher, Staging, stage_tables
 from hopline.ops.gather_tiers import gather_tiers
-from tests.helpers import KERNEL_DEVICE, randint, randn
+from tests.support.helpers import KERNEL_DEVICE, randint, randn
 
 DEVICE = torch.device(KERNEL_DEVICE)
 NUM_ROWS = 500

@@ -22,7 +22,7 @@ from torch_geometric.utils import trim_to_layer
 import hopline as hl
 from hopline.core.sampler import NeighborSampler
 from hopline.data.placement import place
-from tests.helpers import dataset_of, generator, randn, random_graph
+from tests.support.helpers import dataset_of, generator, randn, random_graph
 from tests.test_examples import neighbor_loader_works
 
 NUM_NODES = 50

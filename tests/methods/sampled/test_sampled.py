@@ -25,9 +25,9 @@ from hopline.nn import GNN, as_batch_model
 from hopline.tables import SparseTable, TensorTable
 from hopline.units.batch_unit import BatchUnit
 from hopline.util.errors import StageError
-from tests.helpers import assert_same_batches, assert_same_gradients, dataset_of, randn, random_graph, twin
-from tests.ranks import AgreeingWorld
-from tests.runs import small
+from tests.support.helpers import assert_same_batches, assert_same_gradients, dataset_of, randn, random_graph, twin
+from tests.support.ranks import AgreeingWorld
+from tests.support.runs import small
 
 GRAPH = random_graph(dtype=torch.int32, weight=True)
 X = randn(50, 6)

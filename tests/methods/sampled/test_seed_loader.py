@@ -25,8 +25,8 @@ from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
 from hopline.methods.sampled import seed_loader
-from tests.helpers import dataset_of, randn, random_graph
-from tests.ranks import AgreeingWorld
+from tests.support.helpers import dataset_of, randn, random_graph
+from tests.support.ranks import AgreeingWorld
 
 DATA = dataset_of(random_graph(50, 300, loops=True), randn(50, 6))
 IDS = torch.tensor([40, 3, 49, 47, 0, 12, 31, 8, 22, 17, 5])

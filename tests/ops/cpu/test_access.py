@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hopline.ops.cpu.partition import add_to_sources
-from tests.helpers import randint, random_graph, torch_threads
+from tests.support.helpers import randint, random_graph, torch_threads
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

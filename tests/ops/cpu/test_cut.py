@@ -8,7 +8,7 @@ import torch
 
 from hopline.core.partition import Partition
 from hopline.ops.cpu import partition as cpu_partition
-from tests.helpers import randint, random_graph, torch_threads
+from tests.support.helpers import randint, random_graph, torch_threads
 
 
 def graph_and_parts(num_nodes: int, num_edges: int, num_parts: int, dtype: torch.dtype) -> tuple[np.ndarray, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hopline import ops
 from hopline.ops.cpu import linear as cpu_linear
 from hopline.ops.cpu.runtime import own_threads
-from tests.helpers import assert_close, randn
+from tests.support.helpers import assert_close, randn
 
 SIZES = [1, cpu_linear.ROWS, cpu_linear.ROWS + 1, 3 * cpu_linear.ROWS + 17]
 

@@ -17,7 +17,7 @@ from hopline.core.row_handles import Rows
 from hopline.nn.fused import read_ahead, run_fused
 from hopline.ops.cpu import page_cache as cpu_page_cache
 from hopline.tables import TensorTable
-from tests.helpers import assert_close, batch_of, randint, randn, random_graph
+from tests.support.helpers import assert_close, batch_of, randint, randn, random_graph
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the Linux kernel")
 

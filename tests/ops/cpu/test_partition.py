@@ -10,7 +10,7 @@ import torch
 
 from hopline.core.graph import Graph
 from hopline.ops.cpu.partition import _even_out, _pack, cut_edges, stream_parts, undirected
-from tests.helpers import graph_of, randint, random_graph, torch_threads
+from tests.support.helpers import graph_of, randint, random_graph, torch_threads
 
 
 def community_graph(num_nodes: int = 2000, size: int = 100, num_edges: int = 12_000) -> Graph:

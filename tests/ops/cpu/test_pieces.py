@@ -8,7 +8,7 @@ import torch
 
 from hopline import ops
 from hopline.ops.cpu import cut_batches as cpu_cut_batches
-from tests.helpers import batch_of, random_graph
+from tests.support.helpers import batch_of, random_graph
 
 BATCH = batch_of(random_graph(300, 3000), None, (4, 3, -1), torch.arange(0, 300, 2))
 

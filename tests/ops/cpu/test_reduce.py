@@ -8,8 +8,8 @@ from torch import Tensor
 
 from hopline.ops import reference
 from hopline.ops.cpu import reduce as cpu_reduce
-from tests.grids import parametrize_pairwise
-from tests.helpers import assert_close, randint, randn, torch_threads
+from tests.support.grids import parametrize_pairwise
+from tests.support.helpers import assert_close, randint, randn, torch_threads
 
 REDUCTIONS = ["sum", "mean", "max"]
 

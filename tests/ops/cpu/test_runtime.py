@@ -14,7 +14,7 @@ from numba.core.dispatcher import Dispatcher
 
 from hopline.ops import cpu, random
 from hopline.ops.cpu import runtime as cpu_runtime
-from tests.helpers import torch_threads
+from tests.support.helpers import torch_threads
 
 
 @cpu_runtime.kernel

@@ -15,7 +15,7 @@ from torch import Tensor
 from hopline.ops import reference
 from hopline.ops.cpu import sampling as cpu_sampling
 from hopline.ops.random import derive_key
-from tests.helpers import neighbors_of, randint, randn, random_graph
+from tests.support.helpers import neighbors_of, randint, randn, random_graph
 
 SHAPES = [(2, 1), (3, 1), (3, 2), (5, 4), (20, 5), (21, 5), (41, 10), (64, 15), (1000, 10)]
 """(degree, fan-out): arrays up to degree 4 x fan-out, a hash table beyond."""

@@ -11,7 +11,7 @@ from hopline.ops import reference
 from hopline.ops.cpu import sampling as cpu_sampling
 from hopline.ops.tree_slots import Slots
 from tests.equivalence.test_1_kernels import random_csr, random_key
-from tests.helpers import randint
+from tests.support.helpers import randint
 
 
 @pytest.mark.parametrize("seed", range(30))

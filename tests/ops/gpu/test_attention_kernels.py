@@ -14,8 +14,8 @@ import triton.language as tl
 
 from hopline.ops import random
 from hopline.ops.gpu import attention as kernels
-from tests.grids import RUNS_ON_GPU
-from tests.helpers import KERNEL_DEVICE
+from tests.support.grids import RUNS_ON_GPU
+from tests.support.helpers import KERNEL_DEVICE
 
 pytestmark = RUNS_ON_GPU
 DEVICE = torch.device(KERNEL_DEVICE)

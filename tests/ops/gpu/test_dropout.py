@@ -7,8 +7,8 @@ import torch
 
 from hopline.ops import reference
 from hopline.ops.gpu import reduce as gpu_reduce
-from tests.grids import RUNS_ON_GPU, parametrize_kernel
-from tests.helpers import KERNEL_DEVICE, assert_close, randint, randn
+from tests.support.grids import RUNS_ON_GPU, parametrize_kernel
+from tests.support.helpers import KERNEL_DEVICE, assert_close, randint, randn
 
 pytestmark = RUNS_ON_GPU
 CUDA = torch.cuda.is_available()

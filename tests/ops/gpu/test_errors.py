@@ -7,8 +7,8 @@ import torch
 
 from hopline.ops.gpu import runtime as gpu_runtime
 from hopline.ops.gpu import sampling as gpu_sampling
-from tests.grids import RUNS_ON_GPU
-from tests.helpers import KERNEL_DEVICE
+from tests.support.grids import RUNS_ON_GPU
+from tests.support.helpers import KERNEL_DEVICE
 
 pytestmark = RUNS_ON_GPU
 

@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("triton")
 
 from hopline.ops.gpu import loss_and_adam as gpu_loss_and_adam
-from tests.grids import RUNS_ON_GPU, parametrize_kernel
-from tests.helpers import KERNEL_DEVICE, randint, randn
+from tests.support.grids import RUNS_ON_GPU, parametrize_kernel
+from tests.support.helpers import KERNEL_DEVICE, randint, randn
 
 pytestmark = RUNS_ON_GPU
 

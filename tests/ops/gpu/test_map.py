@@ -9,8 +9,8 @@ from hopline.ops import reference
 from hopline.ops.cpu.sampling import IdMap
 from hopline.ops.gpu import sampling as gpu_sampling
 from hopline.ops.gpu.sampling import DeviceIdMap
-from tests.grids import RUNS_ON_GPU, parametrize_kernel
-from tests.helpers import KERNEL_DEVICE, randint
+from tests.support.grids import RUNS_ON_GPU, parametrize_kernel
+from tests.support.helpers import KERNEL_DEVICE, randint
 
 pytestmark = RUNS_ON_GPU
 CUDA = torch.cuda.is_available()

@@ -13,8 +13,8 @@ from torch import Tensor
 from hopline.ops import reference
 from hopline.ops.gpu import reduce as gpu_reduce
 from hopline.ops.gpu import runtime as gpu_runtime
-from tests.grids import RUNS_ON_GPU, parametrize_kernel
-from tests.helpers import KERNEL_DEVICE, assert_close, randint, randn
+from tests.support.grids import RUNS_ON_GPU, parametrize_kernel
+from tests.support.helpers import KERNEL_DEVICE, assert_close, randint, randn
 
 pytestmark = RUNS_ON_GPU
 CUDA = torch.cuda.is_available()

@@ -11,8 +11,8 @@ import triton.language as tl
 
 from hopline.ops import random
 from hopline.ops.gpu import runtime as gpu_runtime
-from tests.grids import RUNS_ON_GPU
-from tests.helpers import KERNEL_DEVICE, randint
+from tests.support.grids import RUNS_ON_GPU
+from tests.support.helpers import KERNEL_DEVICE, randint
 
 pytestmark = RUNS_ON_GPU
 CUDA = torch.cuda.is_available()

@@ -12,8 +12,8 @@ from hopline import ops
 from hopline.ops import reference
 from hopline.ops.gpu import runtime as gpu_runtime
 from hopline.ops.gpu import sampling as gpu_sampling
-from tests.grids import RUNS_ON_GPU, parametrize_kernel
-from tests.helpers import KERNEL_DEVICE, randint, randn
+from tests.support.grids import RUNS_ON_GPU, parametrize_kernel
+from tests.support.helpers import KERNEL_DEVICE, randint, randn
 
 pytestmark = RUNS_ON_GPU
 CUDA = torch.cuda.is_available()

@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 from hopline.ops.gather_tiers import new_counts
 from hopline.ops.gpu import tiers as gpu_tiers
-from tests.grids import RUNS_ON_GPU, parametrize_kernel
-from tests.helpers import KERNEL_DEVICE, randint, randn
+from tests.support.grids import RUNS_ON_GPU, parametrize_kernel
+from tests.support.helpers import KERNEL_DEVICE, randint, randn
 
 pytestmark = RUNS_ON_GPU
 NUM_ROWS = 300

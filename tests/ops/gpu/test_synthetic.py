@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hopline.ops.cpu import synthetic as cpu_synthetic
-from tests.grids import RUNS_ON_GPU, parametrize_kernel
-from tests.helpers import KERNEL_DEVICE, randn
+from tests.support.grids import RUNS_ON_GPU, parametrize_kernel
+from tests.support.helpers import KERNEL_DEVICE, randn
 
 pytest.importorskip("triton")
 

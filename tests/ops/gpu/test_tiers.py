@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from hopline.ops.gather_tiers import gather_tiers_reference, new_counts
-from tests.grids import RUNS_ON_GPU, parametrize_kernel
-from tests.helpers import KERNEL_DEVICE, randint, randn
+from tests.support.grids import RUNS_ON_GPU, parametrize_kernel
+from tests.support.helpers import KERNEL_DEVICE, randint, randn
 
 gpu_tiers = pytest.importorskip("hopline.ops.gpu.tiers")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 from hopline.ops import random, reference
 from hopline.ops.gpu import tree as gpu_tree
 from hopline.ops.tree_slots import Slots
-from tests.grids import RUNS_ON_GPU, parametrize_kernel
-from tests.helpers import KERNEL_DEVICE, randint
+from tests.support.grids import RUNS_ON_GPU, parametrize_kernel
+from tests.support.helpers import KERNEL_DEVICE, randint
 
 pytestmark = RUNS_ON_GPU
 DEVICE = torch.device(KERNEL_DEVICE)

@@ -12,9 +12,9 @@ from hopline.ops import reference
 from hopline.ops.gather_tiers import new_counts
 from hopline.ops.gpu import tree as gpu_tree
 from hopline.ops.tree_slots import Slots
-from tests.grids import RUNS_ON_GPU, parametrize_kernel
-from tests.helpers import KERNEL_DEVICE, randn
 from tests.ops.gpu.test_tree import csr, on_device
+from tests.support.grids import RUNS_ON_GPU, parametrize_kernel
+from tests.support.helpers import KERNEL_DEVICE, randn
 
 pytestmark = RUNS_ON_GPU
 DEVICE = torch.device(KERNEL_DEVICE)

@@ -12,7 +12,7 @@ from hopline.shards.convs.accumulate import Accumulators, ReductionSpec, gradien
 from hopline.shards.convs.edges import ConvEdges
 from hopline.shards.convs.messages import ChunkReductions, Reduction
 from hopline.shards.layout import virtual_layout
-from tests.helpers import randint, randn, random_graph
+from tests.support.helpers import randint, randn, random_graph
 
 GRAPH = random_graph(30, 150)
 EDGES = ConvEdges.of(virtual_layout(GRAPH, make_partition(GRAPH, 3, "random", seed=1)))

@@ -11,7 +11,7 @@ from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
 from hopline.shards.convs.batch_norm import norms_over_ranks
-from tests.helpers import randn
+from tests.support.helpers import randn
 
 ROWS = (5, 0, 12)
 """Of each rank; one has none."""

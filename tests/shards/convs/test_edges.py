@@ -14,7 +14,7 @@ from hopline.core.partition import make_partition
 from hopline.shards.convs.edges import ConvEdges, gather_sources, gather_sources_together, gcn_norm, loop_attributes
 from hopline.shards.layout import shard_layouts, virtual_layout
 from hopline.shards.transports import LocalTransport
-from tests.helpers import randn, random_graph
+from tests.support.helpers import randn, random_graph
 
 GRAPH = random_graph(30, 150, weight=True, attr=2, loops=True)
 PARTITION = make_partition(GRAPH, 3, "random", seed=1)

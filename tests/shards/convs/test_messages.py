@@ -13,7 +13,7 @@ from torch_geometric.nn.aggr import DegreeScalerAggregation, MultiAggregation, S
 
 from hopline.shards.convs.edges import Chunk
 from hopline.shards.convs.messages import CannotSplit, DeferredEdgeUpdate, Inputs, finish, plan, replay, unsqueeze_like
-from tests.helpers import randn
+from tests.support.helpers import randn
 
 CHUNK = Chunk(slice(0, 5), slice(0, 3), torch.tensor([0, 1, 2, 1, 0]), torch.tensor([0, 0, 1, 1, 2]))
 DEGREES = torch.tensor([2, 2, 1])

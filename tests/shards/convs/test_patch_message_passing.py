@@ -14,7 +14,7 @@ from hopline.shards.convs.messages import CannotSplit
 from hopline.shards.convs.patch_message_passing import FetchMode, patch_convs
 from hopline.shards.layout import contiguous_layout
 from hopline.shards.transports import LocalTransport
-from tests.helpers import randn, random_graph
+from tests.support.helpers import randn, random_graph
 
 GRAPH = random_graph(30, 150)
 LAYOUT = contiguous_layout(GRAPH, torch.tensor([0, 9, 20, 30]))

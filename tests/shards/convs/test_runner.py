@@ -22,8 +22,8 @@ from hopline.distributed.world import World
 from hopline.nn.conv_adapter import convolve
 from hopline.shards.convs.runner import ShardConvs, find_rule, run_conv
 from hopline.shards.layout import contiguous_layout, virtual_layout
-from tests.helpers import batch_of, mlp, pna, randn, random_graph
 from tests.shards.cases import SUITE, TIES, case, error, model, on_ranks, plain, sharded
+from tests.support.helpers import batch_of, mlp, pna, randn, random_graph
 
 
 @pytest.mark.parametrize("name", SUITE)

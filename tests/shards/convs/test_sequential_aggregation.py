@@ -20,8 +20,8 @@ from hopline.shards.convs.runner import ShardConvs, run_conv
 from hopline.shards.convs.sequential_aggregation import aggregate, profile_messages
 from hopline.shards.layout import contiguous_layout, shard_layouts
 from hopline.shards.transports import LocalTransport
-from tests.helpers import mlp, randn, random_graph
 from tests.shards.test_transports import Wires
+from tests.support.helpers import mlp, randn, random_graph
 
 GRAPH = random_graph(30, 150)
 LAYOUT = contiguous_layout(GRAPH, torch.tensor([0, 9, 20, 30]))

@@ -14,9 +14,9 @@ from hopline.distributed.world import World
 from hopline.shards.convs.runner import ShardConvs
 from hopline.shards.convs.trimming import trimmed_convs
 from hopline.shards.layout import virtual_layout
-from tests.grids import parametrize_pairwise
-from tests.helpers import randn
 from tests.shards.convs.trimming_ranks import NAMES, SEEDS, case, compare, on_ranks
+from tests.support.grids import parametrize_pairwise
+from tests.support.helpers import randn
 
 
 @parametrize_pairwise(name=[*NAMES], mode=["sequential", "stored", "one_shot"], num_shards=[1, 3])

@@ -16,7 +16,7 @@ from hopline.shards.convs.runner import ShardConvs
 from hopline.shards.convs.trimming import trimmed_convs
 from hopline.shards.layout import ShardLayout, shard_layouts
 from hopline.shards.transports import LocalTransport, P2PTransport, Transport
-from tests.helpers import CONVS, plain_gnn, randn, random_graph
+from tests.support.helpers import CONVS, plain_gnn, randn, random_graph
 
 NAMES = ("sage-mean", "sage-max", "gcn", "gin", "gat", "gat-edges", "transformer", "transformer-edges")
 SEEDS = torch.tensor([2, 9, 30, 31])

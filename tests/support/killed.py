@@ -1,6 +1,6 @@
 """Training in child processes that are killed at random moments and resumed, until enough kills have happened.
 
-    python -m tests.killed FOLDER KIND NUMBER_OF_KILLS [SIGKILL|SIGINT|SIGTERM|SIGHUP]
+    python -m tests.support.killed FOLDER KIND NUMBER_OF_KILLS [SIGKILL|SIGINT|SIGTERM|SIGHUP]
 
 `test_8_resumed.py` starts it as a process of its own. The parent only imports, so it has no threads, and a child that
 is forked from it starts at once. Results of every resumed run must equal those of one never interrupted, and no
@@ -27,7 +27,7 @@ from hopline.distributed import launch
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
 from hopline.util.signals import Interrupted
-from tests.helpers import random_graph
+from tests.support.helpers import random_graph
 
 KINDS = ("sage", "gat", "historical", "ranks")
 """What is trained: sampled SAGE or GAT, historical SAGE, or sampled SAGE over two processes."""
@@ -137,7 +137,7 @@ def results(folder: Path) -> dict[str, object]:
 def main() -> None:
     """Train once without a kill, then with kills, and compare."""
     if len(sys.argv) not in (4, 5) or sys.argv[2] not in KINDS or not sys.argv[3].isdigit():
-        raise SystemExit(f"usage: python -m tests.killed FOLDER {'|'.join(KINDS)} NUMBER_OF_KILLS [SIGNAL]")
+        raise SystemExit(f"usage: python -m tests.support.killed FOLDER {'|'.join(KINDS)} NUMBER_OF_KILLS [SIGNAL]")
     home = Path(sys.argv[1])
     kind = sys.argv[2]
     num_wanted = int(sys.argv[3])

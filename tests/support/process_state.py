@@ -1,6 +1,6 @@
 """A program that uses hopline and records which parts of its process each step has changed: FOLDER/changes.json.
 
-    python -m tests.process_state FOLDER
+    python -m tests.support.process_state FOLDER
 
 `test_process_state.py` runs it in a process of its own, since a test runner changes much itself. Libraries that
 hopline uses are imported first, so that changes by their import do not count.

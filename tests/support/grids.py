@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.interpreter import search_language_once
+from tests.support.interpreter import search_language_once
 
 HAS_CUDA = torch.cuda.is_available()
 GPU_ONLY = (pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device"))

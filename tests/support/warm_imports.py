@@ -1,4 +1,4 @@
-"""What the server of `tests.warm` imports once, and how processes forked from it differ from spawned ones."""
+"""What the server of `tests.support.warm` imports once, and how processes forked from it differ from spawned ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pkgutil
 
 import hopline
 import hopline.distributed.launch
-from tests import warm
+from tests.support import warm
 
 for module in pkgutil.walk_packages(hopline.__path__, "hopline."):
     # Triton is left to the processes that use it: whether it is interpreted is decided when it is imported.

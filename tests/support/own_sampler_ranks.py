@@ -14,10 +14,10 @@ from torch_geometric.nn import SAGEConv
 
 import hopline as hl
 from hopline.distributed.world import World
-from tests.ranks import KillRank
-from tests.runs import small
+from tests.support.ranks import KillRank
+from tests.support.runs import small
 
-FOLDER = Path(__file__).resolve().parents[1] / "examples" / "own_sampler"
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "own_sampler"
 sys.path.append(str(FOLDER))
 example: Any = importlib.import_module("sampler")
 

@@ -16,7 +16,7 @@ from torch_geometric.nn import GCNConv, GraphSAGE, SAGEConv
 import hopline as hl
 from hopline.distributed.world import World
 
-FOLDER = Path(__file__).resolve().parents[1] / "examples"
+FOLDER = Path(__file__).resolve().parents[2] / "examples"
 EPOCHS = 4
 NAMES = ("own_loop_historical", "own_loop_layers", "own_loop_one_shot", "own_loop_trimmed", "own_loop_shards")
 

@@ -1,4 +1,4 @@
-"""Ranks that use hopline in a process group of their own: `python -m tests.group_ranks SCENARIO FOLDER [RANK SIZE]`.
+"""Ranks in a process group of their own: `python -m tests.support.group_ranks SCENARIO FOLDER [RANK SIZE]`.
 
 The process group is initialised as a user's script does it, by the environment or by a file. Scenarios train, fail and
 lose ranks in it. The group must be the same object afterwards and still work, and no heartbeat thread may be left.
@@ -27,12 +27,12 @@ from hopline.distributed import existing_group
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.util.errors import PeerError
-from tests import different_ranks
-from tests.launched import everything
 from tests.methods.full_batch import ranks as full_batch
 from tests.methods.historical import ranks as historical
-from tests.ranks import train
-from tests.runs import method, sage, small
+from tests.support import different_ranks
+from tests.support.launched import everything
+from tests.support.ranks import train
+from tests.support.runs import method, sage, small
 
 NORMED: dict[str, Any] = {"norm": "batch", "epochs": 2}
 """Options of a full-batch run whose norms go over all ranks."""

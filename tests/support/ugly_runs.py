@@ -1,6 +1,6 @@
 """Invalid settings and environments of commands, and the refusal that each must get.
 
-    python -m tests.ugly_runs
+    python -m tests.support.ugly_runs
 
 prints the table in Markdown; `test_ugly_runs.py` checks every row. `data/ugly_inputs.py` has invalid files.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-from tests.runs import Outcome, command, small
+from tests.support.runs import Outcome, command, small
 
 TRAIN = ("train", "demo", "data=graph", "epochs=1", "show=false", "model.layers=2", "model.hidden=4")
 

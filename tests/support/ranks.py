@@ -19,7 +19,7 @@ from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import RankSpec, World
 from hopline.training.callbacks import Callback, StepEnd
-from tests.runs import small
+from tests.support.runs import small
 
 BATCH = 12
 """Seeds of a step over all ranks: divisible by 1, 2 and 3. 150 training nodes make 12 steps and a half."""

@@ -1,6 +1,6 @@
 """Functions that launched ranks run in tests: checks of every collective call, and ranks that die, wait or fail.
 
-    python -m tests.launched FUNCTION DEVICES TIMEOUT_S ARGUMENTS
+    python -m tests.support.launched FUNCTION DEVICES TIMEOUT_S ARGUMENTS
 
 `started` runs such processes and ends them.
 """
@@ -29,9 +29,9 @@ from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
 from hopline.util.errors import PeerError
-from tests.warm import Process, python
+from tests.support.warm import Process, python
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMP_NUM_THREADS")
 
 
@@ -234,7 +234,7 @@ def started(*commands: tuple[list[str], Mapping[str, str]]) -> Iterator[list[Pro
 
 def program(*arguments: str) -> list[str]:
     """The arguments of Python that run this module."""
-    return ["-W", "error::UserWarning", "-m", "tests.launched", *arguments]
+    return ["-W", "error::UserWarning", "-m", "tests.support.launched", *arguments]
 
 
 def main(name: str, devices: str, timeout_s: str, *args: str) -> None:

@@ -32,9 +32,9 @@ import psutil
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
-PRELOADED = ("tests.warm_imports",)
+PRELOADED = ("tests.support.warm_imports",)
 """Modules that the server imports before it is asked for a process."""
 
 Result = TypeVar("Result")
