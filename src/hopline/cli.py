@@ -485,7 +485,6 @@ def _main() -> None:
 
 
 def _commands() -> list[str]:
-    """The names of all commands."""
     return [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
 
 

@@ -117,7 +117,7 @@ class ReducedRows(Rows):
     For GCNConv it is [num_dst, width], the reduced rows alone.
     """
     how: str
-    """The reduction: "sum", "mean" or "max", or for GCNConv `nn.fused.NORMALISED_SUM`."""
+    """The reduction: "sum", "mean" or "max", or for GCNConv a text that names its settings."""
 
     @property
     def reduced(self) -> Tensor:

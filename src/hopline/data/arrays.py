@@ -195,10 +195,7 @@ class ArrayWriter:
         self.num_rows += rows.size(0)
 
     def close(self) -> None:
-        """Write the header with the number of rows, and wait until the file is on the disk.
-
-        May be called twice.
-        """
+        """Write the header with the number of rows, and wait until the file is on the disk. May be called twice."""
         if self._file.closed:
             return
         self._file.seek(0)

@@ -1,7 +1,4 @@
-"""Settings of the built-in graphs. `synthetic` generates them.
-
-They are plain data, so listing them needs no torch.
-"""
+"""Settings of the built-in graphs. `synthetic` generates them. They are plain data, so listing them needs no torch."""
 
 from __future__ import annotations
 
@@ -33,8 +30,7 @@ class PlantedPartition:
     num_test: int | None = None
     """Test nodes, at most all that are left. Default: all that are left."""
     homophily: float = 0.5
-    """Share of in-edges whose source is drawn from the own community. Other sources may lie in it by
-    chance."""
+    """Share of in-edges whose source is drawn from the own community. Other sources may lie in it by chance."""
     signal: float = 1.0
     """Length of a class's mean feature vector. The noise has standard deviation 1 in every column."""
     symmetric: bool = False

@@ -42,10 +42,7 @@ class _Entry(NamedTuple):
     """A cached checksum."""
 
     version: int
-    """Version counter of the tensor when the checksum was computed.
-
-    Another one means that torch changed the tensor.
-    """
+    """Version counter of the tensor when the checksum was computed. Another one means that torch changed the tensor."""
     checksum: str
     """CRC-32 as `checksum_text` writes it."""
 
@@ -64,7 +61,6 @@ def remember(array: Tensor, checksum: str) -> None:
 
 
 def _cached_checksum(array: Tensor) -> str | None:
-    """The checksum of an array if it is known and the array was not changed since. Else None."""
     entry: _Entry | None = _checksums.get(array)
     return entry.checksum if entry is not None and entry.version == version_of(array) else None
 
@@ -176,5 +172,4 @@ def sample(rows: Tensor | Table, num_rows: int = NUM_SAMPLED) -> str:
 
 
 def _describe(shape: Sequence[int], dtype: torch.dtype) -> str:
-    """Dtype and shape: "int64 [3]"."""
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

@@ -88,8 +88,7 @@ class Columns:
     edge: tuple[str, ...] = ()
     """Further columns of the edge file that become edge arrays, such as "weight"."""
     id: str = "id"
-    """Column of the node file with the node's id. Without such a column its rows are the nodes 0, 1, 2,
-    ..."""
+    """Column of the node file with the node's id. Without such a column its rows are the nodes 0, 1, 2, ..."""
     features: tuple[str, ...] | None = None
     """Feature columns of the node file. Default: all columns that are not named otherwise here."""
     label: str = "label"

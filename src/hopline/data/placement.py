@@ -34,10 +34,7 @@ SHARE = 0.8
 HOST_SHARE = 0.7
 """Share of the free host memory that copies of rows may take."""
 MAIN = "x"
-"""The table that models read, whose place is planned.
-
-Other tables go to the device if there is memory left.
-"""
+"""The table that models read, whose place is planned. Other tables go to the device if there is memory left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +129,6 @@ def make_layout(sizes: DataBytes, device_free_bytes: int, placement: Placement) 
 
 
 def _check_fits(setting: str, needed_bytes: int, device_free_bytes: int, *, advice: str) -> None:
-    """Refuse a setting that needs more device memory than is free."""
     if needed_bytes > device_free_bytes:
         raise ValueError(
             f"{setting} needs {format_size(needed_bytes)} on the device, which has {format_size(device_free_bytes)} "
@@ -252,7 +248,6 @@ def describe(data: Dataset) -> str:
 
 
 def _tensor_location(tensor: Tensor) -> str:
-    """Words for the place of a tensor, such as "on cuda:0"."""
     return "on the host" if tensor.device.type == "cpu" else f"on {tensor.device}"
 
 

@@ -31,8 +31,7 @@ class Placement:
     """Place of the rows: `device`, `pinned` (the GPU reads them by zero-copy) or `host` (the host reads
     them). `auto` takes `device` if they fit, else `pinned`, or `host` for sparse rows."""
     graph: Literal["auto", "device", "pinned", "host"] = "auto"
-    """Place of the edges: `device`, `pinned`, or `host`, which then samples. `auto` takes `device` or
-    `pinned`."""
+    """Place of the edges: `device`, `pinned`, or `host`, which then samples. `auto` takes `device` or `pinned`."""
     cache: str | int = "auto"
     """Device memory for copies of the pinned rows that a batch most probably reads, such as 2G. `auto`
     takes the memory that is left."""

@@ -210,7 +210,6 @@ def _open_path(path: Path, split: int, check: bool, options: dict[str, Any]) -> 
 
 
 def _validate_if(check: bool, dataset: Dataset) -> Dataset:
-    """The dataset itself, after a check of every value if `check`."""
     if check:
         dataset.validate()
     return dataset
@@ -247,16 +246,12 @@ def _folder_name(name: str, options: Mapping[str, Any]) -> str:
 
 
 def _find_first(root: Path, candidates: Iterable[str]) -> Path | None:
-    """The first of these names that the data root holds, as a path."""
     paths = (_find_under(root, name) for name in candidates)
     return next((path for path in paths if path is not None), None)
 
 
 def _find_under(root: Path, name: str) -> Path | None:
-    """The dataset folder or .npz file of a name under the data root.
-
-    Capitals, and "-" for "_", do not matter.
-    """
+    """The dataset folder or .npz file of a name under the data root. Capitals, and "-" for "_", do not matter."""
     lower = name.lower()
     for candidate in (name, lower, lower.replace("-", "_"), lower.replace("_", "-")):
         if is_dataset(root / candidate):

@@ -234,5 +234,4 @@ def _unflatten(bucket: Sequence[Tensor], flat: Tensor) -> None:
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which tensors are summed: float32 for half precision, else their own."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

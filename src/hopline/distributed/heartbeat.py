@@ -150,7 +150,6 @@ class Heartbeat:
                 self._messages[rank] = _Message(words, self._store_answered_s)
 
     def _words_of(self, rank: int) -> str:
-        """The latest message of a rank. "" if it has written none."""
         return self._messages[rank].words if rank in self._messages else ""
 
     def _find_stale(self) -> list[int]:
@@ -232,7 +231,6 @@ def get_all(store: dist.Store, keys: Sequence[str]) -> list[bytes]:
 
 
 def _is_beat(words: str) -> bool:
-    """Whether a message is the beat "BEATS EXCHANGES" of a running rank."""
     return words[:1].isdigit()
 
 

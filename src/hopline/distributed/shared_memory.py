@@ -191,7 +191,6 @@ def _open(
 
 
 def _make_empty(dtype: str, shape: tuple[int, ...]) -> SharedArray:
-    """Unpickle an array without elements, which has no memory to share."""
     return SharedArray("", 0, torch.empty(shape, dtype=getattr(torch, dtype)), writable=True)
 
 

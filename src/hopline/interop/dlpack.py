@@ -177,10 +177,7 @@ def to(tensor: Tensor, framework: str) -> Any:
 
 
 def converter(framework: str) -> Callable[[Tensor], Any]:
-    """The function that makes an array of a framework from a tensor.
-
-    Raises a ValueError for an unknown name.
-    """
+    """The function that makes an array of a framework from a tensor. Raises a ValueError for an unknown name."""
     if framework not in FRAMEWORKS:
         raise ValueError(f"there is no framework {framework!r} here: choose from {', '.join(FRAMEWORKS)}")
     return FRAMEWORKS[framework]

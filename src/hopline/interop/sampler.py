@@ -228,7 +228,6 @@ def _edge_ids_of(part: Part) -> Tensor | None:
 
 
 def _open_sampler(graph: Graph, fanouts: Sequence[int], step: int, settings: dict[str, Any]) -> Sampler:
-    """Unpickle a sampler. settings: keyword arguments of `Sampler`."""
     sampler = Sampler(graph, fanouts, **settings)
     sampler.step = step
     return sampler
@@ -259,7 +258,6 @@ def _pad_sample(sample: Sample, fanouts: Sequence[int], num_nodes: int) -> Sampl
 
 
 def _check_fanouts(fanouts: Sequence[int], replace: bool, pad: bool) -> None:
-    """Refuse fan-outs that cannot be sampled, or not with `pad`."""
     check_fanouts(fanouts, replace)
     if pad and -1 in fanouts:
         raise ValueError("pad=True needs to know how many neighbours there can be: give a number in place of -1")

@@ -97,7 +97,7 @@ def learn(outline: RunOutline, num_blocks: int | None, limit: float = math.inf) 
 
 
 def _is_sure(plan: Plan, outline: RunOutline) -> bool:
-    """Whether the plan is as good as measured steps can make it."""
+    # None: no measured step improves the plan.
     return plan.num_blocks is None or outline.predictor(plan.num_blocks).is_sure
 
 

@@ -3,7 +3,9 @@
 Read `gnn` first: a model is encode, layers and decode. The folder may import `tables` and what `tables` may
 import. The other files:
 
-    conv_adapter                runs any PyG conv on a block, in a way that a trial has shown to be right
+    conv_adapter                runs any PyG conv on a block, or between two tables of rows, in a way that a trial
+                                has shown to be right
+    conv_facts                  what is found out about a conv once, and again only when the conv has changed
     probe                       the tiny graph of these trials, and the store of their findings
     fused, attention            the fast ways for common convs, without a row per edge
     tree_layers                 the fast ways in the tree layout on a GPU

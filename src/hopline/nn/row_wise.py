@@ -222,7 +222,6 @@ def _find_mixing_module(trial: GNN, num_features: int, edge: Mapping[str, Tensor
 
 
 def _subset_of(state: State) -> State:
-    """The state of the nodes `SUBSET` alone."""
     rows: dict[str, Any] = {name: getattr(state, name) for name in ("h", "x0", "jk")}
     return replace(state, **{name: None if tensor is None else tensor[SUBSET] for name, tensor in rows.items()})
 

@@ -121,10 +121,7 @@ def sample_tree(
 
 
 def row_entries(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """(indptr, positions) of all entries of the rows `nodes` of a CSR structure, row after row.
-
-    Both are int64.
-    """
+    """(indptr, positions) of all entries of the rows `nodes` of a CSR structure, row after row. Both are int64."""
     return _twin(nodes, cpu_sampling, "sampling").row_entries(indptr, nodes)
 
 
@@ -193,10 +190,7 @@ def check_device_errors() -> None:
 
 
 def is_cold(rows: Tensor, ids: Tensor) -> bool:
-    """Whether rows of `ids` must come from the disk.
-
-    `gather_rows` then reads them in the order of the file.
-    """
+    """Whether rows of `ids` must come from the disk. `gather_rows` then reads them in the order of the file."""
     return _is_on_cpu(ids) and rows.is_contiguous() and cpu_page_cache.is_cold(rows, ids.numpy())
 
 
@@ -275,10 +269,7 @@ def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def optimizer_class(name: str, device: torch.device) -> type[torch.optim.Optimizer]:
-    """torch's optimizer class of that name.
-
-    On a GPU, Adam and AdamW are subclasses whose step is one kernel.
-    """
+    """torch's optimizer class of that name. On a GPU, Adam and AdamW are subclasses whose step is one kernel."""
     if device.type == "cuda" and _has_triton() and name in ("Adam", "AdamW"):
         return getattr(gpu_kernels("loss_and_adam"), name)
     return getattr(torch.optim, name)
@@ -321,10 +312,7 @@ def is_first_time() -> bool:
 
 
 def gpu_kernels(module: str) -> Any:
-    """The module of that name in `ops/gpu`.
-
-    The first call imports Triton: machines without a GPU do not need it.
-    """
+    """The module of that name in `ops/gpu`. The first call imports Triton: machines without a GPU do not need it."""
     if "tensorflow" in sys.modules and "triton" not in sys.modules:
         raise ValueError(
             "TensorFlow was imported before Triton, whose LLVM would then end this process: write `import "
@@ -360,5 +348,4 @@ def _key(ids: Tensor, key: int | Tensor) -> int | Tensor:
 
 
 def _is_on_cpu(ids: Tensor) -> bool:
-    """Whether a tensor is in host memory."""
     return ids.device.type == "cpu"

@@ -27,10 +27,7 @@ Programs of a kernel add to different rows, since atomic additions to one addres
 
 
 def new_counts(device: torch.device | str) -> Tensor:
-    """[COUNTERS, 3] int64 zeros: reads of hot, cold and staged rows.
-
-    Sum over the first dimension to read them.
-    """
+    """[COUNTERS, 3] int64 zeros: reads of hot, cold and staged rows. Sum over the first dimension to read them."""
     return torch.zeros(COUNTERS, 3, dtype=torch.int64, device=device)
 
 

@@ -81,7 +81,6 @@ def _numbers_in_hop(slots: Slots, hop: int, device: torch.device) -> Tensor:
 # The three tensors below are cached, since every step of a run has the same few shapes.
 @lru_cache(maxsize=8)
 def _ids(slots: Slots, device: torch.device) -> Tensor:
-    """`Slots.ids`, cached by slots and device."""
     hops = []
     first = slots.first_seed  # the number of the hop's first slot, in the hop of the whole step
     for hop in range(slots.num_hops + 1):
@@ -93,7 +92,6 @@ def _ids(slots: Slots, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _first_children(slots: Slots, device: torch.device) -> Tensor:
-    """`Slots.first_children`, cached by slots and device."""
     hops = []
     for hop, fanout in enumerate(slots.fanouts):
         hops.append(slots.offsets[hop + 1] + fanout * _numbers_in_hop(slots, hop, device))
@@ -102,7 +100,6 @@ def _first_children(slots: Slots, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _parents(slots: Slots, device: torch.device) -> Tensor:
-    """`Slots.parents`, cached by slots and device."""
     hops = [torch.full((slots.num_seeds,), -1, device=device)]
     for hop, fanout in enumerate(slots.fanouts):
         hops.append(slots.offsets[hop] + _numbers_in_hop(slots, hop + 1, device) // fanout)

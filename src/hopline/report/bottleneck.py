@@ -228,11 +228,9 @@ class _Facts:
         return self._blame_training()
 
     def _slowest(self, stages: tuple[str, ...]) -> str:
-        """The stage with the largest share of the work."""
         return max(stages, key=lambda name: self.shares.get(name, 0.0))
 
     def _share_of(self, stage: str) -> str:
-        """A stage and its share of the work, for people."""
         return f"{stage}, {self.shares.get(stage, 0.0):.0%} of the work"
 
     def _blame_prefetch(self) -> _Verdict:

@@ -74,5 +74,4 @@ def amount(value: Any) -> str:
 
 
 def _digits(value: float) -> str:
-    """Write three digits of a number from 0 on, without an exponent."""
     return f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"

@@ -135,7 +135,6 @@ def _attention_conv(kind: type[nn.Module]) -> MakeConv:
 
 
 def _make_gin(spec: ModelSpec, data: Dataset, width_in: int, width_out: int, is_output: bool) -> nn.Module:
-    """A GIN conv, whose aggregated rows go through an MLP of two layers."""
     # In the output layer, width_out is the number of outputs. The MLP is not narrower than other layers.
     hidden = max(width_out, spec.hidden) if is_output else width_out
     mlp = nn.Sequential(nn.Linear(width_in, hidden), nn.ReLU(), nn.Linear(hidden, width_out))

@@ -80,13 +80,11 @@ def verify_shards(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def _require(holds: bool | Tensor, shard: Shard, problem: str) -> None:
-    """Raise a ValueError that names the shard and the problem, unless a condition holds."""
     if not bool(holds):
         raise ValueError(f"{shard.folder}: {problem}: {ADVICE}")
 
 
 def _are_within(numbers: Tensor, stop: int) -> bool:
-    """Whether all numbers are in 0 .. stop - 1."""
     return numbers.numel() == 0 or (int(numbers.min()) >= 0 and int(numbers.max()) < stop)
 
 
@@ -152,7 +150,6 @@ def _check_edges(shard: Shard, first_edges: Tensor, advance: Callable[[int], Non
 
 
 def _round_of(shard: Shard, sender: int) -> int:
-    """The round in which rows of another shard arrive."""
     return (shard.rank - sender) % shard.num_shards
 
 
@@ -173,8 +170,6 @@ def _check_halo(shard: Shard, shards: list[Shard]) -> None:
 
 
 def _check_rows(shard: Shard) -> None:
-    """Check the values of a shard's tables, labels and splits."""
-
     def where(array: str) -> str:
         return f"{shard.folder}/{array}.npy"
 

@@ -31,10 +31,7 @@ from hopline.tables.memory import TensorTable
 from hopline.util import trace
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32, "model": None}
-"""Element type of stored rows by the value of the setting `storage`.
-
-None: the type of the rows that are written.
-"""
+"""Element type of stored rows by the value of the setting `storage`. None: the type of the rows that are written."""
 AGES = (1, 2, 4, 8, 16, 32, 64)
 """Upper ends of the bins of the staleness histogram, in steps. Older rows have one more bin.
 
@@ -159,10 +156,7 @@ class Histories(LayerTables, RowReader):
         return self.written[positions]
 
     def now(self) -> Any:
-        """A CUDA event of this moment of the computation, for `write`.
-
-        None on a CPU, which computes at once.
-        """
+        """A CUDA event of this moment of the computation, for `write`. None on a CPU, which computes at once."""
         return None if self.mover is None else self.mover.now()
 
     def write(self, l: int, at: At, rows: Tensor, computed: Any = None) -> None:
@@ -211,10 +205,7 @@ class PrefetchedRows(RowReader):
     ) -> None:
         self.histories = histories
         self.positions = positions
-        """[n] int64 on the host: the positions of the rows.
-
-        Prefetched rows are found by this tensor itself.
-        """
+        """[n] int64 on the host: the positions of the rows. Prefetched rows are found by this tensor itself."""
         self.device_positions = device_positions
         """[n] int64: a copy of `positions` on the device if tables are on it, else the same tensor."""
         self.pulled = pulled

@@ -31,10 +31,7 @@ class Shareable:
     """Base of tables whose tensors other processes of the host read in shared memory."""
 
     def share_arrays(self, *names: str) -> dict[str, SharedArray]:
-        """Handles of the attributes `names`, which are tensors.
-
-        From now on the table uses the shared memory too.
-        """
+        """Handles of the attributes `names`, which are tensors. From now on the table uses the shared memory too."""
         # A tensor is shared once, however often the table is sent. If the attribute was replaced since, it
         # is shared again.
         shared_arrays: dict[str, SharedArray] = self.__dict__.setdefault("_shared_arrays", {})
@@ -53,6 +50,5 @@ class Shareable:
         return table
 
     def _receive(self, arrays: Mapping[str, SharedArray], attributes: Mapping[str, Any]) -> None:
-        """Set the attributes of a table that `from_shared` opens."""
         tensors = {name: array.tensor for name, array in arrays.items()}
         self.__dict__.update(attributes, **tensors, _shared_arrays=dict(arrays))

@@ -1,7 +1,6 @@
 """Units of work that several methods use. A unit is work that ends in gradients, such as one batch.
 
     job               makes the job of a run, or of a copy of its model
-    losses            the usual losses of a task
     batch_unit        runs the training step on one batch, in the run's precision
     own_threads       threads of hopline's own for models of fused convs
     rank_facts        refuses ranks that were given different data, settings or models

@@ -131,13 +131,11 @@ def find_by_other_name(text: str, classes: Iterable[type]) -> tuple[type, Mappin
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a union, or the annotation itself."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     return typing.get_args(annotation) if is_union else (annotation,)
 
 
 def _kinds(annotation: Any) -> dict[str, type]:
-    """The dataclasses that an annotation admits, by kind."""
     return {kind_of(member): member for member in _members(annotation) if _is_settings(member)}
 
 
@@ -150,12 +148,10 @@ def _admits_own_classes(member: Any) -> bool:
 
 
 def _kind_in(cls: type, annotation: Any) -> str:
-    """The text that picks a class in settings: its kind, or "module:Class" for a class of the user."""
     return kind_of(cls) if cls in _kinds(annotation).values() else name_of_class(cls)
 
 
 def _settable(cls: type) -> dict[str, Any]:
-    """The fields that the constructor takes, with their annotations."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
 
@@ -678,12 +674,10 @@ def _walk(
 
 
 def _owner(cls: type, name: str) -> type:
-    """The class, or base class, that declares a field."""
     return next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", {}))
 
 
 def _title(cls: type) -> str:
-    """The title of the group of a settings class: "train" for TrainSettings."""
     return re.sub("_(settings|config|options)$", "", kind_of(cls))
 
 

@@ -91,7 +91,6 @@ def from_dgl(path: str | os.PathLike[str], *, ids: str | os.PathLike[str] | None
 
 
 def _pop_first(columns: dict[str, Any], names: tuple[str, ...]) -> Any:
-    """Remove and return the first of these columns that exists, else None."""
     for name in names:
         if name in columns:
             return columns.pop(name)
@@ -99,10 +98,7 @@ def _pop_first(columns: dict[str, Any], names: tuple[str, ...]) -> Any:
 
 
 class _Parts:
-    """The parts of a graph, loaded one at a time.
-
-    Call `columns` before `edges`: it learns the original ids.
-    """
+    """The parts of a graph, loaded one at a time. Call `columns` before `edges`: it learns the original ids."""
 
     def __init__(self, config: Path, ids: Path | None) -> None:
         try:
@@ -265,7 +261,6 @@ def _read_ids(path: Path, num_nodes: int) -> Tensor:
 
 
 def _storable(rows: Tensor) -> Tensor:
-    """Values in a dtype that NumPy has: bfloat16 becomes float32."""
     return rows.float() if rows.dtype == torch.bfloat16 else rows
 
 

@@ -82,7 +82,7 @@ def table_items(name: str, folder: Path | None, num_bytes: int, outline: Outline
     num_bytes: of all tables.
     requested: the setting `tables` of the method. It counts on a GPU only.
     """
-    # Only a single process has tables of its GPU: several ranks share tables on the host (`PartsWork`).
+    # Only a single process has tables of its GPU: several ranks share tables on the host (`PartitionedGraph`).
     has_gpu_tables = outline.compute_place == "device" and outline.job.world.size == 1
     place: Place = "disk" if folder is not None else "host"
     if has_gpu_tables and requested == "device":

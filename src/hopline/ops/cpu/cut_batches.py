@@ -177,8 +177,7 @@ NEVER = np.iinfo(np.int64).max
 _POSITIVE = np.uint64(NEVER)
 """A mask that clears the sign bit of a draw."""
 _SAMPLE = 101
-"""Least number of values whose median is the pivot of `last_that_fits`. If there are fewer, it is the median
-of all."""
+"""Least number of values whose median is the pivot of `last_that_fits`. If there are fewer, it is the median of all."""
 
 
 @kernel

@@ -91,10 +91,7 @@ def _all_in_memory(address, row_bytes, ids, num_probes):
 
 @kernel
 def _request_pages(address, row_bytes, ids):
-    """Request the pages of the rows `ids`, which ascend.
-
-    Pages that are close to each other make one request.
-    """
+    """Request the pages of the rows `ids`, which ascend. Pages that are close to each other make one request."""
     # start, stop: the addresses of the run of pages that is not requested yet. It is empty at first.
     start = address // _PAGE * _PAGE
     stop = start

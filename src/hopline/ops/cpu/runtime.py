@@ -185,10 +185,7 @@ class _KernelThreads:
         self._lock = threading.Lock()
 
     def submit(self, task: Callable[[], None], count: int) -> list[Future[None]]:
-        """Give the pool a task `count` times.
-
-        A pool of fewer than `count` threads is replaced by a larger one.
-        """
+        """Give the pool a task `count` times. A pool of fewer than `count` threads is replaced by a larger one."""
         # Held until the pool has the tasks: another thread that needs a larger pool shuts this one down,
         # and a pool that is shut down takes no task. The lock also keeps two threads from starting a pool
         # each.
@@ -205,7 +202,6 @@ _kernel_threads = _KernelThreads()
 
 
 def _max_threads() -> int:
-    """The number of threads that a kernel may use if it is called from this thread."""
     return getattr(_local, "threads", None) or torch.get_num_threads()
 
 

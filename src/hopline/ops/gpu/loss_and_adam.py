@@ -73,10 +73,7 @@ def _forward_kernel(scores, labels, losses, grads, num, CLASSES: tl.constexpr, R
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """`cross_entropy`. The gradient is computed in forward, so the scores are not saved.
-
-    Differentiable once.
-    """
+    """`cross_entropy`. The gradient is computed in forward, so the scores are not saved. Differentiable once."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, labels: Tensor) -> Tensor:
@@ -272,10 +269,7 @@ class _OneKernel:
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Take one step: by one launch per group if possible, else by torch.
-
-        A closure is always left to torch.
-        """
+        """Take one step: by one launch per group if possible, else by torch. A closure is always left to torch."""
         group_steps = self._group_steps() if closure is None else None
         if group_steps is None:
             return super().step(closure)  # type: ignore[misc]
@@ -290,25 +284,18 @@ class _OneKernel:
 
 
 class Adam(_OneKernel, torch.optim.Adam):
-    """torch's Adam with a step of one launch per group.
-
-    The first step, which creates the state, is torch's.
-    """
+    """torch's Adam with a step of one launch per group. The first step, which creates the state, is torch's."""
 
     decoupled = False
 
 
 class AdamW(_OneKernel, torch.optim.AdamW):
-    """torch's AdamW with a step of one launch per group.
-
-    The first step, which creates the state, is torch's.
-    """
+    """torch's AdamW with a step of one launch per group. The first step, which creates the state, is torch's."""
 
     decoupled = True
 
 
 def _is_capturing(tensor: Tensor) -> bool:
-    """Whether the current stream captures a CUDA graph; false for tensors on the CPU."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

@@ -95,10 +95,7 @@ def _walk(value, key, half, num_nodes, INVERSE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "count", "num_nodes", "half"])
 def _ranks_kernel(key_ptr, out_ptr, first, count, num_nodes, half, BLOCK: tl.constexpr):
-    """out[i] = the rank of node first + i.
-
-    Lanes beyond the end walk from node 0, since a walk needs a valid node.
-    """
+    """out[i] = the rank of node first + i. Lanes beyond the end walk from node 0, since a walk needs a valid node."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_node = i < count
     node = tl.where(is_node, first + i, 0).to(tl.uint64)

@@ -220,8 +220,7 @@ def words_of(rows: Tensor, word: torch.dtype) -> Tensor:
 CLAIM_BLOCK = 1024
 """Ids per program of `claim` and `point`."""
 HOST_PROGRAMS = 64
-"""Programs of a kernel that accesses host memory: enough to keep the bus busy, few because
-training runs meanwhile."""
+"""Programs of a kernel that accesses host memory: enough to keep the bus busy, few because training runs meanwhile."""
 HOST_ROWS = 32
 """Rows that a program of a kernel that accesses host memory copies at a time."""
 HOST_WARPS = 4
@@ -284,10 +283,7 @@ def _stage_kernel(
 
 @triton.jit(do_not_specialize=["num"])
 def _gather_kernel(rows, ids, order, out, num, WIDTH: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """out[i] = rows[ids[i]], read in the order of `order`.
-
-    HOST_PROGRAMS programs stride over the ids, R at a time.
-    """
+    """out[i] = rows[ids[i]], read in the order of `order`. HOST_PROGRAMS programs stride over the ids, R at a time."""
     for start in range(tl.program_id(0) * R, num, tl.num_programs(0) * R):
         is_id = start + tl.arange(0, R) < num
         position = tl.load(order + start + tl.arange(0, R), mask=is_id, other=0).to(tl.int64)
@@ -411,8 +407,5 @@ def put_host_rows(table: Tensor, ids: Tensor, rows: Tensor, *, add: bool = False
 
 
 def unclaimed(dtype: torch.dtype) -> int:
-    """The largest number of a dtype.
-
-    It fills the unused end of `claimed`, and comes last when `claimed` is sorted.
-    """
+    """The largest number of a dtype. It fills the unused end of `claimed`, and comes last when `claimed` is sorted."""
     return torch.iinfo(dtype).max

@@ -75,10 +75,7 @@ class _ChunkBounds(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ConvEdges:
-    """All in-edges of a shard's own nodes, in one part per shard.
-
-    Immutable, but for the caches that it owns.
-    """
+    """All in-edges of a shard's own nodes, in one part per shard. Immutable, but for the caches that it owns."""
 
     layout: ShardLayout
     """The shard. Its parts have the graph's own edges."""
